@@ -1,0 +1,311 @@
+/* args.c -- numbers, arrays, masks and causality: from Python's arguments to what cattn.h wants. See args.h. */
+#include "args.h"
+#include "error.h"
+
+#include <math.h>
+
+#define OFFSET_LIMIT ((int64_t)1 << 62) /* query positions stay within int64 */
+
+/* ---- numbers and flags ---- */
+
+bool cattn_arg_real(PyObject *object, const char *name, double *value) {
+    double number;
+    if (PyFloat_CheckExact(object)) {
+        number = PyFloat_AsDouble(object);
+    } else {
+        if (PyBool_Check(object) || PyArray_IsScalar(object, Bool) || PyArray_IsScalar(object, ComplexFloating) ||
+            PyUnicode_Check(object) || PyBytes_Check(object))
+            return cattn_error_type(name, "a real number", object);
+        number = PyFloat_AsDouble(object);
+        if (number == -1.0 && PyErr_Occurred()) {
+            const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
+            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError))
+                return false;
+            PyErr_Clear();
+            if (!large)
+                return cattn_error_type(name, "a real number", object);
+            number = HUGE_VAL; /* an int beyond every double */
+        }
+    }
+    if (!isfinite(number)) {
+        PyObject *shown = PyFloat_FromDouble(number);
+        if (shown != NULL)
+            PyErr_Format(PyExc_ValueError, "%s must be finite, got %R", name, shown);
+        Py_XDECREF(shown);
+        return false;
+    }
+    *value = number;
+    return true;
+}
+
+bool cattn_arg_flag(PyObject *object, bool *value) {
+    if (object == Py_False || object == Py_True) {
+        *value = object == Py_True;
+        return true;
+    }
+    const int truth = PyObject_IsTrue(object);
+    *value = truth > 0;
+    return truth >= 0;
+}
+
+bool cattn_arg_is(PyObject *object, PyObject *interned) {
+    if (object == interned)
+        return true;
+    return PyUnicode_Check(object) && PyUnicode_Compare(object, interned) == 0;
+}
+
+/* ---- arrays ---- */
+
+static int log2_itemsize(PyArrayObject *array) {
+    switch (PyArray_TYPE(array)) {
+    case NPY_BOOL:
+        return 0;
+    case NPY_FLOAT:
+        return 2;
+    default: /* double, int64 */
+        return 3;
+    }
+}
+
+/* Native, aligned, and every stride that matters a whole number of elements. */
+static bool layout_fits(PyArrayObject *array, int log2_size) {
+    const int flags = PyArray_FLAGS(array);
+    if (!(flags & NPY_ARRAY_ALIGNED) || !PyArray_ISNOTSWAPPED(array))
+        return false;
+    if (flags & NPY_ARRAY_C_CONTIGUOUS)
+        return true;
+    const npy_intp rest = ((npy_intp)1 << log2_size) - 1;
+    for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
+        if (PyArray_DIM(array, axis) > 1 && (PyArray_STRIDE(array, axis) & rest) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* helper(object, name, "f" or "d") of cattn._arrays, which must give an exact ndarray of one of two types. */
+static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
+    PyObject *result = PyObject_CallFunction(helper, "Oss", object, name, type == NPY_FLOAT ? "f" : "d");
+    if (result == NULL)
+        return NULL;
+    PyArrayObject *array = (PyArrayObject *)result;
+    if (!PyArray_CheckExact(result) || (PyArray_TYPE(array) != type && PyArray_TYPE(array) != other_type) ||
+        !layout_fits(array, log2_itemsize(array))) {
+        PyErr_Format(PyExc_SystemError, "%s was converted to something unexpected", name);
+        Py_DECREF(result);
+        return NULL;
+    }
+    return array;
+}
+
+PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name) {
+    if (PyArray_CheckExact(object)) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        const int type = PyArray_TYPE(array);
+        if ((type == NPY_FLOAT && layout_fits(array, 2)) || (type == NPY_DOUBLE && layout_fits(array, 3))) {
+            Py_INCREF(object);
+            return array;
+        }
+    }
+    return converted(state->as_array, object, name, NPY_DOUBLE, NPY_FLOAT);
+}
+
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
+    int type = NPY_FLOAT;
+    for (int i = 0; i < n; i++) {
+        if (arrays[i] != NULL && PyArray_TYPE(arrays[i]) == NPY_DOUBLE)
+            type = NPY_DOUBLE;
+    }
+    for (int i = 0; i < n; i++) {
+        if (arrays[i] == NULL || PyArray_TYPE(arrays[i]) == type)
+            continue;
+        PyArrayObject *wide = converted(state->cast, (PyObject *)arrays[i], "array", type, type);
+        if (wide == NULL)
+            return -1;
+        Py_DECREF((PyObject *)arrays[i]);
+        arrays[i] = wide;
+    }
+    return type;
+}
+
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
+    const int own = PyArray_NDIM(array);
+    const npy_intp *own_dims = PyArray_DIMS(array);
+    bool fits = own <= nd;
+    for (int back = 1; fits && back <= own; back++)
+        fits = own_dims[own - back] == 1 || own_dims[own - back] == dims[nd - back];
+    if (fits)
+        return true;
+    PyObject *shape = cattn_shape_tuple(own, own_dims);
+    PyObject *target = cattn_shape_tuple(nd, dims);
+    if (shape != NULL && target != NULL)
+        PyErr_Format(PyExc_ValueError, "%s has shape %R, which does not broadcast to %s %R", name, shape, meaning,
+                     target);
+    Py_XDECREF(shape);
+    Py_XDECREF(target);
+    return false;
+}
+
+PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
+                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims) {
+    PyArrayObject *mask = NULL;
+    const bool boolean = kind != CATTN_MASK_BIAS, floating = kind != CATTN_MASK_BOOL;
+    if (PyArray_CheckExact(object)) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        const int own = PyArray_TYPE(array);
+        if (((boolean && own == NPY_BOOL) || (floating && own == type)) && layout_fits(array, log2_itemsize(array))) {
+            Py_INCREF(object);
+            mask = array;
+        }
+    }
+    if (mask == NULL) {
+        PyObject *helpers[] = {state->as_mask, state->as_bias, state->as_bool};
+        mask = converted(helpers[kind], object, name, floating ? type : NPY_BOOL, boolean ? NPY_BOOL : type);
+    }
+    if (mask != NULL && !cattn_arg_broadcasts(mask, name, nd, dims, "the scores' shape"))
+        Py_CLEAR(mask);
+    return mask;
+}
+
+/* One row of a float mask: false at the first value that is neither 0 nor 1; *ones says whether a 1 was seen. */
+static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int type, bool *ones) {
+    for (npy_intp i = 0; i < n; i++, data += stride) {
+        const double x = type == NPY_FLOAT ? (double)*(const float *)data : *(const double *)data;
+        if (x == 1.0)
+            *ones = true;
+        else if (x != 0.0)
+            return false;
+    }
+    return true;
+}
+
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
+    const int nd = PyArray_NDIM(mask), type = PyArray_TYPE(mask);
+    npy_intp index[NPY_MAXDIMS], dims[NPY_MAXDIMS];
+    if (PyArray_SIZE(mask) == 0)
+        return true;
+    for (int axis = 0; axis < nd; axis++) { /* what is broadcast needs one look */
+        dims[axis] = PyArray_STRIDE(mask, axis) == 0 ? 1 : PyArray_DIM(mask, axis);
+        index[axis] = 0;
+    }
+    const npy_intp n = nd > 0 ? dims[nd - 1] : 1, stride = nd > 0 ? PyArray_STRIDE(mask, nd - 1) : 0;
+    const char *data = PyArray_BYTES(mask);
+    bool ones = false;
+    for (;;) {
+        if (!row_is_binary(data, n, stride, type, &ones))
+            return true;
+        int axis = nd - 2;
+        for (; axis >= 0; axis--) { /* the next row, as an odometer counts */
+            data += PyArray_STRIDE(mask, axis);
+            if (++index[axis] < dims[axis])
+                break;
+            data -= dims[axis] * PyArray_STRIDE(mask, axis);
+            index[axis] = 0;
+        }
+        if (axis < 0)
+            break;
+    }
+    return !ones || PyErr_WarnFormat(PyExc_UserWarning, 2,
+                                     "%s holds only 0 and 1, but float masks are additive (0 keeps, -inf hides); "
+                                     "for True = keep pass %s.astype(bool)",
+                                     name, name) == 0;
+}
+
+/* ---- causality ---- */
+
+static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_causal *c) {
+    if (is_causal == Py_False || is_causal == Py_True) {
+        c->is_causal = c->bare = is_causal == Py_True;
+    } else if (cattn_arg_is(is_causal, state->lower_right)) {
+        c->is_causal = c->lower_right = true;
+    } else if (cattn_arg_is(is_causal, state->upper_left)) {
+        c->is_causal = true;
+    } else if (PyArray_IsScalar(is_causal, Bool)) {
+        c->is_causal = c->bare = PyObject_IsTrue(is_causal) > 0;
+    } else {
+        PyErr_Format(PyExc_ValueError, "is_causal must be False, True, 'upper_left' or 'lower_right', got %R",
+                     is_causal);
+        return false;
+    }
+    return true;
+}
+
+bool cattn_arg_causal(struct binding_state *state, PyObject *is_causal, PyObject *query_offset,
+                      struct cattn_causal *c) {
+    *c = (struct cattn_causal){0};
+    if (!parse_alignment(state, is_causal, c))
+        return false;
+    if (query_offset == Py_None)
+        return true;
+    c->bare = false;
+    if (c->lower_right) {
+        PyErr_SetString(PyExc_ValueError, "is_causal='lower_right' sets the offset itself (T_k - T_q); with "
+                                          "query_offset use is_causal='upper_left'");
+        return false;
+    }
+    PyObject *offset = PyObject_CallFunctionObjArgs(state->as_offset, query_offset, NULL);
+    if (offset == NULL)
+        return false;
+    if (PyArray_CheckExact(offset) && PyArray_TYPE((PyArrayObject *)offset) == NPY_INT64) {
+        c->offsets = (PyArrayObject *)offset;
+        return true;
+    }
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(offset, &overflow);
+    Py_DECREF(offset);
+    if (value == -1 && PyErr_Occurred())
+        return false;
+    if (overflow != 0 || value < -OFFSET_LIMIT || value > OFFSET_LIMIT) {
+        PyErr_SetString(PyExc_ValueError, "query_offset must be between -2**62 and 2**62");
+        return false;
+    }
+    c->offset = value;
+    return true;
+}
+
+bool cattn_arg_align(struct binding_state *state, struct cattn_causal *c, npy_intp seqlen_q, npy_intp seqlen_k) {
+    if (c->lower_right)
+        c->offset = seqlen_k - seqlen_q;
+    if (!c->bare || seqlen_q == seqlen_k)
+        return true;
+    return PyErr_WarnFormat(state->causal_alignment_warning, 2,
+                            "is_causal=True with %zd queries and %zd keys means 'upper_left' (query i sees keys "
+                            "j <= i); for 'lower_right' (the last query sees every key) name it; naming either "
+                            "silences this warning",
+                            (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k) == 0;
+}
+
+/* ---- strides in elements ---- */
+
+/* Strides are whole elements, so the shift is exact; compilers shift negative numbers arithmetically. */
+static int64_t stride_of(PyArrayObject *array, int axis, int shift) {
+    return axis >= 0 && PyArray_DIM(array, axis) != 1 ? (int64_t)PyArray_STRIDE(array, axis) >> shift : 0;
+}
+
+/* NULL means absent to the core, and an empty array may well have no memory. */
+static void *data_of(PyArrayObject *array) {
+    static double nothing;
+    void *data = PyArray_DATA(array);
+    return data != NULL ? data : &nothing;
+}
+
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_lead, int axes) {
+    const int shift = log2_itemsize(array);
+    int axis = PyArray_NDIM(array);
+    tensor->data = data_of(array);
+    tensor->col = axes & CATTN_AXIS_COL ? stride_of(array, --axis, shift) : 0;
+    tensor->row = axes & CATTN_AXIS_ROW ? stride_of(array, --axis, shift) : 0;
+    tensor->head = axes & CATTN_AXIS_HEAD ? stride_of(array, --axis, shift) : 0;
+    for (int i = n_lead - 1; i >= 0; i--)
+        tensor->lead[i] = stride_of(array, --axis, shift);
+}
+
+void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {
+    const int shift = log2_itemsize(array), missing = nd - PyArray_NDIM(array);
+    tensor->data = data_of(array);
+    tensor->head = tensor->row = 0;
+    tensor->col = stride_of(array, col_axis - missing, shift);
+    for (int axis = 0, lead = 0; axis < nd; axis++) {
+        if (axis != col_axis)
+            tensor->lead[lead++] = stride_of(array, axis - missing, shift);
+    }
+}

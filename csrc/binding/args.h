@@ -1,0 +1,81 @@
+/* args.h -- from Python's arguments to what cattn.h wants: arrays, numbers, masks, outputs, strides.
+ *
+ * Exact ndarrays of the right type are used as they are; all else goes through cattn._arrays once. `name` is the
+ * argument's name in messages. Arrays returned are new references.
+ */
+#ifndef CATTN_ARGS_H
+#define CATTN_ARGS_H
+
+#include "binding.h"
+
+/* ---- numbers and flags ---- */
+/* A finite real number that is not a bool. */
+bool cattn_arg_real(PyObject *object, const char *name, double *value);
+/* Truth, quick for True and False. */
+bool cattn_arg_flag(PyObject *object, bool *value);
+/* Is `object` the str `interned`? */
+bool cattn_arg_is(PyObject *object, PyObject *interned);
+
+/* ---- arrays ---- */
+/* float32 or float64, native, aligned, strides in whole elements. */
+PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
+/* Bring every array of the list that is not NULL to one type: float64 if any is. Returns the type, or -1. */
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
+
+enum cattn_mask_kind {
+    CATTN_MASK_ANY,  /* bool, or float in the compute type */
+    CATTN_MASK_BIAS, /* float only */
+    CATTN_MASK_BOOL  /* bool only */
+};
+/* A mask or bias that broadcasts to dims; NPY_BOOL, or `type`. */
+PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
+                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
+/* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
+/* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
+
+/* ---- causality ---- */
+struct cattn_causal {
+    bool is_causal, lower_right, bare; /* bare: is_causal=True names no alignment */
+    int64_t offset;                    /* of every query, unless offsets is there */
+    PyArrayObject *offsets;            /* int64, owned, or NULL */
+};
+bool cattn_arg_causal(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, struct cattn_causal *c);
+/* The sizes are known: settle lower_right, warn if a bare True is ambiguous. */
+bool cattn_arg_align(struct binding_state *state, struct cattn_causal *c, npy_intp seqlen_q, npy_intp seqlen_k);
+
+/* ---- outputs ---- */
+struct cattn_output {
+    PyArrayObject *given; /* the caller's array, or NULL */
+    PyArrayObject *array; /* what the core writes: the caller's, a temporary for it, or the new result */
+};
+struct cattn_output_spec {
+    const char *name;
+    int type, nd;
+    const npy_intp *dims;
+    PyArrayObject *const *inputs; /* what the output must not overlap, or goes through a temporary; NULLs are skipped */
+    int n_inputs;
+    PyArrayObject *in_place; /* the input that may be overwritten, if the layout is the same; or NULL */
+};
+/* given: None or NULL allocates. */
+bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
+                      struct cattn_output *output);
+/* ValueError if two of the caller's arrays share memory. */
+bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_output *a, const char *name_a,
+                             const struct cattn_output *b, const char *name_b);
+/* Copy a temporary into the caller's array. */
+bool cattn_output_finish(struct cattn_output *output);
+/* The array that the user gets, a new reference. */
+PyObject *cattn_output_result(const struct cattn_output *output);
+void cattn_output_clear(struct cattn_output *output);
+PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
+
+/* ---- strides in elements ---- */
+enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
+/* The last axes of `array` are (lead..., head, row, col), as far as `axes` names them. Missing or 1: stride 0. */
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_lead, int axes);
+/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others lead. nd >= 1. */
+void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
+
+#endif

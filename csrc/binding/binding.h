@@ -1,0 +1,58 @@
+/* binding.h -- what the files of the binding share: Python, NumPy, the core's C API and the state of the module.
+ *
+ * This directory is the only one that knows Python. Everything here holds the GIL unless it says otherwise. Functions
+ * that return bool or a pointer return false or NULL with an exception set.
+ */
+#ifndef CATTN_BINDING_H
+#define CATTN_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define PY_ARRAY_UNIQUE_SYMBOL cattn_numpy_api
+#ifndef CATTN_IMPORT_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+#include <string.h>
+
+#include "cattn.h"
+
+struct binding_state {
+    /* functions of cattn._arrays, for everything that the fast path in C does not take as it is */
+    PyObject *as_array, *as_mask, *as_bias, *as_bool, *as_offset, *cast, *shares_memory, *refuse_masked, *draw_seed;
+    /* classes of cattn._types */
+    PyObject *attention_output, *causal_alignment_warning;
+    PyObject *urandom; /* os.urandom */
+    PyObject *eight;   /* the number of bytes it is asked for */
+    /* interned names that arguments are compared with */
+    PyObject *upper_left, *lower_right, *softmax, *neg_inf, *renormalize;
+    enum cattn_path path; /* a test hook: AUTO unless a test forces one */
+};
+
+static inline struct binding_state *cattn_state(PyObject *module) {
+    return (struct binding_state *)PyModule_GetState(module);
+}
+
+/* Below this many multiply-adds, or elements of a softmax or dropout, a call keeps the GIL (a few microseconds). */
+#define CATTN_GIL_WORK 2e5
+#define CATTN_GIL_ELEMENTS 20000
+
+/* Release the GIL and let `poll` look for signals; `thread` must outlive the call into the core. */
+void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
+
+PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* py_random.c: what `rng` says. check: without drawing; seed: the 64-bit key, drawn where one has to be. */
+bool cattn_rng_check(PyObject *rng);
+bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed);
+/* p in [0, 1] -> spec, but for the seed */
+bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec);
+
+#endif

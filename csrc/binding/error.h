@@ -1,0 +1,14 @@
+/* error.h -- exceptions: from the core's status, and the sentences that several files need. */
+#ifndef CATTN_ERROR_H
+#define CATTN_ERROR_H
+
+#include "binding.h"
+
+/* True for CATTN_OK; every other status becomes an exception here and nowhere else. */
+bool cattn_error_status(enum cattn_status status);
+/* TypeError "<name> must be <wanted>, got <type of got>". Always false. */
+bool cattn_error_type(const char *name, const char *wanted, PyObject *got);
+/* TypeError unless a C entry point got as many arguments as it is declared with. */
+bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
+
+#endif

@@ -1,0 +1,319 @@
+/* module.c -- the module cattn._cattn: its functions, its state, threads and test hooks, and what the environment asks.
+ *
+ * Multi-phase initialisation. Public functions with defaults and docstrings live in Python; the ones here take a fixed
+ * number of positional arguments.
+ */
+#define CATTN_IMPORT_NUMPY
+#include "binding.h"
+#include "error.h"
+
+#include <stdlib.h>
+
+/* ---- the GIL ---- */
+
+static bool poll_signals(void *context) {
+    PyThreadState **thread = context;
+    PyEval_RestoreThread(*thread);
+    const bool stop = PyErr_CheckSignals() < 0;
+    *thread = PyEval_SaveThread();
+    return stop;
+}
+
+void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread) {
+    poll->stop = poll_signals;
+    poll->context = thread;
+    *thread = PyEval_SaveThread();
+}
+
+/* ---- threads ---- */
+
+/* An int of at least `least`, or -1 with an exception. */
+static int parse_count(PyObject *object, int least) {
+    if (PyBool_Check(object) || !PyIndex_Check(object)) {
+        cattn_error_type("n", "an int", object);
+        return -1;
+    }
+    const Py_ssize_t n = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (n == -1 && PyErr_Occurred())
+        return -1;
+    if (n < least || n > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "n must be at least 1, got %zd", n);
+        return -1;
+    }
+    return (int)n;
+}
+
+static PyObject *get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLong(cattn_get_num_threads());
+}
+
+static PyObject *set_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
+    const int n = count == Py_None ? 0 : parse_count(count, 1);
+    if (n < 0)
+        return NULL;
+    cattn_set_num_threads(n);
+    Py_RETURN_NONE;
+}
+
+static PyObject *override_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
+    const int n = parse_count(count, 0);
+    return n < 0 ? NULL : PyLong_FromLong(cattn_override_num_threads(n));
+}
+
+/* ---- what was built, and hooks for tests ---- */
+
+static PyObject *isa_list(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < cattn_isa_count(); i++) {
+        const struct cattn_isa_info info = cattn_isa_info(i);
+        PyObject *entry = Py_BuildValue("{s:s, s:O, s:O, s:O, s:i, s:i, s:i, s:i}", "name", info.name, "usable",
+                                        info.usable ? Py_True : Py_False, "has_fma", info.has_fma ? Py_True : Py_False,
+                                        "test_only", info.test_only ? Py_True : Py_False, "lanes_f32", info.lanes_f32,
+                                        "mr", info.mr, "nr", info.nr, "br", info.br);
+        if (entry == NULL || PyList_Append(list, entry) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+/* "avx2, scalar": the names of the tables that this CPU can run. */
+static PyObject *usable_names(void) {
+    PyObject *names = PyUnicode_FromString("");
+    for (int i = 0; names != NULL && i < cattn_isa_count(); i++) {
+        const struct cattn_isa_info info = cattn_isa_info(i);
+        if (!info.usable)
+            continue;
+        PyObject *longer = PyUnicode_FromFormat("%U%s%s", names, PyUnicode_GetLength(names) > 0 ? ", " : "", info.name);
+        Py_DECREF(names);
+        names = longer;
+    }
+    return names;
+}
+
+static bool select_isa(const char *name, PyObject *exception, const char *argument) {
+    if (cattn_isa_select(name))
+        return true;
+    PyObject *names = usable_names();
+    if (names != NULL)
+        PyErr_Format(exception, "%s is '%s', which this machine or this build cannot run; usable: %U", argument,
+                     name != NULL ? name : "", names);
+    Py_XDECREF(names);
+    return false;
+}
+
+static PyObject *set_isa(PyObject *Py_UNUSED(module), PyObject *name) {
+    const char *text = NULL;
+    if (name != Py_None) {
+        if (!PyUnicode_Check(name)) {
+            cattn_error_type("name", "a str or None", name);
+            return NULL;
+        }
+        text = PyUnicode_AsUTF8AndSize(name, NULL);
+        if (text == NULL)
+            return NULL;
+    }
+    if (!select_isa(text, PyExc_ValueError, "name"))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyUnicode_FromString(cattn_isa_info(cattn_isa_current()).name);
+}
+
+static PyObject *set_path(PyObject *module, PyObject *name) {
+    static const char *const names[] = {"auto", "tile", "rows", "split", "tiny"};
+    static const enum cattn_path paths[] = {CATTN_PATH_AUTO, CATTN_PATH_TILE, CATTN_PATH_ROWS, CATTN_PATH_SPLIT,
+                                            CATTN_PATH_TINY};
+    for (size_t i = 0; PyUnicode_Check(name) && i < sizeof paths / sizeof *paths; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
+            cattn_state(module)->path = paths[i];
+            Py_RETURN_NONE;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "path must be 'auto', 'tile', 'rows', 'split' or 'tiny', got %R", name);
+    return NULL;
+}
+
+static PyObject *block_keys(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLongLong(cattn_block_keys());
+}
+
+static PyObject *chunk_keys(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLongLong(cattn_chunk_keys());
+}
+
+static PyObject *release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyBool_FromLong(cattn_release());
+}
+
+#if defined(__clang__)
+#define COMPILER "Clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "GCC " __VERSION__
+#elif defined(_MSC_VER)
+#define COMPILER "MSVC"
+#else
+#define COMPILER "unknown"
+#endif
+
+static PyObject *build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+#ifdef Py_LIMITED_API
+    PyObject *limited = Py_True;
+#else
+    PyObject *limited = Py_False;
+#endif
+    return Py_BuildValue("{s:s, s:O}", "compiler", COMPILER, "limited_api", limited);
+}
+
+/* ---- initialisation ---- */
+
+static bool import_names(struct binding_state *state) {
+    const struct {
+        PyObject **slot;
+        const char *module, *name;
+    } wanted[] = {
+        {&state->as_array, "cattn._arrays", "as_array"},
+        {&state->as_mask, "cattn._arrays", "as_mask"},
+        {&state->as_bias, "cattn._arrays", "as_bias"},
+        {&state->as_bool, "cattn._arrays", "as_bool"},
+        {&state->as_offset, "cattn._arrays", "as_offset"},
+        {&state->cast, "cattn._arrays", "cast"},
+        {&state->shares_memory, "cattn._arrays", "shares_memory"},
+        {&state->refuse_masked, "cattn._arrays", "refuse_masked"},
+        {&state->draw_seed, "cattn._arrays", "draw_seed"},
+        {&state->attention_output, "cattn._types", "AttentionOutput"},
+        {&state->causal_alignment_warning, "cattn._types", "CausalAlignmentWarning"},
+        {&state->urandom, "os", "urandom"},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        PyObject *module = PyImport_ImportModule(wanted[i].module);
+        if (module == NULL)
+            return false;
+        *wanted[i].slot = PyObject_GetAttrString(module, wanted[i].name);
+        Py_DECREF(module);
+        if (*wanted[i].slot == NULL)
+            return false;
+    }
+    return (state->eight = PyLong_FromLong(8)) != NULL &&
+           (state->upper_left = PyUnicode_InternFromString("upper_left")) != NULL &&
+           (state->lower_right = PyUnicode_InternFromString("lower_right")) != NULL &&
+           (state->softmax = PyUnicode_InternFromString("softmax")) != NULL &&
+           (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
+           (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL;
+}
+
+/* A wrong setting is an error at import, not a surprise later. */
+static bool read_environment(void) {
+    const char *isa = getenv("CATTN_ISA");
+    if (!select_isa(isa != NULL && *isa != '\0' ? isa : NULL, PyExc_ImportError, "CATTN_ISA"))
+        return false;
+    const char *threads = getenv("CATTN_NUM_THREADS");
+    if (threads == NULL || *threads == '\0')
+        return true;
+    char *end;
+    const long n = strtol(threads, &end, 10);
+    if (*end == '\0' && n >= 1 && n <= INT32_MAX)
+        return true;
+    PyErr_Format(PyExc_ImportError, "CATTN_NUM_THREADS must be a positive integer, got '%s'", threads);
+    return false;
+}
+
+static int module_exec(PyObject *module) {
+    struct binding_state *state = cattn_state(module);
+    if (PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
+        return -1;
+    state->path = CATTN_PATH_AUTO;
+    return 0;
+}
+
+/* Every object of the state, for traverse and clear. */
+#define STATE_OBJECTS(DO)                                                                                              \
+    DO(as_array)                                                                                                       \
+    DO(as_mask)                                                                                                        \
+    DO(as_bias)                                                                                                        \
+    DO(as_bool)                                                                                                        \
+    DO(as_offset)                                                                                                      \
+    DO(cast)                                                                                                           \
+    DO(shares_memory)                                                                                                  \
+    DO(refuse_masked)                                                                                                  \
+    DO(draw_seed)                                                                                                      \
+    DO(attention_output)                                                                                               \
+    DO(causal_alignment_warning)                                                                                       \
+    DO(urandom)                                                                                                        \
+    DO(eight)                                                                                                          \
+    DO(upper_left)                                                                                                     \
+    DO(lower_right)                                                                                                    \
+    DO(softmax)                                                                                                        \
+    DO(neg_inf)                                                                                                        \
+    DO(renormalize)
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    const struct binding_state *state = cattn_state(module);
+#define VISIT(name) Py_VISIT(state->name);
+    STATE_OBJECTS(VISIT)
+#undef VISIT
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    struct binding_state *state = cattn_state(module);
+#define CLEAR(name) Py_CLEAR(state->name);
+    STATE_OBJECTS(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+static void module_free(void *module) { module_clear((PyObject *)module); }
+
+/* The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
+#define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    FASTCALL("attention", cattn_py_attention),
+    FASTCALL("attention_weights", cattn_py_attention_weights),
+    FASTCALL("causal_mask", cattn_py_causal_mask),
+    FASTCALL("softmax", cattn_py_softmax),
+    FASTCALL("masked_softmax", cattn_py_masked_softmax),
+    FASTCALL("dropout", cattn_py_dropout),
+    FASTCALL("_store", cattn_py_store),
+    {"get_num_threads", get_num_threads, METH_NOARGS, NULL},
+    {"set_num_threads", set_num_threads, METH_O, NULL},
+    {"_override_num_threads", override_num_threads, METH_O, NULL},
+    {"_isa_list", isa_list, METH_NOARGS, NULL},
+    {"_set_isa", set_isa, METH_O, NULL},
+    {"_get_isa", get_isa, METH_NOARGS, NULL},
+    {"_set_path", set_path, METH_O, NULL},
+    {"_block_keys", block_keys, METH_NOARGS, NULL},
+    {"_chunk_keys", chunk_keys, METH_NOARGS, NULL},
+    {"_build_info", build_info, METH_NOARGS, NULL},
+    {"_release", release, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* The stable ABI of 3.11 has no name for the later slots: they exist only in builds for one Python. */
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)module_exec},
+#if defined(Py_mod_multiple_interpreters)
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if defined(Py_mod_gil)
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "cattn._cattn",
+    .m_doc = "The C part of cattn. Private: the public functions are in cattn.",
+    .m_size = sizeof(struct binding_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__cattn(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,218 @@
+/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs. See args.h. */
+#include "args.h"
+#include "error.h"
+
+PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
+    PyObject *tuple = PyTuple_New(nd);
+    for (int axis = 0; tuple != NULL && axis < nd; axis++) {
+        PyObject *size = PyLong_FromSsize_t((Py_ssize_t)dims[axis]);
+        if (size == NULL || PyTuple_SetItem(tuple, axis, size) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static const char *type_name(int type) {
+    return type == NPY_FLOAT ? "float32" : type == NPY_DOUBLE ? "float64" : "bool";
+}
+
+static npy_intp type_size(int type) { return type == NPY_FLOAT ? 4 : type == NPY_DOUBLE ? 8 : 1; }
+
+static PyArrayObject *new_array(const struct cattn_output_spec *spec) {
+    const npy_intp size = PyArray_OverflowMultiplyList(spec->dims, spec->nd);
+    if (size < 0 || size > NPY_MAX_INTP / type_size(spec->type)) {
+        PyObject *shape = cattn_shape_tuple(spec->nd, spec->dims);
+        if (shape != NULL)
+            PyErr_Format(PyExc_ValueError, "%s of shape %R is too large", spec->name, shape);
+        Py_XDECREF(shape);
+        return NULL;
+    }
+    return (PyArrayObject *)PyArray_SimpleNew(spec->nd, spec->dims, spec->type);
+}
+
+/* ---- the caller's array ---- */
+
+static bool check_type(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec) {
+    if (!PyArray_Check(given))
+        return cattn_error_type(spec->name, "a numpy.ndarray", given);
+    if (!PyArray_CheckExact(given)) {
+        PyObject *fine = PyObject_CallFunction(state->refuse_masked, "Os", given, spec->name);
+        if (fine == NULL)
+            return false;
+        Py_DECREF(fine);
+    }
+    PyArrayObject *array = (PyArrayObject *)given;
+    if (PyArray_TYPE(array) != spec->type) {
+        PyErr_Format(PyExc_TypeError, "%s has dtype %S, the result has %s", spec->name, PyArray_DESCR(array),
+                     type_name(spec->type));
+        return false;
+    }
+    if (!PyArray_ISALIGNED(array) || !PyArray_ISNOTSWAPPED(array)) {
+        PyErr_Format(PyExc_TypeError, "%s must be aligned and in native byte order", spec->name);
+        return false;
+    }
+    return true;
+}
+
+static bool check_shape(PyArrayObject *array, const struct cattn_output_spec *spec) {
+    const int nd = PyArray_NDIM(array);
+    const npy_intp *dims = PyArray_DIMS(array);
+    if (nd != spec->nd || !PyArray_CompareLists(dims, spec->dims, nd)) {
+        PyObject *own = cattn_shape_tuple(nd, dims), *wanted = cattn_shape_tuple(spec->nd, spec->dims);
+        if (own != NULL && wanted != NULL)
+            PyErr_Format(PyExc_ValueError, "%s has shape %R, the result has %R", spec->name, own, wanted);
+        Py_XDECREF(own);
+        Py_XDECREF(wanted);
+        return false;
+    }
+    if (!PyArray_ISWRITEABLE(array)) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only", spec->name);
+        return false;
+    }
+    for (int axis = 0; axis < nd; axis++) {
+        if (dims[axis] > 1 && PyArray_STRIDE(array, axis) == 0 && PyArray_SIZE(array) > 0) {
+            PyErr_Format(PyExc_ValueError, "%s overlaps itself: axis %d has stride 0", spec->name, axis);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool whole_strides(PyArrayObject *array, npy_intp itemsize) {
+    for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
+        if (PyArray_DIM(array, axis) > 1 && PyArray_STRIDE(array, axis) % itemsize != 0)
+            return false;
+    }
+    return true;
+}
+
+/* ---- overlap ---- */
+
+/* The bytes from *low up to but not including *high hold every element; nothing for an empty array. */
+static void extent(PyArrayObject *array, uintptr_t *low, uintptr_t *high) {
+    npy_intp below = 0, above = PyArray_ITEMSIZE(array);
+    for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
+        const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+        if (n == 0) {
+            below = above = 0;
+            break;
+        }
+        if (stride < 0)
+            below += (n - 1) * stride;
+        else
+            above += (n - 1) * stride;
+    }
+    const uintptr_t data = (uintptr_t)PyArray_DATA(array);
+    *low = data - (uintptr_t)-below;
+    *high = data + (uintptr_t)above;
+}
+
+/* 1 or 0; -1 with an exception. Only arrays with common extents pay for the exact answer. */
+static int overlap(struct binding_state *state, PyArrayObject *a, PyArrayObject *b) {
+    uintptr_t low_a, high_a, low_b, high_b;
+    extent(a, &low_a, &high_a);
+    extent(b, &low_b, &high_b);
+    if (low_a >= high_b || low_b >= high_a || low_a == high_a || low_b == high_b)
+        return 0;
+    PyObject *answer = PyObject_CallFunctionObjArgs(state->shares_memory, (PyObject *)a, (PyObject *)b, NULL);
+    if (answer == NULL)
+        return -1;
+    const int truth = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
+/* Every element at the same place: what is read is overwritten only by its own result. */
+static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
+    const int nd = PyArray_NDIM(a);
+    if (PyArray_DATA(a) != PyArray_DATA(b) || PyArray_TYPE(a) != PyArray_TYPE(b) || nd != PyArray_NDIM(b))
+        return false;
+    for (int axis = 0; axis < nd; axis++) {
+        const npy_intp n = PyArray_DIM(a, axis);
+        if (n != PyArray_DIM(b, axis) || (n > 1 && PyArray_STRIDE(a, axis) != PyArray_STRIDE(b, axis)))
+            return false;
+    }
+    return true;
+}
+
+static int needs_temporary(struct binding_state *state, PyArrayObject *array, const struct cattn_output_spec *spec) {
+    if (!whole_strides(array, type_size(spec->type)))
+        return 1;
+    for (int i = 0; i < spec->n_inputs; i++) {
+        PyArrayObject *input = spec->inputs[i];
+        if (input == NULL || (input == spec->in_place && same_layout(array, input)))
+            continue;
+        const int shared = overlap(state, array, input);
+        if (shared != 0)
+            return shared;
+    }
+    return 0;
+}
+
+/* ---- the whole of it ---- */
+
+bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
+                      struct cattn_output *output) {
+    if (given == NULL || given == Py_None) {
+        output->array = new_array(spec);
+        return output->array != NULL;
+    }
+    PyArrayObject *array = (PyArrayObject *)given;
+    if (!check_type(state, given, spec) || !check_shape(array, spec))
+        return false;
+    const int temporary = needs_temporary(state, array, spec);
+    if (temporary < 0)
+        return false;
+    Py_INCREF(given);
+    output->given = array;
+    if (temporary == 0)
+        Py_INCREF(given);
+    output->array = temporary ? new_array(spec) : array;
+    return output->array != NULL;
+}
+
+bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_output *a, const char *name_a,
+                             const struct cattn_output *b, const char *name_b) {
+    if (a->given == NULL || b->given == NULL)
+        return true;
+    const int shared = overlap(state, a->given, b->given);
+    if (shared > 0)
+        PyErr_Format(PyExc_ValueError, "%s and %s share memory", name_a, name_b);
+    return shared == 0;
+}
+
+bool cattn_output_finish(struct cattn_output *output) {
+    if (output->given == NULL || output->given == output->array)
+        return true;
+    return PyArray_CopyInto(output->given, output->array) == 0;
+}
+
+PyObject *cattn_output_result(const struct cattn_output *output) {
+    PyObject *result = (PyObject *)(output->given != NULL ? output->given : output->array);
+    Py_INCREF(result);
+    return result;
+}
+
+void cattn_output_clear(struct cattn_output *output) {
+    Py_CLEAR(output->given);
+    Py_CLEAR(output->array);
+}
+
+/* store(result, out): a finished result into the caller's array, with the checks of every out=. */
+PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    if (!cattn_error_count("_store", n_args, 2))
+        return NULL;
+    if (!PyArray_CheckExact(args[0])) {
+        cattn_error_type("result", "a numpy.ndarray", args[0]);
+        return NULL;
+    }
+    PyArrayObject *result = (PyArrayObject *)args[0];
+    const struct cattn_output_spec spec = {
+        .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = PyArray_DIMS(result)};
+    if (!check_type(cattn_state(module), args[1], &spec) || !check_shape((PyArrayObject *)args[1], &spec))
+        return NULL;
+    if (PyArray_CopyInto((PyArrayObject *)args[1], result) < 0)
+        return NULL;
+    Py_INCREF(args[1]);
+    return args[1];
+}

@@ -1,0 +1,101 @@
+/* py_dropout.c -- dropout(...): parse, check, allocate, run, return. */
+#include "args.h"
+#include "error.h"
+
+struct call {
+    struct binding_state *state;
+    struct cattn_dropout_params *params;
+    PyArrayObject *x;
+    struct cattn_output output, mask;
+};
+
+static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
+    const int type = PyArray_TYPE(call->x);
+    struct cattn_output_spec spec = {.name = "out",
+                                     .type = type,
+                                     .nd = PyArray_NDIM(call->x),
+                                     .dims = PyArray_DIMS(call->x),
+                                     .inputs = &call->x,
+                                     .n_inputs = 1,
+                                     .in_place = call->x};
+    if (!cattn_arg_output(call->state, out, &spec, &call->output))
+        return false;
+    spec.name = "mask";
+    spec.type = NPY_BOOL;
+    return !return_mask || cattn_arg_output(call->state, NULL, &spec, &call->mask);
+}
+
+/* Nothing is dropped: the result is a copy, the mask all True. */
+static bool copy(struct call *call) {
+    PyArrayObject *out = call->output.given != NULL ? call->output.given : call->output.array;
+    if (PyArray_CopyInto(out, call->x) < 0)
+        return false;
+    if (call->mask.array != NULL)
+        memset(PyArray_DATA(call->mask.array), 1, (size_t)PyArray_SIZE(call->mask.array));
+    return true;
+}
+
+static bool run(struct call *call) {
+    struct cattn_dropout_params *params = call->params;
+    const int nd = PyArray_NDIM(call->x) > 0 ? PyArray_NDIM(call->x) : 1;
+    params->dtype = PyArray_TYPE(call->x) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->n_lead = nd - 1;
+    for (int axis = 0; axis < nd - 1; axis++)
+        params->lead_shape[axis] = PyArray_DIM(call->x, axis);
+    params->n_cols = PyArray_NDIM(call->x) > 0 ? PyArray_DIM(call->x, nd - 1) : 1;
+    params->n_rows = PyArray_SIZE(call->x);
+    if (params->n_cols > 0)
+        params->n_rows /= params->n_cols;
+    cattn_tensor_rows(&params->x, call->x, nd, nd - 1);
+    cattn_tensor_rows(&params->out, call->output.array, nd, nd - 1);
+    params->mask.data = NULL;
+    if (call->mask.array != NULL)
+        cattn_tensor_rows(&params->mask, call->mask.array, nd, nd - 1);
+    if (params->n_cols == 1)
+        params->x.col = params->out.col = params->mask.col = 1;
+    params->num_threads = cattn_get_num_threads();
+    params->poll.stop = NULL;
+    params->poll.context = NULL;
+    enum cattn_status status;
+    if (PyArray_SIZE(call->x) <= CATTN_GIL_ELEMENTS) {
+        status = cattn_dropout(params);
+    } else {
+        PyThreadState *thread;
+        cattn_gil_release(&params->poll, &thread);
+        status = cattn_dropout(params);
+        PyEval_RestoreThread(thread);
+    }
+    return cattn_error_status(status) && cattn_output_finish(&call->output);
+}
+
+/* dropout(x, p, training, rng, return_mask, out) */
+PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct cattn_dropout_params params;
+    struct call call = {.state = cattn_state(module), .params = &params};
+    bool training, return_mask;
+    PyObject *result = NULL;
+    if (!cattn_error_count("dropout", n_args, 6))
+        return NULL;
+    call.x = cattn_arg_floats(call.state, args[0], "x");
+    if (call.x == NULL || !cattn_dropout_spec_from(args[1], "p", &params.dropout) ||
+        !cattn_arg_flag(args[2], &training) || !cattn_rng_check(args[3]) || !cattn_arg_flag(args[4], &return_mask) ||
+        !make_outputs(&call, args[5], return_mask))
+        goto done;
+    if (!training || !params.dropout.enabled) {
+        if (!copy(&call))
+            goto done;
+    } else if (!cattn_rng_seed(call.state, args[3], &params.dropout.seed) || !run(&call)) {
+        goto done;
+    }
+    result = cattn_output_result(&call.output);
+    if (return_mask) {
+        PyObject *out = result;
+        result = PyTuple_Pack(2, out, (PyObject *)call.mask.array);
+        Py_DECREF(out);
+    }
+done:
+    Py_XDECREF((PyObject *)call.x);
+    cattn_output_clear(&call.output);
+    cattn_output_clear(&call.mask);
+    return result;
+}

@@ -1,0 +1,68 @@
+/* py_random.c -- what `rng` and a dropout probability say: a 64-bit Philox key, a threshold and a scale.
+ *
+ * The key is drawn once, last of all, so that a call that fails its checks leaves a generator as it was.
+ */
+#include "args.h"
+#include "error.h"
+
+#include <math.h>
+
+/* An int is the key itself. false with an exception: out of range. */
+static bool key_from_int(PyObject *rng, uint64_t *seed) {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(rng);
+    if (value == (unsigned long long)-1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "rng must be in 0 <= rng < 2**64 if it is an int, got %R", rng);
+        return false;
+    }
+    *seed = value;
+    return true;
+}
+
+bool cattn_rng_check(PyObject *rng) {
+    uint64_t unused;
+    if (PyBool_Check(rng) || PyArray_IsScalar(rng, Bool))
+        return cattn_error_type("rng", "None, an int or a numpy.random.Generator", rng);
+    return !PyLong_Check(rng) || key_from_int(rng, &unused);
+}
+
+static bool key_from_system(struct binding_state *state, uint64_t *seed) {
+    PyObject *bytes = PyObject_CallFunctionObjArgs(state->urandom, state->eight, NULL);
+    if (bytes == NULL)
+        return false;
+    const char *data = PyBytes_AsString(bytes);
+    if (data != NULL)
+        memcpy(seed, data, sizeof *seed);
+    Py_DECREF(bytes);
+    return data != NULL;
+}
+
+bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed) {
+    if (rng == Py_None)
+        return key_from_system(state, seed);
+    if (!cattn_rng_check(rng))
+        return false;
+    if (PyLong_Check(rng))
+        return key_from_int(rng, seed);
+    PyObject *key = PyObject_CallFunctionObjArgs(state->draw_seed, rng, NULL);
+    if (key == NULL)
+        return false;
+    const bool fits = key_from_int(key, seed);
+    Py_DECREF(key);
+    return fits;
+}
+
+bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec) {
+    double probability;
+    if (!cattn_arg_real(p, name, &probability))
+        return false;
+    if (!(probability >= 0.0 && probability <= 1.0)) {
+        PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, p);
+        return false;
+    }
+    spec->enabled = probability > 0.0;
+    spec->seed = 0;
+    spec->threshold = (uint64_t)rint((1.0 - probability) * 4294967296.0);
+    spec->keep_scale = probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;
+    return true;
+}

@@ -1,0 +1,232 @@
+/* py_softmax.c -- softmax(...), masked_softmax(...) and causal_mask(...): parse, check, allocate, run, return. */
+#include "args.h"
+#include "error.h"
+
+enum { X, MASK, OFFSETS, N_INPUTS };
+
+struct call {
+    struct binding_state *state;
+    struct cattn_softmax_params *params;
+    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    struct cattn_output output;
+    int type, axis;
+    int nd;         /* at least 1: a 0-d array is one element in a row */
+    npy_intp *dims; /* of x, nd of them */
+};
+
+static bool parse_x(struct call *call, PyObject *object, const char *name) {
+    PyArrayObject *x = cattn_arg_floats(call->state, object, name);
+    call->inputs[X] = x;
+    if (x == NULL)
+        return false;
+    call->type = PyArray_TYPE(x);
+    call->nd = PyArray_NDIM(x);
+    for (int axis = 0; axis < call->nd; axis++)
+        call->dims[axis] = PyArray_DIM(x, axis);
+    if (call->nd == 0)
+        call->dims[call->nd++] = 1;
+    return true;
+}
+
+static bool parse_axis(struct call *call, PyObject *object, const char *name) {
+    const Py_ssize_t axis = PyLong_Check(object) ? PyLong_AsSsize_t(object) : -2;
+    if (!PyLong_Check(object))
+        return cattn_error_type("axis", "an int, a tuple of ints or None", object);
+    if (axis == -1 && PyErr_Occurred())
+        PyErr_Clear(); /* far out of bounds: -1 is not what was meant */
+    else if (axis >= -call->nd && axis < call->nd) {
+        call->axis = (int)(axis < 0 ? axis + call->nd : axis);
+        return true;
+    }
+    PyErr_Format(PyExc_ValueError, "axis %R is out of bounds for %s with %d dimensions", object, name,
+                 PyArray_NDIM(call->inputs[X]));
+    return false;
+}
+
+static bool parse_mask(struct call *call, PyObject *object, const char *name) {
+    call->params->mask.data = NULL;
+    if (object == Py_None)
+        return true;
+    PyArrayObject *mask = cattn_arg_mask(call->state, object, name, CATTN_MASK_BOOL, call->type, call->nd, call->dims);
+    call->inputs[MASK] = mask;
+    if (mask != NULL)
+        cattn_tensor_rows(&call->params->mask, mask, call->nd, call->axis);
+    return mask != NULL;
+}
+
+static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *query_offset) {
+    struct cattn_softmax_params *params = call->params;
+    struct cattn_causal causal;
+    if (!cattn_arg_causal(call->state, is_causal, query_offset, &causal))
+        return false;
+    call->inputs[OFFSETS] = causal.offsets;
+    if (causal.is_causal && call->nd < 2) {
+        PyErr_Format(PyExc_ValueError, "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d",
+                     PyArray_NDIM(call->inputs[X]));
+        return false;
+    }
+    const int n_lead = call->nd > 2 ? call->nd - 2 : 0;
+    if (causal.offsets != NULL) {
+        if (!cattn_arg_broadcasts(causal.offsets, "query_offset", n_lead, call->dims, "the leading dimensions"))
+            return false;
+        cattn_tensor_from(&params->query_offset, causal.offsets, n_lead, 0);
+        params->query_offset.lead[n_lead] = 0; /* the query axis */
+    }
+    if (call->nd >= 2 && !cattn_arg_align(call->state, &causal, call->dims[call->nd - 2], call->dims[call->nd - 1]))
+        return false;
+    params->is_causal = causal.is_causal;
+    params->offset_value = causal.offset;
+    return true;
+}
+
+static bool make_output(struct call *call, PyObject *out) {
+    struct cattn_softmax_params *params = call->params;
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = call->type,
+                                           .nd = PyArray_NDIM(call->inputs[X]),
+                                           .dims = call->dims,
+                                           .inputs = call->inputs,
+                                           .n_inputs = N_INPUTS,
+                                           .in_place = call->inputs[X]};
+    if (!cattn_arg_output(call->state, out, &spec, &call->output))
+        return false;
+    params->dtype = call->type == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->n_lead = call->nd - 1;
+    params->n_cols = call->dims[call->axis];
+    params->n_rows = 1;
+    for (int axis = 0, lead = 0; axis < call->nd; axis++) {
+        if (axis != call->axis)
+            params->lead_shape[lead++] = call->dims[axis];
+    }
+    params->n_rows = PyArray_SIZE(call->output.array);
+    if (params->n_cols > 0)
+        params->n_rows /= params->n_cols;
+    cattn_tensor_rows(&params->x, call->inputs[X], call->nd, call->axis);
+    cattn_tensor_rows(&params->out, call->output.array, call->nd, call->axis);
+    if (params->n_cols == 1)
+        params->x.col = params->out.col = 1;
+    return true;
+}
+
+static bool run(struct call *call) {
+    struct cattn_softmax_params *params = call->params;
+    params->num_threads = cattn_get_num_threads();
+    params->poll.stop = NULL;
+    params->poll.context = NULL;
+    enum cattn_status status;
+    if (PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS) {
+        status = cattn_softmax(params);
+    } else {
+        PyThreadState *thread;
+        cattn_gil_release(&params->poll, &thread);
+        status = cattn_softmax(params);
+        PyEval_RestoreThread(thread);
+    }
+    return cattn_error_status(status);
+}
+
+/* The common end: compute, copy a temporary out, let go of everything. `parsed` false: an exception is set. */
+static PyObject *finish(struct call *call, bool parsed) {
+    PyObject *result = NULL;
+    if (parsed && run(call) && cattn_output_finish(&call->output))
+        result = cattn_output_result(&call->output);
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call->inputs[i]);
+    cattn_output_clear(&call->output);
+    return result;
+}
+
+/* softmax(x, axis, where, scale, out); axis is an int here. */
+PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct cattn_softmax_params params;
+    npy_intp dims[NPY_MAXDIMS];
+    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
+    if (!cattn_error_count("softmax", n_args, 5))
+        return NULL;
+    params.method = CATTN_SOFTMAX_PLAIN;
+    params.is_causal = false;
+    params.query_offset.data = NULL;
+    params.offset_value = 0;
+    return finish(&call, parse_x(&call, args[0], "x") && parse_axis(&call, args[1], "x") &&
+                             parse_mask(&call, args[2], "where") && cattn_arg_real(args[3], "scale", &params.scale) &&
+                             make_output(&call, args[4]));
+}
+
+static bool parse_method(struct binding_state *state, PyObject *object, enum cattn_softmax_method *method) {
+    if (cattn_arg_is(object, state->neg_inf)) {
+        *method = CATTN_SOFTMAX_PLAIN;
+    } else if (cattn_arg_is(object, state->renormalize)) {
+        *method = CATTN_SOFTMAX_RENORMALIZE;
+    } else {
+        PyErr_Format(PyExc_ValueError, "method must be 'neg_inf' or 'renormalize', got %R", object);
+        return false;
+    }
+    return true;
+}
+
+/* masked_softmax(scores, mask, is_causal, query_offset, scale, method, out) */
+PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct cattn_softmax_params params;
+    npy_intp dims[NPY_MAXDIMS];
+    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
+    if (!cattn_error_count("masked_softmax", n_args, 7))
+        return NULL;
+    params.query_offset.data = NULL;
+    bool parsed = parse_x(&call, args[0], "scores");
+    if (parsed && PyArray_NDIM(call.inputs[X]) == 0) {
+        PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
+        parsed = false;
+    }
+    call.axis = call.nd - 1;
+    return finish(&call, parsed && parse_mask(&call, args[1], "mask") && parse_positions(&call, args[2], args[3]) &&
+                             cattn_arg_real(args[4], "scale", &params.scale) &&
+                             parse_method(call.state, args[5], &params.method) && make_output(&call, args[6]));
+}
+
+/* ---- causal_mask ---- */
+
+static bool parse_length(PyObject *object, const char *name, npy_intp *length) {
+    if (PyBool_Check(object) || !PyIndex_Check(object))
+        return cattn_error_type(name, "an int", object);
+    const Py_ssize_t value = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (value == -1 && PyErr_Occurred())
+        return false;
+    if (value < 0) {
+        PyErr_Format(PyExc_ValueError, "%s must not be negative, got %zd", name, value);
+        return false;
+    }
+    *length = value;
+    return true;
+}
+
+/* causal_mask(T_q, T_k, is_causal, query_offset) */
+PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct binding_state *state = cattn_state(module);
+    struct cattn_causal causal = {0};
+    struct cattn_output output = {NULL, NULL};
+    npy_intp dims[2] = {0, 0};
+    PyObject *result = NULL;
+    if (!cattn_error_count("causal_mask", n_args, 4) || !parse_length(args[0], "T_q", &dims[0]) ||
+        !parse_length(args[1] == Py_None ? args[0] : args[1], "T_k", &dims[1]) ||
+        !cattn_arg_causal(state, args[2], args[3], &causal) || !cattn_arg_align(state, &causal, dims[0], dims[1]))
+        goto done;
+    if (causal.offsets != NULL) {
+        cattn_error_type("query_offset", "an int", args[3]);
+        goto done;
+    }
+    const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
+    if (!cattn_arg_output(state, NULL, &spec, &output))
+        goto done;
+    char *row = PyArray_BYTES(output.array);
+    for (npy_intp i = 0; i < dims[0]; i++, row += dims[1]) {
+        int64_t seen = causal.is_causal ? (int64_t)i + causal.offset + 1 : (int64_t)dims[1];
+        seen = seen < 0 ? 0 : seen > dims[1] ? (int64_t)dims[1] : seen;
+        memset(row, 1, (size_t)seen);
+        memset(row + seen, 0, (size_t)(dims[1] - seen));
+    }
+    result = cattn_output_result(&output);
+done:
+    Py_XDECREF((PyObject *)causal.offsets);
+    cattn_output_clear(&output);
+    return result;
+}

@@ -1,0 +1,159 @@
+/* cattn.h -- the core's C API: what the binding fills in, and the calls that run it.
+ *
+ * Plain data only: no Python object and no vector type crosses this header. All strides count ELEMENTS of the tensor's
+ * own type; they may be negative or 0. The caller has checked shapes, types and alignment, and that no size overflows:
+ * the only things that can go wrong below are memory and an interrupt.
+ */
+#ifndef CATTN_H
+#define CATTN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
+
+enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
+
+/* How attention is computed. The results have the same bits on every path; AUTO picks the fastest. */
+enum cattn_path {
+    CATTN_PATH_AUTO = 0,
+    CATTN_PATH_TILE,  /* blocks of queries against blocks of keys */
+    CATTN_PATH_ROWS,  /* few queries: keys and values stream by */
+    CATTN_PATH_SPLIT, /* as ROWS, key chunks handed to threads */
+    CATTN_PATH_TINY   /* small inputs: one key block, no plan, no threads */
+};
+
+/* NumPy arrays have at most 64 dimensions; the last one is always ours. */
+#define CATTN_MAX_LEAD 64
+
+/* A strided view. `lead` has one stride for each leading dimension of the call (0 where the tensor broadcasts);
+ * an absent tensor has data == NULL and nothing else set. */
+struct cattn_tensor {
+    void *data;
+    int64_t head; /* stride of the head axis */
+    int64_t row;  /* stride of the query or key axis */
+    int64_t col;  /* stride of the last axis */
+    int64_t lead[CATTN_MAX_LEAD];
+};
+
+/* Called on the calling thread every few ten milliseconds; true asks the computation to stop. */
+struct cattn_poll {
+    bool (*stop)(void *context);
+    void *context;
+};
+
+/* Random bits of a dropout: Philox4x32-10 with this key, compared with `threshold` (keep if below; in 2^-32). */
+struct cattn_dropout_spec {
+    bool enabled;
+    uint64_t seed;
+    uint64_t threshold; /* round((1 - p) * 2^32), 0 .. 2^32 */
+    double keep_scale;  /* 1 / (1 - p); 0 for p = 1 */
+};
+
+#define CATTN_MAX_BIAS 2
+
+struct cattn_attention_params {
+    enum cattn_dtype dtype; /* of query, key, value, bias, out, weights and lse */
+    int n_lead;
+    int64_t lead_shape[CATTN_MAX_LEAD];
+    int64_t n_batch;    /* product of lead_shape */
+    int64_t num_heads;  /* query heads */
+    int64_t group_size; /* query heads that read one key-value head */
+    int64_t seqlen_q, seqlen_k, head_dim, d_v;
+    double scale;
+
+    struct cattn_tensor query, key, value; /* value: absent if and only if d_v is 0 and out is absent */
+    struct cattn_tensor attn_mask;         /* bytes, not 0 = keep; (lead, head, row, col); or absent */
+    int n_bias;
+    struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf masks */
+    bool is_causal;                           /* keys j <= i + query_offset are visible */
+    struct cattn_tensor query_offset;         /* int64, lead strides only; absent: offset_value for all */
+    int64_t offset_value;
+    struct cattn_dropout_spec dropout;
+
+    struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */
+    struct cattn_tensor weights;      /* optional: after softmax, before dropout */
+    struct cattn_tensor lse;          /* optional: (lead, head, row) */
+    struct cattn_tensor dropout_mask; /* optional: bytes, 1 = kept */
+
+    int num_threads;
+    enum cattn_path path;
+    struct cattn_poll poll;
+};
+
+enum cattn_softmax_method {
+    CATTN_SOFTMAX_PLAIN = 0,   /* hidden elements take no part: 0; if all visible ones are -inf they are NaN */
+    CATTN_SOFTMAX_RENORMALIZE, /* softmax over everything, zero the masked, divide by what is left */
+};
+
+/* Softmax over the `col` axis of x. The `lead` dimensions are all others; with is_causal the last of them is the query
+ * axis and row i sees columns j <= i + offset. */
+struct cattn_softmax_params {
+    enum cattn_dtype dtype;
+    enum cattn_softmax_method method;
+    int n_lead;
+    int64_t lead_shape[CATTN_MAX_LEAD];
+    int64_t n_rows; /* product of lead_shape */
+    int64_t n_cols;
+    double scale;
+    struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
+    struct cattn_tensor mask;   /* bytes, not 0 = keep; or absent */
+    bool is_causal;
+    struct cattn_tensor query_offset; /* int64, lead strides; absent: offset_value */
+    int64_t offset_value;
+    int num_threads;
+    struct cattn_poll poll;
+};
+
+/* out = keep ? x * keep_scale : +0, the keep bit drawn for the element's index in C order. */
+struct cattn_dropout_params {
+    enum cattn_dtype dtype;
+    int n_lead;
+    int64_t lead_shape[CATTN_MAX_LEAD];
+    int64_t n_rows, n_cols;
+    struct cattn_dropout_spec dropout;
+    struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
+    struct cattn_tensor mask;   /* optional output: bytes, 1 = kept */
+    int num_threads;
+    struct cattn_poll poll;
+};
+
+/* False where a forced params->path cannot run this problem (CATTN_PATH_TINY beyond its size). */
+bool cattn_attention_path_fits(const struct cattn_attention_params *params);
+enum cattn_status cattn_attention(const struct cattn_attention_params *params);
+enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
+enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
+
+/* Rough cost of a call in multiply-adds: the binding keeps the GIL below a few microseconds of it. */
+double cattn_attention_work(const struct cattn_attention_params *params);
+
+/* ---- dispatch: one kernel table per instruction set, chosen once, switchable for tests ---- */
+struct cattn_isa_info {
+    const char *name;
+    bool usable;    /* this CPU can run it */
+    bool has_fma;   /* inside the bit contract */
+    bool test_only; /* never chosen unless asked for by name */
+    int lanes_f32, mr, nr, br;
+};
+int cattn_isa_count(void);
+struct cattn_isa_info cattn_isa_info(int index);
+/* index of the table in use */
+int cattn_isa_current(void);
+/* false: no table of this name, or this CPU cannot run it. NULL picks the best. */
+bool cattn_isa_select(const char *name);
+/* key block and key chunk, constants of the bit contract */
+int64_t cattn_block_keys(void);
+int64_t cattn_chunk_keys(void);
+
+/* ---- threads (parallel.c) ---- */
+/* Precedence of the count: the thread's own override, the process's setting, what the environment allows. */
+int cattn_get_num_threads(void);
+/* n >= 1 sets the process's count, 0 returns to the environment's */
+void cattn_set_num_threads(int n);
+/* This thread's override (the num_threads context): n >= 1, or 0 for none. Returns the one before. */
+int cattn_override_num_threads(int n);
+/* Stop the workers and free all scratch; the next call starts anew. False while another thread computes. */
+bool cattn_release(void);
+
+#endif

@@ -1,0 +1,339 @@
+/* attention.c -- the drivers of attention: from a plan to tasks, from a task to rows that pass the keys.
+ *
+ * Called from the binding with checked parameters. A task lays out its scratch, points a struct cattn_rows at its
+ * queries, masks and outputs, and lets the kernels work through the key blocks of each chunk. The four paths differ in
+ * which block kernel runs, in where scratch comes from and in who folds the chunks: never in the order of a sum.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu_features.h"
+#include "dispatch.h"
+#include "mask.h"
+#include "parallel.h"
+#include "plan.h"
+
+/* Partial results of the split path that may wait for their turn, in bytes. */
+#define SPLIT_BUDGET ((size_t)512 << 10)
+
+struct run {
+    const struct cattn_attention_params *params;
+    const struct cattn_kernels *kernels;
+    struct cattn_plan plan;
+    size_t element;
+    /* split path: states of tasks first_task .. first_task + wave - 1 */
+    int64_t first_task;
+    char *partials;
+    size_t partial_size;
+};
+
+static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
+    return (char *)tensor->data + offset * (int64_t)run->element;
+}
+
+/* Where each tensor starts for one leading index. */
+struct lead {
+    int64_t index, query_offset;
+    int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], out, weights, lse;
+};
+
+static int64_t lead_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index) {
+    return tensor->data ? cattn_lead_offset(tensor, p->n_lead, p->lead_shape, index) : 0;
+}
+
+static struct lead find_lead(const struct cattn_attention_params *p, int64_t index) {
+    struct lead lead = {
+        .index = index,
+        .query_offset = cattn_query_offset(&p->query_offset, p->offset_value, p->n_lead, p->lead_shape, index),
+        .query = lead_of(p, &p->query, index),
+        .key = lead_of(p, &p->key, index),
+        .value = lead_of(p, &p->value, index),
+        .attn_mask = lead_of(p, &p->attn_mask, index),
+        .out = lead_of(p, &p->out, index),
+        .weights = lead_of(p, &p->weights, index),
+        .lse = lead_of(p, &p->lse, index),
+    };
+    for (int b = 0; b < p->n_bias; b++)
+        lead.bias[b] = lead_of(p, &p->bias[b], index);
+    return lead;
+}
+
+/* What all rows of the call have in common. */
+static void set_common(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int64_t kv_head) {
+    const struct cattn_attention_params *p = run->params;
+    const struct cattn_dropout_spec *dropout = &p->dropout;
+    const uint64_t threshold = dropout->enabled ? dropout->threshold : (uint64_t)1 << 32; /* keeps all */
+    rows->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
+    rows->head_dim = p->head_dim;
+    rows->d_v = p->d_v;
+    rows->acc_cols = cattn_plan_acc_cols(p);
+    rows->seqlen_k = p->seqlen_k;
+    rows->scale = p->scale;
+    rows->keep_scale = dropout->enabled ? dropout->keep_scale : 1;
+    rows->key = at(run, &p->key, lead->key + kv_head * p->key.head);
+    rows->key_row = p->key.row;
+    rows->key_col = p->key.col;
+    rows->value = NULL;
+    if (p->value.data) {
+        rows->value = at(run, &p->value, lead->value + kv_head * p->value.head);
+        rows->value_row = p->value.row;
+        rows->value_col = p->value.col;
+    }
+    rows->query_col = p->query.col;
+    rows->keep_col = p->attn_mask.data ? p->attn_mask.col : 0;
+    rows->out_col = p->out.data ? p->out.col : 0;
+    rows->weights_col = p->weights.data ? p->weights.col : 0;
+    rows->n_bias = p->n_bias;
+    for (int b = 0; b < p->n_bias; b++)
+        rows->bias_col[b] = p->bias[b].col;
+    rows->drop = (struct cattn_drop){
+        .enabled = dropout->enabled,
+        .key0 = (uint32_t)dropout->seed,
+        .key1 = (uint32_t)(dropout->seed >> 32),
+        .lead2 = (uint32_t)(2 * lead->index),
+        .threshold_hi = (uint32_t)(threshold >> 16),
+        .threshold_lo = (uint32_t)(threshold & 0xffff),
+    };
+}
+
+/* Row r of the task is query i of one query head. */
+static void set_row(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int r, int64_t head,
+                    int64_t i) {
+    const struct cattn_attention_params *p = run->params;
+    const int64_t position = i + lead->query_offset;
+    const struct cattn_range visible = cattn_visible_keys(p->is_causal, position, p->seqlen_k);
+    rows->lo[r] = visible.lo;
+    rows->hi[r] = visible.hi;
+    rows->query[r] = at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
+    rows->keep[r] = NULL;
+    if (p->attn_mask.data)
+        rows->keep[r] = (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head +
+                        i * p->attn_mask.row;
+    for (int b = 0; b < p->n_bias; b++)
+        rows->bias[b][r] = at(run, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
+    rows->drop_position[r] = (uint32_t)position;
+    rows->drop_head[r] = (uint32_t)head;
+    rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
+    if (p->out.data)
+        rows->out[r] = at(run, &p->out, lead->out + head * p->out.head + i * p->out.row);
+    if (p->weights.data)
+        rows->weights[r] = at(run, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
+    if (p->lse.data)
+        rows->lse[r] = at(run, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
+}
+
+/* Scratch and rows for one block of rows, the last blocks first: under a causal mask they are the longest, and a long
+ * task at the end would leave the other threads idle. */
+static struct cattn_rows *set_up(const struct run *run, int64_t block, void *memory) {
+    const struct cattn_attention_params *p = run->params;
+    const struct cattn_plan *plan = &run->plan;
+    struct cattn_rows *rows = cattn_plan_lay_out(plan, p, run->kernels, memory);
+    const int64_t unit = block / plan->blocks_per_unit;
+    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
+    const struct lead lead = find_lead(p, unit / plan->units_per_lead);
+    const int64_t first_head = unit % plan->units_per_lead * plan->heads_per_unit;
+    const int64_t left = plan->unit_rows - first;
+    rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
+    set_common(run, rows, &lead, first_head / p->group_size);
+    for (int r = 0; r < rows->n_rows; r++)
+        set_row(run, rows, &lead, r, first_head + (first + r) / p->seqlen_q, (first + r) % p->seqlen_q);
+    if (plan->path == CATTN_PATH_TILE)
+        run->kernels->pack_query_tile(rows);
+    else
+        run->kernels->pack_query_rows(rows);
+    return rows;
+}
+
+/* First and last key that any row of the task sees. */
+static struct cattn_range keys_of(const struct cattn_rows *rows) {
+    struct cattn_range all = {INT64_MAX, 0};
+    for (int r = 0; r < rows->n_rows; r++)
+        if (rows->lo[r] < rows->hi[r]) {
+            all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
+            all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;
+        }
+    return all.lo < all.hi ? all : (struct cattn_range){0, 0};
+}
+
+/* The part of `keys` that lies in one chunk. False: asked to stop. worker is NULL on the tiny path. */
+static bool pass_chunk(const struct run *run, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
+                       struct cattn_worker *worker) {
+    const int64_t seqlen_k = run->params->seqlen_k, begin = chunk * CATTN_CHUNK_KEYS;
+    const int64_t end = begin + CATTN_CHUNK_KEYS < keys.hi ? begin + CATTN_CHUNK_KEYS : keys.hi;
+    const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
+    run->kernels->chunk_begin(rows);
+    for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
+        const int64_t k1 = k0 + CATTN_BLOCK_KEYS < seqlen_k ? k0 + CATTN_BLOCK_KEYS : seqlen_k;
+        if (worker && cattn_should_stop(worker))
+            return false;
+        if (run->plan.path == CATTN_PATH_TILE)
+            run->kernels->tile_block(rows, k0, k1);
+        else
+            run->kernels->rows_block(rows, k0, k1);
+    }
+    return true;
+}
+
+static void swap(void **a, void **b) {
+    void *t = *a;
+    *a = *b;
+    *b = t;
+}
+
+/* The chunk just done becomes the total, or is merged into it. */
+static void fold_chunk(const struct run *run, struct cattn_rows *rows, bool first) {
+    if (!first) {
+        run->kernels->chunk_merge(rows);
+        return;
+    }
+    swap(&rows->row_max, &rows->total_max);
+    swap(&rows->row_sum, &rows->total_sum);
+    swap(&rows->acc, &rows->total_acc);
+}
+
+static void pass_keys(const struct run *run, int64_t block, void *memory, struct cattn_worker *worker) {
+    struct cattn_rows *rows = set_up(run, block, memory);
+    const struct cattn_range keys = keys_of(rows);
+    const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
+    int64_t chunk = first;
+    do {
+        if (!pass_chunk(run, rows, keys, chunk, worker))
+            return;
+        fold_chunk(run, rows, chunk == first);
+        chunk++;
+    } while (chunk * CATTN_CHUNK_KEYS < keys.hi);
+    run->kernels->finish(rows);
+}
+
+static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
+    pass_keys(context, task, cattn_worker_scratch(worker), worker);
+}
+
+/* ---- split path: tasks are (block of rows, key chunk), folded in order between waves ---- */
+
+struct partial {
+    void *max, *sum, *acc;
+    size_t stats_size, acc_size;
+};
+
+static struct partial find_partial(const struct run *run, int64_t index) {
+    char *memory = run->partials + (size_t)index * run->partial_size;
+    struct partial s = {
+        .stats_size = (size_t)cattn_plan_row_slots(&run->plan) * run->element,
+        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(run->params) * run->element,
+    };
+    s.max = memory;
+    s.sum = memory + s.stats_size;
+    s.acc = memory + 2 * s.stats_size;
+    return s;
+}
+
+static void split_task(void *context, int64_t index, struct cattn_worker *worker) {
+    const struct run *run = context;
+    const int64_t task = run->first_task + index;
+    struct cattn_rows *rows = set_up(run, task / run->plan.n_chunks, cattn_worker_scratch(worker));
+    const struct partial to = find_partial(run, index);
+    if (!pass_chunk(run, rows, keys_of(rows), task % run->plan.n_chunks, worker))
+        return;
+    memcpy(to.max, rows->row_max, to.stats_size);
+    memcpy(to.sum, rows->row_sum, to.stats_size);
+    memcpy(to.acc, rows->acc, to.acc_size);
+}
+
+/* Folds the wave's chunks into their blocks' totals, in order. `rows` holds the block in progress and its total
+ * between waves: a block's chunks may span several. */
+static void fold_wave(const struct run *run, int64_t n, void *memory, struct cattn_rows **rows) {
+    for (int64_t index = 0; index < n; index++) {
+        const int64_t task = run->first_task + index, chunk = task % run->plan.n_chunks;
+        const struct partial from = find_partial(run, index);
+        if (chunk == 0)
+            *rows = set_up(run, task / run->plan.n_chunks, memory);
+        memcpy((*rows)->row_max, from.max, from.stats_size);
+        memcpy((*rows)->row_sum, from.sum, from.stats_size);
+        if (from.acc_size)
+            memcpy((*rows)->acc, from.acc, from.acc_size);
+        fold_chunk(run, *rows, chunk == 0);
+        if (chunk == run->plan.n_chunks - 1)
+            run->kernels->finish(*rows);
+    }
+}
+
+static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
+    const struct cattn_attention_params *p = run->params;
+    struct cattn_plan *plan = &run->plan;
+    if (plan->n_chunks == 0)
+        plan->n_chunks = 1; /* no keys: one empty chunk */
+    const struct partial size = find_partial(run, 0);
+    run->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64;
+    const int64_t n_tasks = n_blocks * plan->n_chunks;
+    int64_t wave = (int64_t)(SPLIT_BUDGET / run->partial_size);
+    if (wave < p->num_threads)
+        wave = p->num_threads;
+    if (wave > n_tasks)
+        wave = n_tasks;
+    /* the block being folded has scratch of its own, behind the partials */
+    const size_t partials = (size_t)wave * run->partial_size;
+    char *memory = malloc(partials + plan->scratch_size + 64);
+    if (!memory)
+        return CATTN_NO_MEMORY;
+    run->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
+    struct cattn_rows *rows = NULL;
+    enum cattn_status status = CATTN_OK;
+    for (run->first_task = 0; run->first_task < n_tasks && status == CATTN_OK; run->first_task += wave) {
+        const int64_t n = n_tasks - run->first_task < wave ? n_tasks - run->first_task : wave;
+        status = cattn_parallel_for(n, p->num_threads, plan->scratch_size, split_task, run, &p->poll);
+        if (status == CATTN_OK) {
+            unsigned mode = cattn_fp_enter();
+            fold_wave(run, n, run->partials + partials, &rows);
+            cattn_fp_leave(mode);
+        }
+    }
+    free(memory);
+    return status;
+}
+
+/* ---- the dropout mask as an output of its own ---- */
+
+static void mask_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct run *run = context;
+    const struct cattn_attention_params *p = run->params;
+    const struct cattn_tensor *mask = &p->dropout_mask;
+    const int64_t head = task % p->num_heads;
+    const struct lead lead = find_lead(p, task / p->num_heads);
+    struct cattn_rows common;
+    set_common(run, &common, &lead, 0);
+    uint8_t *to = (uint8_t *)mask->data + lead_of(p, mask, lead.index) + head * mask->head;
+    for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
+        run->kernels->keep_row(&common.drop, (uint32_t)(i + lead.query_offset), (uint32_t)head, to + i * mask->row,
+                               mask->col, p->seqlen_k);
+}
+
+static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
+    _Alignas(64) char memory[CATTN_TINY_SCRATCH];
+    unsigned mode = cattn_fp_enter();
+    for (int64_t block = 0; block < n_blocks; block++)
+        pass_keys(run, block, memory, NULL);
+    cattn_fp_leave(mode);
+    return CATTN_OK;
+}
+
+enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
+    struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    run.element = params->dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
+    run.plan = cattn_plan(params, run.kernels);
+    const int64_t n_blocks = run.plan.n_units * run.plan.blocks_per_unit;
+    enum cattn_status status = CATTN_OK;
+    if (n_blocks > 0) {
+        if (run.plan.path == CATTN_PATH_TINY)
+            status = run_tiny(&run, n_blocks);
+        else if (run.plan.path == CATTN_PATH_SPLIT)
+            status = run_split(&run, n_blocks);
+        else
+            status = cattn_parallel_for(n_blocks, params->num_threads, run.plan.scratch_size, block_task, &run,
+                                        &params->poll);
+    }
+    if (status == CATTN_OK && params->dropout_mask.data)
+        status = cattn_parallel_for(params->n_batch * params->num_heads, params->num_threads, 0, mask_task, &run,
+                                    &params->poll);
+    return status;
+}

@@ -1,0 +1,96 @@
+/* dispatch.c -- which kernel tables were built, which this CPU can run, and which is in use.
+ *
+ * setup.py defines CATTN_HAVE_<table> for each table that it compiled. The best usable table is chosen when the module
+ * is imported (cattn_isa_select); tests switch.
+ */
+#include "dispatch.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+#include "cpu_features.h"
+
+static bool any_cpu(const struct cattn_cpu *cpu) {
+    (void)cpu;
+    return true;
+}
+#if defined(CATTN_HAVE_AVX2) || defined(CATTN_HAVE_GNU512)
+static bool cpu_avx2(const struct cattn_cpu *cpu) { return cpu->avx2 && cpu->fma; }
+#endif
+#ifdef CATTN_HAVE_AVX512
+static bool cpu_avx512(const struct cattn_cpu *cpu) { return cpu->avx512; }
+#endif
+
+struct table {
+    const struct cattn_kernels *kernels[2]; /* by dtype */
+    bool (*usable)(const struct cattn_cpu *cpu);
+    bool has_fma, test_only;
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define PORTABLE_FMA false
+#else
+#define PORTABLE_FMA true
+#endif
+
+#define TABLE(name) {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}
+
+/* worst first */
+static const struct table tables[] = {
+    {TABLE(scalar), any_cpu, true, false},
+#ifdef CATTN_HAVE_GNU128
+    {TABLE(gnu128), any_cpu, PORTABLE_FMA, false},
+#endif
+#ifdef CATTN_HAVE_GNU512
+    {TABLE(gnu512), cpu_avx2, true, true},
+#endif
+#ifdef CATTN_HAVE_AVX2
+    {TABLE(avx2), cpu_avx2, true, false},
+#endif
+#ifdef CATTN_HAVE_AVX512
+    {TABLE(avx512), cpu_avx512, true, false},
+#endif
+};
+
+enum { N_TABLES = sizeof tables / sizeof *tables };
+
+/* Written at import and by tests; a call reads it once. */
+static atomic_int current;
+
+int cattn_isa_count(void) { return N_TABLES; }
+
+int cattn_isa_current(void) { return atomic_load(&current); }
+
+struct cattn_isa_info cattn_isa_info(int index) {
+    const struct table *t = &tables[index];
+    const struct cattn_kernels *k = t->kernels[CATTN_F32];
+    return (struct cattn_isa_info){
+        .name = k->name,
+        .usable = t->usable(cattn_cpu()),
+        .has_fma = t->has_fma,
+        .test_only = t->test_only,
+        .lanes_f32 = k->lanes,
+        .mr = k->mr,
+        .nr = k->nr,
+        .br = CATTN_TILE_ROWS,
+    };
+}
+
+bool cattn_isa_select(const char *name) {
+    for (int i = N_TABLES - 1; i >= 0; i--) {
+        struct cattn_isa_info info = cattn_isa_info(i);
+        bool wanted = name ? strcmp(name, info.name) == 0 : !info.test_only;
+        if (wanted && info.usable) {
+            atomic_store(&current, i);
+            return true;
+        }
+    }
+    return false;
+}
+
+const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype) {
+    return tables[atomic_load(&current)].kernels[dtype];
+}
+
+int64_t cattn_block_keys(void) { return CATTN_BLOCK_KEYS; }
+int64_t cattn_chunk_keys(void) { return CATTN_CHUNK_KEYS; }

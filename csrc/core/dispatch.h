@@ -1,0 +1,10 @@
+/* dispatch.h -- the kernel table in use. */
+#ifndef CATTN_DISPATCH_H
+#define CATTN_DISPATCH_H
+
+#include "../cattn.h"
+#include "../kernels/kernels.h"
+
+const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype);
+
+#endif

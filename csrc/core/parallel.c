@@ -1,0 +1,389 @@
+/* parallel.c -- the thread pool behind cattn_parallel_for().
+ *
+ * Why an own pool: OpenMP's hangs in a forked child and cannot be interrupted.
+ *
+ * Method. One call at a time owns the pool; `pool.owned`, an atomic flag, is the claim, so a second caller never
+ * waits for the lock. The owner describes its call in a `struct job` on its stack and offers seats, one for each worker
+ * that may take part. A parked worker that wakes takes a seat (and the scratch that belongs to it, whichever worker it
+ * is), draws task numbers from an atomic counter until there are none, and gets up. The owner draws tasks too, then
+ * closes the seats and waits for those still sitting, not for those that never woke: a short call does not pay for slow
+ * wake-ups. Nobody spins, but for the owner's few microseconds at the end (SPIN_NS).
+ *
+ * Everything in `pool` but the claim is guarded by pool.lock, which is never held while a task or the poll runs. Tasks'
+ * reads and writes are ordered against the caller's by that lock, so the task counter can be relaxed.
+ *
+ * Placement (Linux). A virtual machine's idle processors look busy to its scheduler, which then puts a woken worker
+ * behind the caller, on the caller's processor, for milliseconds: calls of 1 ms gained nothing from a second thread. So
+ * where there are processors enough, workers are kept off the one that the caller runs on.
+ *
+ * fork(). The prepare handler takes the lock, so the child's copy of the pool is consistent; the child then has no
+ * workers, no owner and the old scratch, and starts new workers when it needs some. If the forking thread is itself the
+ * owner (its poll ran a signal handler that forked), the child's copy of the call cannot be completed: fork_count
+ * tells.
+ */
+#define _GNU_SOURCE
+#define _DARWIN_C_SOURCE
+
+#include "parallel.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+#include "cpu_features.h"
+#include "scratch.h"
+
+#define MAX_WORKERS (CATTN_MAX_THREADS - 1)
+#define SECOND_NS INT64_C(1000000000)
+#define POLL_INTERVAL_NS (20 * INT64_C(1000000))
+
+/* How long the owner looks for the last workers to finish before it sleeps: about what waking it again would take. */
+#define SPIN_NS INT64_C(20000)
+
+/* Values of pool.avoided_cpu besides a processor's number. */
+#define AVOIDS_NONE (-1)
+#define AVOIDS_UNKNOWN (-2)
+
+/* One call. The two atomics that every thread touches have cache lines of their own. */
+struct job {
+    cattn_task_fn *fn;
+    void *context;
+    int64_t n_tasks;
+    _Alignas(64) _Atomic int64_t next_task;
+    _Alignas(64) atomic_bool stop;
+};
+
+static struct {
+    atomic_bool owned;
+    pthread_mutex_t lock;
+    pthread_cond_t work;                       /* parked workers wait for seats, or for quit */
+    pthread_cond_t done;                       /* the owner waits for the last seated worker */
+    int n_workers;                             /* started threads */
+    pthread_t worker[MAX_WORKERS];             /* the first n_workers */
+    struct cattn_scratch scratch[MAX_WORKERS]; /* one for each seat */
+    struct job *job;                           /* valid while there are seats, open or taken */
+    int open_seats;
+    atomic_int taken_seats; /* changes under the lock; the owner may look without */
+    int n_cpus;             /* that the caller may use, when workers were last started; 0: unknown */
+    int avoided_cpu;        /* the processor that no worker may use */
+    bool quit;
+    unsigned fork_count; /* forks between this process and the one that loaded us */
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .avoided_cpu = AVOIDS_NONE};
+
+static pthread_once_t pool_once = PTHREAD_ONCE_INIT;
+static bool pool_works; /* set by pool_once; without it calls run on their own thread */
+
+/* ---- time ---- */
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * SECOND_NS + t.tv_nsec;
+}
+
+static bool init_condition(pthread_cond_t *condition) {
+#ifdef __APPLE__
+    return pthread_cond_init(condition, NULL) == 0;
+#else
+    pthread_condattr_t attributes;
+    if (pthread_condattr_init(&attributes) != 0)
+        return false;
+    bool ok = pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) == 0;
+    ok = ok && pthread_cond_init(condition, &attributes) == 0;
+    pthread_condattr_destroy(&attributes);
+    return ok;
+#endif
+}
+
+/* Waits for the condition until `deadline` (CLOCK_MONOTONIC); may wake early. */
+static void wait_until(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t deadline) {
+#ifdef __APPLE__ /* no monotonic condition variables there, but relative waits */
+    int64_t left = deadline - now_ns();
+    left = left > 0 ? left : 0;
+    struct timespec t = {(time_t)(left / SECOND_NS), (long)(left % SECOND_NS)};
+    pthread_cond_timedwait_relative_np(condition, lock, &t);
+#else
+    struct timespec t = {(time_t)(deadline / SECOND_NS), (long)(deadline % SECOND_NS)};
+    pthread_cond_timedwait(condition, lock, &t);
+#endif
+}
+
+/* ---- fork ---- */
+
+static void before_fork(void) { pthread_mutex_lock(&pool.lock); }
+
+static void after_fork_parent(void) { pthread_mutex_unlock(&pool.lock); }
+
+/* The other threads are gone, and with them whoever owned the pool. The mutex is this thread's to unlock; the condition
+ * variables remember waiters that no longer exist and are made anew. The scratch is kept for the next workers. */
+static void after_fork_child(void) {
+    pool.n_workers = 0;
+    pool.job = NULL;
+    pool.open_seats = 0;
+    pool.taken_seats = 0;
+    pool.quit = false;
+    pool.fork_count++;
+    pool_works = init_condition(&pool.work) && init_condition(&pool.done);
+    atomic_store_explicit(&pool.owned, false, memory_order_relaxed);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void init_pool(void) {
+    pool_works = init_condition(&pool.work) && init_condition(&pool.done) &&
+                 pthread_atfork(before_fork, after_fork_parent, after_fork_child) == 0;
+}
+
+/* ---- the pool's owner ---- */
+
+/* True if the pool is now the caller's. Never waits. */
+static bool claim_pool(void) {
+    pthread_once(&pool_once, init_pool);
+    return pool_works && !atomic_exchange_explicit(&pool.owned, true, memory_order_acquire);
+}
+
+static void unclaim_pool(void) { atomic_store_explicit(&pool.owned, false, memory_order_release); }
+
+/* ---- tasks ---- */
+
+bool cattn_worker_poll(struct cattn_worker *worker) {
+    if (now_ns() < worker->next_poll)
+        return false;
+    cattn_fp_leave(worker->fp_saved); /* signal handlers run in there */
+    bool stop = worker->poll->stop(worker->poll->context);
+    worker->fp_saved = cattn_fp_enter();
+    worker->next_poll = now_ns() + POLL_INTERVAL_NS;
+    if (stop)
+        atomic_store_explicit(worker->stop, true, memory_order_relaxed);
+    return stop;
+}
+
+/* Draws tasks until there are none, or the call is stopped. */
+static void run_tasks(struct job *job, struct cattn_worker *worker) {
+    while (!cattn_should_stop(worker)) {
+        int64_t task = atomic_fetch_add_explicit(&job->next_task, 1, memory_order_relaxed);
+        if (task >= job->n_tasks)
+            break;
+        job->fn(job->context, task, worker);
+    }
+}
+
+/* ---- workers ---- */
+
+static void *worker_main(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (pool.open_seats == 0 && !pool.quit)
+            pthread_cond_wait(&pool.work, &pool.lock);
+        if (pool.quit)
+            break;
+        struct job *job = pool.job;
+        pool.taken_seats++;
+        pool.open_seats--;
+        struct cattn_worker worker = {.scratch = pool.scratch[pool.open_seats].data, .stop = &job->stop};
+        pthread_mutex_unlock(&pool.lock);
+
+        worker.fp_saved = cattn_fp_enter();
+        run_tasks(job, &worker);
+        cattn_fp_leave(worker.fp_saved);
+
+        pthread_mutex_lock(&pool.lock);
+        pool.open_seats = 0; /* all tasks are handed out: nobody else need sit down */
+        pool.taken_seats--;
+        if (pool.taken_seats == 0)
+            pthread_cond_signal(&pool.done);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return NULL;
+}
+
+/* Keeps all workers off the calling thread's processor while a call with this many seats runs, if there are enough
+ * others; lock held. System calls are made only where the caller has moved since the last time. A hint: errors are
+ * ignored. */
+static void place_workers(int seats) {
+#ifdef __linux__
+    int cpu = seats < pool.n_cpus ? sched_getcpu() : AVOIDS_NONE;
+    cpu_set_t cpus;
+    if (cpu == pool.avoided_cpu || sched_getaffinity(0, sizeof cpus, &cpus) != 0)
+        return;
+    if (cpu >= 0)
+        CPU_CLR((unsigned)cpu, &cpus);
+    for (int i = 0; i < pool.n_workers; i++)
+        pthread_setaffinity_np(pool.worker[i], sizeof cpus, &cpus);
+    pool.avoided_cpu = cpu;
+#else
+    (void)seats;
+#endif
+}
+
+/* Counts the processors that the calling thread, and with it workers started now, may use. */
+static int count_cpus(void) {
+#ifdef __linux__
+    cpu_set_t cpus;
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
+        return CPU_COUNT(&cpus);
+#endif
+    return 0;
+}
+
+/* Starts workers until there are `wanted`, or the system gives no more; lock held. They inherit a full signal mask, so
+ * that SIGINT and the rest go to the program's own threads. */
+static void start_workers(int wanted) {
+    sigset_t all, saved;
+    if (pool.n_workers >= wanted)
+        return;
+    sigfillset(&all);
+    if (pthread_sigmask(SIG_SETMASK, &all, &saved) != 0)
+        return;
+    while (pool.n_workers < wanted && pthread_create(&pool.worker[pool.n_workers], NULL, worker_main, NULL) == 0)
+        pool.n_workers++;
+    pthread_sigmask(SIG_SETMASK, &saved, NULL);
+    pool.n_cpus = count_cpus();
+    pool.avoided_cpu = AVOIDS_UNKNOWN;
+}
+
+/* ---- a call with workers ---- */
+
+/* Frees seats' scratch that is too large to keep; lock held. */
+static void trim_scratch(int seats) {
+    for (int i = 0; i < seats; i++)
+        cattn_scratch_trim(&pool.scratch[i]);
+}
+
+/* Offers the job to up to max_seats workers. False: no memory, nothing offered. */
+static bool offer_seats(struct job *job, int max_seats, size_t scratch_size, unsigned *fork_count) {
+    pthread_mutex_lock(&pool.lock);
+    *fork_count = pool.fork_count;
+    start_workers(max_seats);
+    int seats = pool.n_workers < max_seats ? pool.n_workers : max_seats;
+    bool ok = true;
+    for (int i = 0; i < seats && ok; i++)
+        ok = cattn_scratch_grow(&pool.scratch[i], scratch_size);
+    if (ok) {
+        place_workers(seats);
+        pool.job = job;
+        pool.open_seats = seats;
+        if (seats == pool.n_workers)
+            pthread_cond_broadcast(&pool.work);
+        else
+            for (int i = 0; i < seats; i++)
+                pthread_cond_signal(&pool.work);
+    } else {
+        trim_scratch(seats);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return ok;
+}
+
+/* Waits for the seated workers, polling; lock held, but not while it waits. Ends early in the child of a fork. */
+static void wait_for_workers(struct cattn_worker *caller, unsigned fork_count) {
+    while (pool.taken_seats > 0 && pool.fork_count == fork_count) {
+        if (caller->poll == NULL || atomic_load_explicit(caller->stop, memory_order_relaxed)) {
+            pthread_cond_wait(&pool.done, &pool.lock);
+            continue;
+        }
+        wait_until(&pool.done, &pool.lock, caller->next_poll);
+        if (pool.taken_seats == 0)
+            break;
+        pthread_mutex_unlock(&pool.lock);
+        cattn_should_stop(caller);
+        pthread_mutex_lock(&pool.lock);
+    }
+}
+
+/* Lets nobody else sit down, waits for the workers that do, and frees scratch that is too large to keep. False: this
+ * process is the child of a fork made on the way and never had those workers; the pool is not ours any more. */
+static bool close_seats(struct cattn_worker *caller, int max_seats, unsigned fork_count) {
+    pthread_mutex_lock(&pool.lock);
+    if (pool.fork_count == fork_count)
+        pool.open_seats = 0;
+    bool spin = pool.taken_seats > 0 && pool.avoided_cpu >= 0; /* not on a processor that a worker may need */
+    if (spin) {
+        pthread_mutex_unlock(&pool.lock);
+        int64_t end = now_ns() + SPIN_NS;
+        while (pool.taken_seats > 0 && now_ns() < end)
+            ;
+        pthread_mutex_lock(&pool.lock);
+    }
+    wait_for_workers(caller, fork_count);
+    bool ours = pool.fork_count == fork_count;
+    if (ours) {
+        pool.job = NULL;
+        trim_scratch(max_seats);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return ours;
+}
+
+/* The pool is claimed by the caller and unclaimed here. */
+static enum cattn_status run_with_workers(struct job *job, struct cattn_worker *caller, int num_threads,
+                                          size_t scratch_size) {
+    unsigned fork_count;
+    if (!offer_seats(job, num_threads - 1, scratch_size, &fork_count)) {
+        unclaim_pool();
+        return CATTN_NO_MEMORY;
+    }
+    run_tasks(job, caller);
+    if (!close_seats(caller, num_threads - 1, fork_count))
+        return CATTN_INTERRUPTED;
+    unclaim_pool();
+    return CATTN_OK;
+}
+
+enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t scratch_size, cattn_task_fn *fn,
+                                     void *context, const struct cattn_poll *poll) {
+    if (n_tasks <= 0)
+        return CATTN_OK;
+    num_threads = num_threads < CATTN_MAX_THREADS ? num_threads : CATTN_MAX_THREADS;
+    num_threads = num_threads < n_tasks ? num_threads : (int)n_tasks;
+
+    struct cattn_scratch scratch;
+    if (!cattn_scratch_take(&scratch, scratch_size))
+        return CATTN_NO_MEMORY;
+    struct job job = {.fn = fn, .context = context, .n_tasks = n_tasks};
+    struct cattn_worker caller = {.scratch = scratch.data, .stop = &job.stop};
+    if (poll != NULL && poll->stop != NULL) {
+        caller.poll = poll;
+        caller.next_poll = now_ns() + POLL_INTERVAL_NS;
+    }
+
+    enum cattn_status status = CATTN_OK;
+    caller.fp_saved = cattn_fp_enter();
+    if (num_threads > 1 && claim_pool())
+        status = run_with_workers(&job, &caller, num_threads, scratch_size);
+    else
+        run_tasks(&job, &caller);
+    cattn_fp_leave(caller.fp_saved);
+
+    cattn_scratch_give_back(&scratch);
+    if (atomic_load_explicit(&job.stop, memory_order_relaxed))
+        status = CATTN_INTERRUPTED;
+    return status;
+}
+
+bool cattn_release(void) {
+    pthread_once(&pool_once, init_pool);
+    if (atomic_exchange_explicit(&pool.owned, true, memory_order_acquire))
+        return false;
+    pthread_mutex_lock(&pool.lock);
+    pool.quit = true;
+    int n_workers = pool.n_workers;
+    pthread_cond_broadcast(&pool.work);
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < n_workers; i++)
+        pthread_join(pool.worker[i], NULL);
+
+    pthread_mutex_lock(&pool.lock);
+    pool.quit = false;
+    pool.n_workers = 0;
+    for (int i = 0; i < MAX_WORKERS; i++)
+        cattn_scratch_free(&pool.scratch[i]);
+    pthread_mutex_unlock(&pool.lock);
+    unclaim_pool();
+    cattn_scratch_release();
+    return true;
+}

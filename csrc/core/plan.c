@@ -1,0 +1,120 @@
+/* plan.c -- choice of path, cut into tasks, scratch layout; see plan.h. All tuning numbers of attention stand here. */
+#include "plan.h"
+
+#include <assert.h>
+
+#define ALIGNMENT 64
+
+/* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
+#define TINY_WORK 100000.0
+/* Up to this many rows a unit, streaming keys past rows beats tiles that would be mostly empty. */
+#define FEW_ROWS 16
+
+static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+static int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
+
+double cattn_attention_work(const struct cattn_attention_params *p) {
+    double visible = (double)p->seqlen_q * (double)p->seqlen_k;
+    return (double)p->n_batch * (double)p->num_heads * visible * (double)(p->head_dim + p->d_v + 8);
+}
+
+int64_t cattn_plan_acc_cols(const struct cattn_attention_params *p) { return round_up(p->d_v, CATTN_PAD); }
+
+int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return round_up(plan->block_rows, CATTN_PAD); }
+
+static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
+
+static size_t element_size(const struct cattn_attention_params *p) { return p->dtype == CATTN_F32 ? 4 : 8; }
+
+/* Hands out `memory`, or only counts where it is NULL. */
+struct arena {
+    char *memory;
+    size_t used;
+};
+
+static void *carve(struct arena *arena, size_t bytes) {
+    void *slice = arena->memory ? arena->memory + arena->used : NULL;
+    arena->used += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return slice;
+}
+
+/* One place for the layout: called without memory to measure it, with memory to cut it. */
+static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
+                    const struct cattn_kernels *kernels, struct cattn_rows *r, struct arena *arena) {
+    const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
+    const size_t size = element_size(p), slots = (size_t)cattn_plan_row_slots(plan);
+    const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
+    const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
+    const size_t panel = (size_t)(kernels->lanes * kernels->nr);
+    const bool copy_values = !tile && p->value.data && p->value.col != 1;
+    r->packed_query = carve(arena, rows * depth * size);
+    r->score = carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    r->value_panel = carve(arena, CATTN_BLOCK_KEYS * (tile ? panel : copy_values ? (size_t)p->d_v : 0) * size);
+    r->key_rows = carve(arena, tile ? (size_t)kernels->mr * depth * size : 0);
+    r->block_max = carve(arena, slots * size);
+    r->alpha = carve(arena, slots * size);
+    r->row_max = carve(arena, slots * size);
+    r->row_sum = carve(arena, slots * size);
+    r->acc = carve(arena, acc * size);
+    /* a single chunk is the total: the second set of pointers is never written */
+    r->total_max = one_chunk ? r->row_max : carve(arena, slots * size);
+    r->total_sum = one_chunk ? r->row_sum : carve(arena, slots * size);
+    r->total_acc = one_chunk ? r->acc : carve(arena, acc * size);
+}
+
+struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
+                                      const struct cattn_kernels *kernels, void *memory) {
+    struct arena arena = {memory, 0};
+    struct cattn_rows *rows = carve(&arena, sizeof *rows);
+    lay_out(plan, params, kernels, rows, &arena);
+    assert(arena.used == plan->scratch_size);
+    return rows;
+}
+
+static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p, const struct cattn_kernels *kernels,
+                enum cattn_path path) {
+    plan->path = path;
+    plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
+    plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
+    struct arena count = {NULL, 0};
+    struct cattn_rows unused;
+    carve(&count, sizeof unused);
+    lay_out(plan, p, kernels, &unused, &count);
+    plan->scratch_size = count.used;
+}
+
+static bool tiny_fits(const struct cattn_plan *plan, const struct cattn_attention_params *p) {
+    return p->seqlen_k <= CATTN_BLOCK_KEYS && plan->scratch_size <= CATTN_TINY_SCRATCH;
+}
+
+struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struct cattn_kernels *kernels) {
+    struct cattn_plan plan = {.n_chunks = ceil_div(p->seqlen_k, CATTN_CHUNK_KEYS)};
+    plan.heads_per_unit = p->seqlen_q < CATTN_TILE_ROWS ? p->group_size : 1;
+    plan.units_per_lead = p->num_heads / plan.heads_per_unit;
+    plan.n_units = p->n_batch * plan.units_per_lead;
+    plan.unit_rows = p->seqlen_q * plan.heads_per_unit;
+    if (p->path != CATTN_PATH_AUTO) {
+        cut(&plan, p, kernels, p->path);
+        return plan;
+    }
+    cut(&plan, p, kernels, CATTN_PATH_TINY);
+    if (cattn_attention_work(p) <= TINY_WORK && tiny_fits(&plan, p))
+        return plan;
+    if (plan.unit_rows > FEW_ROWS) {
+        cut(&plan, p, kernels, CATTN_PATH_TILE);
+        return plan;
+    }
+    /* few rows: give key chunks to the threads where units alone would leave some idle */
+    int64_t tasks = plan.n_units * plan.blocks_per_unit;
+    bool split = plan.n_chunks > 1 && p->num_threads > 1 && tasks < 4 * (int64_t)p->num_threads;
+    cut(&plan, p, kernels, split ? CATTN_PATH_SPLIT : CATTN_PATH_ROWS);
+    return plan;
+}
+
+bool cattn_attention_path_fits(const struct cattn_attention_params *p) {
+    if (p->path != CATTN_PATH_TINY)
+        return true;
+    struct cattn_plan plan = cattn_plan(p, &cattn_kernels_scalar_32);
+    return tiny_fits(&plan, p);
+}

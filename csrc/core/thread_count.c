@@ -1,0 +1,231 @@
+/* thread_count.c -- how many threads a call uses unless told otherwise.
+ *
+ * Precedence: the calling thread's override, the process's setting, CATTN_NUM_THREADS, OMP_NUM_THREADS (the first
+ * number of its list; ignored if it is none), and last what the system lets us use: the smaller of the CPUs this
+ * process may run on and the CPU time its control groups grant, rounded up to whole CPUs. A container limited to half a
+ * machine by quota still sees all CPUs, so counting these alone would make threads that only throttle each other.
+ *
+ * Environment and control groups are read once, at the first question.
+ */
+#define _GNU_SOURCE
+#define _DARWIN_C_SOURCE
+
+#include "parallel.h"
+
+#include <limits.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+static _Thread_local int thread_override; /* 0: none */
+static atomic_int process_setting;        /* 0: none */
+
+static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
+static int environment_count;         /* >= 1 once read */
+static char environment_message[160]; /* empty: nothing wrong */
+
+/* A positive decimal integer, alone in the text or ended by a comma where that is allowed; 0 if it is not one. What is
+ * too large for an int becomes INT_MAX. */
+static int parse_count(const char *text, bool comma_ends) {
+    int count = 0;
+    text += strspn(text, " \t");
+    size_t n_digits = strspn(text, "0123456789");
+    for (size_t i = 0; i < n_digits; i++) {
+        int digit = text[i] - '0';
+        count = count > (INT_MAX - digit) / 10 ? INT_MAX : 10 * count + digit;
+    }
+    text += n_digits;
+    text += strspn(text, " \t");
+    return *text == '\0' || (comma_ends && *text == ',') ? count : 0;
+}
+
+#ifdef __linux__
+
+/* ---- control groups ---- */
+
+/* The smaller of two counts, where 0 stands for no limit. */
+static int tighter(int a, int b) {
+    if (a == 0 || b == 0)
+        return a + b;
+    return a < b ? a : b;
+}
+
+/* Whole CPUs that `quota` of every `period` microseconds amounts to; 0 if that is no limit. */
+static int cpus_of_quota(long long quota, long long period) {
+    if (quota <= 0 || period <= 0)
+        return 0;
+    long long cpus = quota / period + (quota % period != 0);
+    return cpus < INT_MAX ? (int)cpus : INT_MAX;
+}
+
+/* The first line of directory/name; false if there is none. */
+static bool read_line(const char *directory, const char *name, char *line, int size) {
+    char path[PATH_MAX];
+    int length = snprintf(path, sizeof path, "%s/%s", directory, name);
+    if (length < 0 || (size_t)length >= sizeof path)
+        return false;
+    FILE *file = fopen(path, "re");
+    if (file == NULL)
+        return false;
+    bool ok = fgets(line, size, file) != NULL;
+    fclose(file);
+    return ok;
+}
+
+/* Version 2: one file, "max 100000" or "150000 100000". */
+static int quota_v2(const char *directory) {
+    char line[64];
+    long long quota, period;
+    if (!read_line(directory, "cpu.max", line, sizeof line) || sscanf(line, "%lld %lld", &quota, &period) != 2)
+        return 0;
+    return cpus_of_quota(quota, period);
+}
+
+/* Version 1: two files, the quota -1 where there is no limit. */
+static int quota_v1(const char *directory) {
+    char quota[32], period[32];
+    if (!read_line(directory, "cpu.cfs_quota_us", quota, sizeof quota) ||
+        !read_line(directory, "cpu.cfs_period_us", period, sizeof period))
+        return 0;
+    return cpus_of_quota(strtoll(quota, NULL, 10), strtoll(period, NULL, 10));
+}
+
+/* The tightest limit from root/mount/group up to root/mount: a parent's quota binds its children. Directories that do
+ * not exist here (a container sees its own group as the mount) are no limit. */
+static int tightest_quota(const char *root, const char *mount, const char *group, int (*quota)(const char *)) {
+    char directory[PATH_MAX];
+    int length = snprintf(directory, sizeof directory, "%s/%s%s", root, mount, group);
+    if (length < 0 || (size_t)length >= sizeof directory || group[0] != '/')
+        return 0;
+    char *mounted_at = directory + strlen(root) + 1 + strlen(mount);
+    int limit = quota(directory);
+    while (*mounted_at != '\0') {
+        *strrchr(mounted_at, '/') = '\0';
+        limit = tighter(limit, quota(directory));
+    }
+    return limit;
+}
+
+/* The list "cpu,cpuacct" has "cpu". */
+static bool has_cpu_controller(char *controllers) {
+    char *state;
+    for (char *name = strtok_r(controllers, ",", &state); name != NULL; name = strtok_r(NULL, ",", &state))
+        if (strcmp(name, "cpu") == 0)
+            return true;
+    return false;
+}
+
+/* One line of the membership file, "id:controllers:group"; version 2 has id 0 and no controllers. Hierarchies are
+ * looked for where they are customarily mounted. */
+static int limit_of_line(const char *root, char *line) {
+    line[strcspn(line, "\n")] = '\0';
+    char *controllers = strchr(line, ':');
+    char *group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
+    if (group == NULL)
+        return 0;
+    *controllers++ = '\0';
+    *group++ = '\0';
+    if (*controllers == '\0')
+        return tighter(tightest_quota(root, "", group, quota_v2), tightest_quota(root, "unified", group, quota_v2));
+    int limit = tightest_quota(root, controllers, group, quota_v1);
+    if (!has_cpu_controller(controllers))
+        return 0;
+    return tighter(limit, tightest_quota(root, "cpu", group, quota_v1));
+}
+
+/* CPUs granted by the groups that the file `membership` lists (/proc/self/cgroup), mounted below root; 0: no limit. */
+static int cgroup_limit(const char *membership, const char *root) {
+    FILE *file = fopen(membership, "re");
+    if (file == NULL)
+        return 0;
+    char *line = NULL;
+    size_t size = 0;
+    int limit = 0;
+    while (getline(&line, &size, file) > 0)
+        limit = tighter(limit, limit_of_line(root, line));
+    free(line);
+    fclose(file);
+    return limit;
+}
+
+/* ---- processors ---- */
+
+/* CPUs this process may run on; 0 if unknown. The kernel refuses a set smaller than its own, so sizes are tried. */
+static int affinity_count(void) {
+    int count = 0;
+    bool refused = true;
+    for (size_t n_cpus = 1024; refused && n_cpus <= 1024 * 1024; n_cpus *= 4) {
+        size_t size = CPU_ALLOC_SIZE(n_cpus);
+        cpu_set_t *set = CPU_ALLOC(n_cpus);
+        if (set == NULL)
+            break;
+        refused = sched_getaffinity(0, size, set) != 0;
+        if (!refused)
+            count = CPU_COUNT_S(size, set);
+        CPU_FREE(set);
+    }
+    return count;
+}
+
+#endif
+
+static int available_cpus(void) {
+#ifdef __linux__
+    int count = affinity_count();
+    if (count > 0)
+        return tighter(count, cgroup_limit("/proc/self/cgroup", "/sys/fs/cgroup"));
+#endif
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+/* ---- environment ---- */
+
+static void read_environment(void) {
+    const char *own = getenv("CATTN_NUM_THREADS");
+    const char *openmp = getenv("OMP_NUM_THREADS");
+    int count = own != NULL ? parse_count(own, false) : 0;
+    if (own != NULL && count == 0)
+        snprintf(environment_message, sizeof environment_message,
+                 "CATTN_NUM_THREADS is '%.80s', it must be a positive integer", own);
+    if (count == 0 && openmp != NULL)
+        count = parse_count(openmp, true);
+    environment_count = count > 0 ? count : available_cpus();
+}
+
+bool cattn_read_thread_environment(char *message, size_t n) {
+    pthread_once(&environment_once, read_environment);
+    if (environment_message[0] == '\0')
+        return true;
+    snprintf(message, n, "%s", environment_message);
+    return false;
+}
+
+/* ---- the count ---- */
+
+/* These two are the library's only exported functions besides the module's own, for threadpoolctl. */
+__attribute__((visibility("default"))) int cattn_get_num_threads(void) {
+    if (thread_override > 0)
+        return thread_override;
+    int setting = atomic_load_explicit(&process_setting, memory_order_relaxed);
+    if (setting > 0)
+        return setting;
+    pthread_once(&environment_once, read_environment);
+    return environment_count;
+}
+
+__attribute__((visibility("default"))) void cattn_set_num_threads(int n) {
+    atomic_store_explicit(&process_setting, n > 0 ? n : 0, memory_order_relaxed);
+}
+
+int cattn_override_num_threads(int n) {
+    int previous = thread_override;
+    thread_override = n > 0 ? n : 0;
+    return previous;
+}

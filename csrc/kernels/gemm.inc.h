@@ -1,0 +1,91 @@
+/* gemm.inc.h -- packing and the one micro-kernel of the tile path.
+ *
+ * Both products of attention run through micro_tile, MR rows by up to NR vectors, with a broadcast operand `a` that is
+ * read where it lies and a packed operand `b`:
+ *
+ *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
+ *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
+ *
+ * Every element is one chain of FMAs in ascending order from +0, as the bit contract asks.
+ */
+
+#define PANEL (NR * LANES) /* width of a packed panel */
+
+/* The accumulators must be filled one by one and every loop over them unrolled: `= {0}` or a plain loop sends them to
+ * memory. */
+INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
+                       vf acc[MR][NR]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < nr; n++)
+            acc[m][n] = vf_set1(0);
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < depth; k++) {
+        vf b_k[NR];
+#pragma GCC unroll 2
+        for (int n = 0; n < nr; n++)
+            b_k[n] = vf_loadu(b + k * PANEL + n * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++) {
+            vf a_mk = vf_set1(a[m * a_row + k * a_col]);
+#pragma GCC unroll 2
+            for (int n = 0; n < nr; n++)
+                acc[m][n] = vf_fma(a_mk, b_k[n], acc[m][n]);
+        }
+    }
+}
+
+/* Q^T, scaled (rounded once): panels [head_dim][PANEL], zero in the lanes behind the last row. */
+static void pack_query_tile(struct cattn_rows *rows) {
+    const int64_t depth = rows->head_dim, col = rows->query_col;
+    const vf scale = vf_set1((real)rows->scale);
+    const int padded = (int)round_up(rows->n_rows, PANEL);
+    for (int r0 = 0; r0 < padded; r0 += LANES) {
+        real *panel = (real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
+        for (int64_t d = 0; d < depth; d += LANES) {
+            const int n = (int)min64(LANES, depth - d);
+            vf v[LANES];
+            for (int i = 0; i < LANES; i++) {
+                v[i] = vf_set1(0);
+                if (r0 + i < rows->n_rows)
+                    v[i] = load_strided((const real *)rows->query[r0 + i] + d * col, col, n) * scale;
+            }
+            vf_transpose(v);
+            for (int i = 0; i < n; i++)
+                vf_storeu(panel + (d + i) * PANEL, v[i]);
+        }
+    }
+}
+
+/* MR keys from `key` on as rows of unit stride: K itself where it has that form, else a copy padded with zero rows.
+ * Returns the first row, its stride in *stride. */
+static const real *key_rows(struct cattn_rows *rows, int64_t key, int64_t end, int64_t *stride) {
+    const real *k = (const real *)rows->key + key * rows->key_row;
+    if (rows->key_col == 1 && key + MR <= end) {
+        *stride = rows->key_row;
+        return k;
+    }
+    const int64_t depth = rows->head_dim;
+    real *copy = rows->key_rows;
+    *stride = depth;
+    for (int m = 0; m < MR; m++)
+        for (int64_t d = 0; d < depth; d++)
+            copy[m * depth + d] = key + m < end ? k[m * rows->key_row + d * rows->key_col] : 0;
+    return copy;
+}
+
+/* Columns c .. c+PANEL-1 of V for keys k0+begin .. k0+end-1, zero behind the last column. */
+static void pack_value_panel(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t c) {
+    const int64_t col = rows->value_col, n = rows->d_v - c;
+    for (int k = begin; k < end; k++) {
+        const real *v = (const real *)rows->value + (k0 + k) * rows->value_row + c * col;
+        real *panel = (real *)rows->value_panel + k * PANEL;
+#pragma GCC unroll 2
+        for (int i = 0; i < NR; i++) {
+            int64_t left = n - i * LANES;
+            vf_storeu(panel + i * LANES,
+                      left > 0 ? load_strided(v + i * LANES * col, col, (int)min64(LANES, left)) : vf_set1(0));
+        }
+    }
+}

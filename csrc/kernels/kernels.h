@@ -1,0 +1,136 @@
+/* kernels.h -- the contract between the drivers of core/ and the kernel tables, one table per instruction set and dtype.
+ *
+ * A driver owns a struct cattn_rows: some rows (queries of one key-value head) on their way past the keys. It calls
+ *
+ *     pack_query                         once: the scaled queries, in the layout of its path
+ *     chunk_begin                        at each key chunk
+ *       tile_block | rows_block          for each key block of the chunk: scores, masks, softmax, P V
+ *     chunk_merge                        folds the chunk into what came before
+ *     finish                             output, log-sum-exp, weights
+ *
+ * Kernels cannot fail and allocate nothing; everything was checked before. `void *` stands for the table's own element
+ * type. All strides count elements.
+ *
+ * CATTN_BLOCK_KEYS and CATTN_CHUNK_KEYS are law: the order of every sum hangs on them (csrc/README.md, "The bit
+ * contract"). 192 is a multiple of every table's micro-tile height and of the 64 keys that share Philox counters.
+ */
+#ifndef CATTN_KERNELS_H
+#define CATTN_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define CATTN_BLOCK_KEYS 192
+#define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
+/* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
+#define CATTN_TILE_ROWS 96
+/* most rows that pass the keys together on the row path */
+#define CATTN_FEW_ROWS 8
+/* row_sum of a block is this many chains, by key index */
+#define CATTN_SUM_CHAINS 8
+/* columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors */
+#define CATTN_PAD 32
+
+/* What a dropout decision needs besides the element's place; see philox.inc.h. */
+struct cattn_drop {
+    bool enabled;
+    uint32_t key0, key1;
+    uint32_t lead2;                         /* counter word 3 of the first draw: twice the lead index */
+    uint32_t threshold_hi, threshold_lo;    /* halves of the threshold; hi is 0x10000 where everything is kept */
+};
+
+struct cattn_rows {
+    int n_rows;
+    bool fully_ranged; /* no mask per element: the ranges alone decide */
+    int64_t head_dim, d_v;
+    int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
+    double scale;
+    double keep_scale; /* 1, or 1/(1-p) under dropout */
+
+    const void *key, *value; /* of this key-value head */
+    int64_t key_row, key_col, value_row, value_col;
+    int64_t keep_col;
+    int n_bias;
+    int64_t bias_col[2];
+    struct cattn_drop drop;
+    int64_t query_col, out_col, weights_col;
+
+    /* per row */
+    int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
+    const void *query[CATTN_TILE_ROWS];
+    const uint8_t *keep[CATTN_TILE_ROWS]; /* or all NULL */
+    const void *bias[2][CATTN_TILE_ROWS];
+    uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS];
+    void *out[CATTN_TILE_ROWS];     /* or all NULL */
+    void *lse[CATTN_TILE_ROWS];     /* or all NULL */
+    void *weights[CATTN_TILE_ROWS]; /* or all NULL */
+    int64_t seqlen_k;
+
+    /* scratch, 64-byte aligned */
+    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim + pad] */
+    void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
+    void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key][d_v + pad], only for strided values */
+    void *key_rows;     /* a few key rows made contiguous */
+    void *block_max;
+    void *row_max, *row_sum, *alpha;          /* the chunk so far, and this block's correction */
+    void *acc;                                /* [row][acc_cols] */
+    void *total_max, *total_sum, *total_acc;  /* the chunks before; used from the second chunk on */
+};
+
+/* Softmax over one row of n elements, lanes across the row. */
+struct cattn_softmax_row {
+    int64_t n;
+    int64_t lo, hi; /* columns in range */
+    const void *x;
+    int64_t x_stride;
+    void *out;
+    int64_t out_stride;
+    const uint8_t *keep; /* or NULL */
+    int64_t keep_stride;
+    double scale;
+    bool renormalize;
+};
+
+/* n elements from flat index `first` on. */
+struct cattn_dropout_row {
+    int64_t n;
+    uint64_t first;
+    const void *x;
+    int64_t x_stride;
+    void *out;
+    int64_t out_stride;
+    uint8_t *mask; /* or NULL */
+    int64_t mask_stride;
+    double keep_scale;
+    struct cattn_drop drop;
+};
+
+struct cattn_kernels {
+    const char *name;
+    int lanes, mr, nr;
+
+    void (*pack_query_tile)(struct cattn_rows *rows);
+    void (*pack_query_rows)(struct cattn_rows *rows);
+    void (*chunk_begin)(struct cattn_rows *rows);
+    /* keys k0 <= k < k1, inside one block: k0 is a multiple of CATTN_BLOCK_KEYS */
+    void (*tile_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
+    void (*rows_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
+    /* total := merge(total, chunk); for its first chunk the driver exchanges the two sets of pointers instead */
+    void (*chunk_merge)(struct cattn_rows *rows);
+    /* from the total; with weights, turns the raw scores left there into weights */
+    void (*finish)(struct cattn_rows *rows);
+    /* keep bits of one row of an attention matrix, keys 0 .. n-1 */
+    void (*keep_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
+                     int64_t n);
+    void (*softmax_row)(const struct cattn_softmax_row *row);
+    void (*dropout_row)(const struct cattn_dropout_row *row);
+};
+
+extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64;
+extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64;
+extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64;
+extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64;
+extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64;
+
+#endif

@@ -1,0 +1,43 @@
+/* kernels.inc.h -- the one algorithm source of every table. A stub defines ISA, MR and NR (micro-tile: MR rows of NR
+ * vectors), includes its simd_*.h, and then this file.
+ */
+#include "kernels.h"
+
+#include "exp.inc.h"
+
+#include "philox.inc.h"
+
+#include "state.inc.h"
+
+#include "gemm.inc.h"
+#include "rows.inc.h"
+#include "rowwise.inc.h"
+#include "tile.inc.h"
+
+_Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile is whole panels");
+_Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile is whole micro-tiles");
+_Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block is whole micro-tiles");
+_Static_assert(CATTN_BLOCK_KEYS % 64 == 0, "a key block starts at a run of Philox counters");
+_Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "padding holds whole panels");
+
+#define PASTE_(isa, bits) cattn_kernels_##isa##_##bits
+#define PASTE(isa, bits) PASTE_(isa, bits)
+#define TEXT_(isa) #isa
+#define TEXT(isa) TEXT_(isa)
+
+const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
+    .name = TEXT(ISA),
+    .lanes = LANES,
+    .mr = MR,
+    .nr = NR,
+    .pack_query_tile = pack_query_tile,
+    .pack_query_rows = pack_query_rows,
+    .chunk_begin = chunk_begin,
+    .tile_block = tile_block,
+    .rows_block = rows_block,
+    .chunk_merge = chunk_merge,
+    .finish = finish,
+    .keep_row = keep_row,
+    .softmax_row = softmax_row,
+    .dropout_row = dropout_row,
+};

@@ -1,0 +1,7 @@
+/* kernels_avx2.c -- 12 accumulators of 16 registers. Compiled twice, with REAL_BITS 32 and 64. */
+#define ISA avx2
+#define MR 6
+#define NR 2
+#include "simd_avx2.h"
+
+#include "kernels.inc.h"

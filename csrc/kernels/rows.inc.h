@@ -1,0 +1,247 @@
+/* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by. Decoding, and tiny inputs.
+ *
+ * For the scores lanes run across keys: LANES rows of K are transposed in registers, LANES columns at a time, and every
+ * query takes its chain of FMAs over d from there. For the output lanes run across the columns of V. Rows are padded to
+ * 1, 2, 4 or 8 so that all accumulators live in registers.
+ */
+
+/* keys of a block are visited in steps of this, so that every table leaves the same elements defined */
+#define ROW_STEP 16
+
+static void pack_query_rows(struct cattn_rows *rows) {
+    const int64_t depth = rows->head_dim, col = rows->query_col;
+    const real scale = (real)rows->scale;
+    real *packed = rows->packed_query;
+    for (int r = 0; r < CATTN_FEW_ROWS; r++, packed += depth) {
+        const real *query = r < rows->n_rows ? rows->query[r] : NULL;
+        for (int64_t d = 0; d < depth; d++)
+            packed[d] = query ? query[d * col] * scale : 0;
+    }
+}
+
+/* Scores of LANES keys from `key` on, the first n of them real, for `many` rows. */
+INLINE void score_keys(struct cattn_rows *rows, int many, int64_t key, int n, vf acc[CATTN_FEW_ROWS]) {
+    const int64_t depth = rows->head_dim, col = rows->key_col;
+    const real *query = rows->packed_query, *k = (const real *)rows->key + key * rows->key_row;
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++)
+        acc[r] = vf_set1(0);
+    for (int64_t d = 0; d < depth; d += LANES) {
+        const int nd = (int)min64(LANES, depth - d);
+        vf kt[LANES];
+        if (n == LANES && nd == LANES && col == 1) {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                kt[i] = vf_loadu(k + i * rows->key_row + d);
+        } else {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                kt[i] = i < n ? load_strided(k + i * rows->key_row + d * col, col, nd) : vf_set1(0);
+        }
+        vf_transpose(kt);
+        if (nd == LANES) {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
+                for (int r = 0; r < many; r++)
+                    acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
+        } else {
+            for (int i = 0; i < nd; i++)
+#pragma GCC unroll 8
+                for (int r = 0; r < many; r++)
+                    acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
+        }
+    }
+}
+
+/* Masks one vector of scores: keys k0+k .. of row r, n of them real. */
+INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
+    const vf neg_inf = vf_set1(NEG_INF);
+    if (!rows->fully_ranged)
+        score = add_bias(score, element_bias(rows, r, k0 + k, n));
+    const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
+    if (lo <= k && k + LANES <= hi)
+        return score;
+    vf at = index + vf_set1((real)k);
+    vm inside = vm_and(vf_lt(at, vf_set1((real)hi)), vm_not(vf_lt(at, vf_set1((real)lo))));
+    return vf_select(inside, score, neg_inf);
+}
+
+/* Scores of the keys begin .. end-1 of the block, masked, -inf behind the last key; block maxima. */
+INLINE void score_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
+    real lane[LANES], *score = rows->score, *block_max = rows->block_max;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = (real)i;
+    const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
+    vf max[CATTN_FEW_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++)
+        max[r] = neg_inf;
+    for (int k = begin; k < end; k += LANES) {
+        const int n = (int)max64(0, min64(LANES, n_keys - k));
+        vf acc[CATTN_FEW_ROWS];
+        score_keys(rows, many, k0 + k, n, acc);
+#pragma GCC unroll 8
+        for (int r = 0; r < many; r++) {
+            vf s = neg_inf;
+            if (n > 0 && r < rows->n_rows)
+                s = mask_keys(rows, r, k0, k, n, acc[r], index);
+            max[r] = vf_max(s, max[r]);
+            vf_storeu(score + r * CATTN_BLOCK_KEYS + k, s);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++) {
+        real lanes[LANES], best = NEG_INF;
+        vf_storeu(lanes, max[r]);
+        for (int i = 0; i < LANES; i++)
+            best = lanes[i] > best ? lanes[i] : best;
+        block_max[r] = best;
+    }
+}
+
+/* One row of scores becomes exp(score - shift); returns the block's sum: eight chains by key index, one tree. */
+static real softmax_keys(real *score, int begin, int end, real shift) {
+    real chain[CATTN_SUM_CHAINS] = {0};
+    for (int k = begin; k < end; k += LANES)
+        vf_storeu(score + k, exp_lean(vf_loadu(score + k) - vf_set1(shift)));
+    for (int k = begin; k < end; k += CATTN_SUM_CHAINS)
+        for (int c = 0; c < CATTN_SUM_CHAINS; c++)
+            chain[c] += score[k + c];
+    return ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]));
+}
+
+static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
+    const uint32_t *position = &rows->drop_position[r], *head = &rows->drop_head[r];
+    uint32_t words[64];
+    for (int run = begin / 64 * 64; run < end; run += 128) {
+        philox_words(&rows->drop, (uint64_t)(k0 + run), *position, *head, words);
+        for (int k = (int)max64(begin, run); k < min64(end, run + 128); k += LANES) {
+            vm kept = philox_decide(&rows->drop, vu_digits(words, k - run), (uint64_t)(k0 + k), 1, position, head);
+            vf_storeu(score + k, vf_select(kept, vf_loadu(score + k), vf_set1(0)));
+        }
+    }
+}
+
+/* P V for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. */
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const real *value, int64_t value_row,
+                       int begin, int end, int64_t k0, int64_t c) {
+    const real *score = rows->score;
+    vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            block[r][v] = vf_set1(0);
+    for (int k = begin; k < end; k++) {
+        const real *row = value + k * value_row + c;
+        vf val[CATTN_FEW_ROWS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < many; r++) {
+            vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                block[r][v] = vf_fma(w, val[v], block[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++) {
+        real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+        vf alpha = vf_set1(((const real *)rows->alpha)[r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows) {
+                /* again without the keys this row may not see: 0 * NaN must not betray them */
+                block[r][v] = vf_set1(0);
+                for (int k = begin; k < end; k++)
+                    if (key_visible(rows, r, k0 + k)) {
+                        const real *row = value + k * value_row + c + v * LANES;
+                        vf val = v == vectors - 1 && n < LANES ? vf_loadu_n(row, n) : vf_loadu(row);
+                        block[r][v] = vf_fma(vf_set1(score[r * CATTN_BLOCK_KEYS + k]), val, block[r][v]);
+                    }
+            }
+            fold_block(acc + v * LANES, alpha, block[r][v]);
+        }
+    }
+}
+
+/* All columns of V, as many vectors at a time as there are registers for. */
+INLINE void value_columns(struct cattn_rows *rows, int many, const real *value, int64_t value_row, int begin, int end,
+                          int64_t k0) {
+    int64_t c = 0, left = rows->d_v;
+#define WHILE_FULL(vectors)                                                                                            \
+    if (many * (vectors) <= CATTN_FEW_ROWS)                                                                            \
+        for (; left >= (vectors)*LANES; c += (vectors)*LANES, left -= (vectors)*LANES)                                 \
+            value_rows(rows, many, vectors, LANES, value, value_row, begin, end, k0, c);
+    WHILE_FULL(8)
+    WHILE_FULL(4)
+    WHILE_FULL(2)
+    WHILE_FULL(1)
+#undef WHILE_FULL
+    if (left > 0)
+        value_rows(rows, many, 1, (int)left, value, value_row, begin, end, k0, c);
+}
+
+/* V with unit stride for the keys begin .. end-1: where it lies, or copied. */
+static const real *value_block_rows(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t *stride) {
+    const real *value = (const real *)rows->value + k0 * rows->value_row;
+    *stride = rows->value_row;
+    if (rows->value_col == 1)
+        return value;
+    real *copy = rows->value_panel;
+    for (int k = begin; k < end; k++)
+        for (int64_t c = 0; c < rows->d_v; c++)
+            copy[k * rows->d_v + c] = value[k * rows->value_row + c * rows->value_col];
+    *stride = rows->d_v;
+    return copy;
+}
+
+INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
+    real *score = rows->score, *row_sum = rows->row_sum;
+    score_rows(rows, many, k0, n_keys, begin, end);
+    if (rows->weights[0])
+        for (int r = 0; r < rows->n_rows; r++)
+            for (int k = begin; k < min64(end, n_keys); k += LANES)
+                store_strided((real *)rows->weights[r] + (k0 + k) * rows->weights_col, rows->weights_col,
+                              vf_loadu(score + r * CATTN_BLOCK_KEYS + k), (int)min64(LANES, n_keys - k));
+    for (int r = 0; r < many; r += LANES)
+        update_max(rows, r);
+    for (int r = 0; r < many; r++) {
+        real *s = score + r * CATTN_BLOCK_KEYS;
+        real sum = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
+        vf folded = vf_fma(vf_set1(row_sum[r]), vf_set1(((const real *)rows->alpha)[r]), vf_set1(sum));
+        vf_storeu_n(row_sum + r, folded, 1);
+        if (rows->drop.enabled && r < rows->n_rows)
+            drop_keys(rows, r, k0, s, begin, end);
+    }
+    if (rows->d_v) {
+        int64_t stride;
+        end = (int)min64(end, n_keys);
+        const real *value = value_block_rows(rows, k0, begin, end, &stride);
+        value_columns(rows, many, value, stride, begin, end, k0);
+    }
+}
+
+static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
+    int64_t lo = INT64_MAX, hi = 0;
+    for (int r = 0; r < rows->n_rows; r++)
+        if (rows->lo[r] < rows->hi[r]) {
+            lo = min64(lo, rows->lo[r]);
+            hi = max64(hi, rows->hi[r]);
+        }
+    const int n_keys = (int)(k1 - k0), begin = relative(lo, k0) / ROW_STEP * ROW_STEP;
+    const int end = (int)round_up(relative(min64(hi, k1), k0), ROW_STEP);
+    if (begin >= end)
+        return;
+    if (rows->n_rows == 1)
+        rows_block_many(rows, 1, k0, n_keys, begin, end);
+    else if (rows->n_rows == 2)
+        rows_block_many(rows, 2, k0, n_keys, begin, end);
+    else if (rows->n_rows <= 4)
+        rows_block_many(rows, 4, k0, n_keys, begin, end);
+    else
+        rows_block_many(rows, 8, k0, n_keys, begin, end);
+}

@@ -1,0 +1,198 @@
+/* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
+ *
+ * Softmax takes the accurate exponential. Its sum is kept in eight chains by column index for each run of SUM_RUN
+ * columns, a fixed tree a run, runs added in order; columns out of range add nothing, so a row's bits do not depend on
+ * what lies outside. Every weight is divided, not multiplied by a reciprocal.
+ */
+
+#define SUM_RUN 512
+
+/* n columns from k on, scaled; -inf where hidden and in the lanes from n on */
+INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bool masked) {
+    static const uint8_t below[2 * 16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const vf neg_inf = vf_set1(NEG_INF);
+    vf x = load_strided((const real *)row->x + k * row->x_stride, row->x_stride, n) * vf_set1((real)row->scale);
+    if (masked && row->keep) {
+        uint8_t lanes[LANES];
+        const uint8_t *keep = row->keep + k * row->keep_stride;
+        if (row->keep_stride != 1) {
+            for (int i = 0; i < n; i++)
+                lanes[i] = keep[i * row->keep_stride];
+            keep = lanes;
+        }
+        vf hidden = n == LANES ? vf_from_bytes(keep) : vf_from_bytes_n(keep, n);
+        x = vf_select(vf_eq(hidden, neg_inf), neg_inf, x);
+    }
+    if (n < LANES)
+        x = vf_select(vf_eq(vf_from_bytes(below + 16 - n), neg_inf), neg_inf, x);
+    return x;
+}
+
+static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
+    vf max = vf_set1(NEG_INF);
+    for (int64_t k = lo; k < hi; k += LANES)
+        max = vf_max(softmax_load(row, k, (int)min64(LANES, hi - k), masked), max);
+    real lanes[LANES], best = NEG_INF;
+    vf_storeu(lanes, max);
+    for (int i = 0; i < LANES; i++)
+        best = lanes[i] > best ? lanes[i] : best;
+    return best;
+}
+
+/* Sum of n values in the fixed order; `at` is the column of the first, which decides its chain. */
+static real sum_run(const real *e, int64_t at, int64_t n) {
+    real chain[CATTN_SUM_CHAINS] = {0};
+    int64_t i = 0;
+    for (; i < n && (at + i) % CATTN_SUM_CHAINS; i++)
+        chain[(at + i) % CATTN_SUM_CHAINS] += e[i];
+    for (; i + CATTN_SUM_CHAINS <= n; i += CATTN_SUM_CHAINS)
+        for (int c = 0; c < CATTN_SUM_CHAINS; c++)
+            chain[c] += e[i + c];
+    for (int c = 0; i < n; i++, c++)
+        chain[c] += e[i];
+    return ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]));
+}
+
+/* out = exp(x - max) over [lo, hi); returns the sum */
+static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real max, bool masked) {
+    const vf shift = vf_set1(max);
+    real buffer[SUM_RUN], total = 0;
+    for (int64_t run = lo / SUM_RUN * SUM_RUN; run < hi; run += SUM_RUN) {
+        const int64_t from = max64(lo, run), to = min64(hi, run + SUM_RUN);
+        real *out = (real *)row->out + from * row->out_stride;
+        real *e = row->out_stride == 1 ? out : buffer;
+        for (int64_t k = from; k < to; k += LANES) {
+            int n = (int)min64(LANES, to - k);
+            store_strided(e + (k - from), 1, exp_full(softmax_load(row, k, n, masked) - shift), n);
+        }
+        total += sum_run(e, from, to - from);
+        if (row->out_stride != 1)
+            for (int64_t k = 0; k < to - from; k++)
+                out[k * row->out_stride] = buffer[k];
+    }
+    return total;
+}
+
+static void row_fill(const struct cattn_softmax_row *row, int64_t from, int64_t to, real value) {
+    real *out = row->out;
+    for (int64_t k = from; k < to; k += LANES)
+        store_strided(out + k * row->out_stride, row->out_stride, vf_set1(value), (int)min64(LANES, to - k));
+}
+
+static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
+    return k >= row->lo && k < row->hi && (!row->keep || row->keep[k * row->keep_stride]);
+}
+
+/* out = out / sum over [lo, hi). Without a sum to divide by (NaN, or every visible score -inf) the visible columns, and
+ * only they, are NaN. */
+static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
+    real *out = row->out;
+    const int64_t stride = row->out_stride;
+    if (!(sum > 0)) {
+        for (int64_t k = lo; k < hi; k++)
+            out[k * stride] = column_visible(row, k) ? CANONICAL_NAN : 0;
+        return;
+    }
+    for (int64_t k = lo; k < hi; k += LANES) {
+        int n = (int)min64(LANES, hi - k);
+        store_strided(out + k * stride, stride,
+                      vf_div(load_strided(out + k * stride, stride, n), vf_set1(sum)), n);
+    }
+}
+
+/* Softmax over every column, hidden ones set to 0: what is left of the mass, the weights in out. */
+static real softmax_literal(const struct cattn_softmax_row *row) {
+    real *out = row->out;
+    real max = softmax_max(row, 0, row->n, false);
+    real sum = softmax_exp(row, 0, row->n, max == NEG_INF ? 0 : max, false), kept = 0;
+    const vf total = vf_set1(sum);
+    row_fill(row, 0, row->lo, 0);
+    row_fill(row, row->hi, row->n, 0);
+    for (int64_t run = row->lo / SUM_RUN * SUM_RUN; run < row->hi; run += SUM_RUN) {
+        const int64_t from = max64(row->lo, run), to = min64(row->hi, run + SUM_RUN);
+        real weight[SUM_RUN];
+        for (int64_t k = from; k < to; k += LANES) {
+            int n = (int)min64(LANES, to - k);
+            real *at = out + k * row->out_stride;
+            store_strided(weight + (k - from), 1, vf_div(load_strided(at, row->out_stride, n), total), n);
+        }
+        for (int64_t k = from; k < to; k++) {
+            if (!column_visible(row, k))
+                weight[k - from] = 0;
+            out[k * row->out_stride] = weight[k - from];
+        }
+        kept += sum_run(weight, from, to - from);
+    }
+    return kept;
+}
+
+static void softmax_row(const struct cattn_softmax_row *row) {
+    if (row->renormalize) {
+        real kept = softmax_literal(row);
+        if (kept >= (real)0x1p-100) {
+            softmax_divide(row, row->lo, row->hi, kept);
+            return;
+        }
+        /* too little mass is left to divide by: from the kept scores alone, as the other method */
+    }
+    real max = softmax_max(row, row->lo, row->hi, true);
+    real sum = softmax_exp(row, row->lo, row->hi, max == NEG_INF ? 0 : max, true);
+    row_fill(row, 0, row->lo, 0);
+    row_fill(row, row->hi, row->n, 0);
+    softmax_divide(row, row->lo, row->hi, sum);
+}
+
+/* Keep bits of keys 0 .. n-1 of one row of an attention matrix. */
+static void keep_row(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
+                     int64_t n) {
+    uint32_t words[64];
+    for (int64_t base = 0; base < n; base += 128) {
+        philox_words(drop, (uint64_t)base, position, head, words);
+        for (int64_t k = base; k < min64(n, base + 128); k += LANES) {
+            vm kept = philox_decide(drop, vu_digits(words, (int)(k - base)), (uint64_t)k, 1, &position, &head);
+            real lanes[LANES];
+            vf_storeu(lanes, vf_select(kept, vf_set1(1), vf_set1(0)));
+            for (int i = 0; i < LANES && k + i < n; i++)
+                mask[(k + i) * stride] = lanes[i] != 0;
+        }
+    }
+}
+
+/* Elements first .. first+n-1 of a flat array; the runs of 64 count from element 0, so the ends may be ragged. */
+static void dropout_row(const struct cattn_dropout_row *row) {
+    const uint32_t domain = 0xd0d0;
+    const uint64_t end = row->first + (uint64_t)row->n;
+    const vf scale = vf_set1((real)row->keep_scale), zero = vf_set1(0);
+    uint32_t words[64];
+    for (uint64_t base = row->first / 64 * 64; base < end; base += 128) {
+        /* the high part of the counter 8*(j >> 6); a pair of runs never straddles its change */
+        const uint32_t high = (uint32_t)(base >> 35);
+        philox_words(&row->drop, base, high, domain, words);
+        for (int r = 0; r < 128; r += LANES) {
+            const uint64_t j = base + (uint64_t)r;
+            if (j + LANES <= row->first || j >= end)
+                continue;
+            const int skip = j < row->first ? (int)(row->first - j) : 0;
+            const int n = (int)(end - j < LANES ? end - j : LANES);
+            const int64_t at = (int64_t)(j - row->first);
+            vm kept = philox_decide(&row->drop, vu_digits(words, r), j, 1, &high, &domain);
+            if (skip == 0) {
+                vf x = load_strided((const real *)row->x + at * row->x_stride, row->x_stride, n);
+                store_strided((real *)row->out + at * row->out_stride, row->out_stride,
+                              vf_select(kept, x * scale, zero), n);
+            }
+            if (skip == 0 && !row->mask)
+                continue;
+            real lanes[LANES];
+            vf_storeu(lanes, vf_select(kept, vf_set1(1), zero));
+            for (int i = skip; i < n; i++) {
+                if (skip) {
+                    real x = ((const real *)row->x)[(at + i) * row->x_stride];
+                    ((real *)row->out)[(at + i) * row->out_stride] = lanes[i] != 0 ? x * (real)row->keep_scale : 0;
+                }
+                if (row->mask)
+                    row->mask[(at + i) * row->mask_stride] = lanes[i] != 0;
+            }
+        }
+    }
+}

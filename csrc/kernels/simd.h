@@ -1,0 +1,58 @@
+/* simd.h -- the vocabulary of the kernels, defined for one element type and one instruction set at a time.
+ *
+ * A stub (kernels_avx2.c ...) is compiled twice, with REAL_BITS 32 and 64, and includes the simd_*.h of its instruction
+ * set, which defines LANES and what is listed here. Vectors take + - * directly; everything else goes through these
+ * names, because casts, comparisons, ?: and v[i] mean different things on float, GNU vectors and __m512.
+ *
+ *   real  vf           element, vector of LANES elements
+ *   vm                 one truth value per lane
+ *   vu                 LANES unsigned 32-bit integers
+ *
+ *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
+ *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing behind p[n-1]
+ *   vf_storeu_n(p, v, n)
+ *   vf_fma(a, b, c)    a*b + c, rounded once (twice on x86 without FMA: that table is outside the bit contract)
+ *   vf_max(a, b)       a > b ? a : b, so b where one of them is NaN
+ *   vf_div(a, b)
+ *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; any value where |n| exceeds the exponent range;
+ *                      NaN stays NaN
+ *   vf_lt(a, b)  vf_eq(a, b)      -> vm, false for NaN
+ *   vm_and  vm_or  vm_not  vm_any(m)
+ *   vf_select(m, a, b) m ? a : b, bit for bit
+ *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
+ *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
+ *   vf_from_bytes_n(p, n)
+ *
+ *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
+ *   vu_mulhi(a, b)  vu_mullo(a, b)        high and low half of the 64-bit product
+ *   vu_lt(a, b)  vu_eq(a, b)              -> vm of the same lanes
+ *   vu_digits(words, r)  16-bit digits of LANES consecutive elements, see philox.inc.h
+ *
+ * What the bit contract asks of a header: vf_fma rounds once, results in the normal range are IEEE's, nothing flushes
+ * subnormals, vf_scale2 is exact wherever the result is normal.
+ */
+#ifndef CATTN_SIMD_H
+#define CATTN_SIMD_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if REAL_BITS == 32
+typedef float real;
+typedef uint32_t real_bits;
+#define REAL_MANT 23
+#define REAL_BIAS 127
+#elif REAL_BITS == 64
+typedef double real;
+typedef uint64_t real_bits;
+#define REAL_MANT 52
+#define REAL_BIAS 1023
+#else
+#error "REAL_BITS must be 32 or 64"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#endif

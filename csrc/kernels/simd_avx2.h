@@ -1,0 +1,145 @@
+/* simd_avx2.h -- 8 floats or 4 doubles; needs AVX2 and FMA. */
+#include "simd.h"
+
+#include <immintrin.h>
+
+#if REAL_BITS == 32
+#define LANES 8
+typedef __m256 vf;
+typedef __m256 vm; /* all ones or all zeros per lane */
+typedef __m256i vu;
+#define VF(op) _mm256_##op##_ps
+INLINE __m256i lanes_below(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#else
+#define LANES 4
+typedef __m256d vf;
+typedef __m256d vm;
+typedef __m128i vu;
+#define VF(op) _mm256_##op##_pd
+INLINE __m256i lanes_below(int n) {
+    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+#endif
+
+INLINE vf vf_set1(real x) { return VF(set1)(x); }
+INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
+INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskload)(p, lanes_below(n)); }
+INLINE void vf_storeu(real *p, vf v) { VF(storeu)(p, v); }
+INLINE void vf_storeu_n(real *p, vf v, int n) { VF(maskstore)(p, lanes_below(n), v); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
+INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
+INLINE vf vf_select(vm m, vf a, vf b) { return VF(blendv)(b, a, m); }
+INLINE vm vf_lt(vf a, vf b) { return VF(cmp)(a, b, _CMP_LT_OQ); }
+INLINE vm vf_eq(vf a, vf b) { return VF(cmp)(a, b, _CMP_EQ_OQ); }
+INLINE vm vm_and(vm a, vm b) { return VF(and)(a, b); }
+INLINE vm vm_or(vm a, vm b) { return VF(or)(a, b); }
+INLINE bool vm_any(vm m) { return VF(movemask)(m) != 0; }
+
+#if REAL_BITS == 32
+
+INLINE vm vm_not(vm a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1))); }
+INLINE vf vf_scale2(vf x, vf n) {
+    __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(REAL_BIAS));
+    return x * _mm256_castsi256_ps(_mm256_slli_epi32(e, REAL_MANT));
+}
+INLINE void vf_transpose(vf v[LANES]) {
+    __m256 t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        v[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        v[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        v[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        v[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        v[i] = t[i];
+}
+INLINE vf vf_from_bytes(const uint8_t *p) {
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
+    __m256i zero = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
+    return _mm256_and_ps(_mm256_castsi256_ps(zero), _mm256_set1_ps(-INFINITY));
+}
+
+INLINE vu vu_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return _mm256_loadu_si256((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { _mm256_storeu_si256((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
+INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
+INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
+INLINE vu vu_mulhi(vu a, vu b) {
+    vu even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+    vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, odd, 0xaa);
+}
+INLINE vu vu_mullo(vu a, vu b) { return _mm256_mullo_epi32(a, b); }
+/* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
+INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
+INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
+
+#else /* 4 doubles; 4 integers live in a __m128i */
+
+INLINE vm vm_not(vm a) { return _mm256_xor_pd(a, _mm256_castsi256_pd(_mm256_set1_epi32(-1))); }
+INLINE vf vf_scale2(vf x, vf n) {
+    __m256i e = _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_cvtpd_epi32(n), _mm_set1_epi32(REAL_BIAS)));
+    return x * _mm256_castsi256_pd(_mm256_slli_epi64(e, REAL_MANT));
+}
+INLINE void vf_transpose(vf v[LANES]) {
+    __m256d a = _mm256_unpacklo_pd(v[0], v[1]), b = _mm256_unpackhi_pd(v[0], v[1]);
+    __m256d c = _mm256_unpacklo_pd(v[2], v[3]), d = _mm256_unpackhi_pd(v[2], v[3]);
+    v[0] = _mm256_permute2f128_pd(a, c, 0x20);
+    v[1] = _mm256_permute2f128_pd(b, d, 0x20);
+    v[2] = _mm256_permute2f128_pd(a, c, 0x31);
+    v[3] = _mm256_permute2f128_pd(b, d, 0x31);
+}
+INLINE vf vf_from_bytes(const uint8_t *p) {
+    int four;
+    memcpy(&four, p, 4);
+    __m256i wide = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+    __m256i zero = _mm256_cmpeq_epi64(wide, _mm256_setzero_si256());
+    return _mm256_and_pd(_mm256_castsi256_pd(zero), _mm256_set1_pd(-(double)INFINITY));
+}
+
+INLINE vu vu_set1(uint32_t x) { return _mm_set1_epi32((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return _mm_loadu_si128((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { _mm_storeu_si128((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return _mm_add_epi32(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return _mm_xor_si128(a, b); }
+INLINE vu vu_and(vu a, vu b) { return _mm_and_si128(a, b); }
+INLINE vu vu_shr16(vu a) { return _mm_srli_epi32(a, 16); }
+INLINE vu vu_mulhi(vu a, vu b) {
+    vu even = _mm_srli_epi64(_mm_mul_epu32(a, b), 32);
+    vu odd = _mm_mul_epu32(_mm_srli_epi64(a, 32), _mm_srli_epi64(b, 32));
+    return _mm_blend_epi32(even, odd, 0xa);
+}
+INLINE vu vu_mullo(vu a, vu b) { return _mm_mullo_epi32(a, b); }
+/* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
+INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpgt_epi32(b, a))); }
+INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(a, b))); }
+
+#endif
+
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
+    uint8_t bytes[LANES];
+    memset(bytes, 1, sizeof bytes);
+    memcpy(bytes, p, (size_t)n);
+    return vf_from_bytes(bytes);
+}
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    vu w = vu_loadu(words + ((r >> 4) << 3) + (r & 7));
+    return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
+}

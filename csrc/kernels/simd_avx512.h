@@ -1,0 +1,163 @@
+/* simd_avx512.h -- 16 floats or 8 doubles; needs AVX-512 F, BW, DQ, VL. */
+#include "simd.h"
+
+#include <immintrin.h>
+
+#if REAL_BITS == 32
+#define LANES 16
+typedef __m512 vf;
+typedef __mmask16 vm;
+typedef __m512i vu;
+#define VF(op) _mm512_##op##_ps
+INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
+#else
+#define LANES 8
+typedef __m512d vf;
+typedef __mmask8 vm;
+typedef __m256i vu;
+#define VF(op) _mm512_##op##_pd
+INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
+#endif
+
+INLINE vf vf_set1(real x) { return VF(set1)(x); }
+INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
+INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
+INLINE void vf_storeu(real *p, vf v) { VF(storeu)(p, v); }
+INLINE void vf_storeu_n(real *p, vf v, int n) { VF(mask_storeu)(p, lanes_below(n), v); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
+INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
+INLINE vf vf_scale2(vf x, vf n) { return VF(scalef)(x, n); }
+INLINE vf vf_select(vm m, vf a, vf b) { return VF(mask_blend)(m, b, a); }
+#if REAL_BITS == 32
+INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+INLINE vm vf_eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+#else
+INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
+INLINE vm vf_eq(vf a, vf b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+#endif
+INLINE vm vm_and(vm a, vm b) { return (vm)(a & b); }
+INLINE vm vm_or(vm a, vm b) { return (vm)(a | b); }
+INLINE vm vm_not(vm a) { return (vm)~a; }
+INLINE bool vm_any(vm m) { return m != 0; }
+
+#if REAL_BITS == 32
+
+INLINE void vf_transpose(vf v[LANES]) {
+    __m512 t[16];
+    /* 2x2 blocks, then 4x4 inside each 128-bit part, then the parts themselves */
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
+        __m512d c = _mm512_castps_pd(t[i + 2]), d = _mm512_castps_pd(t[i + 3]);
+        v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+        v[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+        v[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+        v[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+        v[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+        v[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+        v[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+INLINE vf masked_where_zero(__m128i bytes) {
+    vm zero = _mm_testn_epi8_mask(bytes, bytes);
+    return _mm512_mask_blend_ps(zero, _mm512_setzero_ps(), _mm512_set1_ps(-INFINITY));
+}
+INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadu_si128((const void *)p)); }
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
+    return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
+}
+
+INLINE vu vu_set1(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return _mm512_loadu_si512(p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { _mm512_storeu_si512(p, a); }
+INLINE vu vu_add(vu a, vu b) { return _mm512_add_epi32(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return _mm512_xor_si512(a, b); }
+INLINE vu vu_and(vu a, vu b) { return _mm512_and_si512(a, b); }
+INLINE vu vu_shr16(vu a) { return _mm512_srli_epi32(a, 16); }
+INLINE vu vu_mulhi(vu a, vu b) {
+    vu even = _mm512_srli_epi64(_mm512_mul_epu32(a, b), 32);
+    vu odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    return _mm512_mask_blend_epi32(0xaaaa, even, odd);
+}
+INLINE vu vu_mullo(vu a, vu b) { return _mm512_mullo_epi32(a, b); }
+INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
+INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    /* r is a multiple of 16: the low halves of eight words, then their high halves */
+    __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + ((r >> 4) << 3))));
+    __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(16), 1);
+    return _mm512_and_si512(_mm512_srlv_epi32(w, shift), _mm512_set1_epi32(0xffff));
+}
+
+#else /* 8 doubles; 8 integers live in a __m256i */
+
+INLINE void vf_transpose(vf v[LANES]) {
+    __m512d t[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_pd(v[i], v[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        v[i] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88);
+        v[i + 2] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
+        v[i + 4] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);
+        v[i + 6] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0xdd);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        v[i] = t[i];
+}
+INLINE vf masked_where_zero(__m128i bytes) {
+    vm zero = (vm)_mm_testn_epi8_mask(bytes, bytes);
+    return _mm512_mask_blend_pd(zero, _mm512_setzero_pd(), _mm512_set1_pd(-(double)INFINITY));
+}
+INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadl_epi64((const void *)p)); }
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
+    return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
+}
+
+INLINE vu vu_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return _mm256_loadu_si256((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { _mm256_storeu_si256((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
+INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
+INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
+INLINE vu vu_mulhi(vu a, vu b) {
+    vu even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+    vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, odd, 0xaa);
+}
+INLINE vu vu_mullo(vu a, vu b) { return _mm256_mullo_epi32(a, b); }
+INLINE vm vu_lt(vu a, vu b) { return _mm256_cmplt_epu32_mask(a, b); }
+INLINE vm vu_eq(vu a, vu b) { return _mm256_cmpeq_epi32_mask(a, b); }
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    vu w = vu_loadu(words + ((r >> 4) << 3));
+    return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
+}
+
+#endif

@@ -1,0 +1,115 @@
+/* simd_gnu.h -- GNU vectors of VECTOR_BYTES bytes, for any CPU: 16 bytes is the portable table (SSE2, NEON), 64 the
+ * test-only twin of the AVX-512 table.
+ *
+ * Subscripts and loops over lanes are allowed here, and only here: compilers turn them into vector code where the CPU
+ * has an instruction for it.
+ */
+#include "simd.h"
+
+/* vectors wider than the CPU's never cross a call: everything here is inlined */
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define LANES (VECTOR_BYTES * 8 / REAL_BITS)
+typedef real vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+#if REAL_BITS == 32
+typedef int32_t vm __attribute__((vector_size(VECTOR_BYTES))); /* all ones or all zeros per lane */
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+#define FMA fmaf
+#else
+typedef int64_t vm __attribute__((vector_size(VECTOR_BYTES)));
+typedef int64_t vi __attribute__((vector_size(VECTOR_BYTES)));
+#define FMA fma
+#endif
+typedef uint64_t vu_wide __attribute__((vector_size(LANES * 8)));
+
+#define EACH_LANE(i) for (int i = 0; i < LANES; i++)
+
+INLINE vf vf_set1(real x) { return x - (vf){0}; }
+INLINE vf vf_loadu(const real *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE void vf_storeu(real *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf vf_loadu_n(const real *p, int n) {
+    vf v = {0};
+    memcpy(&v, p, (size_t)n * sizeof(real));
+    return v;
+}
+INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(real)); }
+INLINE vf vf_fma(vf a, vf b, vf c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    vf r;
+    EACH_LANE(i) r[i] = FMA(a[i], b[i], c[i]);
+    return r;
+#else
+    return a * b + c;
+#endif
+}
+INLINE vf vf_div(vf a, vf b) { return a / b; }
+INLINE vm vf_lt(vf a, vf b) { return (vm)(a < b); }
+INLINE vm vf_eq(vf a, vf b) { return (vm)(a == b); }
+INLINE vm vm_and(vm a, vm b) { return a & b; }
+INLINE vm vm_or(vm a, vm b) { return a | b; }
+INLINE vm vm_not(vm a) { return ~a; }
+INLINE bool vm_any(vm m) {
+    uint64_t words[sizeof(vm) / 8], any = 0;
+    memcpy(words, &m, sizeof m);
+    for (size_t i = 0; i < sizeof(vm) / 8; i++)
+        any |= words[i];
+    return any != 0;
+}
+INLINE vf vf_select(vm m, vf a, vf b) { return (vf)(((vm)a & m) | ((vm)b & ~m)); }
+INLINE vf vf_max(vf a, vf b) { return vf_select((vm)(a > b), a, b); }
+INLINE vf vf_scale2(vf x, vf n) {
+    /* out of range (or NaN) the exponent does not matter, but the conversion must stay defined */
+    const vf limit = vf_set1((real)REAL_BIAS);
+    vf inside = vf_select(vm_and(vf_lt(-limit, n), vf_lt(n, limit)), n, (vf){0});
+    vi e = __builtin_convertvector(inside, vi) + REAL_BIAS;
+    return x * (vf)(e << REAL_MANT);
+}
+INLINE void vf_transpose(vf v[LANES]) {
+    real t[LANES][LANES];
+    EACH_LANE(i) vf_storeu(t[i], v[i]);
+    EACH_LANE(i) EACH_LANE(j) v[i][j] = t[j][i];
+}
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
+    vf v = {0};
+    for (int i = 0; i < n; i++)
+        v[i] = p[i] ? (real)0 : -(real)INFINITY;
+    return v;
+}
+INLINE vf vf_from_bytes(const uint8_t *p) { return vf_from_bytes_n(p, LANES); }
+
+INLINE vu vu_set1(uint32_t x) { return x - (vu){0}; }
+INLINE vu vu_loadu(const uint32_t *p) {
+    vu a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+INLINE void vu_storeu(uint32_t *p, vu a) { memcpy(p, &a, sizeof a); }
+INLINE vu vu_add(vu a, vu b) { return a + b; }
+INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
+INLINE vu vu_and(vu a, vu b) { return a & b; }
+INLINE vu vu_shr16(vu a) { return a >> 16; }
+INLINE vu vu_mulhi(vu a, vu b) {
+    vu_wide product = __builtin_convertvector(a, vu_wide) * __builtin_convertvector(b, vu_wide);
+    return __builtin_convertvector(product >> 32, vu);
+}
+INLINE vu vu_mullo(vu a, vu b) { return a * b; }
+#if REAL_BITS == 32
+INLINE vm vu_lt(vu a, vu b) { return (vm)(a < b); }
+INLINE vm vu_eq(vu a, vu b) { return (vm)(a == b); }
+#else
+INLINE vm vu_lt(vu a, vu b) { return __builtin_convertvector(a < b, vm); }
+INLINE vm vu_eq(vu a, vu b) { return __builtin_convertvector(a == b, vm); }
+#endif
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    vu digits;
+    EACH_LANE(i) {
+        uint32_t word = words[(((r + i) >> 4) << 3) + ((r + i) & 7)];
+        digits[i] = ((r + i) >> 3) & 1 ? word >> 16 : word & 0xffff;
+    }
+    return digits;
+}

@@ -1,0 +1,58 @@
+/* simd_scalar.h -- one lane: plain C with libm's fma, slow, the same bits. The yardstick of the tests. */
+#include "simd.h"
+
+#define LANES 1
+typedef real vf;
+typedef bool vm;
+typedef uint32_t vu;
+
+INLINE vf vf_set1(real x) { return x; }
+INLINE vf vf_loadu(const real *p) { return *p; }
+INLINE vf vf_loadu_n(const real *p, int n) { return n > 0 ? *p : (real)0; }
+INLINE void vf_storeu(real *p, vf v) { *p = v; }
+INLINE void vf_storeu_n(real *p, vf v, int n) {
+    if (n > 0)
+        *p = v;
+}
+#if REAL_BITS == 32
+INLINE vf vf_fma(vf a, vf b, vf c) { return fmaf(a, b, c); }
+#else
+INLINE vf vf_fma(vf a, vf b, vf c) { return fma(a, b, c); }
+#endif
+INLINE vf vf_max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vf_div(vf a, vf b) { return a / b; }
+INLINE vf vf_scale2(vf x, vf n) {
+    /* out of range (or NaN) the exponent does not matter, but the conversion must stay defined */
+    const real limit = (real)REAL_BIAS;
+    int e = n > -limit && n <= limit ? (int)n : 0;
+    real_bits bits = (real_bits)(e + REAL_BIAS) << REAL_MANT;
+    real scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return x * scale;
+}
+INLINE vm vf_lt(vf a, vf b) { return a < b; }
+INLINE vm vf_eq(vf a, vf b) { return a == b; }
+INLINE vm vm_and(vm a, vm b) { return a && b; }
+INLINE vm vm_or(vm a, vm b) { return a || b; }
+INLINE vm vm_not(vm a) { return !a; }
+INLINE bool vm_any(vm m) { return m; }
+INLINE vf vf_select(vm m, vf a, vf b) { return m ? a : b; }
+INLINE void vf_transpose(vf v[LANES]) { (void)v; }
+INLINE vf vf_from_bytes(const uint8_t *p) { return *p ? (real)0 : -(real)INFINITY; }
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) { return n > 0 ? vf_from_bytes(p) : (real)0; }
+
+INLINE vu vu_set1(uint32_t x) { return x; }
+INLINE vu vu_loadu(const uint32_t *p) { return *p; }
+INLINE void vu_storeu(uint32_t *p, vu a) { *p = a; }
+INLINE vu vu_add(vu a, vu b) { return a + b; }
+INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
+INLINE vu vu_and(vu a, vu b) { return a & b; }
+INLINE vu vu_shr16(vu a) { return a >> 16; }
+INLINE vu vu_mulhi(vu a, vu b) { return (uint32_t)(((uint64_t)a * b) >> 32); }
+INLINE vu vu_mullo(vu a, vu b) { return a * b; }
+INLINE vm vu_lt(vu a, vu b) { return a < b; }
+INLINE vm vu_eq(vu a, vu b) { return a == b; }
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    uint32_t word = words[((r >> 4) << 3) + (r & 7)];
+    return (r >> 3) & 1 ? word >> 16 : word & 0xffff;
+}

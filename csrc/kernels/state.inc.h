@@ -1,0 +1,198 @@
+/* state.inc.h -- what the tile path and the row path share: visibility, loads of strided data, the running softmax
+ * state of a block of rows, the merge of chunks, and the finished output.
+ */
+
+#define NEG_INF (-(real)INFINITY)
+#define CANONICAL_NAN ((real)NAN) /* the one NaN that is ever written */
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/* a key's place in the block that starts at k0, cut to the block */
+INLINE int relative(int64_t key, int64_t k0) { return (int)max64(0, min64(CATTN_BLOCK_KEYS, key - k0)); }
+
+/* n <= LANES elements at any stride; other lanes 0 */
+INLINE vf load_strided(const real *p, int64_t stride, int n) {
+    if (stride == 1)
+        return n == LANES ? vf_loadu(p) : vf_loadu_n(p, n);
+    real lanes[LANES] = {0};
+    for (int i = 0; i < n; i++)
+        lanes[i] = p[i * stride];
+    return vf_loadu(lanes);
+}
+
+INLINE void store_strided(real *p, int64_t stride, vf v, int n) {
+    if (stride == 1) {
+        if (n == LANES)
+            vf_storeu(p, v);
+        else
+            vf_storeu_n(p, v, n);
+        return;
+    }
+    real lanes[LANES];
+    vf_storeu(lanes, v);
+    for (int i = 0; i < n; i++)
+        p[i * stride] = lanes[i];
+}
+
+INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
+
+/* May row r see this key? The slow, plain form, for what vector code leaves over. */
+static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
+    if (key < rows->lo[r] || key >= rows->hi[r])
+        return false;
+    if (rows->keep[r] && !rows->keep[r][key * rows->keep_col])
+        return false;
+    for (int b = 0; b < rows->n_bias; b++)
+        if (is_neg_inf(((const real *)rows->bias[b][r])[key * rows->bias_col[b]]))
+            return false;
+    return true;
+}
+
+static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
+    for (int64_t key = rows->lo[r]; key < rows->hi[r]; key++)
+        if (key_visible(rows, r, key))
+            return true;
+    return false;
+}
+
+/* What masks per element add to n keys of row r from `key` on: the sum of the biases, -inf where one of them or the
+ * boolean mask hides the key. Lanes from n on are 0. */
+INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
+    const vf neg_inf = vf_set1(NEG_INF);
+    vf total = vf_set1(0);
+    if (rows->keep[r]) {
+        const uint8_t *keep = rows->keep[r] + key * rows->keep_col;
+        uint8_t lanes[LANES];
+        if (rows->keep_col != 1) {
+            for (int i = 0; i < n; i++)
+                lanes[i] = keep[i * rows->keep_col];
+            keep = lanes;
+        }
+        total = n == LANES ? vf_from_bytes(keep) : vf_from_bytes_n(keep, n);
+    }
+    vm hidden = vf_eq(total, neg_inf);
+    for (int b = 0; b < rows->n_bias; b++) {
+        int64_t col = rows->bias_col[b];
+        vf bias = load_strided((const real *)rows->bias[b][r] + key * col, col, n);
+        hidden = vm_or(hidden, vf_eq(bias, neg_inf));
+        total = total + bias;
+    }
+    return vf_select(hidden, neg_inf, total);
+}
+
+/* score + bias, but exactly -inf where the bias hides the key, whatever the score is */
+INLINE vf add_bias(vf score, vf bias) {
+    const vf neg_inf = vf_set1(NEG_INF);
+    return vf_select(vf_eq(bias, neg_inf), neg_inf, score + bias);
+}
+
+static void chunk_begin(struct cattn_rows *rows) {
+    int n = (int)round_up(rows->n_rows, CATTN_FEW_ROWS);
+    real *row_max = rows->row_max, *row_sum = rows->row_sum;
+    for (int r = 0; r < n; r++) {
+        row_max[r] = NEG_INF;
+        row_sum[r] = 0;
+    }
+    if (rows->acc_cols)
+        memset(rows->acc, 0, (size_t)n * (size_t)rows->acc_cols * sizeof(real));
+}
+
+/* For LANES rows from r on: the running maximum takes in the block's, alpha is the correction of what was summed
+ * before. Leaves in block_max what to subtract from the scores: the maximum, or 0 where it is -inf, so that rows that
+ * have seen nothing give exp(-inf) = 0 and not NaN. */
+INLINE void update_max(struct cattn_rows *rows, int r) {
+    real *row_max = (real *)rows->row_max + r, *block_max = (real *)rows->block_max + r;
+    vf old = vf_loadu(row_max), now = vf_max(old, vf_loadu(block_max));
+    vf shift = vf_select(vf_eq(now, vf_set1(NEG_INF)), vf_set1(0), now);
+    vf_storeu(row_max, now);
+    vf_storeu(block_max, shift);
+    vf_storeu((real *)rows->alpha + r, exp_lean(old - shift));
+}
+
+/* Fixed tree over the eight chains of a block sum. */
+INLINE vf sum_tree(const vf s[CATTN_SUM_CHAINS]) {
+    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+
+/* Any lane not finite? x - x is 0 for finite x, NaN otherwise. */
+INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); }
+
+/* acc = acc * alpha + block, for n columns (a multiple of nothing: scratch rows are padded) */
+INLINE void fold_block(real *acc, vf alpha, vf block) { vf_storeu(acc, vf_fma(vf_loadu(acc), alpha, block)); }
+
+static void chunk_merge(struct cattn_rows *rows) {
+    const real *m2 = rows->row_max, *l2 = rows->row_sum, *o2 = rows->acc;
+    real *m1 = rows->total_max, *l1 = rows->total_sum, *o1 = rows->total_acc;
+    real a1[LANES], a2[LANES];
+    for (int r0 = 0; r0 < rows->n_rows; r0 += LANES) {
+        vf max1 = vf_loadu(m1 + r0), max2 = vf_loadu(m2 + r0), now = vf_max(max1, max2);
+        vf shift = vf_select(vf_eq(now, vf_set1(NEG_INF)), vf_set1(0), now);
+        vf scale1 = exp_lean(max1 - shift), scale2 = exp_lean(max2 - shift);
+        vf_storeu(m1 + r0, now);
+        vf_storeu(l1 + r0, vf_fma(vf_loadu(l2 + r0), scale2, vf_loadu(l1 + r0) * scale1));
+        vf_storeu(a1, scale1);
+        vf_storeu(a2, scale2);
+        for (int i = 0; i < LANES && r0 + i < rows->n_rows; i++)
+            for (int64_t c = 0; c < rows->acc_cols; c += LANES) {
+                int64_t at = (r0 + i) * rows->acc_cols + c;
+                vf old = vf_loadu(o1 + at) * vf_set1(a1[i]);
+                vf_storeu(o1 + at, vf_fma(vf_loadu(o2 + at), vf_set1(a2[i]), old));
+            }
+    }
+}
+
+/* One output row: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
+static void finish_out(const struct cattn_rows *rows, int r, real factor) {
+    const real *acc = (const real *)rows->total_acc + r * rows->acc_cols;
+    real *out = rows->out[r];
+    const vf nan = vf_set1(CANONICAL_NAN), zero = vf_set1(0);
+    for (int64_t c = 0; c < rows->d_v; c += LANES) {
+        vf v = vf_loadu(acc + c) * vf_set1(factor) + zero;
+        v = vf_select(vf_eq(v, v), v, nan);
+        store_strided(out + c * rows->out_col, rows->out_col, v, (int)min64(LANES, rows->d_v - c));
+    }
+}
+
+/* The raw scores of one row become weights, in place; keys out of range get 0. */
+static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
+    real *w = rows->weights[r];
+    const int64_t col = rows->weights_col, lo = rows->lo[r], hi = rows->hi[r];
+    const vf shift = vf_set1(max), factor = vf_set1(inverse), zero = vf_set1(0);
+    for (int64_t k = 0; k < lo; k += LANES)
+        store_strided(w + k * col, col, zero, (int)min64(LANES, lo - k));
+    for (int64_t k = hi; k < rows->seqlen_k; k += LANES)
+        store_strided(w + k * col, col, zero, (int)min64(LANES, rows->seqlen_k - k));
+    if (!(inverse < (real)INFINITY)) { /* NaN, or no mass at all: only the masks tell 0 from NaN */
+        for (int64_t k = lo; k < hi; k++)
+            w[k * col] = key_visible(rows, r, k) ? CANONICAL_NAN : 0;
+        return;
+    }
+    for (int64_t k = lo; k < hi; k += LANES) {
+        int n = (int)min64(LANES, hi - k);
+        vf p = exp_lean(load_strided(w + k * col, col, n) - shift);
+        store_strided(w + k * col, col, p * factor, n);
+    }
+}
+
+static void finish(struct cattn_rows *rows) {
+    const real *total_max = rows->total_max, *total_sum = rows->total_sum;
+    for (int r = 0; r < rows->n_rows; r++) {
+        real max = total_max[r], sum = total_sum[r], inverse = 1 / sum;
+        real factor = inverse * (real)rows->keep_scale, lse;
+        if (sum == 0) {
+            /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
+            lse = NEG_INF;
+            factor = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
+        } else {
+            lse = sum > 0 ? (real)((double)max + log_positive((double)sum)) : CANONICAL_NAN;
+        }
+        if (rows->out[r])
+            finish_out(rows, r, factor);
+        if (rows->lse[r])
+            *(real *)rows->lse[r] = lse;
+        if (rows->weights[r])
+            finish_weights(rows, r, max, inverse);
+    }
+}

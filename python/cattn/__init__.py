@@ -1,0 +1,42 @@
+"""cattn: causal attention, masked softmax and dropout for NumPy arrays, written in C.
+
+>>> import numpy as np
+>>> import cattn
+>>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+>>> cattn.causal_attention(x, x, x).round(2)
+array([[1.  , 0.  ],
+       [0.33, 0.67],
+       [0.75, 0.75]])
+"""
+
+from ._config import show_config
+from ._threads import get_num_threads, num_threads, set_num_threads
+from ._types import AttentionOutput, CausalAlignmentWarning
+from .functional import (
+    attention_weights,
+    causal_attention,
+    causal_mask,
+    dropout,
+    masked_softmax,
+    scaled_dot_product_attention,
+    softmax,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOutput",
+    "CausalAlignmentWarning",
+    "__version__",
+    "attention_weights",
+    "causal_attention",
+    "causal_mask",
+    "dropout",
+    "get_num_threads",
+    "masked_softmax",
+    "num_threads",
+    "scaled_dot_product_attention",
+    "set_num_threads",
+    "show_config",
+    "softmax",
+]

@@ -1,0 +1,65 @@
+"""``python -m cattn``: a walk through causal attention; ``attend`` computes it on files, ``info`` shows the machine.
+
+Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import cattn
+from cattn._cli import attend, machine, walk
+from cattn._cli.files import InputError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cattn",
+        description="Causal attention for NumPy arrays. Without a command: a walk through it on a six-token sentence.",
+    )
+    parser.add_argument("--version", action="version", version=f"cattn {cattn.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    attend.add_arguments(
+        commands.add_parser(
+            "attend",
+            help="attention of arrays in .npy or .npz files",
+            description=attend.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    commands.add_parser("info", help="version, instruction sets, threads: what bug reports should quote")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = attend.complete_causal(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has said what there was to say
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        if options.command == "attend":
+            attend.run(options)
+        elif options.command == "info":
+            machine.info()
+        else:
+            walk.run()
+            print(machine.measure(), flush=True)
+    except InputError as error:
+        print(f"cattn: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("cattn: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `python -m cattn | head`: the reader has seen enough
+        sys.stderr.close()
+        return 1
+    except (OSError, MemoryError) as error:
+        print(f"cattn: error: {str(error) or 'out of memory'}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

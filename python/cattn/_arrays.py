@@ -1,0 +1,187 @@
+"""What the fast path in C does not take as it is: array-likes, other dtypes, subclasses, masks, offsets, generators.
+
+The C code calls these functions with the object, the argument's name (for messages) and "f" or "d", the type it
+computes in. They return exact ndarrays: native, aligned, strides in whole elements.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_MASK_ARGUMENT = {"x": "where", "scores": "mask"}
+
+
+def refuse_masked(obj: object, name: str) -> None:
+    """Raise TypeError for a ``numpy.ma`` array: its mask would be lost."""
+    masked = sys.modules.get("numpy.ma")  # not imported: there are no such arrays
+    if masked is not None and isinstance(obj, masked.MaskedArray):
+        keep = _MASK_ARGUMENT.get(name, "attn_mask")
+        raise TypeError(f"{name} is a masked array (numpy.ma): pass {name}.data and {keep}=~x.mask (True = keep)")
+
+
+def _asarray(obj: Any, name: str) -> Array:
+    """Return obj as an exact ndarray of whatever dtype, without a copy where that is possible."""
+    refuse_masked(obj, name)
+    if isinstance(obj, np.ndarray):
+        return np.asarray(obj)
+    dlpack_only = hasattr(obj, "__dlpack__") and not any(
+        hasattr(obj, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
+    )
+    if dlpack_only and not isinstance(obj, (bytes, bytearray, memoryview)):
+        return _from_dlpack(obj, name)
+    try:
+        return np.asarray(obj)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be read as an array: {error}") from error
+    except ValueError as error:  # lists of unequal lengths
+        raise ValueError(f"{name} cannot be read as an array: {error}") from error
+
+
+def _from_dlpack(obj: Any, name: str) -> Array:
+    try:
+        return np.from_dlpack(obj)
+    except (TypeError, ValueError, BufferError) as error:
+        raise TypeError(f"{name} cannot be read by DLPack: {error}") from error
+
+
+def _once(array: Array) -> Array:
+    """Return array with size 1 along the axes of stride 0: what is broadcast is converted once."""
+    if 0 not in array.strides:
+        return array
+    sizes = zip(array.shape, array.strides, strict=True)
+    return array[tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in sizes)]
+
+
+def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
+    """Undo `_once`."""
+    return array if array.shape == shape else np.broadcast_to(array, shape)
+
+
+def cast(array: Array, name: str, dtype: str) -> Array:
+    """Convert to dtype; what is broadcast stays broadcast."""
+    return _broadcast(_once(array).astype(dtype), array.shape)
+
+
+def _behaved(array: Array, name: str) -> Array:
+    """Return array, or a copy that is native, aligned and has strides in whole elements."""
+    whole = all(
+        size <= 1 or stride % array.itemsize == 0 for size, stride in zip(array.shape, array.strides, strict=True)
+    )
+    if whole and array.flags.aligned and array.dtype.isnative:
+        return array
+    return cast(array, name, array.dtype.newbyteorder("=").char)
+
+
+def _refuse_dtype(array: Array, name: str) -> TypeError:
+    """Name the dtype, and what would do instead."""
+    dtype = array.dtype
+    if dtype == np.float16 or dtype.name == "bfloat16":
+        cure = f"pass {name}.astype(np.float32)"
+    elif dtype.kind == "f":
+        cure = f"pass {name}.astype(np.float64)"
+    elif dtype.kind == "c":
+        cure = f"pass {name}.real or abs({name})"
+    else:
+        cure = "it must hold real numbers"
+    return TypeError(f"{name} has dtype {dtype}; cattn computes in float32 and float64: {cure}")
+
+
+def as_array(obj: object, name: str, dtype: str = "d") -> Array:
+    """Return obj in float32 or float64; booleans, integers and lists of them become float64."""
+    array = _asarray(obj, name)
+    if array.dtype.kind in "biu":
+        return cast(array, name, "d")
+    if array.dtype.type is not np.float32 and array.dtype.type is not np.float64:
+        raise _refuse_dtype(array, name)
+    return _behaved(array, name)
+
+
+def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
+    """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
+    if array.dtype.type not in (np.float16, np.float32, np.float64):
+        raise TypeError(f"{name} has dtype {array.dtype}; additive masks are float16, float32 or float64")
+    if array.dtype == np.dtype(dtype):
+        return _behaved(array, name)
+    once = _once(array)
+    with np.errstate(over="ignore"):
+        result = once.astype(dtype)
+    if once.itemsize > result.itemsize and np.isinf(result).any():
+        limit = np.finfo(result.dtype).max
+        result = np.where(np.isfinite(once), np.clip(once, -limit, limit), once).astype(dtype)
+    return _broadcast(result, array.shape)
+
+
+def as_mask(obj: object, name: str, dtype: str) -> Array:
+    """Return a boolean mask (True = keep), or a float mask in dtype."""
+    array = _asarray(obj, name)
+    if array.dtype.kind == "b":
+        return _behaved(array, name)
+    if array.dtype.kind in "iu":
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; masks are boolean (True = keep) or float (added to the scores): "
+            f"pass mask.astype(bool)"
+        )
+    return _as_float_mask(array, name, dtype)
+
+
+def as_bias(obj: object, name: str, dtype: str) -> Array:
+    """Return an additive bias in dtype."""
+    array = _asarray(obj, name)
+    if array.dtype.kind == "b":
+        raise TypeError(
+            f"{name} is boolean; boolean masks go to attn_mask (True = keep), {name} is added to the scores"
+        )
+    return _as_float_mask(array, name, dtype)
+
+
+def as_bool(obj: object, name: str, dtype: str) -> Array:
+    """Return a boolean mask."""
+    array = _asarray(obj, name)
+    if array.dtype.kind == "b":
+        return _behaved(array, name)
+    cure = f"pass {name}.astype(bool)" if array.dtype.kind in "iu" else "it must be boolean"
+    raise TypeError(f"{name} has dtype {array.dtype}; True = keep: {cure}")
+
+
+def as_offset(obj: Any) -> int | Array:
+    """Return query_offset as an int, or as an int64 array of the caller's shape (a copy: nobody changes it later)."""
+    if isinstance(obj, (bool, np.bool_)):
+        raise TypeError("query_offset must be an int or an integer array, got bool")
+    try:
+        return operator.index(obj)
+    except TypeError:
+        array = _asarray(obj, "query_offset")
+    if array.dtype.kind not in "iu" and array.size > 0:
+        raise TypeError(f"query_offset must be an int or an integer array, got dtype {array.dtype}")
+    if array.size > 0 and (array.min() < -(2**62) or array.max() > 2**62):
+        raise ValueError("query_offset must be between -2**62 and 2**62")
+    return np.array(array, dtype=np.int64)
+
+
+def shares_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays have a byte in common; True where the answer would take too long."""
+    limit: Any = 10_000  # stubs of NumPy know only -1 and 0
+    try:
+        return np.shares_memory(a, b, max_work=limit)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def draw_seed(rng: Any) -> int:
+    """Return the 64-bit key that rng stands for: integers are the key, generators draw one."""
+    try:
+        return operator.index(rng)
+    except TypeError:
+        pass
+    try:
+        generator = np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rng must be None, an int, or what numpy.random.default_rng takes: {error}") from error
+    return int(generator.integers(0, 2**64, dtype=np.uint64))

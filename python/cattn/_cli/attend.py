@@ -1,0 +1,253 @@
+"""``python -m cattn attend``: attention of arrays in files, in slices, so that it can report and be stopped.
+
+The library gives a query the same bits whichever queries and batch entries are computed along with it, so the slicing
+never shows in the results. Under dropout only queries are sliced, since the random bits depend on the batch index.
+"""
+
+import argparse
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cattn
+from cattn._cli.files import Array, InputError, Output, load, load_members
+from cattn._cli.progress import Progress
+
+DESCRIPTION = """\
+Attention of the arrays in .npy files (memory-mapped) or .npz files:
+
+  cattn attend q.npy k.npy v.npy -o out.npy --causal
+  cattn attend qkv.npz -o out.npz                       (arrays called query, key, value)
+  cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
+
+Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
+dimensions on with heads on axis -3. Results are written to a temporary file beside the target and renamed when they
+are complete: an existing file is replaced then, and an interrupted run changes nothing."""
+
+# Arguments are put together at run time here, beyond what the overloads describe.
+_attention: Callable[..., Any] = cattn.scaled_dot_product_attention
+
+ALIGNMENTS = ("upper_left", "lower_right")
+SLICE_SECONDS = 0.25
+FIRST_SLICE = 2e8  # multiply-adds, before anything is known of the pace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="FILE", help="query, key and value, or one .npz file that holds all three")
+    add("-o", "--output", required=True, metavar="FILE", help=".npy or .npz; an existing file is replaced")
+    add(
+        "--causal",
+        nargs="?",
+        const="lower_right",
+        choices=ALIGNMENTS,
+        help="hide later keys; where T_q and T_k differ, align the last query with the last key (lower_right, the "
+        "default) or the first with the first (upper_left)",
+    )
+    add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
+    add("--mask", metavar="FILE", help="bool, True = keep (or floats to add); broadcasts to (..., T_q, T_k)")
+    add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
+    add("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight")
+    add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
+    add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
+    add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
+    add("--threads", type=int, metavar="N", help="default: what CATTN_NUM_THREADS or the machine says")
+    add("--quiet", action="store_true", help="neither progress nor a closing line")
+
+
+def complete_causal(arguments: Sequence[str]) -> list[str]:
+    """Let a file name follow a bare ``--causal``, which argparse would take for its value."""
+    result = list(arguments)
+    for i, argument in enumerate(result):
+        if argument == "--causal" and i + 1 < len(result) and result[i + 1] not in ALIGNMENTS:
+            result[i] = "--causal=lower_right"
+    return result
+
+
+class _Job:
+    """The inputs of one run, checked, and the outputs' shapes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        files: dict[str, str] = {}
+        if len(options.inputs) == 1:
+            files = dict.fromkeys(("query", "key", "value"), options.inputs[0])
+            arrays = load_members(Path(options.inputs[0]), list(files))
+        elif len(options.inputs) == 3:
+            files = dict(zip(("query", "key", "value"), options.inputs, strict=True))
+            arrays = [load(spec, name) for name, spec in files.items()]
+        else:
+            raise InputError(f"give one .npz file or three arrays (query, key, value), got {len(options.inputs)} files")
+        self.masks: dict[str, Array] = {}
+        for name, spec in (("attn_mask", options.mask), ("bias", options.bias)):
+            if spec is not None:
+                files[name] = spec
+                self.masks[name] = load(spec, name)
+        self._files = ", ".join(f"{name}: {spec}" for name, spec in files.items())
+
+        self.settings: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
+        if options.causal:
+            self.settings["is_causal"] = True
+        if options.dropout:
+            self.settings["rng"] = secrets.randbits(64) if options.seed is None else options.seed
+        self.query, self.key, self.value = self._check(arrays)
+        self.T_q, self.T_k = self.query.shape[-2], self.key.shape[-2]
+        self.offset = self.T_k - self.T_q if options.causal == "lower_right" else 0
+        # Rank 2 has no leading dimensions, and under dropout they must stay whole.
+        self.rank = len(self.shape)
+        self.batch = self.shape[0] if self.rank > 2 and not options.dropout else 1
+
+    def _check(self, arrays: list[Array]) -> list[Array]:
+        """Let the library judge everything, on no queries at all, before the first file is created."""
+        query, key, value = arrays
+        try:
+            none = _attention(
+                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, **self.settings
+            )
+            self.dtype = none.dtype
+            self.shape = (*none.shape[:-2], query.shape[-2], none.shape[-1])
+            self.score_shape = (*none.shape[:-2], query.shape[-2], key.shape[-2])
+            for name, mask in self.masks.items():
+                if not _broadcasts(mask.shape, self.score_shape):
+                    raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
+            _attention(
+                query[..., :0, :],
+                key,
+                value,
+                query_offset=0,
+                **self._mask_rows(self.masks, slice(0, 0)),
+                **self.settings,
+            )
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{error} ({self._files})") from error
+        # Converted once here, not once in every slice; arrays of the right type stay where they are.
+        return [np.asarray(array, self.dtype) for array in arrays]
+
+    @staticmethod
+    def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
+        return {name: m[..., rows, :] if m.ndim > 1 and m.shape[-2] > 1 else m for name, m in masks.items()}
+
+    def compute(self, entries: slice, rows: slice, outputs: dict[str, Array]) -> None:
+        """Attention of some batch entries and some queries into the same places of `outputs`."""
+
+        def cut(array: Array) -> Array:
+            return array[entries] if self.batch > 1 and array.ndim == self.rank and array.shape[0] > 1 else array
+
+        masks = {name: cut(mask) for name, mask in self._mask_rows(self.masks, rows).items()}
+        parts = {}
+        for name, array in outputs.items():
+            whole = array[entries] if self.batch > 1 else array
+            parts[name] = whole[..., rows] if name == "lse" else whole[..., rows, :]
+        _attention(
+            cut(self.query[..., rows, :]),
+            cut(self.key),
+            cut(self.value),
+            query_offset=self.offset + rows.start,
+            need_weights="weights" in parts,
+            return_lse="lse" in parts,
+            out=cattn.AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
+            **masks,
+            **self.settings,
+        )
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+class _Slices:
+    """Batch entries and query rows in pieces of about SLICE_SECONDS each, adapted to the pace of the machine."""
+
+    def __init__(self, job: _Job) -> None:
+        self.batch, self.T_q = job.batch, job.T_q
+        heads = int(np.prod(job.shape[:-2], dtype=np.int64)) // max(job.batch, 1)
+        self.row_cost = max(1, heads * job.T_k * (job.query.shape[-1] + job.value.shape[-1]))
+        self.budget = FIRST_SLICE
+
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        entry = 0
+        while entry < self.batch and self.T_q:
+            count = min(self.batch - entry, max(1, int(self.budget / (self.row_cost * self.T_q))))
+            row = 0
+            while row < self.T_q:
+                rows = max(16, int(self.budget / (self.row_cost * count)) // 16 * 16)
+                yield slice(entry, entry + count), slice(row, min(row + rows, self.T_q))
+                row += rows
+            entry += count
+
+    def took(self, seconds: float) -> None:
+        self.budget *= min(4.0, max(0.25, SLICE_SECONDS / max(seconds, 1e-6)))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Clean up on a polite kill as well as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print each warning once, as a line for people who did not write the code."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            print(f"cattn: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
+
+
+def run(options: argparse.Namespace) -> None:
+    """Carry out the command."""
+    start = time.perf_counter()
+    targets = {"out": options.output, "weights": options.weights, "lse": options.lse}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminable())
+        stack.enter_context(_plain_warnings())
+        if options.threads is not None:
+            if options.threads < 1:
+                raise InputError(f"--threads must be at least 1, got {options.threads}")
+            stack.enter_context(cattn.num_threads(options.threads))
+        job = _Job(options)
+        files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path}
+        if len({file.target for file in files.values()}) < len(files):
+            raise InputError("--output, --weights and --lse must be different files")
+        shapes = {"out": job.shape, "weights": job.score_shape, "lse": job.shape[:-1]}
+        outputs = {name: file.allocate(shapes[name], job.dtype) for name, file in files.items()}
+
+        slices = _Slices(job)
+        with Progress(job.batch * job.T_q, options.quiet) as progress:
+            for entries, rows in slices:
+                begun = time.perf_counter()
+                job.compute(entries, rows, outputs)
+                slices.took(time.perf_counter() - begun)
+                progress.advance((entries.stop - entries.start) * (rows.stop - rows.start))
+        del outputs
+        for file in files.values():
+            file.commit()
+    if not options.quiet:
+        seed = f", dropout seed {job.settings['rng']}" if "rng" in job.settings else ""
+        print(f"{options.output}: {job.shape} {job.dtype}{seed}, {time.perf_counter() - start:.2f} s")

@@ -1,0 +1,83 @@
+"""What this machine does: the kernels in use, and attention timed against the same thing in NumPy."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cattn
+from cattn import _cattn
+
+SHAPE = (1, 12, 1024, 64)
+RUNS = 5
+PATIENCE = 1.5  # seconds: the scalar table would take longer
+# NumPy's matrix product reads these when it is loaded; the comparison is one thread against one thread.
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
+
+
+def textbook(query: NDArray[Any], key: NDArray[Any], value: NDArray[Any]) -> NDArray[Any]:
+    """Causal attention as a textbook writes it, scores in full; T_q = T_k."""
+    scores = query @ key.swapaxes(-1, -2) / np.float32(np.sqrt(query.shape[-1]))
+    scores = np.where(np.tri(scores.shape[-1], dtype=bool), scores, np.float32(-np.inf))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.asarray(weights @ value)
+
+
+def _seconds(function: Callable[..., Any], arrays: list[NDArray[Any]]) -> float:
+    start = time.perf_counter()
+    function(*arrays)
+    return time.perf_counter() - start
+
+
+def compare() -> tuple[float, float]:
+    """Return the median seconds of cattn, on one thread, and of NumPy, in turns, after one to warm up."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(SHAPE, np.float32) for _ in range(3)]
+    ours: list[float] = []
+    theirs: list[float] = []
+    until = time.perf_counter() + PATIENCE
+    with cattn.num_threads(1):
+        while len(ours) < 2 or (len(ours) <= RUNS and time.perf_counter() < until):
+            ours.append(_seconds(cattn.causal_attention, arrays))
+            theirs.append(_seconds(textbook, arrays))
+    return statistics.median(ours[1:]), statistics.median(theirs[1:])
+
+
+def measure() -> str:
+    """Say in two lines which kernels run here and what they bring."""
+    try:  # in a process of its own, so that NumPy's threads can be limited
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            env={**os.environ, **ONE_THREAD},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+        ours, theirs = json.loads(done.stdout)
+        note = "one thread"
+    except (OSError, subprocess.SubprocessError, ValueError):
+        ours, theirs = compare()
+        note = "cattn on one thread, NumPy as configured"
+    threads = cattn.get_num_threads()
+    return (
+        f"This machine: {_cattn._get_isa()} kernels, {threads} thread{'s' if threads != 1 else ''}. "
+        f"Causal attention at T = {SHAPE[-2]}, {SHAPE} float32,\n"
+        f"{note}: {1e3 * ours:.1f} ms, {theirs / ours:.1f} times as fast as textbook NumPy ({1e3 * theirs:.0f} ms)."
+    )
+
+
+def info() -> None:
+    """Print the configuration."""
+    cattn.show_config()
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare()))

@@ -1,0 +1,53 @@
+"""How far a long run is: tqdm where it is installed, otherwise a plain line on stderr."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+# Runs shorter than this show nothing.
+PATIENCE = 1.0
+
+
+class Progress:
+    """Report `total` steps; as a context manager it leaves the terminal tidy."""
+
+    def __init__(self, total: int, quiet: bool = False) -> None:
+        self.total, self.quiet, self.done = total, quiet, 0
+        self._start = time.monotonic()
+        self._next = self._start + PATIENCE
+        self._shown = False
+        self._bar: Any = None
+        if not quiet:
+            try:
+                from tqdm.auto import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total, unit="row", unit_scale=True, delay=PATIENCE, file=sys.stderr)
+
+    def advance(self, steps: int) -> None:
+        """Count `steps` more as done."""
+        self.done += steps
+        if self._bar is not None:
+            self._bar.update(steps)
+        elif not self.quiet and (now := time.monotonic()) >= self._next:
+            terminal = sys.stderr.isatty()
+            elapsed = now - self._start
+            left = elapsed * (self.total - self.done) / max(self.done, 1)
+            line = (
+                f"cattn: {self.done / max(self.total, 1):4.0%} done, {elapsed:.0f} s so far, about {left:.0f} s to go"
+            )
+            print(f"\r{line}  " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+            self._shown = terminal
+            self._next = now + (0.2 if terminal else 5.0)  # a log file needs no more than a sign of life
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._shown:
+            print(file=sys.stderr)

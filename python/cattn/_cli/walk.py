@@ -1,0 +1,94 @@
+"""The walk through the chapter: causal attention on one sentence of six tokens, step by step, with the numbers."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cattn
+
+Floats = NDArray[np.float32]
+
+TOKENS = ("Your", "journey", "starts", "with", "one", "step")
+INPUTS = np.array(
+    [
+        [0.43, 0.15, 0.89],
+        [0.55, 0.87, 0.66],
+        [0.57, 0.85, 0.64],
+        [0.22, 0.58, 0.33],
+        [0.77, 0.25, 0.10],
+        [0.05, 0.80, 0.55],
+    ],
+    np.float32,
+)
+# What torch's nn.Linear(3, 2, bias=False) starts with after manual_seed(789): rows are outputs.
+W_QUERY = np.array([[0.316059083, 0.456808567, 0.51183486], [-0.1682854, -0.337877035, -0.0917738676]], np.float32)
+W_KEY = np.array([[0.405805826, -0.470420539, 0.236805201], [0.213360742, -0.260050654, -0.510542989]], np.float32)
+W_VALUE = np.array([[0.252569884, -0.14147827, -0.196181342], [0.519107401, -0.0851675794, -0.204327047]], np.float32)
+
+
+def _table(*blocks: NDArray[np.floating], header: bool = True) -> str:
+    """Rows labelled with tokens, numbers to four digits; several blocks stand side by side."""
+    wide = len(blocks) == 1
+    lines = []
+    if header and wide:
+        lines.append(" " * 9 + "".join(f"{token:>9}" for token in TOKENS))
+    for i, token in enumerate(TOKENS):
+        cells = ["".join(f"{number:9.4f}" if wide else f"{number:7.4f}" for number in block[i]) for block in blocks]
+        lines.append(f"  {token:<7}" + "   |".join(cells))
+    return "\n".join(lines)
+
+
+def run() -> None:
+    """Print the walk."""
+    query, key, value = INPUTS @ W_QUERY.T, INPUTS @ W_KEY.T, INPUTS @ W_VALUE.T
+    scale = 1 / np.sqrt(key.shape[-1])
+    scores = query @ key.T
+    weights = cattn.attention_weights(query, key)
+    visible = cattn.causal_mask(len(TOKENS))
+    by_fill = cattn.masked_softmax(scores, visible, scale=scale)
+    by_division = cattn.masked_softmax(scores, visible, scale=scale, method="renormalize")
+    context = cattn.causal_attention(query, key, value)
+
+    title = f"cattn {cattn.__version__}: causal attention in six steps"
+    print(f"{title}\n{'=' * len(title)}")
+    print(f'The text is "{" ".join(TOKENS)}". A token is 3 numbers, from which three matrices')
+    print("make its query, its key and its value, 2 numbers each. Below, rows ask and columns answer.\n")
+
+    print("1. Scores: the product of every query with every key")
+    print(_table(scores))
+    print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row adds up to 1")
+    print(_table(weights))
+
+    print("\n3. The future is hidden: a token may look at itself and back.")
+    print("   a) Hidden scores become -inf, then the softmax of step 2 is taken")
+    print(_table(np.where(visible, scores, -np.inf), header=False))
+    print("   b) Hidden weights of step 2 become 0, then each row is divided by what it has left")
+    print(_table(weights * visible, header=False))
+
+    difference = float(np.abs(by_fill - by_division).max())
+    print(f"\n4. What a) and b) come to, side by side; the largest difference is {difference:.1e}")
+    print(_table(by_fill, by_division))
+
+    print("\n5. Dropout, while training: each weight is dropped with p = 0.5, or doubled (rng=123)")
+    print(_table(cattn.dropout(by_fill, 0.5, rng=123), header=False))
+
+    print("\n6. Context vectors: the visible values, weighted (no dropout). One call does steps 1 to 6,")
+    print("   cattn.causal_attention(query, key, value):")
+    print(_table(context, header=False))
+
+    _promises(query, key, value, context)
+
+
+def _promises(query: Floats, key: Floats, value: Floats, context: NDArray[np.floating]) -> None:
+    """Shapes, and the one thing that causal attention is about."""
+    batch = [np.stack([x, x]) for x in (query, key, value)]
+    heads = [np.broadcast_to(x, (2, 4, *x.shape)) for x in (query, key, value)]
+    print("\nShapes:")
+    for name, arrays in (("one text", (query, key, value)), ("a batch of two", batch), ("with four heads", heads)):
+        result = cattn.causal_attention(*arrays)
+        print(f"  {name:<16} query {arrays[0].shape!s:<13} -> context {result.shape}")
+
+    other_key, other_value = key.copy(), value.copy()
+    other_key[-1], other_value[-1] = np.nan, np.inf
+    changed = cattn.causal_attention(query, other_key, other_value)
+    same = np.array_equal(changed[:-1], context[:-1])
+    print(f'With NaN in place of "{TOKENS[-1]}", the five rows before it are the same to the bit: {same}\n')

@@ -1,0 +1,95 @@
+"""What this build contains and what of it this machine uses."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from . import _cattn, _threads
+
+__all__ = ["show_config"]
+
+
+def _config() -> dict[str, Any]:
+    from . import __version__
+
+    current = _cattn._get_isa()
+    tables = [
+        {
+            "name": table["name"],
+            "usable": table["usable"],
+            "bit_contract": table["has_fma"],
+            "test_only": table["test_only"],
+            "lanes_float32": table["lanes_f32"],
+            "micro_tile": (table["mr"], table["nr"]),
+            "block_queries": table["br"],
+        }
+        for table in _cattn._isa_list()
+    ]
+    build = _cattn._build_info()
+    return {
+        "version": __version__,
+        "instruction_set": current,
+        "bit_contract": next(table["bit_contract"] for table in tables if table["name"] == current),
+        "tables": tables,
+        "block_keys": _cattn._block_keys(),
+        "chunk_keys": _cattn._chunk_keys(),
+        "num_threads": _threads.get_num_threads(),
+        "compiler": build["compiler"],
+        "limited_api": build["limited_api"],
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+@overload
+def show_config(mode: Literal["stdout"] = ...) -> None: ...
+@overload
+def show_config(mode: Literal["dicts"]) -> dict[str, Any]: ...
+def show_config(mode: str = "stdout") -> dict[str, Any] | None:
+    """Show the version, the instruction sets built and used, tile sizes, threads and the compiler.
+
+    Parameters
+    ----------
+    mode : {"stdout", "dicts"}
+        Print, or return a dict. As in `numpy.show_config`.
+
+    Returns
+    -------
+    dict or None
+        With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether its results
+        have the same bits as those of every other table that has it too; "tables" lists every table of this build.
+
+    Raises
+    ------
+    ValueError
+        mode is neither of the two.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> config = cattn.show_config(mode="dicts")
+    >>> config["instruction_set"] in [table["name"] for table in config["tables"] if table["usable"]]
+    True
+    """
+    if mode not in ("stdout", "dicts"):
+        raise ValueError(f"mode must be 'stdout' or 'dicts', got {mode!r}")
+    config = _config()
+    if mode == "dicts":
+        return config
+    for key, entry in config.items():
+        if key != "tables":
+            print(f"{key + ':':18}{entry}")
+            continue
+        print("tables:")
+        for table in entry:
+            rows, cols = table["micro_tile"]
+            notes = [f"{table['lanes_float32']:2} lanes, micro-tile {rows}x{cols}, blocks of {table['block_queries']}"]
+            notes += [] if table["usable"] else ["not on this CPU"]
+            notes += [] if table["bit_contract"] else ["outside the bit contract"]
+            notes += ["for tests only"] if table["test_only"] else []
+            print(f"  {table['name']:8}{', '.join(notes)}")
+    return None

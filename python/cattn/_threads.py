@@ -1,0 +1,151 @@
+"""How many threads a call uses, for the process and for a block of code; threadpoolctl may ask and set it too.
+
+The count is, first found first: the `num_threads` block of the calling thread, `set_num_threads`, CATTN_NUM_THREADS,
+OMP_NUM_THREADS, the CPUs this process may use. Results have the same bits whatever it is.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from types import TracebackType
+from typing import Any
+
+from . import _cattn
+
+__all__ = ["get_num_threads", "num_threads", "set_num_threads"]
+
+_registered = False
+
+
+def _register_threadpoolctl() -> None:
+    """Tell threadpoolctl of our threads, if somebody has imported it.
+
+    Importing it here would make ``import cattn`` slow for everybody. So it is told when cattn is imported after it, or
+    at the first call of one of this module's functions.
+    """
+    global _registered
+    threadpoolctl: Any = sys.modules.get("threadpoolctl")
+    if _registered or threadpoolctl is None or not hasattr(threadpoolctl, "register"):
+        return
+
+    class CattnController(threadpoolctl.LibController):  # type: ignore[misc]
+        """The thread pool of cattn, for threadpoolctl."""
+
+        user_api = "cattn"
+        internal_api = "cattn"
+        filename_prefixes = ("_cattn",)
+
+        def get_num_threads(self) -> int:
+            return _cattn.get_num_threads()
+
+        def set_num_threads(self, num_threads: int) -> None:
+            _cattn.set_num_threads(num_threads)
+
+        def get_version(self) -> str:
+            from . import __version__
+
+            return __version__
+
+    threadpoolctl.register(CattnController)
+    _registered = True
+
+
+def get_num_threads() -> int:
+    """Return the number of threads that a call from this thread may use.
+
+    Returns
+    -------
+    int
+        At least 1. Small calls use fewer.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> with cattn.num_threads(1):
+    ...     cattn.get_num_threads()
+    1
+    """
+    _register_threadpoolctl()
+    return _cattn.get_num_threads()
+
+
+def set_num_threads(n: int | None) -> None:
+    """Set the number of threads for the whole process.
+
+    Parameters
+    ----------
+    n : int or None
+        At least 1; None returns to what the environment says. More than there are CPUs is allowed, and of no use.
+
+    Raises
+    ------
+    TypeError, ValueError
+        n is not an int, or below 1.
+
+    Notes
+    -----
+    ``threadpoolctl.threadpool_limits`` sets the same number, provided that threadpoolctl was imported before cattn, or
+    that one of cattn's thread functions was called since.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> cattn.set_num_threads(2)
+    >>> cattn.get_num_threads()
+    2
+    >>> cattn.set_num_threads(None)
+    """
+    _register_threadpoolctl()
+    _cattn.set_num_threads(n)
+
+
+class num_threads:  # noqa: N801 - a function to its users
+    """Use n threads within a ``with`` block, in the calling thread only.
+
+    The count from before comes back at the end of the block, also after an exception. Blocks nest.
+
+    Parameters
+    ----------
+    n : int
+        At least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        n is not an int, or below 1.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> with cattn.num_threads(3):
+    ...     cattn.get_num_threads()
+    3
+    """
+
+    def __init__(self, n: int) -> None:
+        if isinstance(n, bool) or not hasattr(n, "__index__"):
+            raise TypeError(f"n must be an int, got {type(n).__name__}")
+        self.n = operator.index(n)
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        self._before: list[int] = []
+
+    def __enter__(self) -> num_threads:
+        _register_threadpoolctl()
+        self._before.append(_cattn._override_num_threads(self.n))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _cattn._override_num_threads(self._before.pop())
+
+    def __repr__(self) -> str:
+        return f"cattn.num_threads({self.n})"
+
+
+_register_threadpoolctl()

@@ -1,0 +1,58 @@
+"""The small classes that users meet: the result with extras, and the warning about causal alignment."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+__all__ = ["AttentionOutput", "CausalAlignmentWarning"]
+
+Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
+# A string: naming these classes would import numpy.random, which takes as long as everything else here together.
+RNG: TypeAlias = (
+    "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
+    " | np.random.RandomState | None"
+)
+
+
+class AttentionOutput(NamedTuple):
+    """What attention returns when more than the output is asked for; also accepted as ``out=``.
+
+    Every field but the ones asked for is None.
+
+    Attributes
+    ----------
+    out : ndarray, shape (..., T_q, d_v)
+        The attention output.
+    weights : ndarray, shape (..., T_q, T_k), or None
+        The softmax weights before dropout (``need_weights=True``). Rows sum to 1, or to 0 where a query sees no key.
+    lse : ndarray, shape (..., T_q), or None
+        Natural logarithm of the sum of the exponentials of the visible scores (``return_lse=True``).
+    dropout_mask : ndarray of bool, shape (..., T_q, T_k), or None
+        True where a weight was kept (``return_dropout_mask=True``).
+    dropout_seed : int or None
+        Given as ``rng=``, it draws the same dropout mask again. None without dropout; ignored in ``out=``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(2)
+    >>> result = cattn.causal_attention(x, x, x, need_weights=True)
+    >>> result.weights.round(2)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    >>> result.lse is None
+    True
+    """
+
+    out: Any = None
+    weights: Any = None
+    lse: Any = None
+    dropout_mask: Any = None
+    dropout_seed: int | None = None
+
+
+class CausalAlignmentWarning(UserWarning):
+    """``is_causal=True`` with different numbers of queries and keys: two alignments are possible, name one."""

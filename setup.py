@@ -1,0 +1,99 @@
+"""Build of the extension module cattn._cattn: one object per instruction set and precision, everything else once.
+
+Switches, read from the environment:
+  CATTN_LIMITED_API=0   build for this Python only (default: one abi3 module for 3.11 and later)
+  CATTN_WHEEL=1         leave out the table that only the tests use
+  CATTN_WERROR=1        warnings are errors
+  CATTN_DEBUG=1         no optimisation, debug information, assertions
+  CATTN_SANITIZE=...    address,undefined or thread
+  CATTN_COVERAGE=1      gcov counters
+"""
+
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CSRC = Path("csrc")
+HEADERS = sorted(map(str, CSRC.rglob("*.h")))
+X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
+if X86_64:
+    TABLES |= {"gnu512": ["-mavx2", "-mfma"], "avx2": ["-mavx2", "-mfma"], "avx512": AVX512}
+
+
+def switch(name: str) -> str:
+    """Return the environment switch, with "0" meaning the same as unset."""
+    value = os.environ.get(f"CATTN_{name}", "")
+    return "" if value == "0" else value
+
+
+if switch("WHEEL"):
+    TABLES.pop("gnu512", None)
+
+unlimited = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
+LIMITED = os.environ.get("CATTN_LIMITED_API", "1") != "0" and not unlimited
+
+
+def compile_flags() -> list[str]:
+    """Return the flags of every object (GCC and Clang). -isystem: warnings are for our own code."""
+    flags = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+    flags += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
+    flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
+    flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O3"]
+    flags += ["-Werror"] * bool(switch("WERROR")) + ["--coverage"] * bool(switch("COVERAGE"))
+    if sanitizers := switch("SANITIZE"):
+        flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-U_FORTIFY_SOURCE"]
+    elif not switch("DEBUG"):
+        flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+    return flags
+
+
+class BuildTables(build_ext):
+    """Compile each kernel stub with the flags of its instruction set, once for each precision; all in parallel."""
+
+    def build_extension(self, ext: Extension) -> None:
+        msvc = self.compiler.compiler_type == "msvc"
+        tables = {"scalar": list[str]()} if msvc else TABLES
+        flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags()
+        have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
+        jobs = [(source, have, flags) for source in ext.sources]
+        for name, isa in tables.items():
+            stub = str(CSRC / "kernels" / f"kernels_{name}.c")
+            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in ("32", "64")]
+        include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
+        newest = max(os.path.getmtime(path) for path in [*HEADERS, __file__])
+
+        def build(job: tuple[str, list[tuple[str, str]], list[str]]) -> str:
+            source, macros, postargs = job
+            macros = [*ext.define_macros, *macros]
+            key = hashlib.sha256(repr((macros, postargs, sys.version)).encode()).hexdigest()[:12]
+            output = os.path.join(self.build_temp, key)
+            (target,) = self.compiler.object_filenames([source], output_dir=output)
+            age = os.path.getmtime(target) if os.path.exists(target) else 0.0
+            if self.force or age <= max(newest, os.path.getmtime(source)):
+                self.compiler.compile([source], output, macros, include_dirs, extra_postargs=postargs)
+            return target
+
+        with ThreadPool(os.cpu_count()) as pool:
+            ext.extra_objects = pool.map(build, jobs, chunksize=1)
+        switches = [flag for flag in flags if flag.startswith(("-fsanitize", "--coverage", "-pthread"))]
+        ext.extra_link_args = [] if msvc else ["-lm", *switches]
+        ext.sources, self.force = [], True  # only the link is left
+        super().build_extension(ext)
+
+
+macros = [("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"), ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION")]
+macros += [("Py_LIMITED_API", "0x030B0000")] if LIMITED else []
+sources = sorted(str(path) for layer in ("binding", "core") for path in (CSRC / layer).glob("*.c"))
+module = Extension("cattn._cattn", sources, define_macros=macros, depends=HEADERS, py_limited_api=LIMITED)
+options = {"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {}
+setup(ext_modules=[module], cmdclass={"build_ext": BuildTables}, options=options)

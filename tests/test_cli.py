@@ -1,0 +1,486 @@
+"""The command line: what it prints, which files it takes and refuses, and that nothing half-written is left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import _cattn
+from cattn.__main__ import main
+from cattn._cli import attend, machine, progress
+
+TABLES = {c["id"]: c for c in json.loads((Path(__file__).parent / "data" / "seed_tables.json").read_text())}
+Say = Callable[..., int]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save(*shapes: tuple[int, ...], dtype: type = np.float32, names: str = "qkv") -> list[np.ndarray]:
+    """Random arrays, also in q.npy, k.npy, v.npy."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    for name, array in zip(names, arrays, strict=False):
+        np.save(f"{name}.npy", array)
+    return arrays
+
+
+def attend_files(*arguments: str) -> int:
+    return main(["attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", *arguments])
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".part")]
+
+
+def python_m_cattn(*arguments: str, **keywords: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cattn", *arguments], capture_output=True, text=True, timeout=120, **keywords
+    )
+
+
+# ---- the walk ------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def walk() -> str:
+    done = python_m_cattn()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["002-attn-weights", "002-masked-scores", "002-masked-simple", "002-masked-simple-norm", "002-masked-inf",
+     "004-3.5.1-attn-weights", "004-3.5.1-masked-scores", "004-3.5.1-masked-inf", "004-3.5.1-context"],
+)  # fmt: skip
+def test_walk_prints_the_tables_of_the_chapter(walk: str, case: str) -> None:
+    values = [["-inf" if v == "-inf" else f"{v:.4f}" for v in row] for row in TABLES[case]["values"]]
+    printed = [re.findall(r"-inf|-?\d\.\d{4}(?!\d)", line) for line in walk.splitlines()]
+    width = len(values[0])
+    tables = [[row[start : start + width] for row in printed] for start in (0, width)]
+    assert any(rows[i : i + len(values)] == values for rows in tables for i in range(len(rows))), walk
+
+
+def test_walk_is_readable(walk: str) -> None:
+    lines = walk.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not any(line != line.rstrip() for line in lines)
+    assert walk.isascii()
+    for token in ("Your", "journey", "starts", "with", "one", "step"):
+        assert len(re.findall(rf"^  {token} +-?[\di]", walk, re.MULTILINE)) == 7  # one row in each table
+    assert "the same to the bit: True" in walk
+    assert "(2, 4, 6, 2)" in walk
+    assert float(re.search(r"largest difference is (\S+)", walk)[1]) < 1e-6
+
+
+def test_walk_names_the_machine(walk: str) -> None:
+    end = walk[walk.index("This machine:") :]
+    assert _cattn._get_isa() in end
+    assert re.search(r"\d+ threads?\b", end)
+    assert re.search(r"[\d.]+ ms, [\d.]+ times as fast as textbook NumPy \(\d+ ms\)", end)
+
+
+def test_walk_matches_the_library(walk: str) -> None:
+    """Dropout has no table in the chapter (its stream is torch's): it is cattn's own, with rng=123."""
+    weights = np.array(TABLES["002-masked-inf"]["values"])
+    kept = cattn.dropout(weights, 0.5, rng=123, return_mask=True)[1]
+    shown = walk[walk.index("5. Dropout") : walk.index("6. Context")]
+    numbers = np.array([[float(x) for x in line.split()[1:]] for line in shown.splitlines()[1:7]])
+    np.testing.assert_array_equal(numbers > 0, kept & (weights > 0))
+    np.testing.assert_allclose(numbers, 2 * weights * kept, atol=2e-4)
+
+
+def test_comparison_compares_the_same_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 33, 8), np.float32)
+    np.testing.assert_allclose(machine.textbook(q, k, v), cattn.causal_attention(q, k, v), atol=1e-5)
+    monkeypatch.setattr(machine, "SHAPE", (1, 1, 8, 4))
+    assert all(seconds > 0 for seconds in machine.compare())
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "NumPy as configured" in machine.measure()
+
+
+def test_version_info_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cattn {cattn.__version__}\n"
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["attend", "--help"]) == 0
+    assert "lower_right, the default" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert main(["frobnicate"]) == 2
+    assert "frobnicate" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early() -> None:
+    """As in ``python -m cattn | head -1``."""
+    code = f"{sys.executable} -m cattn | head -1"
+    done = subprocess.run(code, shell=True, capture_output=True, text=True, timeout=120)
+    assert "causal attention" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+# ---- attend: results -----------------------------------------------------------------------------------------------
+SHAPES = {
+    "one head": [(70, 8), (70, 8), (70, 5)],
+    "batch": [(3, 33, 8), (3, 40, 8), (3, 40, 8)],
+    "shared keys": [(3, 33, 8), (40, 8), (1, 40, 8)],
+    "heads": [(2, 4, 33, 8), (2, 4, 33, 8), (2, 4, 33, 8)],
+    "grouped heads": [(2, 6, 20, 8), (2, 2, 33, 8), (2, 2, 33, 8)],
+    "five dimensions": [(2, 3, 4, 17, 8), (1, 3, 1, 17, 8), (2, 1, 4, 17, 8)],
+    "cache": [(1, 4, 1, 16), (1, 4, 90, 16), (1, 4, 90, 16)],
+    "no queries": [(2, 0, 8), (2, 5, 8), (2, 5, 8)],
+    "no keys": [(2, 5, 8), (2, 0, 8), (2, 0, 8)],
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("alignment", ["none", "lower_right", "upper_left"])
+@pytest.mark.parametrize("slicing", ["whole", "thin"])
+def test_attend_gives_the_librarys_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: type, shapes: list, alignment: str, slicing: str
+) -> None:
+    """However it is sliced: the bits of the one call that it stands for."""
+    monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
+    monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
+    q, k, v = save(*shapes, dtype=dtype)
+    options = [] if alignment == "none" else ["--causal", alignment]
+    assert attend_files("--weights", "w.npy", "--lse", "lse.npz", *options) == 0
+    expected = cattn.scaled_dot_product_attention(
+        q, k, v, is_causal=False if alignment == "none" else alignment, need_weights=True, return_lse=True
+    )
+    out = np.load("out.npy")
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, expected.out)
+    np.testing.assert_array_equal(np.load("w.npy"), expected.weights)
+    with np.load("lse.npz") as archive:
+        np.testing.assert_array_equal(archive["lse"], expected.lse)
+    assert leftovers(folder) == []
+
+
+@pytest.mark.parametrize("slicing", ["whole", "thin"])
+def test_attend_masks_bias_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch, slicing: str) -> None:
+    monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
+    monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
+    q, k, v = save((2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8))
+    rng = np.random.default_rng(1)
+    mask, bias = rng.random((2, 1, 40, 50)) < 0.8, rng.standard_normal((1, 50)).astype(np.float32)
+    np.save("mask.npy", mask)
+    np.savez("bias.npz", slope=bias)
+    code = attend_files(
+        "--mask", "mask.npy", "--bias", "bias.npz:slope", "--scale", "0.3", "--dropout", "0.25", "--seed", "9",
+        "--causal", "--threads", "2",
+    )  # fmt: skip
+    assert code == 0
+    expected = cattn.causal_attention(q, k, v, mask, 0.25, bias=bias, scale=0.3, rng=9)
+    np.testing.assert_array_equal(np.load("out.npy"), expected)
+
+
+def test_attend_a_fresh_seed_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = save((5, 4), (5, 4), (5, 4))
+    assert attend_files("--dropout", "0.5") == 0
+    seed = int(re.search(r"dropout seed (\d+)", capsys.readouterr().out)[1])
+    np.testing.assert_array_equal(
+        np.load("out.npy"), cattn.scaled_dot_product_attention(q, k, v, dropout_p=0.5, rng=seed)
+    )
+
+
+def test_attend_npz(folder: Path) -> None:
+    q, k, v = save((6, 4), (6, 4), (6, 4))
+    np.savez("qkv.npz", query=q, key=k, value=v, other=np.zeros(3))
+    np.savez_compressed("named.npz", a=q, key=k)
+    expected = cattn.causal_attention(q, k, v)
+    assert main(["attend", "qkv.npz", "-o", "out.npz", "--causal"]) == 0
+    with np.load("out.npz") as archive:
+        np.testing.assert_array_equal(archive["out"], expected)
+    assert main(["attend", "--causal", "named.npz:a", "named.npz", "v.npy", "-o", "out.npy"]) == 0
+    np.testing.assert_array_equal(np.load("out.npy"), expected)
+
+
+@pytest.mark.parametrize("kind", ["<f8", ">f4", "<i4", "|b1"])
+def test_attend_promotes_as_the_library(folder: Path, kind: str) -> None:
+    q, k, v = save((6, 4), (6, 4), (6, 4))
+    key = (10 * k).astype(kind)
+    np.save("k.npy", key)
+    assert attend_files() == 0
+    expected = cattn.scaled_dot_product_attention(q, key, v)
+    assert np.load("out.npy").dtype == expected.dtype
+    np.testing.assert_array_equal(np.load("out.npy"), expected)
+
+
+def test_attend_fortran_order(folder: Path) -> None:
+    q, k, v = save((6, 4), (6, 4), (6, 4))
+    np.save("k.npy", np.asfortranarray(k))
+    assert attend_files() == 0
+    np.testing.assert_array_equal(np.load("out.npy"), cattn.scaled_dot_product_attention(q, k, v))
+
+
+def test_attend_replaces_an_input_and_keeps_links(folder: Path) -> None:
+    q, k, v = save((6, 4), (6, 4), (6, 4))
+    os.symlink("q.npy", "out.npy")
+    assert attend_files("--quiet") == 0
+    assert os.path.islink("out.npy")
+    np.testing.assert_array_equal(np.load("q.npy"), cattn.scaled_dot_product_attention(q, k, v))
+
+
+def test_attend_output_has_ordinary_permissions(folder: Path) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    assert attend_files() == 0
+    assert os.stat("out.npy").st_mode == os.stat("q.npy").st_mode
+
+
+def test_attend_says_what_it_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    assert attend_files() == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("out.npy: (6, 4) float32")
+    assert captured.err == ""
+    assert attend_files("--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_attend_warns_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    np.save("mask.npy", np.tri(6))
+    assert attend_files("--mask", "mask.npy") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cattn: warning: ")
+    assert "additive" in line
+
+
+# ---- attend: refusals ----------------------------------------------------------------------------------------------
+def damage(name: str, keep: float) -> None:
+    data = Path(name).read_bytes()
+    Path(name).write_bytes(data[: int(len(data) * keep)])
+
+
+def write_object_array() -> None:
+    np.save("k.npy", np.array([{}, []], dtype=object), allow_pickle=True)
+
+
+BAD_INPUTS = {
+    "missing": (lambda: os.remove("k.npy"), [], "k.npy: No such file"),
+    "directory": (lambda: (os.remove("k.npy"), os.mkdir("k.npy")), [], "k.npy: Is a directory"),
+    "text": (lambda: Path("k.npy").write_text("hello there"), [], "k.npy is neither a .npy nor a .npz"),
+    "empty": (lambda: Path("k.npy").write_bytes(b""), [], "k.npy is neither a .npy nor a .npz"),
+    "objects": (write_object_array, [], "k.npy holds Python objects"),
+    "truncated": (lambda: damage("k.npy", 0.9), [], "k.npy is truncated or damaged"),
+    "truncated header": (lambda: damage("k.npy", 0.1), [], "k.npy is truncated or damaged"),
+    "rank": (lambda: np.save("k.npy", np.ones(4)), [], "key"),
+    "query rank": (lambda: np.save("q.npy", np.ones(4)), [], "query"),
+    "head_dim": (lambda: np.save("k.npy", np.ones((6, 5))), [], r"key has head_dim 5, query has 4.*k\.npy"),
+    "length": (lambda: np.save("v.npy", np.ones((5, 4))), [], r"value.*v\.npy"),
+    "dtype": (lambda: np.save("v.npy", np.ones((6, 4), complex)), [], "value.*complex"),
+    "text dtype": (lambda: np.save("v.npy", np.full((6, 4), "x")), [], "value"),
+    "mask shape": (
+        lambda: np.save("m.npy", np.ones((5, 6), bool)),
+        ["--mask", "m.npy"],
+        r"attn_mask.*\(5, 6\).*m\.npy",
+    ),
+    "mask rank": (lambda: np.save("m.npy", np.ones((1, 6, 6), bool)), ["--mask", "m.npy"], "attn_mask"),
+    "mask dtype": (lambda: np.save("m.npy", np.ones((6, 6), int)), ["--mask", "m.npy"], r"mask.astype\(bool\)"),
+    "bias dtype": (lambda: np.save("b.npy", np.ones((6, 6), bool)), ["--bias", "b.npy"], "bias"),
+    "member of npy": (lambda: os.rename("k.npy", "m.npz"), ["--mask", "m.npz:x"], "k.npy"),
+    "dropout": (None, ["--dropout", "1.5"], "dropout_p"),
+    "dropout nan": (None, ["--dropout", "nan"], "dropout_p"),
+    "scale": (None, ["--scale", "inf"], "scale"),
+    "seed": (None, ["--dropout", "0.5", "--seed", "-1"], "rng"),
+    "threads": (None, ["--threads", "0"], "--threads must be at least 1"),
+    "no number": (None, ["--threads", "many"], "--threads"),
+    "alignment": (None, ["--causal=middle"], "upper_left"),
+    "same file": (None, ["--weights", "out.npy"], "different files"),
+    "suffix": (None, ["--weights", "weights.txt"], ".npy or .npz"),
+    "no directory": (None, ["--weights", "no/such/w.npy"], "no such directory"),
+}
+
+
+@pytest.mark.parametrize(("prepare", "options", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_attend_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], prepare: Callable[[], object] | None, options: list, message: str
+) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    if prepare:
+        prepare()
+    Path("out.npy").write_text("as it was")
+    assert attend_files(*options) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(message, captured.err)
+    assert "Traceback" not in captured.err
+    assert Path("out.npy").read_text() == "as it was"
+    assert leftovers(folder) == []
+
+
+def test_attend_refuses_bad_archives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    q, _, _ = save((6, 4), (6, 4), (6, 4))
+    np.savez("part.npz", query=q, keys=q)
+    np.savez("broken.npz", query=q, key=q, value=q)
+    damage("broken.npz", 0.8)
+    np.savez("objects.npz", query=q, key=q, value=np.array([{}], object))
+    for files, message in (
+        (["part.npz"], "part.npz has no array key, value; it has query, keys"),
+        (["broken.npz"], "broken.npz is truncated or damaged"),
+        (["objects.npz"], "objects.npz holds Python objects"),
+        (["q.npy"], "q.npy is a single array"),
+        (["q.npy", "k.npy"], "got 2 files"),
+        (["part.npz:query", "part.npz:nothing", "v.npy"], "part.npz has no array nothing"),
+    ):
+        assert main(["attend", *files, "-o", "out.npy"]) == 2
+        assert message in capsys.readouterr().err
+    os.rename("q.npy", "single.npz")
+    assert main(["attend", "single.npz:query", "k.npy", "v.npy", "-o", "out.npy"]) == 2
+    assert "single.npz is a single array" in capsys.readouterr().err
+    assert not Path("out.npy").exists()
+
+
+def test_attend_never_unpickles(folder: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, ("exploded",)
+
+    save((6, 4), (6, 4), (6, 4))
+    np.save("k.npy", np.array([Bomb()], object), allow_pickle=True)
+    np.savez("qkv.npz", query=np.array([Bomb()], object), key=np.ones(1), value=np.ones(1))
+    assert attend_files() == 2
+    assert main(["attend", "qkv.npz", "-o", "out.npy"]) == 2
+    assert not Path("exploded").exists()
+
+
+def test_attend_failure_while_running(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save((6, 4), (6, 4), (6, 4))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert attend_files() == 1
+    assert "No space left" in capsys.readouterr().err
+    assert not Path("out.npy").exists()
+    assert leftovers(folder) == []
+
+
+def test_attend_on_a_full_disk(folder: Path) -> None:
+    """Found out before the computation, not by a bus error in the middle of it."""
+    save((4096, 64), (4, 64), (4, 64))
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+        "from cattn.__main__ import main; sys.exit(main(['attend', 'q.npy', 'k.npy', 'v.npy', '-o', 'out.npy']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert sorted(os.listdir(folder)) == ["k.npy", "q.npy", "v.npy"]
+
+
+# ---- attend: long runs ---------------------------------------------------------------------------------------------
+def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Start something of many seconds, and wait until it computes."""
+    array = np.zeros((1 << 16, 64), np.float32)
+    for name in "qkv":
+        np.save(f"{name}.npy", array)
+    Path("out.npy").write_text("as it was")
+    command = [sys.executable, "-m", "cattn", "attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", "--threads", "1"]
+    run = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 30
+    while not leftovers(folder):
+        assert run.poll() is None, run.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert run.poll() is None, "the run was too short for this test"
+    return run
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "kill"])
+def test_a_stopped_run_leaves_nothing(folder: Path, number: int, code: int) -> None:
+    run = start_long_run(folder)
+    start = time.monotonic()
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=30)
+    assert time.monotonic() - start < 2
+    assert run.returncode == code
+    assert "Traceback" not in errors
+    assert Path("out.npy").read_text() == "as it was"
+    assert leftovers(folder) == []
+    if number == signal.SIGINT:
+        assert errors.splitlines()[-1] == "cattn: interrupted; nothing was written"
+
+
+def test_a_long_run_shows_progress(folder: Path) -> None:
+    run = start_long_run(folder)
+    time.sleep(1.5)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert "%" in errors
+
+
+def test_a_quiet_long_run_shows_nothing(folder: Path) -> None:
+    run = start_long_run(folder, "--quiet")
+    time.sleep(1.0)
+    run.send_signal(signal.SIGINT)
+    out, errors = run.communicate(timeout=30)
+    assert out == ""
+    assert errors == "cattn: interrupted; nothing was written\n"
+
+
+def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with progress.Progress(100) as bar:
+        bar.advance(10)
+    assert capsys.readouterr().err == ""  # over before anybody grew impatient
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with progress.Progress(100) as bar:
+        bar.advance(50)
+        bar.advance(25)  # a log gets a line every few seconds only
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cattn:  50% done")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.Progress(100) as bar:
+        bar.advance(50)
+    assert capsys.readouterr().err.startswith("\rcattn:  50% done")
+    with progress.Progress(100, quiet=True) as bar:
+        bar.advance(50)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_with_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    class Bar:
+        def __init__(self, **keywords: object) -> None:
+            calls.append(keywords)
+
+        def update(self, steps: int) -> None:
+            calls.append(steps)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    module = types.ModuleType("tqdm.auto")
+    module.tqdm = Bar  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
+    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
+    with progress.Progress(100) as bar:
+        bar.advance(60)
+        bar.advance(40)
+    assert calls[0]["total"] == 100
+    assert calls[0]["delay"] == progress.PATIENCE
+    assert calls[1:] == [60, 40, "closed"]
+    calls.clear()
+    with progress.Progress(100, quiet=True) as bar:
+        bar.advance(100)
+    assert calls == []

@@ -1,0 +1,186 @@
+"""The tables of the chapter: every number that its notebooks show, from the weights they used.
+
+tests/data/seed_tables.json holds 68 cases (inputs, weights, formula, values, tolerance). The weights are facts of the
+file here; drawing them from a seed is the business of the random streams. Each case is computed by the library and by
+its NumPy reference, in float32 and float64, in every way that the public functions offer.
+"""
+
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+import cattn.reference
+
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "seed_tables.json").read_text())
+LIBRARIES = {"cattn": cattn, "reference": cattn.reference}
+Ways = dict[str, Any]
+
+
+class Chapter:
+    """One case: its inputs projected to queries, keys and values, and the steps of the chapter on them."""
+
+    def __init__(self, case: dict[str, Any], lib: types.ModuleType, dtype: type) -> None:
+        recipe = case["recipe"]
+        self.case, self.lib, self.dtype = case, lib, dtype
+        self.scale: float = recipe.get("scale") or 1.0
+        self.x = np.array(recipe.get("inputs", np.zeros((6, 6))), dtype)
+        weights = {name: np.array(w, dtype) for name, w in (case.get("weights") or {}).items()}
+        if case.get("weights_layout") == "out_in":
+            weights = {name: w.T for name, w in weights.items()}
+        projected = [self.x @ weights[name] if weights else self.x for name in ("W_query", "W_key", "W_value")]
+        if len(recipe["input_shape"]) == 3:  # the same sentence twice
+            self.x = np.stack([self.x] * 2)
+            projected = [np.stack([p] * 2) for p in projected]
+        self.q, self.k, self.v = projected
+        self.tokens = self.q.shape[-2]
+        self.tril = lib.causal_mask(self.tokens)
+
+    def one_query(self) -> "Chapter":
+        """The second token, "journey", asks alone."""
+        self.q = self.q[..., 1:2, :]
+        return self
+
+    # Scores are not an output of attention, but they can be had from two that are.
+    def scores(self) -> np.ndarray:
+        result = self.lib.scaled_dot_product_attention(
+            self.q, self.k, self.v, scale=1.0, need_weights=True, return_lse=True
+        )
+        return np.log(result.weights) + result.lse[..., None]
+
+    def weights(self) -> Ways:
+        s = self.scores()
+        return {
+            "attention_weights": self.lib.attention_weights(self.q, self.k, scale=self.scale),
+            "softmax": self.lib.softmax(s, scale=self.scale),
+            "masked_softmax, no mask": self.lib.masked_softmax(s, scale=self.scale),
+            "softmax over axis 0": self.lib.softmax(np.moveaxis(s, -1, 0), axis=0, scale=self.scale).T,
+            "need_weights": self.lib.scaled_dot_product_attention(
+                self.q, self.k, self.v, scale=self.scale, need_weights=True
+            ).weights,
+        }
+
+    def masked(self) -> Ways:
+        s, lib = self.scores(), self.lib
+        ways = {"softmax, where": lib.softmax(s, where=self.tril, scale=self.scale)}
+        for method in ("neg_inf", "renormalize"):
+            ways[method] = lib.masked_softmax(s, is_causal=True, scale=self.scale, method=method)
+            ways[method + ", mask"] = lib.masked_softmax(s, self.tril, scale=self.scale, method=method)
+        ways["attention_weights"] = lib.attention_weights(self.q, self.k, is_causal=True, scale=self.scale)
+        ways["bias"] = lib.attention_weights(
+            self.q, self.k, bias=np.where(self.tril, 0.0, -np.inf).astype(self.dtype), scale=self.scale
+        )
+        simple = self.tril * lib.attention_weights(self.q, self.k, scale=self.scale)
+        ways["by hand"] = simple / simple.sum(-1, keepdims=True)
+        return ways
+
+    def masked_simple(self) -> np.ndarray:
+        return self.lib.attention_weights(self.q, self.k, scale=self.scale) * self.tril
+
+    def context(self) -> Ways:
+        ways = {f"{name} @ v": w @ self.v for name, w in self.weights().items()}
+        ways["sdpa"] = self.lib.scaled_dot_product_attention(self.q, self.k, self.v, scale=self.scale)
+        return ways
+
+    def causal_context(self) -> Ways:
+        q, k, v, sdpa = self.q, self.k, self.v, self.lib.scaled_dot_product_attention
+        ways = {
+            "causal_attention": self.lib.causal_attention(q, k, v, scale=self.scale),
+            "sdpa, is_causal": sdpa(q, k, v, is_causal=True, scale=self.scale),
+            "sdpa, mask": sdpa(q, k, v, self.tril, scale=self.scale),
+            "sdpa, 4-D": sdpa(*(a[..., None, :, :] for a in (q, k, v)), is_causal=True, scale=self.scale)[..., 0, :, :],
+        }
+        return ways | {f"{name} @ v": w @ v for name, w in self.masked().items()}
+
+    def dropped(self, x: np.ndarray) -> np.ndarray:
+        """Dropout with the stored keep mask, and the factor that the library's dropout gives what it keeps."""
+        spec = self.case["recipe"]["dropout"]
+        ones = np.ones(200, self.dtype)
+        result, kept = self.lib.dropout(ones, spec["p"], rng=spec["seed"], return_mask=True)
+        assert 0 < kept.sum() < kept.size
+        assert np.all(result[~kept] == 0)
+        (factor,) = np.unique(result[kept])
+        return np.where(self.case["keep"], x * factor, 0)
+
+
+# What each step of the chapter is, in the order of the chapter.
+STEPS: dict[str, Callable[[Chapter], Ways]] = {
+    "attn_scores": lambda c: {"scores": c.scores()},
+    "attn_scores_row": lambda c: {"row": c.one_query().scores()[0]},
+    "attn_score": lambda c: {"score": c.one_query().scores()[0, 1]},
+    "query_row": lambda c: {"value of a single key": c.lib.scaled_dot_product_attention(c.k, c.k[:1], c.q[1:2])[1]},
+    "attn_weights": Chapter.weights,
+    "attn_weights_row": lambda c: {name: w[0] for name, w in c.one_query().weights().items() if "axis 0" not in name},
+    "context_vec": Chapter.context,
+    "context_vec_row": lambda c: {
+        "sdpa": c.one_query().lib.scaled_dot_product_attention(c.q, c.k, c.v, scale=c.scale)[0]
+    },
+    "mask_tril": lambda c: {"causal_mask": c.tril},
+    "mask_triu": lambda c: {"causal_mask": ~c.tril},
+    "masked_simple": lambda c: {"weights * mask": c.masked_simple()},
+    "masked_simple_norm": Chapter.masked,
+    "masked_inf_scores": lambda c: {"where": np.where(c.tril, c.scores(), -np.inf)},
+    "masked_inf": Chapter.masked,
+    "dropout_ones": lambda c: {"factor": c.dropped(c.x)},
+    "dropout_attn_weights": lambda c: {name: c.dropped(w) for name, w in c.masked().items()},
+    "context_vec_masked": Chapter.causal_context,
+}
+# Sums and shapes are of something; the id says of what.
+BY_ID: dict[str, Callable[[Chapter], Ways]] = {
+    "000-sa_v2-context-shape": lambda c: {name: out.shape for name, out in c.context().items()},
+    "000-batch-shape": lambda c: {"dropout": c.lib.dropout(c.x, training=False).shape},
+    "000-causal-batch-shape": lambda c: {name: out.shape for name, out in c.causal_context().items()},
+    "001-causal-context-shape": lambda c: {name: out.shape for name, out in c.causal_context().items()},
+    "003-x-shape": lambda c: {"softmax": c.lib.softmax(c.x).shape},
+    "004-3.3.1-weights-sum-norm": lambda c: {"row": (s := c.one_query().scores()[0]) / s.sum()},
+    "004-3.3.1-scores-sum": lambda c: {"sum": c.one_query().scores().sum()},
+    "004-3.3.1-weights-sum-norm-sum": lambda c: {"sum": ((s := c.one_query().scores()[0]) / s.sum()).sum()},
+    "004-3.3.1-softmax-custom-sum": lambda c: {"sum": c.lib.softmax(c.one_query().scores()).sum()},
+    "004-3.3.1-softmax-sum": lambda c: {"sum": c.lib.attention_weights(c.one_query().q, c.k, scale=1.0).sum()},
+    "004-3.3.2-row-sums": lambda c: {name: w.sum(-1) for name, w in c.weights().items()},
+    "004-3.3.2-first-row-sum": lambda c: {name: w[0].sum() for name, w in c.weights().items()},
+    "004-3.3.2-first-column-sum": lambda c: {name: w[:, :1].sum(0) for name, w in c.weights().items()},
+    "004-3.5.1-row-sums-keepdim": lambda c: {"sums": c.masked_simple().sum(-1, keepdims=True)},
+    "004-3.5.1-row-sums": lambda c: {"sums": c.masked_simple().sum(-1)},
+}
+
+
+def steps_of(case: dict[str, Any]) -> Callable[[Chapter], Ways]:
+    return BY_ID.get(case["id"]) or STEPS[case["step"]]
+
+
+def test_all_68_cases_are_covered() -> None:
+    assert len(CASES) == 68
+    assert len({case["id"] for case in CASES}) == 68
+    for case in CASES:
+        assert steps_of(case)
+    assert set(BY_ID) <= {case["id"] for case in CASES}
+    assert set(STEPS) <= {case["step"] for case in CASES}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_seed_table(case: dict[str, Any], library: str, dtype: type) -> None:
+    ways = steps_of(case)(Chapter(case, LIBRARIES[library], dtype))
+    expected = np.array(case["values"], np.float64)  # "-inf" reads as -inf
+    assert ways
+    for way, result in ways.items():
+        result = np.asarray(result, np.float64)
+        assert result.shape == expected.shape, way
+        hidden = np.isneginf(expected)
+        np.testing.assert_array_equal(np.isneginf(result), hidden, err_msg=way)
+        difference = np.abs(result[~hidden] - expected[~hidden])
+        assert difference.max(initial=0.0) <= case["tolerance"], f"{way}: {difference.max()}"
+
+
+def test_outputs_have_the_inputs_dtype(dtype: type) -> None:
+    case = next(case for case in CASES if case["id"] == "002-attn-weights")
+    chapter = Chapter(case, cattn, dtype)
+    assert chapter.masked_simple().dtype == dtype
+    for way, weights in (chapter.weights() | chapter.masked() | chapter.causal_context()).items():
+        assert weights.dtype == dtype, way
