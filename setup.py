@@ -27,7 +27,7 @@ X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 if X86_64:
-    TABLES |= {"gnu512": ["-mavx2", "-mfma"], "avx2": ["-mavx2", "-mfma"], "avx512": AVX512}
+    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma"], "avx512": AVX512}
 
 
 def switch(name: str) -> str:
@@ -38,7 +38,6 @@ def switch(name: str) -> str:
 
 if switch("WHEEL"):
     TABLES.pop("gnu512", None)
-
 unlimited = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
 LIMITED = os.environ.get("CATTN_LIMITED_API", "1") != "0" and not unlimited
 
@@ -50,6 +49,7 @@ def compile_flags() -> list[str]:
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
     flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O3"]
     flags += ["-Werror"] * bool(switch("WERROR")) + ["--coverage"] * bool(switch("COVERAGE"))
+    flags += ["-g0"] * bool(switch("WHEEL"))  # many Pythons hand -g down
     if sanitizers := switch("SANITIZE"):
         flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-U_FORTIFY_SOURCE"]
     elif not switch("DEBUG"):
@@ -95,5 +95,5 @@ macros = [("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"), ("NPY_NO_DEPRECATED_API
 macros += [("Py_LIMITED_API", "0x030B0000")] if LIMITED else []
 sources = sorted(str(path) for layer in ("binding", "core") for path in (CSRC / layer).glob("*.c"))
 module = Extension("cattn._cattn", sources, define_macros=macros, depends=HEADERS, py_limited_api=LIMITED)
-options = {"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {}
-setup(ext_modules=[module], cmdclass={"build_ext": BuildTables}, options=options)
+tag = {"py_limited_api": "cp311" if LIMITED else False}
+setup(ext_modules=[module], cmdclass={"build_ext": BuildTables}, options={"bdist_wheel": tag})

@@ -176,22 +176,24 @@ static void finish_weights(const struct cattn_rows *rows, int r, real max, real 
     }
 }
 
+static real log_sum_exp(real max, real sum) {
+    if (sum == 0)
+        return NEG_INF;
+    return sum > 0 ? (real)((double)max + log_positive((double)sum)) : CANONICAL_NAN;
+}
+
 static void finish(struct cattn_rows *rows) {
     const real *total_max = rows->total_max, *total_sum = rows->total_sum;
     for (int r = 0; r < rows->n_rows; r++) {
         real max = total_max[r], sum = total_sum[r], inverse = 1 / sum;
-        real factor = inverse * (real)rows->keep_scale, lse;
-        if (sum == 0) {
-            /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
-            lse = NEG_INF;
+        real factor = inverse * (real)rows->keep_scale;
+        /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
+        if (sum == 0)
             factor = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
-        } else {
-            lse = sum > 0 ? (real)((double)max + log_positive((double)sum)) : CANONICAL_NAN;
-        }
         if (rows->out[r])
             finish_out(rows, r, factor);
         if (rows->lse[r])
-            *(real *)rows->lse[r] = lse;
+            *(real *)rows->lse[r] = log_sum_exp(max, sum);
         if (rows->weights[r])
             finish_weights(rows, r, max, inverse);
     }

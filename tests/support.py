@@ -1,0 +1,199 @@
+"""Helpers of the tests: forcing a path, comparing bits, and the textbook computation in the dtype under test."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+import cattn
+from cattn import _cattn, reference
+
+Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attention
+FIELDS = ("out", "weights", "lse", "dropout_mask")
+PATHS = ("auto", "tile", "rows", "split", "tiny")
+INF, NAN = np.inf, np.nan
+
+
+# ---- ways to compute -----------------------------------------------------------------------------------------------
+def in_contract(name: str) -> bool:
+    """Does this table promise the bits of every other one that promises them?"""
+    return {table["name"]: table["bit_contract"] for table in cattn.show_config("dicts")["tables"]}[name]
+
+
+@contextlib.contextmanager
+def table(name: str) -> Iterator[None]:
+    before = _cattn._get_isa()
+    _cattn._set_isa(name)
+    try:
+        yield
+    finally:
+        _cattn._set_isa(before)
+
+
+@contextlib.contextmanager
+def forced(path: str) -> Iterator[None]:
+    _cattn._set_path(path)
+    try:
+        yield
+    finally:
+        _cattn._set_path("auto")
+
+
+def every_way(call: Callable[[], Any], *, tiny: bool, threads: tuple[int, ...] = (1, 3)) -> Iterator[tuple[str, Any]]:
+    """Results of `call` by every path, the splitting one with several threads; `tiny`: must the tiny path fit?"""
+    for path in PATHS:
+        for n in threads if path in ("auto", "split") else threads[:1]:
+            with forced(path), cattn.num_threads(n):
+                try:
+                    result = call()
+                except ValueError as error:
+                    if path == "tiny" and not tiny and "forced path" in str(error):
+                        continue
+                    raise
+            yield f"{path}, {n} threads", result
+
+
+def everything(**call: Any) -> cattn.AttentionOutput:
+    """Attention with every extra; by the way, that no extra changes the output."""
+    result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True, return_dropout_mask=True)
+    assert_same_bits(cattn.scaled_dot_product_attention(**call), result.out, "output without extras")
+    return result
+
+
+# ---- comparisons ---------------------------------------------------------------------------------------------------
+def bits(a: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: tells -0 from 0 and one NaN from another."""
+    return a.view(f"u{a.dtype.itemsize}")
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
+    if isinstance(expected, tuple):
+        for name, a, b in zip(FIELDS, actual, expected, strict=False):
+            assert_same_bits(a, b, f"{name}: {what}")
+        return
+    assert actual.shape == expected.shape, what
+    assert actual.dtype == expected.dtype, what
+    same = bits(actual) == bits(expected)
+    if not same.all():
+        at = tuple(np.argwhere(~same)[0].tolist())
+        n = same.size - same.sum()
+        raise AssertionError(f"{n} of {same.size} differ, first at {at}: {actual[at]} != {expected[at]}; {what}")
+
+
+def part(result: cattn.AttentionOutput, index: Any) -> cattn.AttentionOutput:
+    """The rows `index` of every array of a result."""
+    return cattn.AttentionOutput(*(None if a is None else a[index] for a in result[:4]))
+
+
+# ---- the textbook --------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Textbook:
+    """Attention with full matrices in one dtype: unfused, for NumPy, the sums in whatever order NumPy likes."""
+
+    out: np.ndarray
+    weights: np.ndarray
+    lse: np.ndarray
+    size: float  # largest sum of absolute values that makes up a score
+
+
+def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
+    """What `call` asks for, in `dtype`; `kept` is the mask of dropout. The reference says who sees whom.
+
+    `by_loop`: scores are added up one product after the other, as in a plain loop, not as the BLAS does it.
+    """
+    q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
+    masks = call.get("attn_mask"), call.get("bias")
+    gqa = call.get("enable_gqa")
+    causal = call.get("is_causal", False), call.get("query_offset")
+    problem = reference._score((q, k, v), masks, causal, call.get("scale"), gqa)
+    rank = max(a.ndim for a in (q, k, v))
+    q, k, v = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (q, k, v))
+    if problem.one_head:
+        q, k, v = (np.expand_dims(a, -3) for a in (q, k, v))
+    q, k, v = reference._match_heads(q, k, v, gqa)
+    # 1/sqrt in the widest type: the function under test may round its scale once, the wide textbook should not.
+    scale = 1 / np.sqrt(np.longdouble(max(q.shape[-1], 1))) if call.get("scale") is None else call["scale"]
+    scale = np.dtype(dtype).type(scale)
+
+    visible = problem.visible
+    products = (q * scale) @ k.swapaxes(-1, -2)
+    if by_loop:
+        products = np.zeros_like(products)
+        for d in range(q.shape[-1]):
+            products += (q * scale)[..., :, None, d] * k[..., None, :, d]
+    scores = np.array(np.broadcast_to(products, visible.shape))
+    size = np.array(np.broadcast_to(np.abs(q * scale) @ np.abs(k).swapaxes(-1, -2), visible.shape))
+    for term in masks:
+        term = None if term is None else np.asarray(term)
+        if term is not None and term.dtype.kind == "f":
+            term = np.expand_dims(term, -3) if problem.one_head and term.ndim > 2 else term
+            scores += np.where(visible, term, 0).astype(dtype)
+            size += np.abs(np.where(visible, term, 0)).astype(dtype)
+    row_max = scores.max(axis=-1, keepdims=True, initial=-INF, where=visible)
+    row_max = np.where(row_max == -INF, 0, row_max)
+    e = np.where(visible, np.exp(np.where(visible, scores, 0) - row_max), 0)
+    total = e.sum(axis=-1, keepdims=True)
+    weights = e / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = (row_max + np.log(total))[..., 0]
+    dropped, p = weights, call.get("dropout_p", 0.0)
+    if p:
+        kept = np.expand_dims(kept, -3) if problem.one_head else kept
+        dropped = weights * kept * np.dtype(dtype).type(1 / (1 - p) if p < 1 else 0)
+    out = dropped @ v
+    largest = float(size.max(initial=0, where=visible))
+    if problem.one_head:
+        out, weights, lse = out[..., 0, :, :], weights[..., 0, :, :], lse[..., 0, :]
+    return Textbook(out, weights, lse, largest)
+
+
+@dataclasses.dataclass
+class Expected:
+    """The right result of a call, and how far from it a good one may be."""
+
+    result: cattn.AttentionOutput
+    tolerance: dict[str, float]
+
+    def check(self, actual: cattn.AttentionOutput, what: str) -> None:
+        for name, tolerance in self.tolerance.items():
+            a, b = getattr(actual, name), getattr(self.result, name)
+            if a is not None:
+                assert a.shape == b.shape, f"{name}: {what}"
+                np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=f"{name}: {what}")
+        if actual.dropout_mask is not None:
+            assert_same_bits(actual.dropout_mask, self.result.dropout_mask, f"dropout_mask: {what}")
+
+
+def expected(call: Call, dtype: Any) -> Expected:
+    """The result of the reference, and the tolerance for `dtype`.
+
+    Tolerance: an absolute error of at most twice that of the textbook in the same dtype, so nothing is lost by fusing,
+    plus a few ULP for cases where the textbook happens to round well. A score is a sum of absolute size s, so it may
+    be off by an ULP of s whoever adds it up, its weight by as much relative to itself: the few are 4 (1 + s).
+    """
+    extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+    right = reference.scaled_dot_product_attention(**call, **extras)
+    assert isinstance(right, cattn.AttentionOutput)
+    if np.dtype(dtype) == np.float64:
+        # The reference errs as much itself: take the textbook in long double instead, once the two agree.
+        wide = textbook(call, np.longdouble, right.dropout_mask)
+        for name in FIELDS[:3]:
+            np.testing.assert_allclose(getattr(wide, name), getattr(right, name), rtol=1e-11, atol=1e-11)
+        right = right._replace(out=wide.out, weights=wide.weights, lse=wide.lse)
+    same = textbook(call, dtype, right.dropout_mask)
+    few = 4 * np.finfo(dtype).eps * (1 + same.size)
+    assert few < 0.01, "scores too large for a useful comparison"
+    p = call.get("dropout_p", 0.0)
+    sizes = {
+        "out": np.abs(np.asarray(call["value"])).max(initial=0) / (1 - p if p < 1 else 1),
+        "weights": 1.0,
+        "lse": 1 + np.abs(right.lse).max(initial=0, where=np.isfinite(right.lse)),
+    }
+    tolerance = {}
+    for name, size in sizes.items():
+        a, b = getattr(same, name), getattr(right, name)
+        finite = np.isfinite(b)
+        tolerance[name] = float(2 * np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)).max(initial=0) + few * size)
+    return Expected(right, tolerance)
