@@ -9,6 +9,7 @@
 
 #include "cpu_features.h"
 #include "dispatch.h"
+#include "dropout.h"
 #include "mask.h"
 #include "parallel.h"
 #include "plan.h"
@@ -62,7 +63,6 @@ static struct lead find_lead(const struct cattn_attention_params *p, int64_t ind
 static void set_common(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int64_t kv_head) {
     const struct cattn_attention_params *p = run->params;
     const struct cattn_dropout_spec *dropout = &p->dropout;
-    const uint64_t threshold = dropout->enabled ? dropout->threshold : (uint64_t)1 << 32; /* keeps all */
     rows->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
     rows->head_dim = p->head_dim;
     rows->d_v = p->d_v;
@@ -86,14 +86,7 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->n_bias = p->n_bias;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias_col[b] = p->bias[b].col;
-    rows->drop = (struct cattn_drop){
-        .enabled = dropout->enabled,
-        .key0 = (uint32_t)dropout->seed,
-        .key1 = (uint32_t)(dropout->seed >> 32),
-        .lead2 = (uint32_t)(2 * lead->index),
-        .threshold_hi = (uint32_t)(threshold >> 16),
-        .threshold_lo = (uint32_t)(threshold & 0xffff),
-    };
+    rows->drop = cattn_drop(dropout, lead->index);
 }
 
 /* Row r of the task is query i of one query head. */
@@ -107,8 +100,8 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
     rows->query[r] = at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
     rows->keep[r] = NULL;
     if (p->attn_mask.data)
-        rows->keep[r] = (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head +
-                        i * p->attn_mask.row;
+        rows->keep[r] =
+            (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias[b][r] = at(run, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
     rows->drop_position[r] = (uint32_t)position;

@@ -1,4 +1,5 @@
-/* kernels.h -- the contract between the drivers of core/ and the kernel tables, one table per instruction set and dtype.
+/* kernels.h -- the contract between the drivers of core/ and the kernel tables, one table per instruction set and
+ * dtype.
  *
  * A driver owns a struct cattn_rows: some rows (queries of one key-value head) on their way past the keys. It calls
  *
@@ -29,15 +30,16 @@
 #define CATTN_FEW_ROWS 8
 /* row_sum of a block is this many chains, by key index */
 #define CATTN_SUM_CHAINS 8
+#define CATTN_PHILOX_ROUNDS 10
 /* columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors */
 #define CATTN_PAD 32
 
 /* What a dropout decision needs besides the element's place; see philox.inc.h. */
 struct cattn_drop {
     bool enabled;
-    uint32_t key0, key1;
-    uint32_t lead2;                         /* counter word 3 of the first draw: twice the lead index */
-    uint32_t threshold_hi, threshold_lo;    /* halves of the threshold; hi is 0x10000 where everything is kept */
+    uint32_t key[CATTN_PHILOX_ROUNDS][2];
+    uint32_t lead2;                      /* counter word 3 of the first draw: twice the lead index */
+    uint32_t threshold_hi, threshold_lo; /* halves of the threshold; hi is 0x10000 where everything is kept */
 };
 
 struct cattn_rows {
@@ -73,9 +75,9 @@ struct cattn_rows {
     void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key][d_v + pad], only for strided values */
     void *key_rows;     /* a few key rows made contiguous */
     void *block_max;
-    void *row_max, *row_sum, *alpha;          /* the chunk so far, and this block's correction */
-    void *acc;                                /* [row][acc_cols] */
-    void *total_max, *total_sum, *total_acc;  /* the chunks before; used from the second chunk on */
+    void *row_max, *row_sum, *alpha;         /* the chunk so far, and this block's correction */
+    void *acc;                               /* [row][acc_cols] */
+    void *total_max, *total_sum, *total_acc; /* the chunks before; used from the second chunk on */
 };
 
 /* Softmax over one row of n elements, lanes across the row. */

@@ -14,18 +14,19 @@
  * a tie (one in 65536) needs the second draw, whose digit is compared with the low half.
  */
 
-enum { PHILOX_M0 = 0xd2511f53, PHILOX_M1 = 0xcd9e8d57, PHILOX_W0 = 0x9e3779b9, PHILOX_W1 = 0xbb67ae85 };
+#define PHILOX_M0 0xd2511f53u
+#define PHILOX_M1 0xcd9e8d57u
 
-INLINE void philox(vu c[4], uint32_t key0, uint32_t key1) {
-    const vu m0 = vu_set1((uint32_t)PHILOX_M0), m1 = vu_set1((uint32_t)PHILOX_M1);
+INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
+    const vu m0 = vu_set1(PHILOX_M0), m1 = vu_set1(PHILOX_M1);
 #pragma GCC unroll 10
-    for (uint32_t round = 0; round < 10; round++) {
-        vu k0 = vu_set1(key0 + round * (uint32_t)PHILOX_W0), k1 = vu_set1(key1 + round * (uint32_t)PHILOX_W1);
-        vu hi0 = vu_mulhi(c[0], m0), lo0 = vu_mullo(c[0], m0);
-        vu hi1 = vu_mulhi(c[2], m1), lo1 = vu_mullo(c[2], m1);
-        c[0] = vu_xor(vu_xor(hi1, c[1]), k0);
+    for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
+        vu hi0, lo0, hi1, lo1;
+        vu_mul(c[0], m0, &hi0, &lo0);
+        vu_mul(c[2], m1, &hi1, &lo1);
+        c[0] = vu_xor(vu_xor(hi1, c[1]), vu_set1(key[round][0]));
         c[1] = lo1;
-        c[2] = vu_xor(vu_xor(hi0, c[3]), k1);
+        c[2] = vu_xor(vu_xor(hi0, c[3]), vu_set1(key[round][1]));
         c[3] = lo0;
     }
 }
@@ -33,11 +34,11 @@ INLINE void philox(vu c[4], uint32_t key0, uint32_t key1) {
 /* The same for one counter and one digit; for ties and ragged ends. */
 static uint32_t philox_digit(const struct cattn_drop *drop, uint64_t j, uint32_t c1, uint32_t c2, uint32_t c3) {
     uint32_t c[4] = {(uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7), c1, c2, c3};
-    for (uint32_t round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)c[0] * (uint32_t)PHILOX_M0, p1 = (uint64_t)c[2] * (uint32_t)PHILOX_M1;
-        c[0] = (uint32_t)(p1 >> 32) ^ c[1] ^ (drop->key0 + round * (uint32_t)PHILOX_W0);
+    for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
+        uint64_t p0 = (uint64_t)c[0] * PHILOX_M0, p1 = (uint64_t)c[2] * PHILOX_M1;
+        c[0] = (uint32_t)(p1 >> 32) ^ c[1] ^ drop->key[round][0];
         c[1] = (uint32_t)p1;
-        c[2] = (uint32_t)(p0 >> 32) ^ c[3] ^ (drop->key1 + round * (uint32_t)PHILOX_W1);
+        c[2] = (uint32_t)(p0 >> 32) ^ c[3] ^ drop->key[round][1];
         c[3] = (uint32_t)p0;
     }
     uint32_t word = c[(j >> 4) & 3];
@@ -60,7 +61,7 @@ static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t 
     for (uint32_t i = 0; i < 16; i += LANES) {
         vu c[4] = {vu_add(vu_set1((uint32_t)((base >> 6) << 3) + i), lanes), vu_set1(c1), vu_set1(c2),
                    vu_set1(drop->lead2)};
-        philox(c, drop->key0, drop->key1);
+        philox(c, drop->key);
 #pragma GCC unroll 4
         for (uint32_t w = 0; w < 4; w++) {
 #if LANES == 16
@@ -75,7 +76,8 @@ static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t 
     }
 }
 
-/* Keep decisions (1 or 0) for LANES elements: lane i is element j + i*j_step at c1[i], c2[i] or, with j_step 1, at c1[0], c2[0]. */
+/* Keep decisions (1 or 0) for LANES elements: lane i is element j + i*j_step at c1[i], c2[i] or, with j_step 1, at
+ * c1[0], c2[0]. */
 static __attribute__((noinline)) void philox_ties(const struct cattn_drop *drop, uint64_t j, int j_step,
                                                   const uint32_t *c1, const uint32_t *c2, real keep[LANES]) {
     for (int i = 0; i < LANES; i++) {

@@ -174,7 +174,7 @@ INLINE void value_columns(struct cattn_rows *rows, int many, const real *value, 
     int64_t c = 0, left = rows->d_v;
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= CATTN_FEW_ROWS)                                                                            \
-        for (; left >= (vectors)*LANES; c += (vectors)*LANES, left -= (vectors)*LANES)                                 \
+        for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
             value_rows(rows, many, vectors, LANES, value, value_row, begin, end, k0, c);
     WHILE_FULL(8)
     WHILE_FULL(4)

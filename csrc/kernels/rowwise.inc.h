@@ -95,8 +95,7 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
     }
     for (int64_t k = lo; k < hi; k += LANES) {
         int n = (int)min64(LANES, hi - k);
-        store_strided(out + k * stride, stride,
-                      vf_div(load_strided(out + k * stride, stride, n), vf_set1(sum)), n);
+        store_strided(out + k * stride, stride, vf_div(load_strided(out + k * stride, stride, n), vf_set1(sum)), n);
     }
 }
 

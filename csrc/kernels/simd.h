@@ -24,7 +24,7 @@
  *   vf_from_bytes_n(p, n)
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
- *   vu_mulhi(a, b)  vu_mullo(a, b)        high and low half of the 64-bit product
+ *   vu_mul(a, b, &hi, &lo)                halves of the 64-bit products
  *   vu_lt(a, b)  vu_eq(a, b)              -> vm of the same lanes
  *   vu_digits(words, r)  16-bit digits of LANES consecutive elements, see philox.inc.h
  *

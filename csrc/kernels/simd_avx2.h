@@ -18,9 +18,7 @@ typedef __m256d vf;
 typedef __m256d vm;
 typedef __m128i vu;
 #define VF(op) _mm256_##op##_pd
-INLINE __m256i lanes_below(int n) {
-    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
-}
+INLINE __m256i lanes_below(int n) { return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3)); }
 #endif
 
 INLINE vf vf_set1(real x) { return VF(set1)(x); }
@@ -34,7 +32,7 @@ INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
 INLINE vf vf_select(vm m, vf a, vf b) { return VF(blendv)(b, a, m); }
 INLINE vm vf_lt(vf a, vf b) { return VF(cmp)(a, b, _CMP_LT_OQ); }
 INLINE vm vf_eq(vf a, vf b) { return VF(cmp)(a, b, _CMP_EQ_OQ); }
-INLINE vm vm_and(vm a, vm b) { return VF(and)(a, b); }
+INLINE vm vm_and(vm a, vm b) { return VF (and)(a, b); }
 INLINE vm vm_or(vm a, vm b) { return VF(or)(a, b); }
 INLINE bool vm_any(vm m) { return VF(movemask)(m) != 0; }
 
@@ -81,12 +79,12 @@ INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-INLINE vu vu_mulhi(vu a, vu b) {
-    vu even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
+    vu even = _mm256_mul_epu32(a, b);
     vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
-    return _mm256_blend_epi32(even, odd, 0xaa);
+    *hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    *lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
-INLINE vu vu_mullo(vu a, vu b) { return _mm256_mullo_epi32(a, b); }
 /* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
@@ -121,12 +119,12 @@ INLINE vu vu_add(vu a, vu b) { return _mm_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm_xor_si128(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm_and_si128(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm_srli_epi32(a, 16); }
-INLINE vu vu_mulhi(vu a, vu b) {
-    vu even = _mm_srli_epi64(_mm_mul_epu32(a, b), 32);
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
+    vu even = _mm_mul_epu32(a, b);
     vu odd = _mm_mul_epu32(_mm_srli_epi64(a, 32), _mm_srli_epi64(b, 32));
-    return _mm_blend_epi32(even, odd, 0xa);
+    *hi = _mm_blend_epi32(_mm_srli_epi64(even, 32), odd, 0xa);
+    *lo = _mm_blend_epi32(even, _mm_slli_epi64(odd, 32), 0xa);
 }
-INLINE vu vu_mullo(vu a, vu b) { return _mm_mullo_epi32(a, b); }
 /* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpgt_epi32(b, a))); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(a, b))); }

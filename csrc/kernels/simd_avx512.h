@@ -91,12 +91,12 @@ INLINE vu vu_add(vu a, vu b) { return _mm512_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm512_xor_si512(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm512_and_si512(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm512_srli_epi32(a, 16); }
-INLINE vu vu_mulhi(vu a, vu b) {
-    vu even = _mm512_srli_epi64(_mm512_mul_epu32(a, b), 32);
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
+    vu even = _mm512_mul_epu32(a, b);
     vu odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
-    return _mm512_mask_blend_epi32(0xaaaa, even, odd);
+    *hi = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    *lo = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
 }
-INLINE vu vu_mullo(vu a, vu b) { return _mm512_mullo_epi32(a, b); }
 INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
@@ -147,12 +147,12 @@ INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-INLINE vu vu_mulhi(vu a, vu b) {
-    vu even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), 32);
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
+    vu even = _mm256_mul_epu32(a, b);
     vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
-    return _mm256_blend_epi32(even, odd, 0xaa);
+    *hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    *lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
-INLINE vu vu_mullo(vu a, vu b) { return _mm256_mullo_epi32(a, b); }
 INLINE vm vu_lt(vu a, vu b) { return _mm256_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {

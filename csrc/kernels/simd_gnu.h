@@ -93,11 +93,11 @@ INLINE vu vu_add(vu a, vu b) { return a + b; }
 INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
 INLINE vu vu_and(vu a, vu b) { return a & b; }
 INLINE vu vu_shr16(vu a) { return a >> 16; }
-INLINE vu vu_mulhi(vu a, vu b) {
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
     vu_wide product = __builtin_convertvector(a, vu_wide) * __builtin_convertvector(b, vu_wide);
-    return __builtin_convertvector(product >> 32, vu);
+    *hi = __builtin_convertvector(product >> 32, vu);
+    *lo = __builtin_convertvector(product, vu);
 }
-INLINE vu vu_mullo(vu a, vu b) { return a * b; }
 #if REAL_BITS == 32
 INLINE vm vu_lt(vu a, vu b) { return (vm)(a < b); }
 INLINE vm vu_eq(vu a, vu b) { return (vm)(a == b); }

@@ -48,8 +48,11 @@ INLINE vu vu_add(vu a, vu b) { return a + b; }
 INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
 INLINE vu vu_and(vu a, vu b) { return a & b; }
 INLINE vu vu_shr16(vu a) { return a >> 16; }
-INLINE vu vu_mulhi(vu a, vu b) { return (uint32_t)(((uint64_t)a * b) >> 32); }
-INLINE vu vu_mullo(vu a, vu b) { return a * b; }
+INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
+    uint64_t product = (uint64_t)a * b;
+    *hi = (uint32_t)(product >> 32);
+    *lo = (uint32_t)product;
+}
 INLINE vm vu_lt(vu a, vu b) { return a < b; }
 INLINE vm vu_eq(vu a, vu b) { return a == b; }
 INLINE vu vu_digits(const uint32_t *words, int r) {

@@ -18,7 +18,7 @@ struct tile {
     struct cattn_rows *rows;
     int64_t k0;
     int n_keys;
-    struct extent all;            /* of the whole block */
+    struct extent all; /* of the whole block */
     struct extent panel[N_PANELS];
     real lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* the rows' ranges, relative: exact in any element type */
 };
@@ -162,7 +162,7 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
             const uint64_t j = (uint64_t)(t->k0 + run + c);
             vu words[4] = {vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)c), vu_loadu(position), vu_loadu(head),
                            vu_set1(drop->lead2)};
-            philox(words, drop->key0, drop->key1);
+            philox(words, drop->key);
             for (int d = 0; d < 8; d++) {
                 const int k = run + 8 * d + c;
                 if (k < e->begin || k >= e->end)

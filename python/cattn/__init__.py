@@ -9,6 +9,7 @@ array([[1.  , 0.  ],
        [0.75, 0.75]])
 """
 
+from . import reference
 from ._config import show_config
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._types import AttentionOutput, CausalAlignmentWarning
@@ -35,6 +36,7 @@ __all__ = [
     "get_num_threads",
     "masked_softmax",
     "num_threads",
+    "reference",
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",

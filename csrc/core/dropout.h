@@ -1,0 +1,11 @@
+/* dropout.h -- from a seed and a probability to what the kernels take. */
+#ifndef CATTN_DROPOUT_H
+#define CATTN_DROPOUT_H
+
+#include "../cattn.h"
+#include "../kernels/kernels.h"
+
+/* For one leading index. A disabled spec keeps everything. */
+struct cattn_drop cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead);
+
+#endif

@@ -1,0 +1,118 @@
+/* softmax.c -- the driver of softmax and masked softmax.
+ *
+ * A row of any length is one kernel call. Softmax along an axis that is not contiguous (axis=0 of a C array) would
+ * touch a new cache line with every element: there rows that are neighbours in memory are copied to scratch together,
+ * and back.
+ */
+#include "rowwise.h"
+
+struct softmax_run {
+    const struct cattn_softmax_params *params;
+    const struct cattn_kernels *kernels;
+    int64_t rows_per_task;
+    int64_t bundle; /* rows copied to scratch together, 0: none */
+};
+
+/* Rows of a bundle: a cache line of floats. */
+#define BUNDLE 16
+#define BUNDLE_SCRATCH ((int64_t)512 << 10)
+/* Elements between rows in scratch: not a power of 2, so that neighbours do not fight for the same cache set. */
+static int64_t bundle_stride(int64_t n_cols) { return n_cols + 24; }
+
+static int64_t find_bundle(const struct cattn_softmax_params *p) {
+    const int last = p->n_lead - 1;
+    if (last < 0 || p->x.col == 1 || p->x.lead[last] != 1 || p->lead_shape[last] < 2)
+        return 0;
+    const int64_t row_bytes = bundle_stride(p->n_cols) * (int64_t)cattn_element_size(p->dtype);
+    return row_bytes * BUNDLE <= BUNDLE_SCRATCH ? BUNDLE : 0;
+}
+
+/* to[r][k] = from[r][k] for n_rows x n_cols elements; strides in elements, the row axis inside: neighbours in memory.
+ */
+static void copy_rows(void *to, int64_t to_row, int64_t to_col, const void *from, int64_t from_row, int64_t from_col,
+                      int64_t n_rows, int64_t n_cols, size_t element) {
+    for (int64_t k = 0; k < n_cols; k++)
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int64_t at = k * to_col + r * to_row, source = k * from_col + r * from_row;
+            if (element == sizeof(uint32_t))
+                ((uint32_t *)to)[at] = ((const uint32_t *)from)[source];
+            else
+                ((uint64_t *)to)[at] = ((const uint64_t *)from)[source];
+        }
+}
+
+/* One row, from x to out at these strides. */
+static void softmax_one(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
+                        int64_t out_stride) {
+    const struct cattn_softmax_params *p = run->params;
+    struct cattn_range visible = {0, p->n_cols};
+    if (p->is_causal) {
+        const int64_t i = row % p->lead_shape[p->n_lead - 1];
+        const int64_t offset = cattn_query_offset(&p->query_offset, p->offset_value, p->n_lead, p->lead_shape, row);
+        visible = cattn_visible_keys(true, i + offset, p->n_cols);
+    }
+    const struct cattn_softmax_row args = {
+        .n = p->n_cols,
+        .lo = visible.lo,
+        .hi = visible.hi,
+        .x = x,
+        .x_stride = x_stride,
+        .out = out,
+        .out_stride = out_stride,
+        .keep = p->mask.data ? cattn_row_at(&p->mask, p->n_lead, p->lead_shape, row, 1) : NULL,
+        .keep_stride = p->mask.data ? p->mask.col : 0,
+        .scale = p->scale,
+        .renormalize = p->method == CATTN_SOFTMAX_RENORMALIZE,
+    };
+    run->kernels->softmax_row(&args);
+}
+
+/* Row by row, where they lie. */
+static int64_t softmax_in_place(const struct softmax_run *run, int64_t row) {
+    const struct cattn_softmax_params *p = run->params;
+    const size_t element = cattn_element_size(p->dtype);
+    softmax_one(run, row, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), p->x.col,
+                cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.col);
+    return 1;
+}
+
+/* Up to `most` rows from `row` on, as far as they are neighbours, by way of scratch. Returns how many. */
+static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_t most, char *scratch) {
+    const struct cattn_softmax_params *p = run->params;
+    const size_t element = cattn_element_size(p->dtype);
+    const int last = p->n_lead - 1;
+    const int64_t stride = bundle_stride(p->n_cols), together = p->lead_shape[last] - row % p->lead_shape[last];
+    int64_t rows = run->bundle < most ? run->bundle : most;
+    rows = rows < together ? rows : together;
+    copy_rows(scratch, stride, 1, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), 1, p->x.col, rows,
+              p->n_cols, element);
+    for (int64_t r = 0; r < rows; r++) {
+        char *at = scratch + r * stride * (int64_t)element;
+        softmax_one(run, row + r, at, 1, at, 1);
+    }
+    copy_rows(cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.lead[last], p->out.col, scratch,
+              stride, 1, rows, p->n_cols, element);
+    return rows;
+}
+
+static void softmax_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct softmax_run *run = context;
+    const int64_t first = task * run->rows_per_task, left = run->params->n_rows - first;
+    const int64_t n = left < run->rows_per_task ? left : run->rows_per_task;
+    for (int64_t i = 0; i < n && !cattn_should_stop(worker);)
+        i += run->bundle ? softmax_bundle(run, first + i, n - i, cattn_worker_scratch(worker))
+                         : softmax_in_place(run, first + i);
+}
+
+enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
+    if (p->n_rows == 0 || p->n_cols == 0)
+        return CATTN_OK;
+    struct softmax_run run = {p, cattn_kernels_for(p->dtype), cattn_rows_per_task(p->n_cols), find_bundle(p)};
+    size_t scratch = 0;
+    if (run.bundle) {
+        run.rows_per_task = cattn_ceil_div(run.rows_per_task, run.bundle) * run.bundle;
+        scratch = (size_t)(run.bundle * bundle_stride(p->n_cols)) * cattn_element_size(p->dtype);
+    }
+    const int64_t n_tasks = cattn_ceil_div(p->n_rows, run.rows_per_task);
+    return cattn_parallel_for(n_tasks, p->num_threads, scratch, softmax_task, &run, &p->poll);
+}
