@@ -141,57 +141,59 @@ static void softmax_row(const struct cattn_softmax_row *row) {
     softmax_divide(row, row->lo, row->hi, sum);
 }
 
+/* Keep decisions for the elements base .. base+127 that share c1 and c2, as bytes. */
+static void keep_run(const struct cattn_drop *drop, const uint32_t *words, uint64_t base, uint32_t c1, uint32_t c2,
+                     uint8_t keep[128]) {
+    for (int r = 0; r < 128; r += LANES) {
+        vm kept = philox_decide(drop, vu_digits(words, r), base + (uint64_t)r, 1, &c1, &c2);
+        real lanes[LANES];
+        vf_storeu(lanes, vf_select(kept, vf_set1(1), vf_set1(0)));
+        for (int i = 0; i < LANES; i++)
+            keep[r + i] = lanes[i] != 0;
+    }
+}
+
 /* Keep bits of keys 0 .. n-1 of one row of an attention matrix. */
 static void keep_row(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
                      int64_t n) {
     uint32_t words[64];
+    uint8_t keep[128];
     for (int64_t base = 0; base < n; base += 128) {
         philox_words(drop, (uint64_t)base, position, head, words);
-        for (int64_t k = base; k < min64(n, base + 128); k += LANES) {
-            vm kept = philox_decide(drop, vu_digits(words, (int)(k - base)), (uint64_t)k, 1, &position, &head);
-            real lanes[LANES];
-            vf_storeu(lanes, vf_select(kept, vf_set1(1), vf_set1(0)));
-            for (int i = 0; i < LANES && k + i < n; i++)
-                mask[(k + i) * stride] = lanes[i] != 0;
-        }
+        keep_run(drop, words, (uint64_t)base, position, head, keep);
+        for (int64_t k = base; k < min64(n, base + 128); k++)
+            mask[k * stride] = keep[k - base];
     }
 }
 
 /* Elements first .. first+n-1 of a flat array; the runs of 64 count from element 0, so the ends may be ragged. */
 static void dropout_row(const struct cattn_dropout_row *row) {
     const uint32_t domain = 0xd0d0;
-    const uint64_t end = row->first + (uint64_t)row->n;
+    const uint64_t first = row->first, end = first + (uint64_t)row->n;
+    const bool plain = row->x_stride == 1 && row->out_stride == 1 && !row->mask;
     const vf scale = vf_set1((real)row->keep_scale), zero = vf_set1(0);
     uint32_t words[64];
-    for (uint64_t base = row->first / 64 * 64; base < end; base += 128) {
-        /* the high part of the counter 8*(j >> 6); a pair of runs never straddles its change */
-        const uint32_t high = (uint32_t)(base >> 35);
+    for (uint64_t base = first / 128 * 128; base < end; base += 128) {
+        const uint32_t high = (uint32_t)(base >> 35); /* of the counter 8*(j >> 6) */
+        const real *x = row->x;
+        real *out = row->out;
         philox_words(&row->drop, base, high, domain, words);
-        for (int r = 0; r < 128; r += LANES) {
-            const uint64_t j = base + (uint64_t)r;
-            if (j + LANES <= row->first || j >= end)
-                continue;
-            const int skip = j < row->first ? (int)(row->first - j) : 0;
-            const int n = (int)(end - j < LANES ? end - j : LANES);
-            const int64_t at = (int64_t)(j - row->first);
-            vm kept = philox_decide(&row->drop, vu_digits(words, r), j, 1, &high, &domain);
-            if (skip == 0) {
-                vf x = load_strided((const real *)row->x + at * row->x_stride, row->x_stride, n);
-                store_strided((real *)row->out + at * row->out_stride, row->out_stride,
-                              vf_select(kept, x * scale, zero), n);
+        if (plain && base >= first && base + 128 <= end) {
+            x += base - first;
+            out += base - first;
+            for (int r = 0; r < 128; r += LANES) {
+                vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
+                vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));
             }
-            if (skip == 0 && !row->mask)
-                continue;
-            real lanes[LANES];
-            vf_storeu(lanes, vf_select(kept, vf_set1(1), zero));
-            for (int i = skip; i < n; i++) {
-                if (skip) {
-                    real x = ((const real *)row->x)[(at + i) * row->x_stride];
-                    ((real *)row->out)[(at + i) * row->out_stride] = lanes[i] != 0 ? x * (real)row->keep_scale : 0;
-                }
-                if (row->mask)
-                    row->mask[(at + i) * row->mask_stride] = lanes[i] != 0;
-            }
+            continue;
+        }
+        uint8_t keep[128];
+        keep_run(&row->drop, words, base, high, domain, keep);
+        for (uint64_t j = base > first ? base : first; j < end && j < base + 128; j++) {
+            const int64_t at = (int64_t)(j - first);
+            out[at * row->out_stride] = keep[j - base] ? x[at * row->x_stride] * (real)row->keep_scale : 0;
+            if (row->mask)
+                row->mask[at * row->mask_stride] = keep[j - base];
         }
     }
 }
