@@ -2,7 +2,6 @@
 
 Switches, read from the environment:
   CATTN_LIMITED_API=0   build for this Python only (default: one abi3 module for 3.11 and later)
-  CATTN_WHEEL=1         leave out the table that only the tests use
   CATTN_WERROR=1        warnings are errors
   CATTN_DEBUG=1         no optimisation, debug information, assertions
   CATTN_SANITIZE=...    address,undefined or thread
@@ -36,8 +35,6 @@ def switch(name: str) -> str:
     return "" if value == "0" else value
 
 
-if switch("WHEEL"):
-    TABLES.pop("gnu512", None)
 unlimited = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
 LIMITED = os.environ.get("CATTN_LIMITED_API", "1") != "0" and not unlimited
 
@@ -49,10 +46,10 @@ def compile_flags() -> list[str]:
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
     flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O3"]
     flags += ["-Werror"] * bool(switch("WERROR")) + ["--coverage"] * bool(switch("COVERAGE"))
-    flags += ["-g0"] * bool(switch("WHEEL"))  # many Pythons hand -g down
     if sanitizers := switch("SANITIZE"):
         flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-U_FORTIFY_SOURCE"]
     elif not switch("DEBUG"):
+        flags += ["-g0"]  # many Pythons hand -g down, which makes the module ten times as large
         flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
     return flags
 
@@ -62,7 +59,9 @@ class BuildTables(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         msvc = self.compiler.compiler_type == "msvc"
-        tables = {"scalar": list[str]()} if msvc else TABLES
+        tables = {"scalar": list[str]()} if msvc else dict(TABLES)
+        if not (self.inplace or self.editable_mode):
+            tables.pop("gnu512", None)  # for the tests only
         flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]
