@@ -1,6 +1,6 @@
 """Build of the extension module cattn._cattn: one object per instruction set and precision, everything else once.
 
-Switches, read from the environment:
+Switches of the environment:
   CATTN_LIMITED_API=0   build for this Python only (default: one abi3 module for 3.11 and later)
   CATTN_WERROR=1        warnings are errors
   CATTN_DEBUG=1         no optimisation, debug information, assertions
@@ -57,10 +57,14 @@ def compile_flags() -> list[str]:
 class BuildTables(build_ext):
     """Compile each kernel stub with the flags of its instruction set, once for each precision; all in parallel."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.for_tests = bool(self.inplace)  # run() clears inplace while it builds
+
     def build_extension(self, ext: Extension) -> None:
         msvc = self.compiler.compiler_type == "msvc"
         tables = {"scalar": list[str]()} if msvc else dict(TABLES)
-        if not (self.inplace or self.editable_mode):
+        if not (self.for_tests or self.editable_mode):
             tables.pop("gnu512", None)  # for the tests only
         flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]

@@ -1,7 +1,11 @@
 """Helpers of the tests: forcing a path, comparing bits, and the textbook computation in the dtype under test."""
 
 import contextlib
+import ctypes
+import ctypes.util
 import dataclasses
+import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +18,8 @@ Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attentio
 FIELDS = ("out", "weights", "lse", "dropout_mask")
 PATHS = ("auto", "tile", "rows", "split", "tiny")
 INF, NAN = np.inf, np.nan
+# What accuracy can be measured of: float64 only where there is something wider to compare with.
+ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
 
 
 # ---- ways to compute -----------------------------------------------------------------------------------------------
@@ -197,3 +203,37 @@ def expected(call: Call, dtype: Any) -> Expected:
         finite = np.isfinite(b)
         tolerance[name] = float(2 * np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)).max(initial=0) + few * size)
     return Expected(right, tolerance)
+
+
+# ---- the caller's floating-point mode ------------------------------------------------------------------------------
+_libm = ctypes.CDLL(None if sys.platform == "darwin" else ctypes.util.find_library("m"))
+# FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO of <fenv.h>
+_ROUNDING = (
+    {"down": 0x800000, "up": 0x400000, "to zero": 0xC00000}
+    if platform.machine() in ("aarch64", "arm64")
+    else {"down": 0x400, "up": 0x800, "to zero": 0xC00}
+)
+FP_MODES = (*_ROUNDING, "flush")
+
+
+@contextlib.contextmanager
+def floating_point_mode(mode: str) -> Iterator[None]:
+    """Another rounding direction, or subnormals flushed to zero, in this thread; checked at the end: still the same."""
+    if mode == "flush":
+        import torch
+
+        tiny = np.full(4, 1e-310)
+        assert torch.set_flush_denormal(True)
+        try:
+            assert not (tiny * np.ones(4)).any()
+            yield
+            assert not (tiny * np.ones(4)).any(), "subnormals are back"
+        finally:
+            torch.set_flush_denormal(False)
+        return
+    assert _libm.fesetround(_ROUNDING[mode]) == 0
+    try:
+        yield
+        assert _libm.fegetround() == _ROUNDING[mode], "another rounding direction than before"
+    finally:
+        _libm.fesetround(0)

@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+#include "../core/cpu_features.h"
+
 #define OFFSET_LIMIT ((int64_t)1 << 62) /* query positions stay within int64 */
 
 /* ---- numbers and flags ---- */
@@ -36,6 +38,26 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
     }
     *value = number;
     return true;
+}
+
+bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value) {
+    if (PyBool_Check(object) || !PyIndex_Check(object))
+        return cattn_error_type(name, "an int", object);
+    PyObject *number = PyNumber_Index(object);
+    if (number == NULL)
+        return false;
+    int overflow;
+    const long long n = PyLong_AsLongLongAndOverflow(number, &overflow);
+    const bool failed = n == -1 && PyErr_Occurred() != NULL;
+    const bool fits = !failed && overflow == 0 && n >= least && n <= most;
+    if (fits)
+        *value = n;
+    else if (!failed && (overflow > 0 || n > most))
+        PyErr_Format(PyExc_ValueError, "%s must be at most %lld, got %S", name, (long long)most, number);
+    else if (!failed)
+        PyErr_Format(PyExc_ValueError, "%s must be at least %lld, got %S", name, (long long)least, number);
+    Py_DECREF(number);
+    return fits;
 }
 
 bool cattn_arg_flag(PyObject *object, bool *value) {
@@ -84,7 +106,9 @@ static bool layout_fits(PyArrayObject *array, int log2_size) {
 
 /* helper(object, name, "f" or "d") of cattn._arrays, which must give an exact ndarray of one of two types. */
 static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
+    const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
     PyObject *result = PyObject_CallFunction(helper, "Oss", object, name, type == NPY_FLOAT ? "f" : "d");
+    cattn_fp_leave(mode);
     if (result == NULL)
         return NULL;
     PyArrayObject *array = (PyArrayObject *)result;

@@ -13,6 +13,8 @@
 bool cattn_arg_real(PyObject *object, const char *name, double *value);
 /* Truth, quick for True and False. */
 bool cattn_arg_flag(PyObject *object, bool *value);
+/* An int (no bool) between two bounds. */
+bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
 /* Is `object` the str `interned`? */
 bool cattn_arg_is(PyObject *object, PyObject *interned);
 

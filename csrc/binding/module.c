@@ -4,7 +4,7 @@
  * number of positional arguments.
  */
 #define CATTN_IMPORT_NUMPY
-#include "binding.h"
+#include "args.h"
 #include "error.h"
 
 #include <stdlib.h>
@@ -27,37 +27,23 @@ void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread) {
 
 /* ---- threads ---- */
 
-/* An int of at least `least`, or -1 with an exception. */
-static int parse_count(PyObject *object, int least) {
-    if (PyBool_Check(object) || !PyIndex_Check(object)) {
-        cattn_error_type("n", "an int", object);
-        return -1;
-    }
-    const Py_ssize_t n = PyNumber_AsSsize_t(object, PyExc_ValueError);
-    if (n == -1 && PyErr_Occurred())
-        return -1;
-    if (n < least || n > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "n must be at least 1, got %zd", n);
-        return -1;
-    }
-    return (int)n;
-}
-
 static PyObject *get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     return PyLong_FromLong(cattn_get_num_threads());
 }
 
 static PyObject *set_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
-    const int n = count == Py_None ? 0 : parse_count(count, 1);
-    if (n < 0)
+    int64_t n = 0;
+    if (count != Py_None && !cattn_arg_count(count, "n", 1, INT32_MAX, &n))
         return NULL;
-    cattn_set_num_threads(n);
+    cattn_set_num_threads((int)n);
     Py_RETURN_NONE;
 }
 
 static PyObject *override_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
-    const int n = parse_count(count, 0);
-    return n < 0 ? NULL : PyLong_FromLong(cattn_override_num_threads(n));
+    int64_t n;
+    if (!cattn_arg_count(count, "n", 0, INT32_MAX, &n))
+        return NULL;
+    return PyLong_FromLong(cattn_override_num_threads((int)n));
 }
 
 /* ---- what was built, and hooks for tests ---- */

@@ -8,6 +8,8 @@
 
 #include <math.h>
 
+#include "../core/cpu_features.h"
+
 /* The order of the positional arguments of _cattn.attention. */
 enum {
     ARG_QUERY,
@@ -183,7 +185,9 @@ static bool parse_lead(struct call *call) {
 static bool parse_scale(PyObject *scale, struct cattn_attention_params *params) {
     if (scale != Py_None)
         return cattn_arg_real(scale, "scale", &params->scale);
+    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     params->scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
+    cattn_fp_leave(mode);
     return true;
 }
 

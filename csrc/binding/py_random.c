@@ -7,6 +7,8 @@
 
 #include <math.h>
 
+#include "../core/cpu_features.h"
+
 /* An int is the key itself. false with an exception: out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {
     const unsigned long long value = PyLong_AsUnsignedLongLong(rng);
@@ -60,9 +62,11 @@ bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout
         PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, p);
         return false;
     }
+    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     spec->enabled = probability > 0.0;
     spec->seed = 0;
     spec->threshold = (uint64_t)rint((1.0 - probability) * 4294967296.0);
     spec->keep_scale = probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;
+    cattn_fp_leave(mode);
     return true;
 }

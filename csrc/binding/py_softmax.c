@@ -185,30 +185,19 @@ PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ss
 
 /* ---- causal_mask ---- */
 
-static bool parse_length(PyObject *object, const char *name, npy_intp *length) {
-    if (PyBool_Check(object) || !PyIndex_Check(object))
-        return cattn_error_type(name, "an int", object);
-    const Py_ssize_t value = PyNumber_AsSsize_t(object, PyExc_ValueError);
-    if (value == -1 && PyErr_Occurred())
-        return false;
-    if (value < 0) {
-        PyErr_Format(PyExc_ValueError, "%s must not be negative, got %zd", name, value);
-        return false;
-    }
-    *length = value;
-    return true;
-}
-
 /* causal_mask(T_q, T_k, is_causal, query_offset) */
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct binding_state *state = cattn_state(module);
     struct cattn_causal causal = {0};
     struct cattn_output output = {NULL, NULL};
-    npy_intp dims[2] = {0, 0};
+    int64_t seqlen_q, seqlen_k;
     PyObject *result = NULL;
-    if (!cattn_error_count("causal_mask", n_args, 4) || !parse_length(args[0], "T_q", &dims[0]) ||
-        !parse_length(args[1] == Py_None ? args[0] : args[1], "T_k", &dims[1]) ||
-        !cattn_arg_causal(state, args[2], args[3], &causal) || !cattn_arg_align(state, &causal, dims[0], dims[1]))
+    if (!cattn_error_count("causal_mask", n_args, 4) || !cattn_arg_count(args[0], "T_q", 0, NPY_MAX_INTP, &seqlen_q) ||
+        !cattn_arg_count(args[1] == Py_None ? args[0] : args[1], "T_k", 0, NPY_MAX_INTP, &seqlen_k) ||
+        !cattn_arg_causal(state, args[2], args[3], &causal))
+        goto done;
+    const npy_intp dims[2] = {(npy_intp)seqlen_q, (npy_intp)seqlen_k};
+    if (!cattn_arg_align(state, &causal, dims[0], dims[1]))
         goto done;
     if (causal.offsets != NULL) {
         cattn_error_type("query_offset", "an int", args[3]);

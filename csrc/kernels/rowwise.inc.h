@@ -99,11 +99,26 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
     }
 }
 
-/* Softmax over every column, hidden ones set to 0: what is left of the mass, the weights in out. */
-static real softmax_literal(const struct cattn_softmax_row *row) {
+/* Can the weights of the visible columns be had from a softmax over all of them? Not where a hidden score is NaN or
+ * +inf, nor where one exceeds every visible score so far that too little mass would be left to divide by. */
+static bool literal_works(const struct cattn_softmax_row *row, real max) {
+    const vf inf = vf_set1((real)INFINITY);
+    real largest[LANES]; /* of the visible exponentials; every lane the same */
+    vf_storeu(largest, exp_full(vf_set1(softmax_max(row, row->lo, row->hi, true) - max)));
+    if (!(largest[0] >= (real)0x1p-100))
+        return false;
+    for (int64_t k = 0; k < row->n; k += LANES) {
+        vf x = softmax_load(row, k, (int)min64(LANES, row->n - k), false);
+        if (vm_any(vm_not(vf_lt(x, inf))))
+            return false;
+    }
+    return true;
+}
+
+/* Softmax over every column, hidden ones set to 0, what is left divided by its sum. */
+static void softmax_literal(const struct cattn_softmax_row *row, real max) {
     real *out = row->out;
-    real max = softmax_max(row, 0, row->n, false);
-    real sum = softmax_exp(row, 0, row->n, max == NEG_INF ? 0 : max, false), kept = 0;
+    real sum = softmax_exp(row, 0, row->n, max, false), kept = 0;
     const vf total = vf_set1(sum);
     row_fill(row, 0, row->lo, 0);
     row_fill(row, row->hi, row->n, 0);
@@ -122,17 +137,18 @@ static real softmax_literal(const struct cattn_softmax_row *row) {
         }
         kept += sum_run(weight, from, to - from);
     }
-    return kept;
+    softmax_divide(row, row->lo, row->hi, kept);
 }
 
 static void softmax_row(const struct cattn_softmax_row *row) {
     if (row->renormalize) {
-        real kept = softmax_literal(row);
-        if (kept >= (real)0x1p-100) {
-            softmax_divide(row, row->lo, row->hi, kept);
+        /* decided before the first store: out may be x */
+        real max = softmax_max(row, 0, row->n, false);
+        if (literal_works(row, max)) {
+            softmax_literal(row, max);
             return;
         }
-        /* too little mass is left to divide by: from the kept scores alone, as the other method */
+        /* from the kept scores alone, as the other method */
     }
     real max = softmax_max(row, row->lo, row->hi, true);
     real sum = softmax_exp(row, row->lo, row->hi, max == NEG_INF ? 0 : max, true);

@@ -64,6 +64,10 @@ def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
     return array if array.shape == shape else np.broadcast_to(array, shape)
 
 
+_quiet = np.errstate(all="ignore")  # NaN, overflow and underflow are values here, whatever the caller has set
+
+
+@_quiet
 def cast(array: Array, name: str, dtype: str) -> Array:
     """Convert to dtype; what is broadcast stays broadcast."""
     return _broadcast(_once(array).astype(dtype), array.shape)
@@ -103,6 +107,7 @@ def as_array(obj: object, name: str, dtype: str = "d") -> Array:
     return _behaved(array, name)
 
 
+@_quiet
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
     if array.dtype.type not in (np.float16, np.float32, np.float64):
@@ -110,8 +115,7 @@ def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     if array.dtype == np.dtype(dtype):
         return _behaved(array, name)
     once = _once(array)
-    with np.errstate(over="ignore"):
-        result = once.astype(dtype)
+    result = once.astype(dtype)
     if once.itemsize > result.itemsize and np.isinf(result).any():
         limit = np.finfo(result.dtype).max
         result = np.where(np.isfinite(once), np.clip(once, -limit, limit), once).astype(dtype)

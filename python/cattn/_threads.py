@@ -127,8 +127,9 @@ class num_threads:  # noqa: N801 - a function to its users
         if isinstance(n, bool) or not hasattr(n, "__index__"):
             raise TypeError(f"n must be an int, got {type(n).__name__}")
         self.n = operator.index(n)
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
+        if not 1 <= self.n < 2**31:
+            bound = "at least 1" if self.n < 1 else f"at most {2**31 - 1}"
+            raise ValueError(f"n must be {bound}, got {self.n}")
         self._before: list[int] = []
 
     def __enter__(self) -> num_threads:

@@ -1,0 +1,518 @@
+"""The same row gives the same bits: on every path and table, for any threads, batch, length, strides and FP mode.
+
+The yardstick is the scalar table on the row path with one thread. A table outside the bit contract (show_config says
+which: on x86 the one without FMA) is held to its own row path instead.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cattn
+from support import (
+    FP_MODES,
+    INF,
+    NAN,
+    assert_same_bits,
+    every_way,
+    everything,
+    floating_point_mode,
+    forced,
+    in_contract,
+    part,
+    table,
+)
+
+Call = dict[str, Any]
+BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
+
+
+def yardstick(call: Call, isa: str) -> cattn.AttentionOutput:
+    with table("scalar" if in_contract(isa) else isa), forced("rows"), cattn.num_threads(1):
+        return everything(**call)
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "full"])
+def causal(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+# ---- inputs that could tell one order of operations from another ---------------------------------------------------
+Normal = Callable[..., np.ndarray]
+
+
+def plain(normal: Normal, T_q: int = 101, T_k: int = 200, **options: Any) -> Call:
+    return {"query": normal(2, T_q, 11), "key": normal(2, T_k, 11), "value": normal(2, T_k, 19)} | options
+
+
+def with_bias(normal: Normal, change: Callable[[np.ndarray], None], **options: Any) -> Call:
+    """Four blocks of keys and a bias that `change` has been at."""
+    call = plain(normal, 101, 3 * BLOCK + 20, **options)
+    bias = normal(101, 3 * BLOCK + 20)
+    change(bias)
+    return call | {"bias": bias}
+
+
+def set_to(index: Any, number: float) -> Callable[[np.ndarray], None]:
+    def change(a: np.ndarray) -> None:
+        a[index] = number
+
+    return change
+
+
+def grouped(normal: Normal, T_q: int, **options: Any) -> Call:
+    return {"query": normal(2, 6, T_q, 11), "key": normal(2, 2, 90, 11), "value": normal(2, 2, 90, 5)} | options
+
+
+def with_values(normal: Normal, change: Callable[[np.ndarray], None], name: str = "value", **options: Any) -> Call:
+    call = plain(normal, **options)
+    change(call[name])
+    return call
+
+
+def finfo_min(normal: Normal, rows: Any) -> Call:
+    least = np.finfo(normal().dtype).min
+    return with_bias(normal, set_to((rows, slice(None)), least))
+
+
+def huge(normal: Normal, power: float, **options: Any) -> Call:
+    """Scores beyond the largest number: +inf and -inf, or only -inf."""
+    top = float(np.finfo(normal().dtype).max) ** power
+    call = plain(normal, **options)
+    call["query"][0, ::3] *= top
+    call["key"][:, ::5] *= top
+    return call
+
+
+def all_neg_inf(normal: Normal) -> Call:
+    """Rows 0, 7, 14, ... of the first batch entry: every score overflows to -inf."""
+    call = plain(normal)
+    top = np.sqrt(np.finfo(normal().dtype).max) * 100
+    call["query"][0, ::7] = top
+    call["key"][0] = -top
+    call["key"][0, :, 0] *= 1 + np.arange(200) % 3
+    return call
+
+
+def mask_of(rng_seed: int, *shape: int, p: float = 0.5) -> np.ndarray:
+    return np.random.default_rng(rng_seed).random(shape) < p
+
+
+CASES: dict[str, Callable[[Normal], Call]] = {
+    "plain": plain,
+    "causal": lambda normal: plain(normal, is_causal="lower_right"),
+    "upper left": lambda normal: plain(normal, is_causal="upper_left"),
+    "offset": lambda normal: plain(normal, is_causal=True, query_offset=np.array([-50, 97])),
+    "one row": lambda normal: plain(normal, 1, 700),
+    "two rows": lambda normal: plain(normal, 2, 130),
+    "tiny": lambda normal: plain(normal, 6, 6, is_causal=True),
+    "bool mask": lambda normal: plain(normal, attn_mask=mask_of(1, 101, 200)),
+    "sparse mask": lambda normal: plain(normal, attn_mask=mask_of(2, 2, 101, 200, p=0.02), is_causal="lower_right"),
+    "bias and mask": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=mask_of(3, 596)),
+    "two biases": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=normal(2, 1, 596)),
+    "scale": lambda normal: plain(normal, scale=-0.37),
+    "groups": lambda normal: grouped(normal, 20, is_causal="lower_right"),
+    "groups, many queries": lambda normal: grouped(normal, 100, is_causal="upper_left", bias=normal(6, 1, 90)),
+    "groups, dropout": lambda normal: grouped(normal, 20, dropout_p=0.5, rng=99),
+    "dropout": lambda normal: plain(normal, dropout_p=0.1, rng=5),
+    "dropout, causal, mask": lambda normal: plain(
+        normal, dropout_p=0.5, rng=2**63, is_causal="lower_right", attn_mask=mask_of(4, 101, 200)
+    ),
+    "dropout of all": lambda normal: plain(normal, dropout_p=1.0, rng=5),
+    # exp(0) = 1
+    "equal scores": lambda normal: with_values(normal, set_to(..., 0), "query"),
+    "equal keys": lambda normal: with_values(normal, set_to(np.s_[:, :, :], 0.3), "key", is_causal="upper_left"),
+    "same maximum in every block": lambda normal: with_bias(normal, set_to(np.s_[:, 5::BLOCK], 50.0)),
+    "maximum ever larger": lambda normal: plain(normal, 101, 596, bias=np.arange(596, dtype=normal().dtype) / 3),
+    "maximum ever smaller": lambda normal: plain(normal, 101, 596, bias=-np.arange(596, dtype=normal().dtype) / 3),
+    # rows of the least number, or of less
+    "all finfo.min": lambda normal: finfo_min(normal, slice(None)),
+    "some rows finfo.min": lambda normal: finfo_min(normal, slice(None, None, 3)),
+    "all hidden by -inf": lambda normal: with_bias(normal, set_to(..., -INF)),
+    "some rows hidden by -inf": lambda normal: with_bias(normal, set_to(slice(None, None, 3), -INF)),
+    "scores -inf": all_neg_inf,
+    "first block -inf": lambda normal: with_bias(normal, set_to(np.s_[:, :BLOCK], -INF)),
+    "first block finfo.min": lambda normal: with_bias(
+        normal, set_to(np.s_[:, :BLOCK], float(np.finfo(normal().dtype).min))
+    ),
+    "middle block -inf": lambda normal: with_bias(normal, set_to(np.s_[:, BLOCK : 2 * BLOCK], -INF)),
+    "last block -inf": lambda normal: with_bias(normal, set_to(np.s_[:, 3 * BLOCK :], -INF)),
+    "first key -inf": lambda normal: with_bias(normal, set_to(np.s_[:, 0], -INF), is_causal="upper_left"),
+    # the ends of the number line
+    "subnormal values": lambda normal: with_values(normal, lambda v: np.multiply(v, 1e-40 * tiny(v), out=v)),
+    "subnormal keys": lambda normal: with_values(normal, lambda k: np.multiply(k, 1e-40 * tiny(k), out=k), "key"),
+    "subnormal bias": lambda normal: with_bias(normal, lambda b: np.multiply(b, 1e-40 * tiny(b), out=b)),
+    "values -0": lambda normal: with_values(normal, set_to(np.s_[:, ::2], -0.0)),
+    "all values -0": lambda normal: with_values(normal, set_to(..., -0.0), is_causal="upper_left"),
+    "keys -0": lambda normal: with_values(normal, set_to(..., -0.0), "key"),
+    "huge values": lambda normal: with_values(normal, lambda v: np.multiply(v, np.finfo(v.dtype).max / 1e5, out=v)),
+    "values that overflow": lambda normal: with_values(
+        normal, lambda v: np.multiply(v, np.finfo(v.dtype).max / 4, out=v)
+    ),
+    "huge scores": lambda normal: huge(normal, 0.49),
+    "scores that overflow": lambda normal: huge(normal, 0.6),
+    "scores that overflow, masked": lambda normal: huge(normal, 0.6, attn_mask=mask_of(5, 101, 200)),
+    # not numbers
+    "NaN in a masked bias": lambda normal: with_bias(
+        normal, set_to(np.s_[:, 7::9], NAN), attn_mask=np.arange(3 * BLOCK + 20) % 9 != 7
+    ),
+    "NaN in a visible bias": lambda normal: with_bias(normal, set_to(np.s_[::4, 7], NAN)),
+    "NaN in a key": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], NAN), "key", is_causal="upper_left"),
+    "NaN in a query": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], NAN), "query"),
+    "NaN in a value": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], NAN), is_causal="upper_left"),
+    "NaN of another sign": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], -NAN), is_causal="upper_left"),
+    "inf in a value": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], -INF), attn_mask=mask_of(6, 101, 200)),
+    "inf in a key": lambda normal: with_values(normal, set_to(np.s_[:, 60, 3], INF), "key", is_causal="upper_left"),
+}
+
+
+def tiny(a: np.ndarray) -> Any:
+    """1e-40 times this is subnormal in the dtype of `a`."""
+    return a.dtype.type(1.0) if a.dtype == np.float32 else a.dtype.type(1e-270)
+
+
+def build(name: str, dtype: type) -> Call:
+    rng = np.random.default_rng(list(name.encode()))
+    with np.errstate(over="ignore"):
+        return CASES[name](lambda *shape: np.asarray(rng.standard_normal(shape), dtype))
+
+
+@functools.cache
+def yardstick_of(name: str, dtype: type, isa: str) -> cattn.AttentionOutput:
+    return yardstick(build(name, dtype), isa)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_paths_and_tables(name: str, isa: str, dtype: type) -> None:
+    call = build(name, dtype)
+    right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
+    for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK):
+        assert_same_bits(result, right, way)
+
+
+def test_the_cases_are_what_they_say(dtype: type) -> None:
+    """The special numbers of the cases above do get into the results."""
+    nan, zero = np.isnan, lambda a: a == 0
+    for name, field, share, wanted in [
+        ("scores -inf", "out", 15 / 202, nan),
+        ("scores -inf", "lse", 15 / 202, np.isneginf),
+        ("all hidden by -inf", "out", 1, zero),
+        ("all hidden by -inf", "lse", 1, np.isneginf),
+        ("some rows hidden by -inf", "weights", 34 / 101, zero),
+        ("NaN in a masked bias", "out", 0, nan),
+        ("NaN in a visible bias", "out", 26 / 101, nan),
+        ("NaN in a key", "out", 41 / 101, nan),
+        ("NaN in a query", "out", 1 / 101, nan),
+        ("NaN in a value", "out", 41 / 101 / 19, nan),
+        ("all values -0", "out", 1, zero),
+        ("dropout of all", "out", 1, zero),
+    ]:
+        result = getattr(yardstick_of(name, dtype, "scalar"), field)
+        assert wanted(result).mean() >= 0.999 * share, name
+        assert share == 1 or wanted(result).mean() <= 0.5 + share, name
+    values = np.abs(yardstick_of("subnormal values", dtype, "scalar").out)
+    assert 0 < values.max() < np.finfo(dtype).tiny
+    assert np.isnan(yardstick_of("scores that overflow", dtype, "scalar").out).any()
+    for name in ("all finfo.min", "first block finfo.min", "huge values"):
+        assert np.isfinite(yardstick_of(name, dtype, "scalar").out).all(), name
+    least = yardstick_of("all finfo.min", dtype, "scalar")
+    assert (least.weights == least.weights[0, 0, 0]).all(), "they absorb every score"
+    equal = yardstick_of("equal scores", dtype, "scalar")
+    assert (equal.out == equal.out[:, :1]).all()
+
+
+def test_results_never_hold_negative_zero(isa: str, dtype: type, path: str) -> None:
+    for name in ("all values -0", "values -0", "keys -0", "dropout of all", "tiny"):
+        result = (
+            everything(**build(name, dtype)) if path != "tiny" else everything(**first_keys(build(name, dtype), 50))
+        )
+        for field in (result.out, result.weights):
+            assert not np.signbit(field[field == 0]).any(), name
+
+
+def first_keys(call: Call, T_k: int) -> Call:
+    """The call with fewer keys."""
+    shorter = {name: call[name][..., :T_k, :] for name in ("key", "value")}
+    shorter |= {name: call[name][..., :T_k] for name in ("attn_mask", "bias") if name in call}
+    return call | shorter
+
+
+# ---- many keys -----------------------------------------------------------------------------------------------------
+def long_call(T_q: int, dtype: type, **options: Any) -> Call:
+    rng = np.random.default_rng(T_q)
+    T_k = 3 * CHUNK + 250
+    return {
+        "query": rng.standard_normal((2, T_q, 6)).astype(dtype),
+        "key": rng.standard_normal((2, T_k, 6)).astype(dtype),
+        "value": rng.standard_normal((2, T_k, 9)).astype(dtype),
+    } | options
+
+
+LONG: dict[str, tuple[int, dict[str, Any]]] = {
+    "one query": (1, {}),
+    "few queries": (5, {"is_causal": "lower_right"}),
+    "ends in every chunk": (4, {"attn_mask": np.arange(3 * CHUNK + 250) < np.arange(1, 5)[:, None] * CHUNK - 77}),
+    "starts in every chunk": (4, {"attn_mask": np.arange(3 * CHUNK + 250) > np.arange(4)[:, None] * CHUNK + 77}),
+    "only the first chunk": (3, {"attn_mask": np.arange(3 * CHUNK + 250) < CHUNK}),
+    "only the last chunk": (3, {"attn_mask": np.arange(3 * CHUNK + 250) >= 3 * CHUNK}),
+    "first chunk -inf": (3, {"bias": np.where(np.arange(3 * CHUNK + 250) < CHUNK, -INF, 0.0)}),
+    "dropout": (9, {"dropout_p": 0.3, "rng": 3, "is_causal": "upper_left"}),
+    "a tile of queries": (98, {"is_causal": "lower_right", "bias": np.sin(np.arange(3 * CHUNK + 250.0))}),
+    "all causal": (3 * CHUNK + 250, {"is_causal": True}),
+}
+
+
+@functools.cache
+def long_yardstick(name: str, dtype: type, isa: str) -> cattn.AttentionOutput:
+    T_q, options = LONG[name]
+    call = long_call(T_q, dtype, **options)
+    with table("scalar" if in_contract(isa) else isa), forced("rows"), cattn.num_threads(1):
+        if name == "all causal":  # a few rows of it, and no matrix
+            call["query"] = call["query"][:, -300:]
+            call["is_causal"] = "lower_right"
+            return cattn.AttentionOutput(cattn.scaled_dot_product_attention(**call))
+        return everything(**call)
+
+
+@pytest.mark.parametrize("name", [name for name in LONG if name != "all causal"])
+def test_beyond_three_chunks(name: str, isa: str, dtype: type) -> None:
+    T_q, options = LONG[name]
+    call = long_call(T_q, dtype, **options)
+    right = long_yardstick(name, dtype, "scalar" if in_contract(isa) else isa)
+    for way, result in every_way(lambda: everything(**call), tiny=False, threads=(1, 2, 3, 4)):
+        assert_same_bits(result, right, way)
+
+
+@pytest.mark.parametrize("which", ["avx2", "avx512", "gnu512"])
+def test_long_causal_prefill(which: str, dtype: type) -> None:
+    """The last rows of a full pass over more than three chunks, by tiles on two threads."""
+    usable = {entry["name"]: entry["usable"] for entry in cattn.show_config("dicts")["tables"]}
+    if not usable.get(which, False):
+        pytest.skip(f"this machine lacks {which}")
+    T, options = LONG["all causal"]
+    call = long_call(T, dtype, **options)
+    with table(which), forced("tile"), cattn.num_threads(2):
+        out = cattn.scaled_dot_product_attention(**call)
+    assert_same_bits(out[:, -300:].copy(), long_yardstick("all causal", dtype, which).out)
+
+
+# ---- what surrounds a row ------------------------------------------------------------------------------------------
+def heads_call(normal: Normal, dtype: type, **options: Any) -> Call:
+    shapes = {"query": (3, 4, 130, 11), "key": (3, 2, 250, 11), "value": (3, 2, 250, 7)}
+    return {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()} | options
+
+
+def test_threads(isa: str, dtype: type, path: str, threads: int, normal: Normal) -> None:
+    call = heads_call(normal, dtype, is_causal="lower_right", dropout_p=0.2, rng=1)
+    if path == "tiny":
+        call = first_keys(call, BLOCK)
+    result = everything(**call)
+    with cattn.num_threads(1):
+        assert_same_bits(result, everything(**call))
+
+
+def test_batch_and_head_slices(isa: str, dtype: type, causal: bool, normal: Normal) -> None:
+    call = heads_call(normal, dtype, is_causal="lower_right" if causal else False)
+    call["bias"] = normal(3, 4, 130, 250, dtype=dtype)
+    whole = everything(**call)
+    for b in (slice(0, 1), slice(1, 3), slice(2, None, -2)):
+        of_batch = {name: a[b] for name, a in call.items() if name != "is_causal"}
+        for way, result in every_way(lambda of=of_batch: everything(**call | of), tiny=False):
+            assert_same_bits(result, part(whole, b), f"batch {b}, {way}")
+    for h in (slice(0, 2), slice(2, 4), slice(3, 4), slice(1, 2)):
+        group = slice(h.start // 2, h.start // 2 + 1)
+        of_head = {"query": call["query"][:, h], "bias": call["bias"][:, h]}
+        of_head |= {name: call[name][:, group] for name in ("key", "value")}
+        for way, result in every_way(lambda of=of_head: everything(**call | of), tiny=False):
+            assert_same_bits(result, part(whole, np.s_[:, h]), f"heads {h}, {way}")
+    # one sequence alone, two-dimensional
+    alone = {name: call[name][1, 3] for name in ("query", "bias")}
+    alone |= {name: call[name][1, 1] for name in ("key", "value")}
+    assert_same_bits(everything(**call | alone), part(whole, (1, 3)))
+
+
+def test_columns_of_value(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    """Columns of the output do not know of each other."""
+    call = plain(lambda *shape: normal(*shape, dtype=dtype), 20, 150)
+    call["value"] = normal(2, 150, 70, dtype=dtype)
+    whole = cattn.scaled_dot_product_attention(**call)
+    for columns in (slice(0, 1), slice(69, 70), slice(3, 20), slice(17, 69)):
+        one = cattn.scaled_dot_product_attention(**call | {"value": call["value"][..., columns]})
+        assert_same_bits(one, whole[..., columns].copy(), str(columns))
+
+
+def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
+    """Keys behind the last visible one may as well not exist."""
+    call = plain(lambda *shape: normal(*shape, dtype=dtype), 60, 600, dropout_p=0.1, rng=4)
+    for last in (0, 7, 59, 63, 64, 127, 190, 191, 192, 383, 384, 500, 598):
+        # with a causal offset, and with a mask; the last row sees keys 0 .. last
+        causal_call = call | {"is_causal": True, "query_offset": last - 59}
+        mask = np.broadcast_to(np.arange(600) <= last, (60, 600))
+        masked = call | {"attn_mask": mask, "query_offset": last - 59}
+        for longer, shorter in (
+            (causal_call, first_keys(causal_call, last + 1)),
+            (masked, first_keys(masked, last + 1)),
+            (masked, {name: a for name, a in first_keys(masked, last + 1).items() if name != "attn_mask"}),
+        ):
+            right = everything(**longer)
+            assert not right.weights[..., last + 1 :].any()
+            right = right._replace(
+                weights=right.weights[..., : last + 1].copy(), dropout_mask=right.dropout_mask[..., : last + 1].copy()
+            )
+            for way, result in every_way(lambda of=shorter: everything(**of), tiny=last < BLOCK, threads=(2,)):
+                assert_same_bits(result, right, f"{last + 1} keys, {way}")
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.4, "rng": 8}, {"bias": True}], ids=["", "dropout", "bias"])
+def test_query_subsets(isa: str, dtype: type, options: Call, normal: Normal) -> None:
+    """A row of a decoding step has the bits of that row in the full pass."""
+    T = 2 * BLOCK + 16
+    call = {name: normal(2, 3, T, 8, dtype=dtype) for name in ("query", "key", "value")} | {"is_causal": True} | options
+    if "bias" in options:
+        call["bias"] = normal(3, T, T, dtype=dtype)
+    with forced("tile"):
+        prefill = everything(**call)
+    for first, n in ((0, 1), (1, 1), (95, 1), (191, 1), (192, 1), (T - 1, 1), (40, 5), (90, 100), (T - 30, 30)):
+        rows = slice(first, first + n)
+        step = call | {"query": call["query"][..., rows, :], "query_offset": first}
+        if "bias" in options:
+            step["bias"] = call["bias"][:, rows]
+        for way, result in every_way(lambda of=step: everything(**of), tiny=False):
+            assert_same_bits(result, part(prefill, np.s_[:, :, rows]), f"rows {rows}, {way}")
+        # and with no more keys than there were then
+        cached = first_keys(step, first + n)
+        if "bias" in options:
+            cached["bias"] = step["bias"][..., : first + n]
+        assert_same_bits(
+            cattn.causal_attention(**{k: a for k, a in cached.items() if k != "is_causal"}),
+            prefill.out[:, :, rows].copy(),
+        )
+
+
+def test_offsets_per_batch(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    """Each batch entry at an offset of its own has the bits it has alone."""
+    call = {"query": normal(3, 2, 7, 8, dtype=dtype), "key": normal(3, 2, 150, 8, dtype=dtype)}
+    call |= {"value": normal(3, 2, 150, 8, dtype=dtype), "is_causal": True, "query_offset": np.array([3, 143, -4])}
+    whole = everything(**call)
+    for b in range(3):
+        alone = {name: call[name][b : b + 1] for name in ("query", "key", "value")}
+        alone["query_offset"] = int(call["query_offset"][b])
+        assert_same_bits(everything(**call | alone), part(whole, slice(b, b + 1)))
+
+
+def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The same numbers, otherwise in memory."""
+    wide = np.full((*a.shape[:-2], 2 * a.shape[-2] + 1, 3 * a.shape[-1] + 1), 99).astype(a.dtype)
+    for name, view in {
+        "apart": wide[..., 1::2, 1::3],
+        "rows backwards": wide[..., 2::2, 1 : 1 + a.shape[-1]][..., ::-1, :],
+        "backwards": wide[..., : a.shape[-2], : a.shape[-1]][..., ::-1, ::-1],
+        "off by one element": wide[..., 1 : 1 + a.shape[-2], 1 : 1 + a.shape[-1]],
+        "Fortran": np.empty_like(a, order="F"),
+    }.items():
+        view[...] = a
+        yield name, view
+
+
+@pytest.mark.parametrize("T_q", [2, 100])
+def test_strides(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
+    call = plain(lambda *shape: normal(*shape, dtype=dtype), T_q, 192, is_causal="lower_right")
+    call["bias"] = normal(2, T_q, 192, dtype=dtype)
+    for mask in ({}, {"attn_mask": mask_of(5, 2, T_q, 192)}, {"attn_mask": normal(T_q, 192, dtype=dtype)}):
+        call |= mask
+        right = yardstick(call, isa)
+        for names in (["query"], ["key"], ["value"], ["attn_mask"], ["bias"], ["query", "key", "value", "bias"]):
+            if not set(names) <= set(call):
+                continue
+            for views in zip(*(layouts(call[name]) for name in names), strict=True):
+                strided = call | {name: view for name, (_, view) in zip(names, views, strict=True)}
+                for way, result in every_way(lambda of=strided: everything(**of), tiny=False, threads=(1,)):
+                    assert_same_bits(result, right, f"{names} {views[0][0]}, {way}")
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_floating_point_mode(isa: str, dtype: type, mode: str) -> None:
+    """The mode of the caller neither matters nor changes. Scale and dropout factor are not exact: 1/sqrt(11), 1/0.9."""
+    for name in (
+        "plain",
+        "dropout",
+        "tiny",
+        "subnormal values",
+        "one row",
+        "bias and mask",
+        "first block -inf",
+        "scale",
+    ):
+        call = build(name, dtype)
+        right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
+        results = []
+        for path in ("auto", "tile", "rows", "split"):
+            with forced(path), cattn.num_threads(2), floating_point_mode(mode):
+                results.append(
+                    cattn.scaled_dot_product_attention(
+                        **call, need_weights=True, return_lse=True, return_dropout_mask=True
+                    )
+                )
+        for result in results:
+            assert_same_bits(result, right, name)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_floating_point_mode_of_converted_masks(mode: str, normal: Normal) -> None:
+    """A float64 mask is rounded to float32 on the way in."""
+    call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
+    right = everything(**call)
+    with floating_point_mode(mode):
+        result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+    assert_same_bits(result[:3], right[:3])
+
+
+def test_same_call_again(isa: str, dtype: type, path: str) -> None:
+    """Scratch is kept between calls: nothing of the last call may show."""
+    names = ["NaN in a value", "dropout", "scores that overflow", "plain", "all hidden by -inf", "equal scores"]
+    calls = [build(name, dtype) for name in names]
+    if path == "tiny":
+        calls = [first_keys(call, 150) for call in calls]
+    right = [everything(**call) for call in calls]
+    for i in (4, 2, 0, 3, 1, 5, 3, 3):
+        assert_same_bits(everything(**calls[i]), right[i], names[i])
+
+
+# ---- anything ------------------------------------------------------------------------------------------------------
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 1e-30, 1e30, -1e38, 3e38, 90.0, -90.0]
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_anything(isa: str, data: st.DataObject) -> None:
+    """Random shapes, with numbers from all over the line strewn in."""
+    draw = data.draw
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    T_q = draw(st.sampled_from([1, 2, 5, 8, 9, 16, 17, 95, 97, 130]))
+    T_k = draw(st.sampled_from([1, 3, 8, 15, 64, 97, 191, 192, 193, 400, 1540]))
+    D, D_v = draw(st.sampled_from([1, 2, 7, 8, 16, 17, 40])), draw(st.sampled_from([1, 4, 8, 15, 16, 33, 65]))
+
+    def array(*shape: int) -> np.ndarray:
+        a = rng.standard_normal(shape).astype(dtype)
+        if draw(st.booleans()):
+            strewn = rng.random(shape) < draw(st.sampled_from([0.001, 0.1]))
+            a[strewn] = rng.choice(np.array(NUMBERS + [NAN, INF, -INF] * draw(st.booleans()), dtype), strewn.sum())
+        return a
+
+    call: Call = {"query": array(2, T_q, D), "key": array(2, T_k, D), "value": array(2, T_k, D_v)}
+    if draw(st.booleans()):
+        call["attn_mask"] = rng.random((T_q, T_k)) < draw(st.sampled_from([0.1, 0.9]))
+    if draw(st.booleans()):
+        call["bias"] = array(2, T_q, T_k) if draw(st.booleans()) else array(T_k)
+    call["is_causal"] = draw(st.sampled_from([False, "upper_left", "lower_right"]))
+    if draw(st.booleans()):
+        call |= {"dropout_p": draw(st.floats(0, 1)), "rng": draw(st.integers(0, 2**64 - 1))}
+    right = yardstick(call, isa)
+    for way, result in every_way(lambda: everything(**call), tiny=False):
+        assert_same_bits(result, right, way)

@@ -1,0 +1,278 @@
+"""The cache: what it holds, what it refuses, and that decoding through it has the bits of one pass."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from support import assert_same_bits
+
+Normal = Callable[..., np.ndarray]
+
+
+def make(normal: Normal, batch: tuple[int, ...] = (2,), heads: int = 3, filled: int = 4, **kw: Any) -> cattn.KVCache:
+    cache = cattn.KVCache(batch, heads, 10, 8, 5, **kw)
+    cache.append(*tokens(normal, cache, filled))
+    return cache
+
+
+def tokens(normal: Normal, cache: cattn.KVCache, count: int, dtype: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    rows = (*cache.batch_shape, cache.num_kv_heads, count)
+    dtype = dtype or cache.dtype
+    return normal(*rows, cache.head_dim, dtype=dtype), normal(*rows, cache.v_head_dim, dtype=dtype)
+
+
+# ---- what it holds ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0,)])
+def test_views_are_what_was_appended(batch: tuple[int, ...], dtype: type, normal: Normal) -> None:
+    cache = cattn.KVCache(batch, 3, 10, 8, 5, dtype)
+    parts = [tokens(normal, cache, count) for count in (1, 4, 0, 2)]
+    for key, value in parts:
+        assert cache.append(key, value) is None
+    assert_same_bits(cache.k, np.concatenate([key for key, _ in parts], axis=-2))
+    assert_same_bits(cache.v, np.concatenate([value for _, value in parts], axis=-2))
+    assert cache.k.dtype == cache.v.dtype == dtype
+    np.testing.assert_array_equal(cache.lengths, np.full(batch, 7))
+    assert cache.lengths.dtype == np.int64
+    assert cache.k.base is not None
+    assert cache.nbytes == np.prod((*batch, 3, 10, 13)) * np.dtype(dtype).itemsize
+
+
+def test_nothing_is_copied_or_moved(normal: Normal) -> None:
+    cache = make(normal)
+    before = cache.k
+    address = before.ctypes.data
+    cache.append(*tokens(normal, cache, 3))
+    assert cache.k.ctypes.data == address
+    assert np.shares_memory(cache.k, before)
+    assert before.shape[-2] == 4
+
+
+def test_lengths_are_a_copy(normal: Normal) -> None:
+    cache = make(normal)
+    cache.lengths[:] = 99
+    assert cache.lengths.tolist() == [4, 4]
+
+
+def test_batch_shape_may_be_an_int() -> None:
+    assert cattn.KVCache(2, 1, 4, 8).batch_shape == (2,)
+    assert cattn.KVCache(np.int64(2), 1, 4, 8).batch_shape == (2,)
+    assert cattn.KVCache([2, 3], 1, 4, 8).batch_shape == (2, 3)
+
+
+def test_strided_views_go_in(normal: Normal) -> None:
+    cache = cattn.KVCache(2, 3, 10, 8)
+    projected = normal(2, 4, 3, 8)  # (B, T, H, D), as a projection leaves it
+    cache.append(projected.swapaxes(1, 2), projected[..., ::-1].swapaxes(1, 2))
+    assert_same_bits(cache.k, projected.swapaxes(1, 2))
+    assert_same_bits(cache.v, projected[..., ::-1].swapaxes(1, 2))
+
+
+def test_it_may_be_fed_with_itself(normal: Normal) -> None:
+    cache = make(normal)
+    expected = np.concatenate([cache.k, cache.k[..., 1:4, :]], axis=-2)
+    cache.append(cache.k[..., 1:4, :], cache.v[..., 1:4, :])
+    assert_same_bits(cache.k, expected)
+
+
+def test_a_wider_cache_takes_float32(normal: Normal) -> None:
+    cache = cattn.KVCache((), 1, 4, 8, dtype=np.float64)
+    key, value = tokens(normal, cache, 2, np.float32)
+    cache.append(key, value)
+    assert_same_bits(cache.k, key.astype(np.float64))
+
+
+# ---- forgetting ------------------------------------------------------------------------------------------------------
+def test_truncate_and_reset(normal: Normal) -> None:
+    cache = make(normal)
+    first = cache.k[..., :2, :].copy()
+    cache.truncate(4)
+    cache.truncate(2)
+    assert cache.lengths.tolist() == [2, 2]
+    assert_same_bits(cache.k, first)
+    new = tokens(normal, cache, 8)
+    cache.append(*new)
+    assert_same_bits(cache.k, np.concatenate([first, new[0]], axis=-2))
+    cache.reset()
+    assert cache.k.shape == (2, 3, 0, 8)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_lengths_may_differ(normal: Normal) -> None:
+    cache = make(normal, (3,), filled=5)
+    kept = cache.k.copy()
+    cache.truncate([5, 2, 0])
+    assert cache.lengths.tolist() == [5, 2, 0]
+    assert cache.k.shape[-2] == 5
+    np.testing.assert_array_equal(cache.query_offset(), [5, 2, 0])
+    key, value = tokens(normal, cache, 2)
+    cache.append(key, value)
+    assert cache.lengths.tolist() == [7, 4, 2]
+    for row, length in enumerate((5, 2, 0)):
+        assert_same_bits(cache.k[row, :, : length + 2], np.concatenate([kept[row, :, :length], key[row]], axis=-2))
+        assert_same_bits(cache.v[row, :, length : length + 2], value[row])
+    cache.truncate(3)  # no sequence keeps more
+    assert cache.lengths.tolist() == [3, 3, 2]
+    cache.truncate([2, 2, 2])
+    assert cache.query_offset() == 2
+
+
+def test_copies_are_independent(normal: Normal) -> None:
+    for twin_of in (copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))):
+        cache = make(normal, (3,))
+        cache.truncate([4, 1, 0])
+        twin = twin_of(cache)
+        assert repr(twin) == repr(cache)
+        assert_same_bits(twin.k, cache.k)
+        before = cache.k.copy()
+        twin.append(*tokens(normal, cache, 2))
+        twin.k[...] = 0
+        assert_same_bits(cache.k, before)
+        assert cache.lengths.tolist() == [4, 1, 0]
+
+
+def test_a_pickle_holds_what_is_filled(normal: Normal) -> None:
+    cache = cattn.KVCache((), 2, 100_000, 8)
+    cache.append(*tokens(normal, cache, 3))
+    assert len(pickle.dumps(cache)) < 2000
+
+
+def test_repr() -> None:
+    assert repr(cattn.KVCache(2, 3, 10, 8)) == (
+        "KVCache((2,), num_kv_heads=3, max_len=10, head_dim=8, dtype=float32, lengths=0)"
+    )
+    assert "v_head_dim=5, dtype=float64" in repr(cattn.KVCache((), 3, 10, 8, 5, "float64"))
+
+
+# ---- what it refuses, before anything is written ---------------------------------------------------------------------
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+REFUSED = {
+    "full": (zeros(2, 3, 7, 8), zeros(2, 3, 7, 5), ValueError, "full: it has 4 of max_len=10 tokens, 7 more"),
+    "batch": (zeros(1, 3, 2, 8), zeros(1, 3, 2, 5), ValueError, r"key has shape .* takes \(2, 3, T, 8\)"),
+    "heads": (zeros(2, 2, 2, 8), zeros(2, 2, 2, 5), ValueError, "key has shape"),
+    "head_dim": (zeros(2, 3, 2, 9), zeros(2, 3, 2, 5), ValueError, "key has shape"),
+    "v_head_dim": (zeros(2, 3, 2, 8), zeros(2, 3, 2, 8), ValueError, r"value has shape .* takes \(2, 3, T, 5\)"),
+    "ndim": (zeros(3, 2, 8), zeros(3, 2, 5), ValueError, "key has shape"),
+    "tokens": (zeros(2, 3, 2, 8), zeros(2, 3, 1, 5), ValueError, "value has 1 tokens, key has 2"),
+    "key wider": (zeros(2, 3, 2, 8, dtype="d"), zeros(2, 3, 2, 5), TypeError, "key has dtype float64.*astype"),
+    "value wider": (zeros(2, 3, 2, 8), zeros(2, 3, 2, 5, dtype="d"), TypeError, "value has dtype float64"),
+    "integers": (zeros(2, 3, 2, 8, dtype=int), zeros(2, 3, 2, 5), TypeError, "key has dtype float64"),
+    "complex": (zeros(2, 3, 2, 8), zeros(2, 3, 2, 5, dtype="F"), TypeError, "value has dtype complex64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_refused(case: str, ragged: bool, normal: Normal) -> None:
+    key, value, error, message = REFUSED[case]
+    cache = make(normal)
+    if ragged:
+        cache.truncate([4, 1])
+    before = cache._k.copy(), cache._v.copy(), cache.lengths
+    with pytest.raises(error, match=message):
+        cache.append(key, value)
+    assert_same_bits(cache._k, before[0])
+    assert_same_bits(cache._v, before[1])
+    np.testing.assert_array_equal(cache.lengths, before[2])
+
+
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [
+        (5, ValueError, "between 0 and the lengths, 4; got 5"),
+        (-1, ValueError, "between 0"),
+        ([4, 5], ValueError, "got"),
+        ([1, 1, 1], ValueError, "does not broadcast"),
+        (1.0, TypeError, "dtype float64"),
+        (True, TypeError, "dtype bool"),
+    ],
+)
+def test_truncate_refuses(n: Any, error: type[Exception], message: str, normal: Normal) -> None:
+    cache = make(normal)
+    with pytest.raises(error, match=message):
+        cache.truncate(n)
+    assert cache.lengths.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((-1, 1, 4, 8), ValueError, "batch_shape must be at least 0"),
+        ((2.0, 1, 4, 8), TypeError, "batch_shape must be an int, got float"),
+        ((2, 0, 4, 8), ValueError, "num_kv_heads must be at least 1"),
+        ((2, 1, -4, 8), ValueError, "max_len"),
+        ((2, 1, True, 8), TypeError, "max_len must be an int, got bool"),
+        ((2, 1, 4, 8, None, "float16"), TypeError, "dtype must be float32 or float64, got float16"),
+    ],
+)
+def test_sizes_are_checked(args: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cattn.KVCache(*args)
+
+
+# ---- attention over it -----------------------------------------------------------------------------------------------
+def test_step_by_step_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
+    q, k, v = normal(2, 4, 30, 8, dtype=dtype), normal(2, 2, 30, 8, dtype=dtype), normal(2, 2, 30, 6, dtype=dtype)
+    full = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)
+    cache = cattn.KVCache(2, 2, 30, 8, 6, dtype)
+    start = 0
+    for count in (1, 1, 5, 1, 0, 20, 1, 1):
+        now = slice(start, start + count)
+        cache.append(k[:, :, now], v[:, :, now])
+        step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, need_weights=True, return_lse=True)
+        assert_same_bits(step.out, full.out[:, :, now])
+        assert_same_bits(step.lse, full.lse[:, :, now])
+        assert_same_bits(step.weights, full.weights[:, :, now, : start + count])
+        start += count
+    assert start == 30
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_beyond_three_key_chunks(dtype: type, n_threads: int, normal: Normal) -> None:
+    total = 3 * cattn._cattn._chunk_keys() + 40  # 4648
+    q, k, v = normal(2, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype)
+    full = cattn.causal_attention(q, k, v, enable_gqa=True)
+    cache = cattn.KVCache((), 1, total, 8, dtype=dtype)
+    step = np.empty_like(full)
+    with cattn.num_threads(n_threads):
+        for t in range(total):
+            cache.append(k[:, t : t + 1], v[:, t : t + 1])
+            step[:, t : t + 1] = cattn.causal_attention(q[:, t : t + 1], cache.k, cache.v, enable_gqa=True)
+    assert_same_bits(step, full)
+
+
+def test_sequences_of_different_lengths(normal: Normal) -> None:
+    """Prompts padded to one length, cut to their own, then decoded together: as each alone."""
+    lengths = [7, 3, 5]
+    q, k, v = (normal(3, 2, 12, 8) for _ in range(3))
+    cache = cattn.KVCache(3, 2, 12, 8)
+    cache.append(k[:, :, :7], v[:, :, :7])
+    cache.truncate(lengths)
+    for step in range(4):
+        rows = [(b, slice(None), slice(n + step, n + step + 1)) for b, n in enumerate(lengths)]
+        new_q, new_k, new_v = (np.stack([a[row] for row in rows]) for a in (q, k, v))
+        offset = cache.query_offset()
+        cache.append(new_k, new_v)
+        out = cattn.causal_attention(new_q, cache.k, cache.v, query_offset=offset)
+        np.testing.assert_array_equal(offset, cache.lengths - 1)
+        for b, row in enumerate(rows):
+            n = lengths[b] + step + 1
+            assert_same_bits(out[b], cattn.causal_attention(q[row], k[b, :, :n], v[b, :, :n], enable_gqa=True))
+
+
+def test_dropout_knows_the_positions(normal: Normal) -> None:
+    q, k, v = (normal(2, 3, 9, 8) for _ in range(3))
+    full = cattn.causal_attention(q, k, v, dropout_p=0.4, rng=5)
+    cache = cattn.KVCache(2, 3, 9, 8)
+    for t in range(9):
+        now = slice(t, t + 1)
+        cache.append(k[:, :, now], v[:, :, now])
+        step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, dropout_p=0.4, rng=5)
+        assert_same_bits(step, full[:, :, now])

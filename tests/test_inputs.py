@@ -1,0 +1,499 @@
+"""What may go in: array-likes of every kind, any layout, mixed dtypes, empty arrays; and that none of it is changed."""
+
+import array
+import decimal
+import fractions
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import _arrays, reference
+from support import PATHS, assert_same_bits, forced
+
+Normal = Callable[..., np.ndarray]
+INF, NAN = np.inf, np.nan
+EXTRAS: dict[str, Any] = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+
+
+# ---- every function, with every input it has -----------------------------------------------------------------------
+def calls(rng: np.random.Generator, dtype: Any = np.float32) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Name -> function and arguments; those that are arrays may be replaced by what holds the same numbers."""
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    attention = {
+        "query": normal(2, 4, 5, 8),
+        "key": normal(2, 2, 7, 8),
+        "value": normal(2, 2, 7, 3),
+        "attn_mask": rng.random((2, 1, 5, 7)) < 0.7,
+        "bias": normal(4, 5, 7),
+        "query_offset": np.array([1, -2]),
+    }
+    drop = {"dropout_p": 0.3, "rng": 7}
+    floating = {**attention, "attn_mask": normal(5, 7)}
+    weights = {name: x for name, x in floating.items() if name != "value"}
+    scores = {"scores": normal(2, 5, 7), "mask": rng.random((2, 5, 1)) < 0.8, "query_offset": np.array([3, 0])}
+    return {
+        "attention": (cattn.scaled_dot_product_attention, {**attention, **EXTRAS, **drop, "is_causal": "upper_left"}),
+        "attention, float mask": (cattn.scaled_dot_product_attention, floating),
+        "causal": (cattn.causal_attention, {**floating, "dropout_p": 1.0}),
+        "weights": (cattn.attention_weights, {**weights, "is_causal": True}),
+        "softmax": (cattn.softmax, {"x": normal(5, 7), "where": rng.random(7) < 0.7}),
+        "softmax, axes": (cattn.softmax, {"x": normal(5, 7, 2), "where": rng.random((7, 1)) < 0.7, "axis": (0, 2)}),
+        "masked_softmax": (cattn.masked_softmax, {**scores, "is_causal": True}),
+        "renormalize": (cattn.masked_softmax, {**scores, "method": "renormalize"}),
+        "dropout": (cattn.dropout, {"x": normal(3, 50), "rng": 3, "return_mask": True}),
+        "no dropout": (cattn.dropout, {"x": normal(3, 50), "training": False}),
+    }
+
+
+CALLS = list(calls(np.random.default_rng(0)))
+
+
+def run(call: tuple[Callable[..., Any], dict[str, Any]], change: Callable[[np.ndarray], Any] | None = None) -> Any:
+    function, arguments = call
+    if change is not None:
+        arguments = {n: change(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    return function(**arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inputs_are_not_modified(name: str, isa: str, dtype: Any, rng: np.random.Generator) -> None:
+    """Whole buffers are compared, so that what lies between the elements of a view counts too."""
+    buffers = []
+
+    def hold(x: np.ndarray) -> np.ndarray:
+        buffer = rng.integers(0, 2, (*x.shape[:-1], 2 * x.shape[-1] + 3)).astype(x.dtype)
+        view = buffer[..., 1:-1:2][..., : x.shape[-1]]
+        view[...] = x
+        buffers.append((buffer, buffer.tobytes()))
+        return view
+
+    run(calls(rng, dtype)[name], hold)
+    assert buffers
+    for buffer, before in buffers:
+        assert buffer.tobytes() == before
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_path_modifies_inputs(path: str, rng: np.random.Generator) -> None:
+    function, arguments = calls(rng)["attention"]
+    arguments = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    arguments["key"][:, :, 3] = NAN
+    arguments["value"][:, :, 2] = INF
+    before = {n: x.tobytes() for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    with forced(path):
+        function(**arguments)
+    assert {n: x.tobytes() for n, x in arguments.items() if isinstance(x, np.ndarray)} == before
+
+
+# ---- other containers of the same numbers --------------------------------------------------------------------------
+class OnlyArray:
+    """Has __array__ and nothing else."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self._x = x
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self._x if dtype is None else self._x.astype(dtype)
+
+
+class OnlyInterface:
+    def __init__(self, x: np.ndarray) -> None:
+        self._x = x
+        self.__array_interface__ = x.__array_interface__
+
+
+class OnlyDLPack:
+    """Has the two methods of the DLPack protocol and nothing else."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self._x.__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> Any:
+        return self._x.__dlpack_device__()
+
+
+class Subclass(np.ndarray):
+    """Breaks whatever is computed with it."""
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("no ufunc may run on a subclass")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a subclass may index as it likes")
+
+
+def as_subclass(x: np.ndarray) -> Any:
+    return x.view(Subclass)
+
+
+def structured_field(x: np.ndarray) -> np.ndarray:
+    """A field of packed records: misaligned, with strides that are no whole elements."""
+    records = np.zeros(x.shape, [("flag", "u1"), ("x", x.dtype), ("pad", "u2")])
+    records["x"] = x
+    return records["x"]
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    memory = np.zeros(x.nbytes + 1, np.uint8)[1:]
+    view = memory.view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def reversed_view(x: np.ndarray) -> np.ndarray:
+    every = (slice(None, None, -1),) * x.ndim
+    return np.ascontiguousarray(x[every])[every]
+
+
+def spaced(x: np.ndarray) -> np.ndarray:
+    wide = np.zeros([3 * n for n in x.shape], x.dtype)
+    view = wide[(slice(1, None, 3),) * x.ndim]
+    view[...] = x
+    return view
+
+
+def swapped_axes(x: np.ndarray) -> np.ndarray:
+    return x if x.ndim < 2 else np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)
+
+
+def torch_tensor(x: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(x.copy())
+
+
+LAYOUTS = [np.asfortranarray, misaligned, read_only, reversed_view, spaced, swapped_axes, structured_field]
+CONTAINERS = [memoryview, OnlyArray, OnlyInterface, OnlyDLPack, as_subclass, torch_tensor]
+CONTAINERS += [lambda x: x.astype(x.dtype.newbyteorder()), lambda x: OnlyDLPack(torch_tensor(x))]
+KINDS = [*LAYOUTS, *CONTAINERS]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: Any, rng: np.random.Generator) -> None:
+    call = calls(rng, dtype)[name]
+    expected = run(call)
+    result = run(call, kind)
+    assert_same_bits(result, expected)
+    assert all(type(x) is np.ndarray for x in (result if isinstance(result, tuple) else [result])[:2])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lists_are_float64(name: str, rng: np.random.Generator) -> None:
+    call = calls(rng, np.float64)[name]
+    assert_same_bits(run(call, lambda x: x.tolist()), run(call))
+    assert_same_bits(run(call, lambda x: tuple(x.tolist())), run(call))
+
+
+@pytest.mark.parametrize("kind", [bool, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_integers_and_booleans_are_float64(kind: Any, rng: np.random.Generator) -> None:
+    x = rng.integers(0, 2, (4, 3)).astype(kind)
+    wide = x.astype(np.float64)
+    assert_same_bits(cattn.causal_attention(x, x, x), cattn.causal_attention(wide, wide, wide))
+    assert_same_bits(cattn.softmax(x), cattn.softmax(wide))
+    assert_same_bits(cattn.masked_softmax(x), cattn.masked_softmax(wide))
+    assert_same_bits(cattn.dropout(x, rng=1), cattn.dropout(wide, rng=1))
+    assert_same_bits(cattn.softmax(x.tolist()), cattn.softmax(wide))
+
+
+def test_one_dimensional_containers(rng: np.random.Generator) -> None:
+    numbers = rng.standard_normal(6)
+    for other in (array.array("d", numbers), memoryview(numbers), numbers.tolist(), tuple(numbers)):
+        assert_same_bits(cattn.softmax(other), cattn.softmax(numbers))
+        assert_same_bits(cattn.dropout(other, rng=1), cattn.dropout(numbers, rng=1))
+    single = numbers.astype(np.float32)
+    assert_same_bits(cattn.softmax(array.array("f", single)), cattn.softmax(single))
+    assert_same_bits(cattn.softmax(bytearray(b"\0\1\2")), cattn.softmax([0, 1, 2]))
+    keep = numbers > 0
+    assert_same_bits(cattn.softmax(numbers, where=memoryview(keep)), cattn.softmax(numbers, where=keep))
+    with pytest.warns(PendingDeprecationWarning):
+        matrix = np.matrix(numbers.reshape(2, 3))
+    result = cattn.causal_attention(matrix, matrix, matrix)
+    assert type(result) is np.ndarray
+    assert_same_bits(result, cattn.causal_attention(*[numbers.reshape(2, 3)] * 3))
+
+
+def test_memory_maps(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((20, 6)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert isinstance(mapped, np.memmap)
+    result = cattn.causal_attention(mapped, mapped, mapped)
+    assert type(result) is np.ndarray
+    assert_same_bits(result, cattn.causal_attention(x, x, x))
+
+
+def test_broadcast_arrays_are_as_good_as_copies(dtype: Any, normal: Normal) -> None:
+    q, k, v = normal(1, 3, 1, 8, dtype=dtype), normal(1, 1, 8, dtype=dtype), normal(7, 1, dtype=dtype)
+    mask, bias = normal(5, 1) > 0, normal(1, 7, dtype=dtype)
+    views = [np.broadcast_to(x, s) for x, s in ((q, (2, 3, 5, 8)), (k, (2, 3, 7, 8)), (v, (2, 3, 7, 4)))]
+    masks = [np.broadcast_to(x, (2, 3, 5, 7)) for x in (mask, bias)]
+    result = cattn.causal_attention(*views, masks[0], bias=masks[1], **EXTRAS)
+    copies = [x.copy() for x in views]
+    assert_same_bits(result, cattn.causal_attention(*copies, masks[0].copy(), bias=masks[1].copy(), **EXTRAS))
+    assert_same_bits(cattn.softmax(views[0], 2), cattn.softmax(copies[0], 2))
+    assert_same_bits(cattn.softmax(views[0], (1, 2)), cattn.softmax(copies[0], (1, 2)))
+    assert_same_bits(cattn.dropout(views[0], rng=1), cattn.dropout(copies[0], rng=1))
+
+
+def test_sliding_windows_overlap_themselves(dtype: Any, normal: Normal) -> None:
+    windows = np.lib.stride_tricks.sliding_window_view(normal(40, dtype=dtype), 8)
+    copy = windows.copy()
+    assert_same_bits(cattn.causal_attention(windows, windows, windows), cattn.causal_attention(copy, copy, copy))
+
+
+# ---- no copies -----------------------------------------------------------------------------------------------------
+def test_what_fits_is_used_as_it_is(dtype: Any) -> None:
+    import torch
+
+    x = np.arange(12.0, dtype=dtype).reshape(3, 4)
+    tensor = torch.from_numpy(x)
+    mapping = [x, x.T, x[::-1], x[:, ::2], np.broadcast_to(x, (5, 3, 4)), as_subclass(x), OnlyArray(x), memoryview(x)]
+    for y in [*mapping, OnlyInterface(x), OnlyDLPack(x), tensor, tensor.t(), tensor[1:, ::3], OnlyDLPack(tensor)]:
+        assert np.shares_memory(_arrays.as_array(y, "x"), x)
+    mask = x > 3
+    for y in (mask, mask.T, torch.from_numpy(mask), OnlyDLPack(mask)):
+        assert np.shares_memory(_arrays.as_mask(y, "attn_mask", "f"), mask)
+        assert np.shares_memory(_arrays.as_bool(y, "where", ""), mask)
+    assert np.shares_memory(_arrays.as_bias(tensor, "bias", x.dtype.char), x)
+
+
+def test_torch_tensors_everywhere(rng: np.random.Generator) -> None:
+    import torch
+
+    call = calls(rng)["attention"]
+    tensors = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in call[1].items()}
+    assert_same_bits(call[0](**tensors), run(call))
+    turned = torch.from_numpy(np.ascontiguousarray(call[1]["query"].swapaxes(1, 2))).transpose(1, 2)
+    assert_same_bits(call[0](**{**tensors, "query": turned}), run(call))
+
+
+# ---- dtypes --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kinds", list(itertools.product([np.float32, np.float64, np.int32], repeat=3)))
+def test_mixed_dtypes_promote(kinds: tuple[Any, Any, Any], rng: np.random.Generator) -> None:
+    q, k, v = (rng.integers(-3, 4, (5, 4)).astype(kind) for kind in kinds)
+    result = cattn.causal_attention(q, k, v)
+    common = np.float32 if set(kinds) == {np.float32} else np.float64
+    assert result.dtype == common
+    assert_same_bits(result, cattn.causal_attention(*(x.astype(common) for x in (q, k, v))))
+    weights = cattn.attention_weights(q, k)
+    assert weights.dtype == (np.float32 if set(kinds[:2]) == {np.float32} else np.float64)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, ">f8", "<f2", ">f4"])
+def test_additive_masks_take_the_dtype_of_the_computation(kind: Any, dtype: Any, normal: Normal) -> None:
+    q = normal(5, 4, dtype=dtype)
+    mask = normal(5, 5, dtype=kind)
+    mask[2] = -INF
+    expected = cattn.scaled_dot_product_attention(q, q, q, mask.astype(dtype))
+    assert expected.dtype == dtype
+    assert_same_bits(cattn.scaled_dot_product_attention(q, q, q, mask), expected)
+    assert_same_bits(cattn.scaled_dot_product_attention(q, q, q, bias=mask), expected)
+    broadcast = np.broadcast_to(mask[:1], (5, 5))
+    full = broadcast.astype(dtype)
+    call = functools.partial(cattn.scaled_dot_product_attention, q, q, q)
+    assert_same_bits(call(broadcast), call(full))
+
+
+@pytest.mark.parametrize("argument", ["attn_mask", "bias"])
+def test_a_finite_mask_stays_finite(argument: str, normal: Normal) -> None:
+    """finfo(float64).min does not hide a key from a float32 query; -inf does, and NaN stays NaN."""
+    q = normal(4, 4)
+    low = np.finfo(np.float64).min
+    single = np.finfo(np.float32).min
+    mask = np.zeros((4, 4))
+    mask[0], mask[1, :2], mask[2], mask[3, 1] = low, low, -INF, NAN
+    as_single = np.where(mask == low, single, mask).astype(np.float32)
+    result = cattn.scaled_dot_product_attention(q, q, q, **EXTRAS, **{argument: mask})
+    expected = cattn.scaled_dot_product_attention(q, q, q, **EXTRAS, **{argument: as_single})
+    assert_same_bits(result, expected)
+    assert np.isfinite(result.out[:2]).all()
+    assert (result.weights[0] > 0).all(), "a row of nothing but finfo.min is an ordinary row"
+    assert (result.out[2] == 0).all()
+    assert np.isnan(result.out[3]).all()
+    high = np.full((4, 4), -low)
+    assert not np.isnan(cattn.scaled_dot_product_attention(q, q, q, **{argument: high})).any()
+
+
+SIGNALLING = np.array([0x7FA00000], np.uint32).view(np.float32)[0]  # a NaN whose conversion raises "invalid"
+
+
+@pytest.mark.parametrize("value", [1e-50, 1e-320, 1e300, NAN, INF])
+def test_conversions_of_masks_raise_no_floating_point_errors(value: float, normal: Normal) -> None:
+    q, mask = normal(4, 4), np.full((4, 4), -value)
+    with np.errstate(all="raise"):
+        cattn.scaled_dot_product_attention(q, q, q, mask)
+        cattn.scaled_dot_product_attention(q, q, q, bias=mask)
+
+
+@pytest.mark.parametrize("value", [1e-40, SIGNALLING, NAN, INF, 0.0])
+def test_promotion_raises_no_floating_point_errors(value: Any, normal: Normal) -> None:
+    single, double = np.full((4, 4), value, np.float32), normal(4, 4, dtype=np.float64)
+    with np.errstate(all="raise"):
+        cattn.scaled_dot_product_attention(single, double, double)
+        cattn.scaled_dot_product_attention(double, double, single)
+
+
+def test_numbers_of_many_kinds(normal: Normal) -> None:
+    q, x = normal(5, 4), normal(3, 5, 4)
+    call, batch = functools.partial(cattn.causal_attention, q, q, q), functools.partial(cattn.causal_attention, x, x, x)
+    half = call(scale=0.5, dropout_p=0.5, rng=3)
+    for real in (np.float16, np.float32, np.float64, np.longdouble, np.array, decimal.Decimal, fractions.Fraction):
+        assert_same_bits(call(scale=real(0.5), dropout_p=real(0.5), rng=3), half)
+        assert_same_bits(cattn.dropout(q, real(0.5), rng=3), cattn.dropout(q, 0.5, rng=3))
+        assert_same_bits(cattn.softmax(q, scale=real(0.5)), cattn.softmax(q, scale=0.5))
+    assert_same_bits(call(scale=np.int8(-2)), call(scale=-2.0))
+    for whole in (np.int8, np.uint64, np.array):
+        assert_same_bits(cattn.softmax(q, whole(0)), cattn.softmax(q, 0))
+        assert_same_bits(call(dropout_p=0.5, rng=whole(3)), call(dropout_p=0.5, rng=3))
+        assert_same_bits(call(query_offset=whole(3)), call(query_offset=3))
+        assert cattn.causal_mask(whole(2), whole(3)).shape == (2, 3)
+    for offset in ([0, 1, 2], (0, 1, 2), np.array([0, 1, 2], np.uint8), np.array([0, 1, 2], ">i8"), range(3)):
+        assert_same_bits(batch(query_offset=offset), batch(query_offset=np.arange(3)))
+
+
+def test_truth_values_of_many_kinds(normal: Normal) -> None:
+    q = normal(5, 4)
+    causal = cattn.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for true in (np.True_, "upper_left", np.str_("upper_left"), "".join(["upper", "_left"])):
+        assert_same_bits(cattn.scaled_dot_product_attention(q, q, q, is_causal=true), causal)
+    for flag in (np.True_, 1, "yes"):
+        assert isinstance(cattn.causal_attention(q, q, q, return_lse=flag), cattn.AttentionOutput)
+    assert isinstance(cattn.causal_attention(q, q, q, return_lse=0), np.ndarray)
+
+
+# ---- empty dimensions ----------------------------------------------------------------------------------------------
+EMPTY = ["B", "H", "T_q", "T_k", "head_dim", "d_v", "B T_q", "T_q T_k", "head_dim d_v", "T_k d_v"]
+OPTIONS = [{}, {"is_causal": "lower_right"}, {"attn_mask": True}, {"bias": 0.5, "dropout_p": 0.5, "rng": 3}]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("extra", OPTIONS)
+def test_empty_dimensions_of_attention(empty: str, path: str, extra: dict[str, Any], dtype: Any) -> None:
+    sizes = {"B": 2, "H": 3, "T_q": 4, "T_k": 5, "head_dim": 6, "d_v": 7} | dict.fromkeys(empty.split(), 0)
+    B, H, T_q, T_k, D, D_v = sizes.values()
+    q, k, v = np.ones((B, H, T_q, D), dtype), np.ones((B, H, T_k, D), dtype), np.ones((B, H, T_k, D_v), dtype)
+    with forced(path):
+        result = cattn.scaled_dot_product_attention(q, k, v, **extra, **EXTRAS)
+    expected = reference.scaled_dot_product_attention(q, k, v, **extra, **EXTRAS)
+    for name, a, b in zip(result._fields, result[:4], expected[:4], strict=False):
+        assert a.shape == b.shape, name
+        assert a.dtype == (bool if name == "dropout_mask" else dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(cattn.attention_weights(q, k), reference.attention_weights(q, k), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3), (0, 0)])
+def test_empty_dimensions_of_softmax_and_dropout(shape: tuple[int, ...], dtype: Any) -> None:
+    x = np.ones(shape, dtype)
+    for axis in (*range(-len(shape), len(shape)), None, tuple(range(len(shape)))):
+        result = cattn.softmax(x, axis)
+        assert (result.shape, result.dtype) == (shape, dtype)
+        assert cattn.softmax(x, axis, where=x > 0, out=np.ones(shape, dtype)).shape == shape
+    assert cattn.masked_softmax(x, x > 0).shape == shape
+    assert cattn.masked_softmax(x, method="renormalize").shape == shape
+    for result in (*cattn.dropout(x, return_mask=True), cattn.dropout(x, 0.0), cattn.dropout(x, 1.0)):
+        assert result.shape == shape
+
+
+def test_empty_masks() -> None:
+    assert cattn.causal_mask(0).shape == (0, 0)
+    assert cattn.causal_mask(0, 3).shape == (0, 3)
+    assert cattn.causal_mask(3, 0).shape == (3, 0)
+    assert cattn.causal_attention(*[np.ones((0, 3, 2))] * 3, query_offset=[]).shape == (0, 3, 2)
+    assert cattn.causal_attention(*[np.ones((0, 3, 2))] * 3, query_offset=np.zeros(0)).shape == (0, 3, 2)
+
+
+def test_zero_dimensions() -> None:
+    for axis in (-1, 0, None):
+        result = cattn.softmax(np.float32(3), axis)
+        assert (type(result), result.shape, result.dtype, result[()]) == (np.ndarray, (), np.float32, 1)
+    assert cattn.softmax(3) == 1
+    assert cattn.softmax(3.0, where=False) == 0
+    assert np.isnan(cattn.softmax(-INF))
+    assert cattn.dropout(3.0, 0.0) == 3
+    assert cattn.dropout(3.0, 1.0).shape == ()
+    assert cattn.dropout(np.array(3.0), rng=1) in (0, 6)
+
+
+# ---- warnings ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def warned() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+CAUSAL_CALLS: dict[str, Callable[..., Any]] = {
+    "attention": lambda q, k, **c: cattn.scaled_dot_product_attention(np.ones((q, 2)), *[np.ones((k, 2))] * 2, **c),
+    "weights": lambda q, k, **c: cattn.attention_weights(np.ones((q, 2)), np.ones((k, 2)), **c),
+    "masked_softmax": lambda q, k, **c: cattn.masked_softmax(np.ones((q, k)), **c),
+    "causal_mask": lambda q, k, **c: cattn.causal_mask(q, k, **c),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL_CALLS)
+def test_the_alignment_warning(name: str, warned: list[warnings.WarningMessage]) -> None:
+    call = CAUSAL_CALLS[name]
+    for is_causal in (False, np.False_, "upper_left", "lower_right"):
+        call(2, 3, is_causal=is_causal)
+    call(3, 3, is_causal=True)
+    call(2, 3, is_causal=True, query_offset=0)
+    call(2, 3, is_causal=True, query_offset=1)
+    assert warned == []
+    for n, is_causal in enumerate((True, np.True_), 1):
+        call(2, 3, is_causal=is_causal)
+        call(3, 2, is_causal=is_causal)
+        assert [w.category for w in warned] == [cattn.CausalAlignmentWarning] * 2 * n
+    assert all(word in str(warned[0].message) for word in ("2 queries", "3 keys", "upper_left", "lower_right"))
+    assert {w.filename for w in warned} == {__file__}, "the warning points to the caller's line"
+
+
+def test_causal_attention_never_warns(warned: list[warnings.WarningMessage]) -> None:
+    for q, k in ((2, 3), (3, 2), (3, 3), (1, 0)):
+        cattn.causal_attention(np.ones((q, 2)), np.ones((k, 2)), np.ones((k, 2)))
+        cattn.causal_attention(np.ones((q, 2)), np.ones((k, 2)), np.ones((k, 2)), query_offset=1)
+    assert warned == []
+
+
+def test_the_warning_about_binary_float_masks(dtype: Any, warned: list[warnings.WarningMessage]) -> None:
+    q = np.ones((3, 4), dtype)
+    zeros, one = np.zeros((3, 3), dtype), np.zeros((3, 3), dtype)
+    one[2, 2] = 1
+    two, half = one + one, one / 2
+    for mask in (zeros, two, half, -one, one * NAN, np.where(one, -INF, zeros), one > 0):
+        cattn.scaled_dot_product_attention(q, q, q, mask)
+        cattn.scaled_dot_product_attention(q, q, q, bias=one)  # a bias is meant to be added
+    cattn.scaled_dot_product_attention(q[:0], q, q, np.ones((0, 3), dtype))
+    assert warned == []
+    loud = [one, np.ones((3, 3), dtype), np.ones(1, dtype), np.float64(1), one.astype(np.float16), one[::-1, ::-1]]
+    loud += [one.T, np.broadcast_to(one[2], (3, 3)), [[1.0, 0.0, -0.0]], np.asfortranarray(one)]
+    for n, mask in enumerate(loud, 1):
+        cattn.scaled_dot_product_attention(q, q, q, mask)
+        assert len(warned) == n, mask
+    cattn.attention_weights(q, q, one)
+    cattn.causal_attention(q, q, q, one)
+    assert len(warned) == len(loud) + 2
+    assert {w.category for w in warned} == {UserWarning}
+    assert all("attn_mask" in str(w.message) and "additive" in str(w.message) for w in warned)
+    assert {w.filename for w in warned} == {__file__}, "the warning points to the caller's line"

@@ -1,0 +1,355 @@
+"""Nothing leaks: a key that a query may not see cannot change one bit of that query's row, whatever is stored there.
+
+Keys, values, biases and masks are overwritten with NaN, infinity and other numbers wherever a row cannot see them; its
+output, weights, log-sum-exp and dropout mask must keep their bits. What is visible shows, but in its own row only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cattn
+from cattn import reference
+from support import INF, NAN, assert_same_bits, every_way, everything, part
+
+Call = dict[str, Any]
+Normal = Callable[..., np.ndarray]
+POISONS = {
+    "NaN": NAN,
+    "-NaN": -NAN,
+    "inf": INF,
+    "-inf": -INF,
+    "1e38": 1e38,
+    "-1e38": -1e38,
+    "subnormal": 1e-45,
+    "0": 0.0,
+}
+
+
+def poison_of(kind: str, dtype: type) -> Any:
+    number = POISONS[kind]
+    if dtype == np.float64:  # as large, or small, for it
+        number = {"1e38": 1e308, "-1e38": -1e308, "subnormal": 5e-324}.get(kind, number)
+    return dtype(number)
+
+
+def visible(call: Call) -> np.ndarray:
+    """Who sees whom, (*lead, H, T_q, T_k) with one head for less than four dimensions."""
+    inputs = call["query"], call["key"], call["value"]
+    masks = call.get("attn_mask"), call.get("bias")
+    with np.errstate(all="ignore"):
+        return reference._score(
+            inputs, masks, (call.get("is_causal", False), call.get("query_offset")), None, None
+        ).visible
+
+
+# ---- keys that nobody sees -----------------------------------------------------------------------------------------
+def inputs(normal: Normal, lead: tuple[int, ...], T_q: int, T_k: int, **options: Any) -> Call:
+    return {
+        "query": normal(*lead, T_q, 9),
+        "key": normal(*lead, T_k, 9),
+        "value": normal(*lead, T_k, 19),
+    } | options
+
+
+def every_third(T_k: int) -> np.ndarray:
+    return np.arange(T_k) % 3 == 1
+
+
+def hiding(name: str) -> Callable[[Normal], Call]:
+    """A call in which no query sees the keys at `unseen`, by one means or another."""
+    # Unseen keys lie at the end, in the middle of a block and in a whole block, beside ones that only some rows see.
+    T_q, T_k = 37, 400
+    unseen = every_third(T_k) | (np.arange(T_k) >= 350) | ((np.arange(T_k) > 180) & (np.arange(T_k) < 280))
+    rows = np.arange(T_q)[:, None]
+    some_rows = ((np.arange(T_k) + rows) % 5 == 0) | unseen  # and each row misses others besides
+
+    def build(normal: Normal) -> Call:
+        call = inputs(normal, (2,), T_q, T_k)
+        infinite = np.where(some_rows, -INF, normal(T_q, T_k)).astype(normal().dtype)
+        call |= {
+            "bool": {"attn_mask": ~some_rows},
+            "bool, per key": {"attn_mask": ~unseen},
+            "-inf": {"attn_mask": infinite},
+            "-inf bias": {"bias": infinite},
+            "-inf in one of two": {"attn_mask": infinite, "bias": normal(T_q, T_k)},
+            "bool and bias": {"attn_mask": ~some_rows, "bias": normal(2, T_q, T_k)},
+            "bool, dropout": {"attn_mask": ~some_rows, "dropout_p": 0.5, "rng": 4},
+            "lower right": {"attn_mask": ~unseen, "is_causal": "lower_right"},
+            "offset": {"is_causal": True, "query_offset": 100},
+            "offsets": {"is_causal": True, "query_offset": np.array([3, 250])},
+            "upper left": {"is_causal": "upper_left", "dropout_p": 0.2, "rng": 1},
+            "no key at all": {"attn_mask": np.zeros((T_q, 1), bool)},
+            "some rows see none": {"attn_mask": ~some_rows & (rows % 3 != 1)},
+            "before all": {"is_causal": True, "query_offset": -T_q},
+        }[name]
+        return call
+
+    return build
+
+
+HIDING = ["bool", "bool, per key", "-inf", "-inf bias", "-inf in one of two", "bool and bias", "bool, dropout"]
+HIDING += ["lower right", "offset", "offsets", "upper left", "no key at all", "some rows see none", "before all"]
+
+
+@functools.cache
+def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
+    """The call, and which keys nobody sees, (2, T_k)."""
+    rng = np.random.default_rng(list(name.encode()))
+    call = hiding(name)(lambda *shape: np.asarray(rng.standard_normal(shape), dtype))
+    unseen = ~visible(call).any(axis=(1, 2))
+    assert unseen.any()
+    return call, unseen
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("kind", POISONS)
+def test_unseen_keys(isa: str, dtype: type, name: str, kind: str) -> None:
+    """Key, value, and what an additive mask holds beside a boolean one or beyond the causal edge."""
+    call, unseen = hidden_case(name, dtype)
+    poison = poison_of(kind, dtype)
+    dirty = dict(call)
+    for field in ("key", "value"):
+        dirty[field] = np.where(unseen[..., None], poison, call[field])
+    sees = visible(call)
+    if "bias" in call and name != "-inf bias":  # there it is what hides
+        free = ~sees[:, 0] if call["bias"].ndim == 3 else ~sees[:, 0].any(axis=0)
+        dirty["bias"] = np.where(free, poison, call["bias"])
+    right = everything(**call)
+    assert np.isfinite(right.out).all()
+    assert not right.weights[~sees[:, 0]].any()
+    for way, result in every_way(lambda: everything(**dirty), tiny=False):
+        assert_same_bits(result, right, way)
+
+
+def test_poison_would_show(isa: str, dtype: type) -> None:
+    """The same NaN does show where it is seen: the tests above can fail."""
+    for name in HIDING:
+        call, unseen = hidden_case(name, dtype)
+        sees = visible(call)[:, 0]
+        seen = np.flatnonzero(~unseen[0])
+        if seen.size == 0:
+            continue
+        for field in ("key", "value"):
+            dirty = dict(call) | {field: call[field].copy()}
+            dirty[field][0, seen[0], 0] = NAN
+            result = everything(**dirty)
+            shown = np.isnan(result.out[0]).any(axis=-1)
+            assert (shown == sees[0, :, seen[0]]).all(), f"{name}, {field}"
+
+
+def test_tiny_path(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    """Inputs that fit every path."""
+    for T_q, T_k in ((1, 5), (6, 6), (9, 40), (17, 190)):
+        call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), T_q, T_k, is_causal="lower_right")
+        call["attn_mask"] = ~every_third(T_k)
+        right = everything(**call)
+        for kind in POISONS:
+            dirty = {f: np.where(every_third(T_k)[:, None], poison_of(kind, dtype), call[f]) for f in ("key", "value")}
+            assert_same_bits(everything(**call | dirty), right, kind)
+
+
+@pytest.mark.parametrize("kind", ["NaN", "inf", "1e38"])
+def test_beyond_three_chunks(isa: str, dtype: type, kind: str, normal: Normal) -> None:
+    """Unseen keys in every chunk: a whole one, its first block, and the tail of a cache that is not in use."""
+    chunk, block = cattn._cattn._chunk_keys(), cattn._cattn._block_keys()
+    T_k = 3 * chunk + 100
+    keys = np.arange(T_k)
+    unseen = (keys < block) | ((keys >= chunk) & (keys < 2 * chunk)) | (keys >= 3 * chunk + 40) | (keys % 50 == 3)
+    call = inputs(lambda *shape: normal(*shape, dtype=dtype), (1,), 3, T_k, attn_mask=~unseen)
+    tail = inputs(lambda *shape: normal(*shape, dtype=dtype), (1,), 3, T_k, is_causal=True, query_offset=3 * chunk + 2)
+    for clean, hidden in ((call, unseen), (tail, keys > 3 * chunk + 4)):
+        poison = poison_of(kind, dtype)
+        dirty = clean | {field: np.where(hidden[:, None], poison, clean[field]) for field in ("key", "value")}
+        right = everything(**clean)
+        for way, result in every_way(lambda of=dirty: everything(**of), tiny=False):
+            assert_same_bits(result, right, way)
+
+
+# ---- keys that some rows see ---------------------------------------------------------------------------------------
+def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
+    """Calls in which each key is seen by some rows and hidden from others."""
+    T_q, T_k = 110, 210
+    call = inputs(normal, (2,), T_q, T_k)
+    mask = rng.random((T_q, T_k)) < 0.5
+    call |= {
+        "causal": {"is_causal": "lower_right"},
+        "bool": {"attn_mask": mask},
+        "-inf": {"attn_mask": np.where(mask, normal(T_q, T_k), -INF)},
+        "causal, bool, bias, dropout": {
+            "is_causal": "upper_left",
+            "attn_mask": mask,
+            "bias": normal(T_k),
+            "dropout_p": 0.4,
+            "rng": 1,
+        },
+        "offsets": {"is_causal": True, "query_offset": np.array([-40, 99])},
+    }[name]
+    return call
+
+
+@pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets"])
+@pytest.mark.parametrize("kind", ["NaN", "inf", "-inf", "1e38", "subnormal"])
+def test_rows_that_do_not_see(
+    isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator
+) -> None:
+    """Rows beside poisoned ones keep their bits; the poisoned ones keep zero weights where they see nothing."""
+    call = mixed(name, lambda *shape: normal(*shape, dtype=dtype), rng)
+    sees = visible(call)[:, 0]
+    right = everything(**call)
+    shown = False
+    for keys in ([0], [60], [191, 192], [60, 209], [7, 8, 100]):
+        touched = sees[:, :, keys].any(axis=-1)
+        for fields in (("key",), ("value",), ("key", "value")):
+            dirty = dict(call)
+            for field in fields:
+                dirty[field] = call[field].copy()
+                dirty[field][:, keys, ::4] = poison_of(kind, dtype)
+            with np.errstate(all="ignore"):
+                for way, result in every_way(lambda of=dirty: everything(**of), tiny=False, threads=(2,)):
+                    what = f"{kind} in {fields} at {keys}, {way}"
+                    assert_same_bits(part(result, ~touched), part(right, ~touched), what)
+                    assert not result.weights[~sees].any(), what
+                    shown |= bool((result.out[touched] != right.out[touched]).any())
+                    if fields == ("value",):
+                        assert_same_bits(result[1:3], right[1:3], what)
+                        clean = np.arange(19) % 4 != 0
+                        assert_same_bits(result.out[..., clean], right.out[..., clean], f"other columns, {what}")
+                        if kind == "NaN":
+                            assert (np.isnan(result.out).any(axis=-1) == touched).all(), what
+    assert shown
+
+
+def test_queries_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
+    """A NaN, or anything, in one query shows in its own row alone; and so with biases of one row."""
+    call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 110, 210, is_causal="lower_right")
+    call["bias"] = normal(110, 210, dtype=dtype)
+    right = everything(**call)
+    for kind in ("NaN", "inf", "1e38"):
+        for row in (0, 1, 50, 95, 96, 109):
+            others = np.arange(110) != row
+            for field in ("query", "bias"):
+                dirty = call | {field: call[field].copy()}
+                dirty[field][..., row, 5] = poison_of(kind, dtype)
+                for way, result in every_way(lambda of=dirty: everything(**of), tiny=False, threads=(2,)):
+                    what = f"{kind} in {field} {row}, {way}"
+                    assert_same_bits(part(result, np.s_[:, others]), part(right, np.s_[:, others]), what)
+                    if kind == "NaN":
+                        assert np.isnan(result.out[:, row]).all(), what
+                        seen = np.arange(210) <= row + 100
+                        assert (np.isnan(result.weights[:, row]) == seen).all(), what
+                        assert np.isnan(result.lse[:, row]).all(), what
+
+
+def test_batch_entries_and_heads_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
+    shapes = {"query": (2, 4, 20, 9), "key": (2, 2, 60, 9), "value": (2, 2, 60, 5)}
+    call = {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()}
+    right = everything(**call)
+    for field in shapes:
+        dirty = call | {field: call[field].copy()}
+        dirty[field][1, 1] = NAN
+        hit = np.zeros((2, 4), bool)
+        hit[1, 1 if field == "query" else slice(2, 4)] = True
+        for way, result in every_way(lambda of=dirty: everything(**of), tiny=True):
+            assert_same_bits(part(result, ~hit), part(right, ~hit), f"{field}, {way}")
+            assert np.isnan(result.out[hit]).all()
+
+
+# ---- masks where they have no say ----------------------------------------------------------------------------------
+def test_masks_beyond_the_causal_edge(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+    """What a mask holds where causality hides the key already does not matter: bool, float, NaN."""
+    T_q, T_k = 50, 210
+    causal = cattn.causal_mask(T_q, T_k, query_offset=100)
+    call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), T_q, T_k, is_causal=True, query_offset=100)
+    boolean, floats = rng.random((T_q, T_k)) < 0.8, normal(T_q, T_k, dtype=dtype)
+    for mask, fills in ((boolean, (True, False)), (floats, (NAN, INF, -INF, 1e30, -1e30))):
+        right = everything(**call, attn_mask=np.where(causal, mask, mask.dtype.type(0)))
+        for fill in fills:
+            filled = np.where(causal, mask, np.asarray(fill, mask.dtype))
+            for way, result in every_way(lambda of=filled: everything(**call, attn_mask=of), tiny=False):
+                assert_same_bits(result, right, f"{fill}, {way}")
+
+
+def test_bias_beside_a_boolean_mask(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+    """A hidden key stays hidden, whatever is added to its score: -inf in one term outweighs NaN in the other."""
+    mask = rng.random((50, 210)) < 0.6
+    call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 50, 210)
+    bias = normal(50, 210, dtype=dtype)
+    right = everything(**call, attn_mask=mask, bias=bias)
+    as_float = np.where(mask, dtype(0.5), dtype(-INF))
+    right_float = everything(**call, attn_mask=as_float, bias=bias)
+    for fill in (NAN, INF, -INF, np.finfo(dtype).max, np.finfo(dtype).min, np.finfo(dtype).smallest_subnormal):
+        dirty = np.where(mask, bias, dtype(fill))
+        for way, result in every_way(lambda of=dirty: everything(**call, attn_mask=mask, bias=of), tiny=False):
+            assert_same_bits(result, right, f"{fill}, {way}")
+        for way, result in every_way(lambda of=dirty: everything(**call, attn_mask=as_float, bias=of), tiny=False):
+            assert_same_bits(result, right_float, f"{fill} beside -inf, {way}")
+        for way, result in every_way(lambda of=dirty: everything(**call, attn_mask=of, bias=as_float), tiny=False):
+            assert_same_bits(result, right_float, f"{fill} before -inf, {way}")
+
+
+def test_dropped_keys_are_visible(isa: str, dtype: type, path: str) -> None:
+    """Dropping a weight does not hide the key: 0 times a NaN value is NaN, as in PyTorch."""
+    q, v = np.zeros((12, 4), dtype), np.ones((50, 3), dtype)
+    v[7, 1] = NAN
+    result = cattn.scaled_dot_product_attention(
+        q, np.zeros((50, 4), dtype), v, None, 0.5, rng=3, return_dropout_mask=True
+    )
+    assert not result.dropout_mask[:, 7].all()
+    assert np.isnan(result.out[:, 1]).all()
+    assert np.isfinite(result.out[:, [0, 2]]).all()
+
+
+def test_attention_weights(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    call = {"query": normal(2, 30, 9, dtype=dtype), "key": normal(2, 150, 9, dtype=dtype)}
+    call |= {"is_causal": "upper_left", "attn_mask": ~every_third(150)}
+    right = cattn.attention_weights(**call)
+    hidden = every_third(150) | (np.arange(150) >= 30)
+    for kind in POISONS:
+        dirty = np.where(hidden[:, None], poison_of(kind, dtype), call["key"])
+        assert_same_bits(cattn.attention_weights(**call | {"key": dirty}), right, kind)
+
+
+# ---- anything ------------------------------------------------------------------------------------------------------
+@given(st.data())
+@settings(max_examples=60)
+def test_anything(isa: str, data: st.DataObject) -> None:
+    """Any mask and any poison: rows that see none of the poisoned keys keep their bits."""
+    draw = data.draw
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    T_q = draw(st.sampled_from([1, 2, 5, 8, 9, 17, 97, 130]))
+    T_k = draw(st.sampled_from([1, 3, 8, 15, 64, 97, 191, 193, 400]))
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    call = inputs(normal, (2,), T_q, T_k)
+    share = draw(st.sampled_from([0.05, 0.5, 0.95]))
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    if kind == "bool":
+        call["attn_mask"] = rng.random((T_q, T_k)) < share
+    elif kind == "float":
+        call["attn_mask"] = np.where(rng.random((T_q, T_k)) < share, normal(T_q, T_k), dtype(-INF))
+    if draw(st.booleans()):
+        call["bias"] = np.where(rng.random(T_k) < 0.9, normal(T_k), dtype(-INF))
+    if draw(st.booleans()):
+        call |= {"is_causal": True, "query_offset": draw(st.integers(-T_q, T_k))}
+    if draw(st.booleans()):
+        call |= {"dropout_p": draw(st.floats(0, 1)), "rng": draw(st.integers(0, 2**64 - 1))}
+    keys = rng.random(T_k) < draw(st.sampled_from([0.02, 0.3, 1.0]))
+    poison = poison_of(draw(st.sampled_from(list(POISONS))), dtype)
+    dirty = dict(call)
+    for field in draw(st.sampled_from([["key"], ["value"], ["key", "value"]])):
+        dirty[field] = np.where(keys[:, None], poison, call[field])
+    sees = visible(call)[:, 0]
+    untouched = ~sees[:, :, keys].any(axis=-1)
+    right = everything(**call)
+    for way, result in every_way(lambda: everything(**dirty), tiny=False):
+        assert_same_bits(part(result, untouched), part(right, untouched), way)
+        assert not result.weights[~sees].any(), way

@@ -1,0 +1,507 @@
+"""softmax and masked_softmax: values and ULPs, both methods of masking, axes and strides, bits, what never leaks."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import cattn
+from cattn import reference
+from support import ACCURACY_DTYPES, FP_MODES, INF, NAN, assert_same_bits, floating_point_mode, in_contract, table
+
+Normal = Callable[..., np.ndarray]
+METHODS = ["neg_inf", "renormalize"]
+# Around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
+COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 511, 512, 513, 519, 520, 1024, 1100]
+
+
+def assert_close(actual: np.ndarray, right: np.ndarray, dtype: Any) -> None:
+    """Rows of a few hundred columns: see test_ulps for the bound, which is far closer than this needs to be."""
+    assert actual.dtype == dtype
+    np.testing.assert_allclose(actual, right, rtol=100 * np.finfo(dtype).eps, atol=1e-37)
+
+
+def yardstick(isa: str, call: Callable[[], np.ndarray]) -> np.ndarray:
+    """By the scalar table on one thread; a table outside the bit contract has only itself."""
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        return call()
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+AXES: list[tuple[tuple[int, ...], Any]] = [
+    ((7,), -1),
+    ((7,), 0),
+    ((7,), None),
+    ((), -1),
+    ((), None),
+    ((3, 40), -1),
+    ((3, 40), 0),
+    ((3, 40), -2),
+    ((3, 40), None),
+    ((3, 40), (1,)),
+    ((3, 40), (0, 1)),
+    ((3, 40), (-1, 0)),
+    ((2, 3, 4, 5), 1),
+    ((2, 3, 4, 5), -3),
+    ((2, 3, 4, 5), (1, 3)),
+    ((2, 3, 4, 5), (0, 2)),
+    ((2, 3, 4, 5), (2, -1)),
+    ((2, 3, 4, 5), (3, 0, 1)),
+    ((2, 3, 4, 5), None),
+    ((2, 1, 3, 1, 2, 4, 2), (4, 2)),
+    ((3, 0), -1),
+    ((3, 0), 0),
+    ((0, 3), -1),
+    ((0, 3), None),
+]
+
+
+@pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
+def test_axes(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...], axis: Any
+) -> None:
+    x = normal(*shape, dtype=dtype)
+    where = rng.random(shape) < 0.6
+    assert_close(cattn.softmax(x, axis), reference.softmax(x, axis), dtype)
+    assert_close(cattn.softmax(x, axis=axis, scale=-2.5), reference.softmax(x, axis, scale=-2.5), dtype)
+    assert_close(cattn.softmax(x, axis, where=where), reference.softmax(x, axis, where=where), dtype)
+    out = np.full(shape, NAN, dtype)
+    assert cattn.softmax(x, axis, where=where, out=out) is out
+    assert_close(out, reference.softmax(x, axis, where=where), dtype)
+    if x.size:  # every slice is 0, or sums to 1
+        sums = cattn.softmax(x, axis, where=where).sum(axis)
+        assert np.isclose(sums, where.any(axis)).all()
+
+
+def test_against_scipy(isa: str, dtype: type, normal: Normal) -> None:
+    x = 5 * normal(3, 40, 50, dtype=dtype)
+    for axis in (-1, 0, (0, 2), None):
+        assert_close(cattn.softmax(x, axis), scipy.special.softmax(x.astype(np.float64), axis), dtype)
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_columns(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+    """Rows and columns of every length, each with every method; nothing is written beyond."""
+    x = 3 * normal(4, n, dtype=dtype)
+    mask = rng.random((4, n)) < 0.5
+    memory = np.full(4 * n + 2, 7, dtype)
+    out = memory[1:-1].reshape(4, n)
+    assert_close(cattn.softmax(x, out=out), reference.softmax(x), dtype)
+    for method in METHODS:
+        assert_close(cattn.masked_softmax(x, mask, method=method, out=out), reference.masked_softmax(x, mask), dtype)
+    assert (memory[[0, -1]] == 7).all()
+    assert_close(cattn.softmax(x.T, axis=0), reference.softmax(x).T, dtype)
+
+
+def test_where_broadcasts(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+    x = normal(2, 3, 20, dtype=dtype)
+    for shape in ((20,), (3, 1), (2, 1, 20), (1, 1, 1), ()):
+        where = rng.random(shape) < 0.5
+        for axis in (-1, 1, (0, 2), None):
+            right = reference.softmax(x, axis, where=np.broadcast_to(where, x.shape))
+            assert_close(cattn.softmax(x, axis, where=where), right, dtype)
+
+
+def test_known_values(isa: str) -> None:
+    np.testing.assert_allclose(cattn.softmax([0, np.log(3)]), [0.25, 0.75], rtol=1e-15)
+    np.testing.assert_allclose(cattn.softmax([1000.0, 1000.0, -1000.0]), [0.5, 0.5, 0], rtol=0)
+    assert cattn.softmax(3.0) == 1
+    assert cattn.softmax([[-5e300]]) == 1
+    assert cattn.softmax([1, 1]).tolist() == [0.5, 0.5]
+    assert cattn.softmax([True, False]).dtype == np.float64
+
+
+def test_shift_changes_nothing(isa: str, dtype: type, rng: np.random.Generator) -> None:
+    """Whole numbers keep their differences when shifted: not a bit changes."""
+    x = rng.integers(-20, 20, (5, 100)).astype(dtype)
+    right = cattn.softmax(x)
+    for shift in (-1e6, 1, 2.0**20):
+        assert_same_bits(cattn.softmax(x + dtype(shift)), right)
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------------------
+def ulps(actual: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Distance in units in the last place of the right value, 0 where that is not a normal number."""
+    dtype = actual.dtype
+    normal = right >= 4 * np.finfo(dtype).tiny
+    apart = np.abs(actual - right) / np.spacing(right.astype(dtype))
+    return np.where(normal, apart, 0).astype(np.float64)
+
+
+# Columns up to which an error in ULP holds; measured on all tables: 0, 1.9, 3.1, 4.9, 12.2, 16.7. Two columns: half an
+# ULP of exp, of the sum and of the division, relative to numbers up to twice as large. From there the sum grows: 8
+# chains of at most 64 additions, then one addition for each run of 512 columns.
+ULPS = {1: 0, 2: 2.5, 8: 4, 64: 6, 513: 16, 20_000: 16, 200_000: 24}
+
+
+@pytest.mark.parametrize("n", ULPS)
+@pytest.mark.parametrize("kind", ACCURACY_DTYPES)
+def test_ulps(isa: str, kind: type, rng: np.random.Generator, n: int) -> None:
+    """Where x - max is exact, the error stays below the bound; the rounding of x - max adds an ULP a unit of it."""
+    wide = np.float64 if kind == np.float32 else np.longdouble
+    largest = 0.0
+    for spread in (0.1, 1, 5, 20, 80):
+        x = spread * rng.standard_normal((max(1, 3000 // n), n))
+        for exact in (True, False):
+            row = (np.round(256 * x) / 256 if exact else x).astype(kind)
+            shifted = row.astype(wide) - row.max(axis=-1, keepdims=True)
+            e = np.exp(shifted)
+            error = ulps(cattn.softmax(row), e / e.sum(axis=-1, keepdims=True))
+            assert (error <= ULPS[n] * (1 if exact else 1 - shifted)).all()
+            largest = max(largest, float(error.max()))
+    assert n == 1 or largest > 0.1, "nothing is that exact: was anything compared?"
+
+
+@pytest.mark.parametrize("kind", ACCURACY_DTYPES)
+def test_ulps_of_exp(isa: str, kind: type) -> None:
+    """Beside a 0, a column far below it is exp itself: the sum rounds to 1. Measured: 0.82 ULP; 1.09 without FMA."""
+    wide = np.float64 if kind == np.float32 else np.longdouble
+    below, above = (-86.5, -20) if kind == np.float32 else (-707, -40)
+    x = np.arange(below, above, 1 / 256).astype(kind)
+    pairs = np.stack([np.zeros_like(x), x], axis=-1)
+    error = ulps(cattn.softmax(pairs)[:, 1], np.exp(x.astype(wide)))
+    assert 0.4 < error.max() <= (0.9 if in_contract(isa) else 1.2)
+
+
+def test_exp_runs_out_into_zero(isa: str, dtype: type) -> None:
+    """Weights below the least normal number are +0, or right; they never rise again."""
+    x = np.linspace(-800, -60, 50_001).astype(dtype)
+    weights = cattn.softmax(np.stack([np.zeros_like(x), x], axis=-1))[:, 1]
+    assert (np.diff(weights) >= 0).all()
+    assert weights[0] == 0
+    assert not np.signbit(weights).any()
+    least = np.finfo(dtype).tiny
+    assert ((weights == 0) | (weights >= least)).all()
+    assert (weights[np.exp(x.astype(np.float64)) > 1.001 * least] > 0).all()
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", METHODS)
+def test_causal_forms(isa: str, dtype: type, normal: Normal, method: str) -> None:
+    for T_q, T_k in ((9, 9), (5, 40), (40, 5), (1, 33), (33, 1), (17, 530)):
+        scores = normal(2, 3, T_q, T_k, dtype=dtype)
+        forms: list[dict[str, Any]] = [
+            {"is_causal": "upper_left"},
+            {"is_causal": "lower_right"},
+            {"is_causal": True, "query_offset": 3},
+            {"is_causal": True, "query_offset": -T_q + 1},
+            {"is_causal": True, "query_offset": 10**15},
+            {"is_causal": True, "query_offset": -(10**15)},
+            {"is_causal": True, "query_offset": np.array([[0], [T_k - 2]])},
+            {"is_causal": True, "query_offset": np.array([-1, 0, 7])},
+            {"is_causal": False, "query_offset": 3},
+        ]
+        mask = np.arange(T_k) % 3 != 1
+        for form, given_mask in itertools.product(forms, (None, mask)):
+            options = {**form, "scale": 0.7, "method": method}
+            weights = cattn.masked_softmax(scores, given_mask, **options)
+            right = reference.masked_softmax(scores, given_mask, **options | {"method": "neg_inf"})
+            assert_close(weights, right, dtype)
+            assert ((weights == 0) == (right == 0)).all()
+
+
+@pytest.mark.parametrize("shape", [(20,), (5, 1), (1, 20), (3, 5, 20), (2, 1, 5, 20), (2, 3, 1, 1), ()], ids=str)
+def test_masks_broadcast(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...]
+) -> None:
+    scores = normal(2, 3, 5, 20, dtype=dtype)
+    mask = np.asarray(rng.random(shape) < 0.5)
+    for method in METHODS:
+        weights = cattn.masked_softmax(scores, mask, method=method)
+        assert_close(weights, reference.masked_softmax(scores, mask), dtype)
+
+
+def methods_apart(scores: np.ndarray, mask: np.ndarray, neg_inf: np.ndarray, renormalized: np.ndarray) -> None:
+    """Both methods agree within 12 (1 + d) ULP, plus what "renormalize" loses to underflow.
+
+    d: how far a score lies from the largest of its row, and the largest visible from the largest of all, for rounding
+    the difference costs an ULP a unit. Measured: 8 (1 + d) ULP up to 2000 columns. "renormalize" computes exp(s - max)
+    with the maximum of all scores and keeps at least 2**-100 of the mass, so what fell below the least normal number
+    there may be up to 2**100 times as large among the visible.
+    """
+    visible = np.where(mask, scores, -INF).astype(np.float64)
+    d = np.where(mask, visible.max(-1, keepdims=True) - visible, 0)
+    d = d + scores.max(-1, keepdims=True) - visible.max(-1, keepdims=True)
+    lost = np.finfo(scores.dtype).tiny * 2.0**100
+    apart = np.abs(neg_inf.astype(np.float64) - renormalized)
+    assert (apart <= 12 * (1 + d) * np.spacing(neg_inf) + lost).all()
+
+
+@pytest.mark.parametrize("n", [2, 8, 64, 500, 1100])
+def test_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+    differ = False
+    for spread, share in itertools.product((0.1, 1, 5, 30), (0.1, 0.5, 0.9)):
+        scores = spread * normal(50, n, dtype=dtype)
+        mask = rng.random((50, n)) < share
+        mask[:, 0] = True
+        results = [cattn.masked_softmax(scores, mask, method=method) for method in METHODS]
+        methods_apart(scores, mask, *results)
+        differ |= bool((results[0] != results[1]).any())
+    assert differ, "two methods that share every bit are one"
+
+
+def test_renormalize_computes_the_literal_pipeline(isa: str, dtype: type, normal: Normal) -> None:
+    """Softmax of everything, zeroes, division by the sum of the rest: step by step, with our own softmax."""
+    scores = 3 * normal(6, 8, dtype=dtype)
+    mask = np.tril(np.ones((6, 8), bool))
+    kept = cattn.softmax(scores) * mask
+    # eight columns: one number a chain, added in the order of the tree
+    s = kept.T
+    total = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
+    assert_same_bits(cattn.masked_softmax(scores, mask, method="renormalize"), kept / total[:, None])
+
+
+def test_renormalize_where_nothing_is_left(isa: str, dtype: type, normal: Normal) -> None:
+    """Rows whose visible mass vanishes beside a masked score are the first method's, bit by bit."""
+    for masked_score in (2000.0, 1e30, INF, NAN):
+        scores = normal(10, 30, dtype=dtype)
+        scores[::2, 4] = masked_score
+        mask = np.ones((10, 30), bool)
+        mask[:, 4] = False
+        first, second = (cattn.masked_softmax(scores, mask, method=method) for method in METHODS)
+        assert np.isfinite(second).all()
+        assert_same_bits(second[::2].copy(), first[::2].copy(), f"rows with {masked_score}")
+        methods_apart(np.where(mask, scores, 0), mask, first, second)
+    # just on either side of 2**-100 = exp(-69.3)
+    for gap in (69, 69.6):
+        scores = np.array([[0, -1, gap]], dtype)
+        second = cattn.masked_softmax(scores, [True, True, False], method="renormalize")
+        np.testing.assert_allclose(second[0], [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1)), 0], rtol=3e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_numbers(isa: str, dtype: type, normal: Normal, method: str) -> None:
+    for n in (1, 7, 8, 40, 600):
+        scores = normal(9, n, dtype=dtype)
+        mask = np.ones((9, n), bool)
+        mask[0] = False  # nothing visible
+        scores[1] = -INF  # only -inf
+        scores[2, n // 2] = NAN
+        scores[3, n // 2] = INF
+        scores[4, n // 2] = -INF
+        scores[5], mask[5] = NAN, False  # nothing visible, and no number
+        scores[6, 0], mask[6, 0] = NAN, False
+        scores[7, 0], mask[7, 0] = INF, False
+        weights = cattn.masked_softmax(scores, mask, method=method)
+        right = reference.masked_softmax(scores, mask)
+        np.testing.assert_allclose(weights, right, rtol=100 * np.finfo(dtype).eps, atol=1e-37)
+        assert (weights[[0, 5]] == 0).all()
+        assert np.isnan(weights[[1, 2, 3]]).all()
+        assert np.isfinite(weights[[6, 7, 8]]).all()
+        assert_same_bits(weights[[1, 2, 3]], np.full((3, n), NAN, dtype), "the one NaN that is written")
+        if n > 1:
+            np.testing.assert_allclose(weights[[4, 6, 7, 8]].sum(axis=-1), 1, rtol=1e-5)
+
+
+def test_softmax_rows_without_numbers(isa: str, dtype: type, normal: Normal) -> None:
+    x = normal(6, 20, dtype=dtype)
+    right = cattn.softmax(x)
+    x[1], x[3, 4], x[5, 0] = -INF, NAN, INF
+    result = cattn.softmax(x)
+    assert_same_bits(result[::2].copy(), right[::2].copy())
+    assert np.isnan(result[1::2]).all()
+    hidden = cattn.softmax(x, where=np.arange(20) % 4 != 0)
+    assert np.isfinite(hidden[[0, 2, 4, 3, 5]]).all(), "columns 0 and 4 take no part"
+    assert np.isnan(hidden[1, 1])
+    assert (hidden[:, ::4] == 0).all()
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+def poisons(dtype: Any) -> np.ndarray:
+    return np.array(
+        [NAN, INF, -INF, np.finfo(dtype).max, np.finfo(dtype).min, np.finfo(dtype).smallest_subnormal], dtype
+    )
+
+
+@pytest.mark.parametrize("n", [5, 16, 40, 513, 1100])
+def test_masked_scores_do_not_matter(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+    """The first method never shows what it masks; the second reads it, but lets no NaN out."""
+    scores = normal(2, 6, n, dtype=dtype)
+    mask = rng.random((6, n)) < 0.5
+    offset = n - 4
+    options: dict[str, Any] = {"is_causal": True, "query_offset": offset}
+    visible = mask & reference.causal_mask(6, n, query_offset=offset)
+    right = cattn.masked_softmax(scores, mask, **options)
+    for poison in poisons(dtype):
+        poisoned = np.where(visible, scores, poison)
+        assert_same_bits(cattn.masked_softmax(poisoned, mask, **options), right, str(poison))
+        assert_same_bits(cattn.softmax(poisoned, where=visible), right, str(poison))
+        second = cattn.masked_softmax(poisoned, mask, method="renormalize", **options)
+        np.testing.assert_allclose(second, right, rtol=1e-4 if dtype == np.float32 else 1e-12, atol=1e-7)
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_prefixes(isa: str, dtype: type, normal: Normal, n: int) -> None:
+    """A row's bits do not depend on the columns behind the last visible one, nor on whether there are any."""
+    scores = normal(3, n + 70, dtype=dtype)
+    short = cattn.softmax(scores[:, :n])
+    mask = np.arange(n + 70) < n
+    assert_same_bits(cattn.masked_softmax(scores, mask)[:, :n].copy(), short, "mask")
+    assert_same_bits(cattn.softmax(scores, where=mask)[:, :n].copy(), short, "where")
+    causal = cattn.masked_softmax(scores, is_causal=True, query_offset=n - 3)
+    for i, visible in enumerate((n - 2, n - 1, n)):
+        assert not causal[i, max(visible, 0) :].any()
+        if visible > 0:
+            assert_same_bits(causal[i, :visible].copy(), cattn.softmax(scores[i, :visible]), f"causal, row {i}")
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_tables(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+    scores = 20 * normal(5, n, dtype=dtype)
+    scores[4, :: max(1, n // 3)] = np.finfo(dtype).min
+    mask = rng.random((5, n)) < 0.7
+    calls: list[Callable[[], np.ndarray]] = [
+        lambda: cattn.softmax(scores, scale=0.3),
+        lambda: cattn.softmax(scores, where=mask),
+        lambda: cattn.softmax(scores, axis=0),
+        lambda: cattn.masked_softmax(scores, mask, is_causal="upper_left"),
+        lambda: cattn.masked_softmax(scores, mask, method="renormalize"),
+        lambda: cattn.masked_softmax(scores, is_causal="lower_right", method="renormalize"),
+    ]
+    for i, call in enumerate(calls):
+        assert_same_bits(call(), yardstick(isa, call), f"call {i}")
+
+
+def test_threads(isa: str, dtype: type, threads: int, normal: Normal) -> None:
+    """Enough rows for many tasks; a row alone has the bits it has among others."""
+    x = normal(700, 300, dtype=dtype)
+    for call in (
+        lambda: cattn.softmax(x),
+        lambda: cattn.softmax(x, axis=0),
+        lambda: cattn.masked_softmax(x, is_causal=True, query_offset=-200),
+        lambda: cattn.masked_softmax(x, x > 0, method="renormalize"),
+    ):
+        assert_same_bits(call(), yardstick(isa, call))
+    whole = cattn.softmax(x)
+    for i in (0, 1, 109, 110, 699):
+        assert_same_bits(cattn.softmax(x[i]), whole[i])
+
+
+def views(a: np.ndarray) -> dict[str, np.ndarray]:
+    """The same numbers, otherwise in memory."""
+    rows, columns = a.shape
+
+    def around() -> np.ndarray:
+        return np.full((3 * rows + 1, 2 * columns + 1), 99).astype(a.dtype)
+
+    made = {
+        "apart": around()[1::3, 1::2],
+        "backwards": around()[:rows, :columns][::-1, ::-1],
+        "off by one": around()[1 : 1 + rows, 1 : 1 + columns],
+        "Fortran": np.empty_like(a, order="F"),
+    }
+    for view in made.values():
+        view[...] = a
+    return made
+
+
+@pytest.mark.parametrize("rows", [6, 16, 37])
+def test_strides(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, rows: int) -> None:
+    """Any layout of input, mask and output; 16 rows that are neighbours in memory are worked on together."""
+    x, mask = normal(rows, 77, dtype=dtype), rng.random((rows, 77)) < 0.5
+    x[::3, 4] = 2000  # masked, so that "renormalize" has to begin again in every third row
+    mask[:, 4] = False
+    calls: dict[str, Callable[..., np.ndarray]] = {
+        "where": lambda x, mask, **out: cattn.softmax(x, where=mask, **out),
+        "neg_inf": lambda x, mask, **out: cattn.masked_softmax(x, mask, is_causal="lower_right", **out),
+        "renormalize": lambda x, mask, **out: cattn.masked_softmax(x, mask, method="renormalize", **out),
+        "causal, renormalize": lambda x, mask, **out: cattn.masked_softmax(
+            x, mask, is_causal=True, query_offset=30, method="renormalize", **out
+        ),
+    }
+    for name, call in calls.items():
+        right = call(x, mask)
+        for (layout, view), mask_view in zip(views(x).items(), views(mask).values(), strict=True):
+            assert_same_bits(np.ascontiguousarray(call(view, mask_view)), right, f"{name}, {layout}")
+            out = views(np.zeros_like(x))[layout]
+            assert call(x, mask, out=out) is out
+            assert_same_bits(out.copy(), right, f"{name}, out {layout}")
+            assert call(view, mask_view, out=out) is out
+            assert_same_bits(out.copy(), right, f"{name}, both {layout}")
+            if name == "where":
+                along = cattn.softmax(view.T, axis=0, where=mask_view.T).T
+                assert_same_bits(np.ascontiguousarray(along), right, f"axis 0, {layout}")
+
+
+def test_broadcast_views(isa: str, dtype: type, normal: Normal) -> None:
+    row = normal(1, 77, dtype=dtype)
+    assert_same_bits(cattn.softmax(np.broadcast_to(row, (6, 77))), np.repeat(cattn.softmax(row), 6, axis=0))
+    equal = cattn.softmax(np.broadcast_to(row[:, :1], (6, 64)))
+    assert (equal == 1 / 64).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_place(isa: str, dtype: type, normal: Normal, method: str) -> None:
+    """out may be the input, also where a row has to be computed twice."""
+    scores = normal(8, 40, dtype=dtype)
+    mask = np.arange(40) % 5 != 2
+    scores[::2, 2] = 2000  # masked, and larger than everything
+    scores[5, 7] = NAN
+    right = cattn.masked_softmax(scores, mask, method=method)
+    for x in (scores.copy(), np.asfortranarray(scores), np.repeat(scores, 2, axis=1)[:, ::2]):
+        assert cattn.masked_softmax(x, mask, method=method, out=x) is x
+        assert_same_bits(x.copy(), right, "in place")
+    # overlapping, but not the same memory
+    memory = np.zeros((9, 40), dtype)
+    memory[:8] = scores
+    cattn.masked_softmax(memory[:8], mask, method=method, out=memory[1:])
+    assert_same_bits(memory[1:].copy(), right, "shifted by a row")
+
+
+def test_softmax_in_place(isa: str, dtype: type, normal: Normal) -> None:
+    for axis in (-1, 0, (0, 1), None):
+        x = normal(8, 40, dtype=dtype)
+        right = cattn.softmax(x, axis)
+        assert cattn.softmax(x, axis, out=x) is x
+        assert_same_bits(x, right)
+        x = normal(40, 40, dtype=dtype)
+        right = cattn.softmax(x, axis)
+        cattn.softmax(x, axis, out=x.T)  # every element lands where another one is
+        assert_same_bits(x.T.copy(), right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_floating_point_mode(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    x = normal(20, 50, dtype=dtype)
+    x[3] *= 1e-39 if dtype == np.float32 else 1e-309
+    for call in (
+        lambda: cattn.softmax(x, scale=1 / 3),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right"),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right", method="renormalize"),
+    ):
+        right = call()
+        with floating_point_mode(mode):
+            result = call()
+        assert_same_bits(result, right)
+
+
+# ---- anything ------------------------------------------------------------------------------------------------------
+@given(st.data())
+@settings(max_examples=60)
+def test_anything(isa: str, data: st.DataObject) -> None:
+    """Any shape, any numbers, NaN and infinity too: the reference's values, the yardstick's bits."""
+    dtype = data.draw(st.sampled_from([np.float32, np.float64]))
+    shape = data.draw(hnp.array_shapes(max_dims=4, max_side=20))
+    width = 32 if dtype == np.float32 else 64
+    numbers = st.floats(-100, 100, width=width) | st.sampled_from([0.0, -0.0, INF, -INF, NAN])
+    x = data.draw(hnp.arrays(dtype, shape, elements=numbers))
+    mask = data.draw(st.none() | hnp.arrays(bool, shape))
+    axis = data.draw(st.none() | st.integers(-len(shape), len(shape) - 1))
+    result = cattn.softmax(x, axis, where=mask)
+    right = reference.softmax(x, axis, where=mask)
+    eps = 300 * np.finfo(dtype).eps  # scores up to 100 apart, see test_ulps
+    np.testing.assert_allclose(result, right, rtol=eps, atol=1e-37)
+    assert_same_bits(result, yardstick(isa, lambda: cattn.softmax(x, axis, where=mask)))
+    for method in METHODS:
+
+        def masked(method: str = method) -> np.ndarray:
+            return cattn.masked_softmax(x, mask, method=method)
+
+        assert_same_bits(masked(), yardstick(isa, masked))
+        np.testing.assert_allclose(masked(), reference.masked_softmax(x, mask), rtol=eps, atol=2e-8)

@@ -1,0 +1,277 @@
+"""Side by side with PyTorch: float64 to rounding, float32 with errors like its own, tensors without a copy."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cattn
+from support import INF, in_contract
+
+Normal = Callable[..., np.ndarray]
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> None:
+    torch.set_num_threads(2)
+
+
+def by_math(*tensors: torch.Tensor, **options: Any) -> np.ndarray:
+    """PyTorch's plain path: every step a tensor operation of its own."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa(*tensors, **options).numpy()
+
+
+# ---- float64 -------------------------------------------------------------------------------------------------------
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+SAME: list[Shapes] = [
+    ((6, 3), (6, 3), (6, 3)),
+    ((1, 1), (1, 1), (1, 1)),
+    ((40, 16), (70, 16), (70, 5)),
+    ((1, 64), (300, 64), (300, 64)),
+    ((200, 300), (200, 300), (200, 130)),
+    ((3, 50, 8), (3, 90, 8), (3, 90, 8)),
+    ((2, 4, 6, 3), (2, 4, 6, 3), (2, 4, 6, 3)),
+    ((2, 3, 97, 33), (2, 3, 193, 33), (2, 3, 193, 17)),
+    ((1, 2, 5, 64), (1, 2, 1700, 64), (1, 2, 1700, 64)),
+    ((2, 3, 2, 30, 8), (2, 3, 2, 40, 8), (2, 3, 2, 40, 8)),
+    ((2, 1, 2, 2, 9, 8), (2, 1, 2, 2, 11, 8), (2, 1, 2, 2, 11, 3)),
+]
+
+
+def some(normal: Normal, shapes: Shapes) -> tuple[list[np.ndarray], list[torch.Tensor]]:
+    arrays = [normal(*shape, dtype=np.float64) for shape in shapes]
+    return arrays, [torch.from_numpy(a) for a in arrays]
+
+
+def assert_close(actual: np.ndarray, right: np.ndarray) -> None:
+    assert actual.dtype == np.float64
+    np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shapes", SAME, ids=str)
+def test_float64(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Generator) -> None:
+    arrays, tensors = some(normal, shapes)
+    T_q, T_k = shapes[0][-2], shapes[1][-2]
+    assert_close(cattn.scaled_dot_product_attention(*arrays), by_math(*tensors))
+    assert_close(cattn.scaled_dot_product_attention(*arrays, scale=0.3), by_math(*tensors, scale=0.3))
+    assert_close(cattn.scaled_dot_product_attention(*arrays, is_causal="upper_left"), by_math(*tensors, is_causal=True))
+    # with the alignment of torch.nn.attention.bias.causal_lower_right
+    lower_right = torch.ones(T_q, T_k, dtype=torch.bool).tril(T_k - T_q)
+    assert_close(cattn.causal_attention(*arrays), by_math(*tensors, attn_mask=lower_right))
+    mask = rng.random((T_q, T_k)) < 0.7
+    assert_close(cattn.scaled_dot_product_attention(*arrays, mask), by_math(*tensors, attn_mask=torch.from_numpy(mask)))
+    bias = np.where(mask, normal(*shapes[0][:-2], T_q, T_k, dtype=np.float64), -INF)
+    assert_close(cattn.scaled_dot_product_attention(*arrays, bias), by_math(*tensors, attn_mask=torch.from_numpy(bias)))
+    assert_close(
+        cattn.scaled_dot_product_attention(*arrays, bias=bias), by_math(*tensors, attn_mask=torch.from_numpy(bias))
+    )
+
+
+@pytest.mark.parametrize("shapes", SAME, ids=str)
+def test_weights_and_lse(isa: str, shapes: Shapes, normal: Normal) -> None:
+    """With the unit matrix as value PyTorch gives its weights away."""
+    (q, k, v), (tq, tk, _) = some(normal, shapes)
+    identity = torch.eye(shapes[1][-2], dtype=torch.float64).expand(*shapes[1][:-2], -1, -1)
+    result = cattn.scaled_dot_product_attention(q, k, v, is_causal="upper_left", need_weights=True, return_lse=True)
+    right = by_math(tq, tk, identity, is_causal=True)
+    assert_close(result.weights, right)
+    assert_close(cattn.attention_weights(q, k, is_causal="upper_left"), right)
+    scores = tq @ tk.mT / np.sqrt(shapes[0][-1])
+    hidden = ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    assert_close(result.lse, scores.masked_fill(hidden, -INF).logsumexp(-1).numpy())
+    assert_close(cattn.softmax(scores.numpy()), scores.softmax(-1).numpy())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(6, 2), (6, 1), (6, 3), (4, 4)], ids=str)
+def test_grouped_heads(isa: str, heads: tuple[int, int], causal: bool, normal: Normal) -> None:
+    H, H_kv = heads
+    for T_q, T_k in ((20, 20), (100, 130), (1, 200)):
+        shapes = (2, H, T_q, 16), (2, H_kv, T_k, 16), (2, H_kv, T_k, 16)
+        arrays, tensors = some(normal, shapes)
+        right = by_math(*tensors, is_causal=causal, enable_gqa=True)
+        form = "upper_left" if causal else False
+        for enable in (None, True):
+            assert_close(cattn.scaled_dot_product_attention(*arrays, is_causal=form, enable_gqa=enable), right)
+        (q, k, v), (tq, tk, tv) = ([a[0] for a in x] for x in (arrays, tensors))
+        right = by_math(tq, tk, tv, is_causal=causal, enable_gqa=True)
+        assert_close(cattn.scaled_dot_product_attention(q, k, v, is_causal=form, enable_gqa=True), right)
+
+
+@pytest.mark.parametrize(
+    "mask_shape", [(20, 1), (1, 30), (1, 1), (3, 1, 30), (2, 1, 20, 30), (2, 3, 1, 30), (2, 3, 20, 30)], ids=str
+)
+def test_mask_shapes(isa: str, mask_shape: tuple[int, ...], normal: Normal, rng: np.random.Generator) -> None:
+    arrays, tensors = some(normal, ((2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 8)))
+    for mask in (rng.random(mask_shape) < 0.7, normal(*mask_shape, dtype=np.float64)):
+        right = by_math(*tensors, attn_mask=torch.from_numpy(mask))
+        assert_close(cattn.scaled_dot_product_attention(*arrays, mask), right)
+
+
+def test_rows_that_see_nothing(isa: str, normal: Normal) -> None:
+    arrays, tensors = some(normal, ((2, 9, 8), (2, 12, 8), (2, 12, 8)))
+    mask = torch.ones(9, 12, dtype=torch.bool)
+    mask[3:5] = False
+    right = by_math(*tensors, attn_mask=mask)
+    assert not right[:, 3:5].any()
+    assert_close(cattn.scaled_dot_product_attention(*arrays, mask.numpy()), right)
+    empty = [a[..., :0, :] for a in arrays[1:]]
+    right = by_math(tensors[0], tensors[1][..., :0, :], tensors[2][..., :0, :])
+    assert_close(cattn.scaled_dot_product_attention(arrays[0], *empty), right)
+
+
+# ---- float32 -------------------------------------------------------------------------------------------------------
+# Shapes of query and of key and value. PyTorch fuses four dimensions with d_v = head_dim, and nothing else.
+ACCURACY: dict[str, Shapes] = {
+    "tiny": ((2, 4, 6, 3),) * 3,
+    "short": ((2, 4, 33, 16),) * 3,
+    "fused": ((1, 4, 100, 64),) * 3,
+    "fused, small heads": ((1, 2, 200, 16),) * 3,
+    "fused, large heads": ((1, 2, 200, 128),) * 3,
+    "fused, few queries": ((1, 4, 50, 80), (1, 4, 700, 80), (1, 4, 700, 80)),
+    "decode": ((1, 12, 1, 64), (1, 12, 300, 64), (1, 12, 300, 64)),
+    "decode, long": ((1, 12, 1, 64), (1, 12, 1500, 64), (1, 12, 1500, 64)),
+    "2-d": ((200, 64),) * 3,
+    "3-d": ((3, 100, 48),) * 3,
+    "3-d, small heads": ((3, 200, 16),) * 3,
+    "5-d": ((2, 2, 2, 60, 32),) * 3,
+    "d_v smaller": ((1, 2, 150, 64), (1, 2, 150, 64), (1, 2, 150, 24)),
+    "d_v larger": ((1, 2, 150, 24), (1, 2, 150, 24), (1, 2, 150, 64)),
+}
+LONG: dict[str, Shapes] = {
+    "fused": ((1, 1, 1500, 64),) * 3,
+    "unfused": ((1500, 64),) * 3,
+    "d_v larger": ((1, 1, 700, 32), (1, 1, 700, 32), (1, 1, 700, 64)),
+}
+SEEDS = 20
+
+
+@functools.cache
+def both_sides(shapes: Shapes, causal: bool, seed: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Inputs, PyTorch's result in float32 (by the path it takes by itself) and in float64."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    tensors = [torch.from_numpy(a) for a in arrays]
+    right = by_math(*(t.double() for t in tensors), is_causal=causal)
+    return arrays, sdpa(*tensors, is_causal=causal).numpy(), right
+
+
+def error_ratios(shapes: Shapes, causal: bool) -> tuple[float, float]:
+    """RMS and largest error, over PyTorch's, all seeds together."""
+    squares, largest = np.zeros(2), np.zeros(2)
+    for seed in range(SEEDS):
+        arrays, theirs, right = both_sides(shapes, causal, seed)
+        ours = cattn.scaled_dot_product_attention(*arrays, is_causal="upper_left" if causal else False)
+        assert ours.dtype == np.float32
+        errors = [np.abs(result - right) for result in (ours, theirs)]
+        squares += [np.square(e).sum() for e in errors]
+        largest = np.maximum(largest, [e.max() for e in errors])
+    assert squares.all(), "nothing is that exact"
+    return float(np.sqrt(squares[0] / squares[1])), float(largest[0] / largest[1])
+
+
+def check_ratios(isa: str, shapes: Shapes, causal: bool) -> None:
+    rms, largest = error_ratios(shapes, causal)
+    # Without FMA every product is rounded too.
+    assert rms <= (1.1 if in_contract(isa) else 1.25), f"RMS error {rms:.3f} times PyTorch's"
+    assert largest <= 2, f"largest error {largest:.3f} times PyTorch's"
+
+
+# One query in the upper left sees one key, and nothing is rounded.
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        (name, causal)
+        for name, shapes in ACCURACY.items()
+        for causal in (False, True)
+        if shapes[0][-2] > 1 or not causal
+    ],
+)
+def test_float32_errors(isa: str, name: str, causal: bool) -> None:
+    check_ratios(isa, ACCURACY[name], causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", LONG)
+def test_float32_errors_of_long_sequences(name: str, causal: bool) -> None:
+    """By the table in use alone: the others have the same bits."""
+    check_ratios(cattn.show_config("dicts")["instruction_set"], LONG[name], causal)
+
+
+def test_the_ratio_is_sensitive() -> None:
+    """One more rounding to 20 bits of the inputs would be noticed."""
+    arrays, theirs, right = both_sides(ACCURACY["fused"], False, 0)
+    rough = [(a.view(np.uint32) & np.uint32(0xFFFFFFF0)).view(np.float32) for a in arrays]
+    ours = cattn.scaled_dot_product_attention(*rough)
+    assert np.square(ours - right).sum() > 1.1**2 * np.square(theirs - right).sum()
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+def test_tensors_are_inputs(dtype: type, normal: Normal) -> None:
+    q, k, v = (normal(2, 3, 40, 8, dtype=dtype) for _ in range(3))
+    right = cattn.causal_attention(q, k, v)
+    tensors = [torch.from_numpy(a) for a in (q, k, v)]
+    result = cattn.causal_attention(*tensors)
+    assert type(result) is np.ndarray
+    assert (result == right).all()
+    swapped = [t.swapaxes(1, 2).contiguous().swapaxes(1, 2) for t in tensors]
+    assert (cattn.causal_attention(*swapped) == right).all()
+    assert (cattn.causal_attention(tensors[0], k, tensors[2].detach()) == right).all()
+    mask = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert (cattn.causal_attention(*tensors, mask) == cattn.causal_attention(q, k, v, mask.numpy())).all()
+    assert (cattn.softmax(tensors[0]) == cattn.softmax(q)).all()
+    scores = tensors[0] @ tensors[1].mT
+    assert (cattn.masked_softmax(scores, mask) == cattn.masked_softmax(scores.numpy(), mask.numpy())).all()
+    assert (cattn.dropout(tensors[0], rng=1) == cattn.dropout(q, rng=1)).all()
+
+
+def test_tensors_are_not_copied() -> None:
+    """Memory of NumPy, which tensors get as they are handed over, does not grow by a copy of them."""
+    import tracemalloc
+
+    tensors = [torch.ones(1, 1, 40_000, 32) for _ in range(3)]  # 5 MB each
+    cattn.scaled_dot_product_attention(tensors[0][..., :1, :], *tensors[1:])
+    tracemalloc.start()
+    try:
+        cattn.scaled_dot_product_attention(tensors[0][..., :1, :], *tensors[1:])
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < 100_000
+        tracemalloc.reset_peak()
+        cattn.softmax(tensors[0].numpy().astype(np.int64)[..., :1])  # converted, so a copy
+        assert tracemalloc.get_traced_memory()[1] > 5e6, "this would not see a copy"
+    finally:
+        tracemalloc.stop()
+
+
+def test_tensor_as_a_view_of_the_result(dtype: type, normal: Normal) -> None:
+    """Results become tensors without a copy, and out= may be a tensor's memory."""
+    q = normal(2, 40, 8, dtype=dtype)
+    tensor = torch.zeros(2, 40, 8, dtype=torch.from_numpy(q).dtype)
+    memory = tensor.numpy()
+    assert cattn.causal_attention(q, q, q, out=memory) is memory
+    assert (tensor.numpy() == cattn.causal_attention(q, q, q)).all()
+
+
+def test_tensors_with_gradients_are_refused() -> None:
+    """PyTorch's own message, which says detach(): the gradient would be lost without a word."""
+    x = torch.ones(4, 8)
+    grad = torch.ones(4, 8, requires_grad=True)
+    for call in (
+        lambda: cattn.causal_attention(grad, x, x),
+        lambda: cattn.causal_attention(x, grad, x),
+        lambda: cattn.causal_attention(x, x, grad),
+        lambda: cattn.causal_attention(x, x, x, bias=torch.zeros(4, 4, requires_grad=True)),
+        lambda: cattn.softmax(grad),
+        lambda: cattn.masked_softmax(grad),
+        lambda: cattn.dropout(grad),
+        lambda: cattn.attention_weights(grad, x),
+    ):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            call()
+    assert (cattn.causal_attention(grad.detach(), x, x) == 1).all()
