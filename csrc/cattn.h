@@ -43,9 +43,14 @@ struct cattn_poll {
     void *context;
 };
 
-/* Random bits of a dropout: Philox4x32-10 with this key, compared with `threshold` (keep if below; in 2^-32). */
+struct cattn_torch_random; /* core/torch_random.h */
+
+/* Random bits of a dropout: Philox4x32-10 with this key, compared with `threshold` (keep if below; in 2^-32). Where
+ * `torch` is set, bits are drawn from it in row-major order instead. */
 struct cattn_dropout_spec {
     bool enabled;
+    struct cattn_torch_random *torch;
+    double keep_probability; /* 1 - p */
     uint64_t seed;
     uint64_t threshold; /* round((1 - p) * 2^32), 0 .. 2^32 */
     double keep_scale;  /* 1 / (1 - p); 0 for p = 1 */

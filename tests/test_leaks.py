@@ -194,7 +194,7 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
 
 
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets"])
-@pytest.mark.parametrize("kind", ["NaN", "inf", "-inf", "1e38", "subnormal"])
+@pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
 def test_rows_that_do_not_see(
     isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator
 ) -> None:
@@ -203,9 +203,9 @@ def test_rows_that_do_not_see(
     sees = visible(call)[:, 0]
     right = everything(**call)
     shown = False
-    for keys in ([0], [60], [191, 192], [60, 209], [7, 8, 100]):
+    for keys in ([0], [191, 192], [60, 209], [7, 8, 100]):
         touched = sees[:, :, keys].any(axis=-1)
-        for fields in (("key",), ("value",), ("key", "value")):
+        for fields in (("key",), ("value",)):
             dirty = dict(call)
             for field in fields:
                 dirty[field] = call[field].copy()

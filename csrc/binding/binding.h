@@ -23,8 +23,9 @@ struct binding_state {
     PyObject *as_array, *as_mask, *as_bias, *as_bool, *as_offset, *cast, *shares_memory, *refuse_masked, *draw_seed;
     /* classes of cattn._types */
     PyObject *attention_output, *causal_alignment_warning;
-    PyObject *urandom; /* os.urandom */
-    PyObject *eight;   /* the number of bytes it is asked for */
+    PyObject *urandom;      /* os.urandom */
+    PyObject *eight;        /* the number of bytes it is asked for */
+    PyObject *torch_stream; /* the type TorchStream of py_torch_random.c */
     /* interned names that arguments are compared with */
     PyObject *upper_left, *lower_right, *softmax, *neg_inf, *renormalize;
     enum cattn_path path; /* a test hook: AUTO unless a test forces one */
@@ -52,7 +53,15 @@ PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_a
 /* py_random.c: what `rng` says. check: without drawing; seed: the 64-bit key, drawn where one has to be. */
 bool cattn_rng_check(PyObject *rng);
 bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed);
-/* p in [0, 1] -> spec, but for the seed */
+/* p in [0, 1] -> spec, but for the seed or the torch stream */
 bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec);
+
+/* py_torch_random.c: the type TorchStream, and how a call draws from one. begin: waits until no other thread draws, and
+ * hands out a copy; end: takes the copy back, or with NULL stays as it was before begin. The GIL may be released in
+ * between; begin fails if this thread is drawing already (a signal handler can try). */
+PyObject *cattn_torch_type(PyObject *module);
+bool cattn_torch_check(const struct binding_state *state, PyObject *rng);
+bool cattn_torch_begin(PyObject *stream, struct cattn_torch_random *random);
+void cattn_torch_end(PyObject *stream, const struct cattn_torch_random *random);
 
 #endif

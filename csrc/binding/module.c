@@ -211,7 +211,8 @@ static int module_exec(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
         return -1;
     state->path = CATTN_PATH_AUTO;
-    return 0;
+    state->torch_stream = cattn_torch_type(module);
+    return state->torch_stream != NULL ? 0 : -1;
 }
 
 /* Every object of the state, for traverse and clear. */
@@ -229,6 +230,7 @@ static int module_exec(PyObject *module) {
     DO(causal_alignment_warning)                                                                                       \
     DO(urandom)                                                                                                        \
     DO(eight)                                                                                                          \
+    DO(torch_stream)                                                                                                   \
     DO(upper_left)                                                                                                     \
     DO(lower_right)                                                                                                    \
     DO(softmax)                                                                                                        \

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "../core/cpu_features.h"
+#include "../core/torch_random.h"
 
 /* The order of the positional arguments of _cattn.attention. */
 enum {
@@ -42,6 +43,7 @@ struct call {
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
     bool as_tuple; /* the result is an AttentionOutput */
+    bool has_seed; /* dropout_seed draws the same mask again */
     bool heads;    /* axis -3 of the call is heads */
     int type, n_lead;
     int nd;         /* of dims */
@@ -330,8 +332,15 @@ static bool run(struct call *call, PyObject *rng) {
         PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
         return false;
     }
-    if (params->dropout.enabled && !cattn_rng_seed(call->state, rng, &params->dropout.seed))
+    struct cattn_torch_random torch;
+    const bool serial = params->dropout.enabled && cattn_torch_check(call->state, rng);
+    if (params->dropout.enabled && !serial && !cattn_rng_seed(call->state, rng, &params->dropout.seed))
         return false;
+    /* PyTorch draws nothing where all is dropped, or where there is nothing to drop */
+    const bool draws = serial && params->dropout.keep_probability > 0.0;
+    if (draws && !cattn_torch_begin(rng, &torch))
+        return false;
+    params->dropout.torch = draws ? &torch : NULL;
     enum cattn_status status;
     if (cattn_attention_work(params) < CATTN_GIL_WORK) {
         status = cattn_attention(params);
@@ -341,6 +350,9 @@ static bool run(struct call *call, PyObject *rng) {
         status = cattn_attention(params);
         PyEval_RestoreThread(thread);
     }
+    if (draws)
+        cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
+    call->has_seed = params->dropout.enabled && !serial;
     return cattn_error_status(status);
 }
 
@@ -357,9 +369,8 @@ static PyObject *build_result(struct call *call, int single) {
         if (!call->wants[i])
             Py_INCREF(Py_None);
     }
-    const struct cattn_dropout_spec *dropout = &call->params->dropout;
-    if (dropout->enabled) {
-        fields[N_OUTPUTS] = PyLong_FromUnsignedLongLong(dropout->seed);
+    if (call->has_seed) {
+        fields[N_OUTPUTS] = PyLong_FromUnsignedLongLong(call->params->dropout.seed);
     } else {
         fields[N_OUTPUTS] = Py_None;
         Py_INCREF(Py_None);

@@ -2,6 +2,8 @@
 #include "args.h"
 #include "error.h"
 
+#include "../core/torch_random.h"
+
 struct call {
     struct binding_state *state;
     struct cattn_dropout_params *params;
@@ -68,6 +70,21 @@ static bool run(struct call *call) {
     return cattn_error_status(status) && cattn_output_finish(&call->output);
 }
 
+static bool draw_and_run(struct call *call, PyObject *rng) {
+    struct cattn_dropout_spec *spec = &call->params->dropout;
+    if (!cattn_torch_check(call->state, rng))
+        return cattn_rng_seed(call->state, rng, &spec->seed) && run(call);
+    if (spec->keep_probability == 0.0) /* all is dropped: PyTorch draws nothing */
+        return run(call);
+    struct cattn_torch_random random;
+    if (!cattn_torch_begin(rng, &random))
+        return false;
+    spec->torch = &random;
+    const bool done = run(call);
+    cattn_torch_end(rng, done ? &random : NULL);
+    return done;
+}
+
 /* dropout(x, p, training, rng, return_mask, out) */
 PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct cattn_dropout_params params;
@@ -84,7 +101,7 @@ PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (!training || !params.dropout.enabled) {
         if (!copy(&call))
             goto done;
-    } else if (!cattn_rng_seed(call.state, args[3], &params.dropout.seed) || !run(&call)) {
+    } else if (!draw_and_run(&call, args[3])) {
         goto done;
     }
     result = cattn_output_result(&call.output);

@@ -24,7 +24,7 @@ static bool key_from_int(PyObject *rng, uint64_t *seed) {
 bool cattn_rng_check(PyObject *rng) {
     uint64_t unused;
     if (PyBool_Check(rng) || PyArray_IsScalar(rng, Bool))
-        return cattn_error_type("rng", "None, an int or a numpy.random.Generator", rng);
+        return cattn_error_type("rng", "None, an int, a numpy.random.Generator or a cattn.TorchGenerator", rng);
     return !PyLong_Check(rng) || key_from_int(rng, &unused);
 }
 
@@ -64,6 +64,8 @@ bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout
     }
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     spec->enabled = probability > 0.0;
+    spec->torch = NULL;
+    spec->keep_probability = 1.0 - probability;
     spec->seed = 0;
     spec->threshold = (uint64_t)rint((1.0 - probability) * 4294967296.0);
     spec->keep_scale = probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;

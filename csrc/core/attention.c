@@ -9,6 +9,7 @@
 
 #include "cpu_features.h"
 #include "dispatch.h"
+#include "drawn.h"
 #include "dropout.h"
 #include "mask.h"
 #include "parallel.h"
@@ -26,6 +27,7 @@ struct run {
     int64_t first_task;
     char *partials;
     size_t partial_size;
+    struct cattn_drawn *drawn; /* serial dropout bits, or NULL */
 };
 
 static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
@@ -116,18 +118,21 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
 }
 
 /* Scratch and rows for one block of rows, the last blocks first: under a causal mask they are the longest, and a long
- * task at the end would leave the other threads idle. */
+ * task at the end would leave the other threads idle. Where dropout bits are drawn one after the other, in order. */
 static struct cattn_rows *set_up(const struct run *run, int64_t block, void *memory) {
     const struct cattn_attention_params *p = run->params;
     const struct cattn_plan *plan = &run->plan;
     struct cattn_rows *rows = cattn_plan_lay_out(plan, p, run->kernels, memory);
     const int64_t unit = block / plan->blocks_per_unit;
-    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
+    const int64_t index = block % plan->blocks_per_unit;
+    const int64_t first = (plan->drawn ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
     const struct lead lead = find_lead(p, unit / plan->units_per_lead);
     const int64_t first_head = unit % plan->units_per_lead * plan->heads_per_unit;
     const int64_t left = plan->unit_rows - first;
     rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
     set_common(run, rows, &lead, first_head / p->group_size);
+    for (int r = 1; r < rows->n_rows && plan->drawn; r++)
+        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
     for (int r = 0; r < rows->n_rows; r++)
         set_row(run, rows, &lead, r, first_head + (first + r) / p->seqlen_q, (first + r) % p->seqlen_q);
     if (plan->path == CATTN_PATH_TILE)
@@ -186,6 +191,8 @@ static void fold_chunk(const struct run *run, struct cattn_rows *rows, bool firs
 
 static void pass_keys(const struct run *run, int64_t block, void *memory, struct cattn_worker *worker) {
     struct cattn_rows *rows = set_up(run, block, memory);
+    if (run->drawn && !cattn_drawn_take(run->drawn, block, rows->n_rows, run->params->seqlen_k, rows->kept[0], worker))
+        return;
     const struct cattn_range keys = keys_of(rows);
     const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
     int64_t chunk = first;
@@ -301,6 +308,35 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
                                mask->col, p->seqlen_k);
 }
 
+/* The mask of a serial stream, on one thread, from a cursor of its own. */
+static void drawn_mask_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct run *run = context;
+    const struct cattn_attention_params *p = run->params;
+    const struct cattn_tensor *mask = &p->dropout_mask;
+    const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
+    struct cattn_torch_keep cursor;
+    uint8_t kept[1024];
+    cattn_torch_keep_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
+    for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
+        const int64_t head = row / p->seqlen_q % p->num_heads, lead = row / p->seqlen_q / p->num_heads;
+        uint8_t *to =
+            (uint8_t *)mask->data + lead_of(p, mask, lead) + head * mask->head + row % p->seqlen_q * mask->row;
+        for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
+            const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
+            cattn_torch_keep_next(&cursor, n, kept);
+            for (int64_t k = 0; k < n; k++)
+                to[(k0 + k) * mask->col] = kept[k];
+        }
+    }
+}
+
+static enum cattn_status run_mask(struct run *run) {
+    const struct cattn_attention_params *p = run->params;
+    if (run->drawn)
+        return cattn_parallel_for(1, 1, 0, drawn_mask_task, run, &p->poll);
+    return cattn_parallel_for(p->n_batch * p->num_heads, p->num_threads, 0, mask_task, run, &p->poll);
+}
+
 static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
     _Alignas(64) char memory[CATTN_TINY_SCRATCH];
     unsigned mode = cattn_fp_enter();
@@ -310,23 +346,31 @@ static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
     return CATTN_OK;
 }
 
+static enum cattn_status run_blocks(struct run *run) {
+    const struct cattn_attention_params *p = run->params;
+    const int64_t n_blocks = run->plan.n_units * run->plan.blocks_per_unit;
+    if (n_blocks == 0)
+        return CATTN_OK;
+    if (run->plan.path == CATTN_PATH_TINY)
+        return run_tiny(run, n_blocks);
+    if (run->plan.path == CATTN_PATH_SPLIT)
+        return run_split(run, n_blocks);
+    return cattn_parallel_for(n_blocks, p->num_threads, run->plan.scratch_size, block_task, run, &p->poll);
+}
+
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    struct cattn_drawn drawn;
     run.element = params->dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
     run.plan = cattn_plan(params, run.kernels);
-    const int64_t n_blocks = run.plan.n_units * run.plan.blocks_per_unit;
-    enum cattn_status status = CATTN_OK;
-    if (n_blocks > 0) {
-        if (run.plan.path == CATTN_PATH_TINY)
-            status = run_tiny(&run, n_blocks);
-        else if (run.plan.path == CATTN_PATH_SPLIT)
-            status = run_split(&run, n_blocks);
-        else
-            status = cattn_parallel_for(n_blocks, params->num_threads, run.plan.scratch_size, block_task, &run,
-                                        &params->poll);
+    if (run.plan.drawn) {
+        cattn_drawn_begin(&drawn, params->dropout.torch, params->dropout.keep_probability);
+        run.drawn = &drawn;
     }
+    enum cattn_status status = run_blocks(&run);
     if (status == CATTN_OK && params->dropout_mask.data)
-        status = cattn_parallel_for(params->n_batch * params->num_heads, params->num_threads, 0, mask_task, &run,
-                                    &params->poll);
+        status = run_mask(&run);
+    if (run.drawn)
+        cattn_drawn_end(&drawn, status == CATTN_OK ? params->dropout.torch : NULL);
     return status;
 }

@@ -1,8 +1,11 @@
-/* dropout.c -- what a dropout decision needs, and the driver of dropout.
+/* dropout.c -- what a dropout decision needs, and the drivers of dropout: random bits by position, or in sequence.
  */
 #include "dropout.h"
 
+#include <string.h>
+
 #include "rowwise.h"
+#include "torch_random.h"
 
 /* Rows this long are dropped out in pieces; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
@@ -88,6 +91,93 @@ static void dropout_task(void *context, int64_t task, struct cattn_worker *worke
         dropout_one(run, first + i, 0, run->n_cols);
 }
 
+/* ---- a torch stream: one thread, since the bits come in sequence ---- */
+
+/* Mask elements made ahead. */
+#define TORCH_PIECE 4096
+
+struct torch_run {
+    const struct dropout_run *rows;
+    struct cattn_torch_keep keep;
+    double scale; /* 1 / keep_probability, divided in the precision of the data as PyTorch does */
+};
+
+/* Dropped elements are +0 whatever they were: the bits of a product and a mask, which compilers make vectors of. */
+static void torch_apply_f32(int64_t n, const float *x, int64_t x_stride, const uint8_t *kept, float scale, float *out,
+                            int64_t out_stride) {
+    if (x_stride != 1 || out_stride != 1) {
+        for (int64_t i = 0; i < n; i++)
+            out[i * out_stride] = kept[i] ? x[i * x_stride] * scale : 0.0f;
+        return;
+    }
+    if (out != x)
+        memcpy(out, x, (size_t)n * sizeof *out);
+    for (int64_t i = 0; i < n; i++) {
+        union {
+            float value;
+            uint32_t bits;
+        } y = {.value = out[i] * scale};
+        y.bits &= 0u - kept[i];
+        out[i] = y.value;
+    }
+}
+
+static void torch_apply_f64(int64_t n, const double *x, int64_t x_stride, const uint8_t *kept, double scale,
+                            double *out, int64_t out_stride) {
+    for (int64_t i = 0; i < n; i++)
+        out[i * out_stride] = kept[i] ? x[i * x_stride] * scale : 0.0;
+}
+
+/* n columns of one row, from `begin` on. */
+static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin, int64_t n, const uint8_t *kept) {
+    const struct dropout_run *rows = run->rows;
+    const struct cattn_dropout_params *p = rows->params;
+    const size_t element = cattn_element_size(p->dtype);
+    const char *x = cattn_row_at(&p->x, rows->n_lead, p->lead_shape, row, element);
+    char *out = cattn_row_at(&p->out, rows->n_lead, p->lead_shape, row, element);
+    x += begin * p->x.col * (int64_t)element;
+    out += begin * p->out.col * (int64_t)element;
+    if (p->dtype == CATTN_F32)
+        torch_apply_f32(n, (const float *)x, p->x.col, kept, (float)run->scale, (float *)out, p->out.col);
+    else
+        torch_apply_f64(n, (const double *)x, p->x.col, kept, run->scale, (double *)out, p->out.col);
+    if (p->mask.data) {
+        uint8_t *mask = cattn_row_at(&p->mask, rows->n_lead, p->lead_shape, row, 1);
+        for (int64_t i = 0; i < n; i++)
+            mask[(begin + i) * p->mask.col] = kept[i];
+    }
+}
+
+static void torch_task(void *context, int64_t task, struct cattn_worker *worker) {
+    struct torch_run *run = context;
+    const struct cattn_dropout_params *p = run->rows->params;
+    const double q = p->dropout.keep_probability;
+    const int64_t n_cols = run->rows->n_cols, total = run->rows->n_rows * n_cols;
+    run->scale = p->dtype == CATTN_F32 ? 1.0f / (float)q : 1.0 / q;
+    uint8_t kept[TORCH_PIECE];
+    (void)task; /* the only one */
+    for (int64_t done = 0; done < total && !cattn_should_stop(worker); done += TORCH_PIECE) {
+        const int64_t ready = total - done < TORCH_PIECE ? total - done : TORCH_PIECE;
+        cattn_torch_keep_next(&run->keep, ready, kept);
+        for (int64_t used = 0; used < ready;) {
+            const int64_t row = (done + used) / n_cols, begin = (done + used) % n_cols;
+            const int64_t n = n_cols - begin < ready - used ? n_cols - begin : ready - used;
+            torch_apply(run, row, begin, n, kept + used);
+            used += n;
+        }
+    }
+}
+
+static enum cattn_status torch_dropout(const struct dropout_run *rows) {
+    const struct cattn_dropout_params *p = rows->params;
+    struct torch_run run = {.rows = rows};
+    cattn_torch_keep_begin(&run.keep, p->dropout.torch, p->dropout.keep_probability);
+    const enum cattn_status status = cattn_parallel_for(1, 1, 0, torch_task, &run, &p->poll);
+    if (status == CATTN_OK)
+        cattn_torch_keep_end(&run.keep, p->dropout.torch);
+    return status;
+}
+
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
@@ -100,6 +190,8 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
         .n_cols = p->n_cols,
     };
     merge_rows(&run);
+    if (p->dropout.torch)
+        return torch_dropout(&run);
     run.rows_per_task = cattn_rows_per_task(run.n_cols);
     run.pieces = run.n_cols > 2 * DROPOUT_PIECE ? cattn_ceil_div(run.n_cols, DROPOUT_PIECE) : 1;
     const int64_t n_tasks = run.pieces > 1 ? run.n_rows * run.pieces : cattn_ceil_div(run.n_rows, run.rows_per_task);

@@ -3,6 +3,8 @@
 
 #include <assert.h>
 
+#include "drawn.h"
+
 #define ALIGNMENT 64
 
 /* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
@@ -48,6 +50,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
     const size_t panel = (size_t)(kernels->lanes * kernels->nr);
     const bool copy_values = !tile && p->value.data && p->value.col != 1;
+    r->kept[0] = plan->drawn ? carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
     r->packed_query = carve(arena, rows * depth * size);
     r->score = carve(arena, rows * CATTN_BLOCK_KEYS * size);
     r->value_panel = carve(arena, CATTN_BLOCK_KEYS * (tile ? panel : copy_values ? (size_t)p->d_v : 0) * size);
@@ -74,7 +77,8 @@ struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struc
 
 static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p, const struct cattn_kernels *kernels,
                 enum cattn_path path) {
-    plan->path = path;
+    /* key chunks of the same rows cannot take turns in row-major order */
+    plan->path = plan->drawn && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
     struct arena count = {NULL, 0};
@@ -94,6 +98,7 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
     plan.units_per_lead = p->num_heads / plan.heads_per_unit;
     plan.n_units = p->n_batch * plan.units_per_lead;
     plan.unit_rows = p->seqlen_q * plan.heads_per_unit;
+    plan.drawn = p->dropout.enabled && p->dropout.torch && plan.n_units * plan.unit_rows > 0 && p->seqlen_k > 0;
     if (p->path != CATTN_PATH_AUTO) {
         cut(&plan, p, kernels, p->path);
         return plan;

@@ -22,6 +22,7 @@ struct cattn_plan {
     int block_rows;    /* rows of a task at most */
     int64_t blocks_per_unit;
     int64_t n_chunks;
+    bool drawn;          /* dropout bits come from a serial stream: tasks in row-major order */
     size_t scratch_size; /* bytes a thread */
 };
 

@@ -24,6 +24,8 @@
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
+/* a block of P V is one chain of sums for each of these runs: shorter chains, smaller errors */
+#define CATTN_RUN_KEYS (CATTN_BLOCK_KEYS / 2)
 /* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
 #define CATTN_TILE_ROWS 96
 /* most rows that pass the keys together on the row path */
@@ -64,6 +66,7 @@ struct cattn_rows {
     const uint8_t *keep[CATTN_TILE_ROWS]; /* or all NULL */
     const void *bias[2][CATTN_TILE_ROWS];
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS];
+    uint8_t *kept[CATTN_TILE_ROWS]; /* or all NULL: one bit a key, lowest first, instead of Philox */
     void *out[CATTN_TILE_ROWS];     /* or all NULL */
     void *lse[CATTN_TILE_ROWS];     /* or all NULL */
     void *weights[CATTN_TILE_ROWS]; /* or all NULL */

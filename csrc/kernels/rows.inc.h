@@ -123,47 +123,64 @@ static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *sc
     }
 }
 
+/* The same from bits that were drawn beforehand. */
+static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
+    for (int k = begin; k < end; k++)
+        if (!key_kept(rows, r, k0 + k))
+            score[k] = 0;
+}
+
+/* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` is at
+ * the vector's columns, n of them. */
+static vf value_vector_visible(const struct cattn_rows *rows, int r, const real *value, int64_t value_row, int n,
+                               struct run run, int64_t k0) {
+    vf block = vf_set1(0);
+    for (int k = run.begin; k < run.end; k++)
+        if (key_visible(rows, r, k0 + k)) {
+            vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
+            block = vf_fma(w, load_strided(value + k * value_row, 1, n), block);
+        }
+    return block;
+}
+
 /* P V for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const real *value, int64_t value_row,
                        int begin, int end, int64_t k0, int64_t c) {
-    const real *score = rows->score;
-    vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
+    const real *score = rows->score, *alpha = rows->alpha;
+    for (int i = 0; i < 2; i++) {
+        const struct run run = run_of(i, begin, end);
+        if (i > 0 && run_is_empty(run))
+            break;
+        vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
-    for (int r = 0; r < many; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            block[r][v] = vf_set1(0);
-    for (int k = begin; k < end; k++) {
-        const real *row = value + k * value_row + c;
-        vf val[CATTN_FEW_ROWS];
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++) {
-            vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
+        for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
-                block[r][v] = vf_fma(w, val[v], block[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++) {
-        real *acc = (real *)rows->acc + r * rows->acc_cols + c;
-        vf alpha = vf_set1(((const real *)rows->alpha)[r]);
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
-            if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows) {
-                /* again without the keys this row may not see: 0 * NaN must not betray them */
                 block[r][v] = vf_set1(0);
-                for (int k = begin; k < end; k++)
-                    if (key_visible(rows, r, k0 + k)) {
-                        const real *row = value + k * value_row + c + v * LANES;
-                        vf val = v == vectors - 1 && n < LANES ? vf_loadu_n(row, n) : vf_loadu(row);
-                        block[r][v] = vf_fma(vf_set1(score[r * CATTN_BLOCK_KEYS + k]), val, block[r][v]);
-                    }
+        for (int k = run.begin; k < run.end; k++) {
+            const real *row = value + k * value_row + c;
+            vf val[CATTN_FEW_ROWS];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < many; r++) {
+                vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++)
+                    block[r][v] = vf_fma(w, val[v], block[r][v]);
             }
-            fold_block(acc + v * LANES, alpha, block[r][v]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < many; r++) {
+            real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) {
+                if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
+                    block[r][v] = value_vector_visible(rows, r, value + c + v * LANES, value_row,
+                                                       v == vectors - 1 ? n : LANES, run, k0);
+                fold_block(acc + v * LANES, fold_factor(i, alpha[r]), block[r][v]);
+            }
         }
     }
 }
@@ -214,7 +231,9 @@ INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n
         real sum = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
         vf folded = vf_fma(vf_set1(row_sum[r]), vf_set1(((const real *)rows->alpha)[r]), vf_set1(sum));
         vf_storeu_n(row_sum + r, folded, 1);
-        if (rows->drop.enabled && r < rows->n_rows)
+        if (r < rows->n_rows && rows->kept[0])
+            drop_keys_drawn(rows, r, k0, s, begin, (int)min64(end, n_keys));
+        else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
     }
     if (rows->d_v) {

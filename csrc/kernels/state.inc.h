@@ -82,6 +82,11 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
     return vf_select(hidden, neg_inf, total);
 }
 
+/* Has a dropout drawn beforehand kept this key for row r? */
+INLINE bool key_kept(const struct cattn_rows *rows, int r, int64_t key) {
+    return rows->kept[r][key >> 3] >> (key & 7) & 1;
+}
+
 /* score + bias, but exactly -inf where the bias hides the key, whatever the score is */
 INLINE vf add_bias(vf score, vf bias) {
     const vf neg_inf = vf_set1(NEG_INF);
@@ -119,8 +124,21 @@ INLINE vf sum_tree(const vf s[CATTN_SUM_CHAINS]) {
 /* Any lane not finite? x - x is 0 for finite x, NaN otherwise. */
 INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); }
 
-/* acc = acc * alpha + block, for n columns (a multiple of nothing: scratch rows are padded) */
+/* The part of the keys begin .. end-1 of a block that lies in one run of P V. */
+struct run {
+    int begin, end;
+};
+INLINE struct run run_of(int run, int begin, int end) {
+    struct run r = {(int)max64(begin, run * CATTN_RUN_KEYS), (int)min64(end, (run + 1) * CATTN_RUN_KEYS)};
+    if (r.begin >= r.end)
+        r.end = r.begin;
+    return r;
+}
+INLINE bool run_is_empty(struct run r) { return r.begin == r.end; }
+
+/* acc = acc * alpha + block, of the first run; later runs are added: alpha is 1 for them, exactly */
 INLINE void fold_block(real *acc, vf alpha, vf block) { vf_storeu(acc, vf_fma(vf_loadu(acc), alpha, block)); }
+INLINE vf fold_factor(int run, real alpha) { return vf_set1(run == 0 ? alpha : 1); }
 
 static void chunk_merge(struct cattn_rows *rows) {
     const real *m2 = rows->row_max, *l2 = rows->row_sum, *o2 = rows->acc;

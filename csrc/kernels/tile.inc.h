@@ -175,6 +175,18 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
         }
 }
 
+/* The same from bits that were drawn beforehand. */
+static void drop_lanes_drawn(const struct tile *t, const struct extent *e, int r) {
+    struct cattn_rows *rows = t->rows;
+    const int n = (int)min64(LANES, rows->n_rows - r);
+    for (int k = e->begin; k < min64(e->end, t->n_keys); k++) {
+        real *w = (real *)rows->score + k * CATTN_TILE_ROWS + r;
+        for (int i = 0; i < n; i++)
+            if (!key_kept(rows, r + i, t->k0 + k))
+                w[i] = 0;
+    }
+}
+
 /* Weights of a panel outside its own extent, but inside its neighbours': micro-tiles of P V may straddle panels. */
 static void zero_outside(const struct tile *t, int p) {
     const struct extent *e = &t->panel[p];
@@ -203,31 +215,37 @@ INLINE void value_tile(const struct tile *t, const struct extent *e, int r, int6
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
     const real *alpha = (const real *)rows->alpha + r;
-    vf block[MR][NR];
-    micro_tile(nr, e->end - e->begin, (const real *)rows->score + e->begin * CATTN_TILE_ROWS + r, 1, CATTN_TILE_ROWS,
-               (const real *)rows->value_panel + e->begin * PANEL, block);
-    if (!rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end) {
-        vm finite = finite_lanes(block[0][0]);
+    const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
+    for (int i = 0; i < 2; i++) {
+        const struct run run = run_of(i, e->begin, e->end);
+        if (i > 0 && run_is_empty(run))
+            break;
+        vf block[MR][NR];
+        micro_tile(nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
+                   CATTN_TILE_ROWS, (const real *)rows->value_panel + run.begin * PANEL, block);
+        if (partial) {
+            vm finite = finite_lanes(block[0][0]);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+                for (int n = 0; n < nr; n++)
+                    finite = vm_and(finite, finite_lanes(block[m][n]));
+            if (__builtin_expect(vm_any(vm_not(finite)), 0)) {
+                for (int m = 0; m < MR && r + m < rows->n_rows; m++) {
+                    vf again[NR];
+                    value_row_visible(t, r + m, nr, run.begin, run.end, again);
+                    for (int n = 0; n < nr; n++)
+                        fold_block(acc + m * rows->acc_cols + n * LANES, fold_factor(i, alpha[m]), again[n]);
+                }
+                continue;
+            }
+        }
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < nr; n++)
-                finite = vm_and(finite, finite_lanes(block[m][n]));
-        if (__builtin_expect(vm_any(vm_not(finite)), 0)) {
-            for (int m = 0; m < MR && r + m < rows->n_rows; m++) {
-                vf again[NR];
-                value_row_visible(t, r + m, nr, e->begin, e->end, again);
-                for (int n = 0; n < nr; n++)
-                    fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(alpha[m]), again[n]);
-            }
-            return;
-        }
+                fold_block(acc + m * rows->acc_cols + n * LANES, fold_factor(i, alpha[m]), block[m][n]);
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
-            fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(alpha[m]), block[m][n]);
 }
 
 static void value_block(const struct tile *t) {
@@ -271,7 +289,9 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
             keep_scores(&t, p);
         for (int n = 0; n < panel_vectors(rows_left); n++) {
             softmax_lanes(&t, &t.panel[p], p * PANEL + n * LANES);
-            if (rows->drop.enabled)
+            if (rows->kept[0])
+                drop_lanes_drawn(&t, &t.panel[p], p * PANEL + n * LANES);
+            else if (rows->drop.enabled)
                 drop_lanes(&t, &t.panel[p], p * PANEL + n * LANES);
         }
         zero_outside(&t, p);

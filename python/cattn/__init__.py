@@ -13,6 +13,7 @@ from . import reference
 from ._config import show_config
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._types import AttentionOutput, CausalAlignmentWarning
+from .cache import KVCache
 from .functional import (
     attention_weights,
     causal_attention,
@@ -22,18 +23,38 @@ from .functional import (
     scaled_dot_product_attention,
     softmax,
 )
+from .nn import (
+    CausalAttention,
+    Dropout,
+    Linear,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    SelfAttention_v1,
+    SelfAttention_v2,
+)
+from .random import TorchGenerator, manual_seed
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOutput",
     "CausalAlignmentWarning",
+    "CausalAttention",
+    "Dropout",
+    "KVCache",
+    "Linear",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "SelfAttention_v1",
+    "SelfAttention_v2",
+    "TorchGenerator",
     "__version__",
     "attention_weights",
     "causal_attention",
     "causal_mask",
     "dropout",
     "get_num_threads",
+    "manual_seed",
     "masked_softmax",
     "num_threads",
     "reference",

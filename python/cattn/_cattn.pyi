@@ -1,8 +1,10 @@
 """The C extension. Private; every argument is positional and none has a default."""
 
-from typing import Any, TypedDict, type_check_only
+from typing import Any, Literal, TypedDict, type_check_only
 
+import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 @type_check_only
 class IsaInfo(TypedDict):
@@ -19,6 +21,21 @@ class IsaInfo(TypedDict):
 class BuildInfo(TypedDict):
     compiler: str
     limited_api: bool
+
+@disjoint_base
+class TorchStream:
+    def _uniform(self, out: NDArray[Any], low: object, high: object, /) -> NDArray[Any]: ...
+    def _normal(self, out: NDArray[Any], /) -> NDArray[Any]: ...
+    def _integers(self, out: NDArray[np.int64], low: int, high: int, /) -> NDArray[np.int64]: ...
+    def _bernoulli(self, out: NDArray[Any], p: object, /) -> NDArray[Any]: ...
+    def _dropout_mask(self, out: NDArray[np.bool_], p: object, skip: int, /) -> NDArray[np.bool_]: ...
+    def _linear(
+        self, weight: NDArray[Any], bias: NDArray[Any] | None, /
+    ) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
+    def _seed(self, seed: object, dropout: object, /) -> None: ...
+    def _set_state(self, state: NDArray[np.uint8], /) -> None: ...
+    def _get_state(self) -> NDArray[np.uint8]: ...
+    def _settings(self) -> tuple[int, Literal["aten", "mkl"]]: ...
 
 def attention(
     query: object,

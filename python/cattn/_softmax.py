@@ -213,9 +213,10 @@ def dropout(
         Probability of an element to be dropped, in [0, 1].
     training : bool
         False: nothing is dropped, the result is a copy of x.
-    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int drops the same elements.
-        From a generator one key is drawn, after everything else was checked.
+        From a generator one key is drawn, after everything else was checked. A `TorchGenerator` drops the elements
+        that ``torch.nn.functional.dropout`` drops in a contiguous tensor; p = 0 and p = 1 draw nothing from it.
     return_mask : bool
         Return (result, mask).
     out : ndarray, optional
@@ -236,7 +237,9 @@ def dropout(
     Notes
     -----
     Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the key rng and a counter made of the element's
-    index in C order, so they depend neither on strides nor on threads.
+    index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in C order
+    too, one after the other and on one thread; PyTorch goes by memory where a tensor is not contiguous, and its dropped
+    elements are x * 0: -0 for negative x, NaN for infinite x.
 
     Examples
     --------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .random import TorchGenerator
 
 __all__ = ["AttentionOutput", "CausalAlignmentWarning"]
 
@@ -12,7 +15,7 @@ Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 # A string: naming these classes would import numpy.random, which takes as long as everything else here together.
 RNG: TypeAlias = (
     "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
-    " | np.random.RandomState | None"
+    " | np.random.RandomState | TorchGenerator | None"
 )
 
 

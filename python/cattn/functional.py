@@ -112,9 +112,10 @@ def scaled_dot_product_attention(
     query_offset : int or array_like of int, optional
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
-    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Where dropout gets its bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int
-        drops the same weights. From a generator one key is drawn, after everything else was checked.
+        drops the same weights. From a generator one key is drawn, after everything else was checked. A `TorchGenerator`
+        drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
     need_weights : bool
         Also return the weights, shape (..., T_q, T_k), before dropout.
     return_lse : bool
@@ -265,7 +266,7 @@ def causal_attention(
         Added to the scaled scores.
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
-    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Where dropout gets its bits.
     need_weights, return_lse, return_dropout_mask : bool
         Extras to return in an `AttentionOutput`.

@@ -1,0 +1,76 @@
+/* drawn.c -- turns at a serial stream of dropout bits; see drawn.h. */
+#include "drawn.h"
+
+#include <string.h>
+#include <time.h>
+
+/* How long a task waits for its turn before it asks whether the call has been stopped. */
+#define WAIT_NANOSECONDS 10000000L
+
+void cattn_drawn_begin(struct cattn_drawn *drawn, const struct cattn_torch_random *random, double keep_probability) {
+    pthread_mutex_init(&drawn->lock, NULL);
+    pthread_cond_init(&drawn->turn, NULL);
+    drawn->next = 0;
+    cattn_torch_keep_begin(&drawn->cursor, random, keep_probability);
+}
+
+void cattn_drawn_end(struct cattn_drawn *drawn, struct cattn_torch_random *random) {
+    if (random)
+        cattn_torch_keep_end(&drawn->cursor, random);
+    pthread_cond_destroy(&drawn->turn);
+    pthread_mutex_destroy(&drawn->lock);
+}
+
+static void draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *bits) {
+    uint8_t kept[1024];
+    memset(bits, 0, cattn_drawn_row_bytes(n_keys));
+    for (int64_t k0 = 0; k0 < n_keys; k0 += (int64_t)sizeof kept) {
+        const int64_t left = n_keys - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
+        cattn_torch_keep_next(cursor, n, kept);
+        for (int64_t k = 0; k < n; k++)
+            bits[(k0 + k) >> 3] |= (uint8_t)(kept[k] << (k & 7));
+    }
+}
+
+/* With the lock held: true when it is this task's turn. */
+static bool wait_for_turn(struct cattn_drawn *drawn, int64_t task, struct cattn_worker *worker) {
+    while (drawn->next != task) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += WAIT_NANOSECONDS;
+        if (until.tv_nsec >= 1000000000L) {
+            until.tv_nsec -= 1000000000L;
+            until.tv_sec++;
+        }
+        pthread_cond_timedwait(&drawn->turn, &drawn->lock, &until);
+        if (drawn->next == task)
+            break;
+        /* the poll may run Python: not under the lock */
+        pthread_mutex_unlock(&drawn->lock);
+        const bool stop = cattn_should_stop(worker);
+        pthread_mutex_lock(&drawn->lock);
+        if (stop)
+            return false;
+    }
+    return true;
+}
+
+bool cattn_drawn_take(struct cattn_drawn *drawn, int64_t task, int n_rows, int64_t n_keys, uint8_t *bits,
+                      struct cattn_worker *worker) {
+    pthread_mutex_lock(&drawn->lock);
+    const bool mine = !worker || wait_for_turn(drawn, task, worker);
+    pthread_mutex_unlock(&drawn->lock);
+    if (!mine)
+        return false;
+    /* nobody else touches the cursor until the turn is passed on */
+    bool stopped = false;
+    for (int r = 0; r < n_rows && !stopped; r++) {
+        draw_row(&drawn->cursor, n_keys, bits + (size_t)r * cattn_drawn_row_bytes(n_keys));
+        stopped = worker && cattn_should_stop(worker);
+    }
+    pthread_mutex_lock(&drawn->lock);
+    drawn->next = task + 1;
+    pthread_cond_broadcast(&drawn->turn);
+    pthread_mutex_unlock(&drawn->lock);
+    return !stopped;
+}

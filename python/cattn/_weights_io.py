@@ -1,0 +1,75 @@
+"""Weights in .npz and .safetensors files, written beside their target and renamed into place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+FilePath = str | os.PathLike[str]
+
+_SUFFIXES = (".npz", ".safetensors")
+
+
+def _suffix(path: Path) -> str:
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"{path}: files of weights end in {' or '.join(_SUFFIXES)}")
+    return path.suffix
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            ".safetensors files need the package safetensors: pip install 'cattn[safetensors]'"
+        ) from error
+    return safetensors.numpy
+
+
+def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to path; an existing file is replaced when the new one is complete, and not before."""
+    target = Path(os.path.realpath(path))  # a link stays a link, its file is replaced
+    suffix = _suffix(target)
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(temporary, "xb") as stream:
+            if suffix == ".npz":
+                np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
+            else:  # bytes, because save_file would make a file that only its owner may read
+                stream.write(_safetensors().save(arrays))
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_arrays(path: FilePath) -> dict[str, Array]:
+    """Read all arrays of a file. Nothing is ever unpickled."""
+    source = Path(path)
+    if _suffix(source) == ".safetensors":
+        return _load_safetensors(source)
+    try:
+        with open(source, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{source} is no .npz file of numbers, or damaged: {error}") from error
+
+
+def _load_safetensors(source: Path) -> dict[str, Array]:
+    package = _safetensors()
+    with open(source, "rb"):  # a missing file is Python's own error, with the name in it
+        pass
+    try:
+        arrays: dict[str, Array] = package.load_file(source)
+    except Exception as error:  # the package's own exception type moved between its versions
+        raise ValueError(f"{source} is no .safetensors file, or damaged: {error}") from error
+    return arrays

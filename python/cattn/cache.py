@@ -1,0 +1,243 @@
+"""The keys and values of the tokens so far, for decoding token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ._arrays import as_array
+from ._checks import as_dtype, as_size
+
+__all__ = ["KVCache"]
+
+Array = NDArray[Any]
+
+
+class KVCache:
+    """Keys and values in two arrays of fixed size, filled in place.
+
+    The cache owns the length: `append` writes behind what is there, `k` and `v` are views of what is filled. Attention
+    of the next queries over the whole cache has the bits that one pass over all tokens has.
+
+    Parameters
+    ----------
+    batch_shape : int or tuple of int
+        The leading dimensions before the heads; ``()`` for a single sequence.
+    num_kv_heads : int
+        Heads of keys and values.
+    max_len : int
+        How many keys fit.
+    head_dim : int
+        Length of a key.
+    v_head_dim : int, optional
+        Length of a value. Default head_dim.
+    dtype : dtype
+        float32 or float64.
+
+    Attributes
+    ----------
+    batch_shape, num_kv_heads, max_len, head_dim, v_head_dim, dtype
+        As given; batch_shape is a tuple.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A size is not an int or negative, dtype is neither float32 nor float64.
+
+    Notes
+    -----
+    After `truncate` with one length per sequence the lengths differ. `append` then writes each sequence behind its own
+    end, and `k` and `v` reach to the longest: shorter sequences hold old data behind their end, which
+    ``query_offset=cache.lengths - T_q`` hides from the `T_q` queries appended last.
+
+    Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only what is filled.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])[None]  # one head, three tokens
+    >>> cache = cattn.KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype="float64")
+    >>> steps = []
+    >>> for t in range(3):
+    ...     token = x[:, t : t + 1]
+    ...     cache.append(token, token)
+    ...     steps.append(cattn.causal_attention(token, cache.k, cache.v, enable_gqa=True))
+    >>> cache
+    KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype=float64, lengths=3)
+    >>> full = cattn.causal_attention(x, x, x, enable_gqa=True)
+    >>> bool((np.concatenate(steps, axis=-2) == full).all())
+    True
+    """
+
+    def __init__(
+        self,
+        batch_shape: int | tuple[int, ...],
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: DTypeLike = "float32",
+    ) -> None:
+        batch = batch_shape if isinstance(batch_shape, (tuple, list)) else (batch_shape,)
+        self.batch_shape = tuple(as_size(size, "batch_shape", 0) for size in batch)
+        self.num_kv_heads = as_size(num_kv_heads, "num_kv_heads")
+        self.max_len = as_size(max_len, "max_len", 0)
+        self.head_dim = as_size(head_dim, "head_dim", 0)
+        self.v_head_dim = self.head_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 0)
+        self.dtype = as_dtype(dtype)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        # Zeros come from fresh pages, which cost nothing before they are written.
+        rows = (*self.batch_shape, self.num_kv_heads, self.max_len)
+        self._k = np.zeros((*rows, self.head_dim), self.dtype)
+        self._v = np.zeros((*rows, self.v_head_dim), self.dtype)
+        self._set_lengths(np.zeros(self.batch_shape), 0)
+
+    def _set_lengths(self, lengths: ArrayLike, longest: int) -> None:
+        self._lengths = np.asarray(lengths, np.int64)  # arithmetic makes scalars of () arrays
+        self._longest = longest  # of an empty batch too
+        self._ragged = self._lengths.size > 0 and int(self._lengths.min()) != longest
+
+    @property
+    def k(self) -> Array:
+        """The keys so far: a view of shape (*batch_shape, num_kv_heads, longest length, head_dim)."""
+        return self._k[..., : self._longest, :]
+
+    @property
+    def v(self) -> Array:
+        """The values so far: a view of shape (*batch_shape, num_kv_heads, longest length, v_head_dim)."""
+        return self._v[..., : self._longest, :]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How many keys each sequence has: a copy, of shape batch_shape."""
+        return self._lengths.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays; most operating systems provide them as they are filled."""
+        return self._k.nbytes + self._v.nbytes
+
+    def query_offset(self) -> int | NDArray[np.int64]:
+        """Return the position of the next token: an int where all sequences are equally long, else an array.
+
+        Asked before `append`, it is the `query_offset` of the queries that belong to the appended keys.
+        """
+        return self.lengths if self._ragged else self._longest
+
+    def append(self, key: ArrayLike, value: ArrayLike) -> None:
+        """Write keys and values behind what is there.
+
+        Parameters
+        ----------
+        key : array_like, shape (*batch_shape, num_kv_heads, T, head_dim)
+            In the cache's dtype, or float32 for a float64 cache.
+        value : array_like, shape (*batch_shape, num_kv_heads, T, v_head_dim)
+            As key.
+
+        Raises
+        ------
+        TypeError
+            The cache's dtype cannot hold theirs.
+        ValueError
+            Another shape, or more tokens than fit. Nothing was written then.
+        """
+        key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
+        count = key.shape[-2]
+        if value.shape[-2] != count:
+            raise ValueError(f"value has {value.shape[-2]} tokens, key has {count}")
+        self._check_room(count)
+        if not self._ragged:
+            here = (..., slice(self._longest, self._longest + count), slice(None))
+            self._k[here] = key
+            self._v[here] = value
+        else:
+            for row in np.ndindex(self.batch_shape):
+                start = int(self._lengths[row])
+                self._k[(*row, slice(None), slice(start, start + count))] = key[row]
+                self._v[(*row, slice(None), slice(start, start + count))] = value[row]
+        self._set_lengths(self._lengths + count, self._longest + count)
+
+    def _check_room(self, count: int) -> None:
+        """Raise ValueError unless `count` more tokens fit."""
+        if self._longest + count > self.max_len:
+            raise ValueError(
+                f"the cache is full: it has {self._longest} of max_len={self.max_len} tokens, {count} more do not fit"
+            )
+
+    def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
+        result = as_array(array, name)
+        wanted = (*self.batch_shape, self.num_kv_heads, "T", width)
+        fits = result.ndim == len(wanted) and all(
+            want in (size, "T") for want, size in zip(wanted, result.shape, strict=True)
+        )
+        if not fits:
+            text = "(" + ", ".join(map(str, wanted)) + ")"
+            raise ValueError(f"{name} has shape {result.shape}, the cache takes {text}")
+        if not np.can_cast(result.dtype, self.dtype, "safe"):
+            raise TypeError(
+                f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(np.{self.dtype}), "
+                f"or make the cache with dtype={str(result.dtype)!r}"
+            )
+        return result
+
+    def truncate(self, n: int | ArrayLike) -> None:
+        """Forget what lies behind the first n tokens.
+
+        Parameters
+        ----------
+        n : int or array_like of int, broadcasting to batch_shape
+            An int: no sequence keeps more. An array: the new lengths, for instance of prompts that were padded on the
+            right to one length.
+
+        Raises
+        ------
+        TypeError
+            n is no integer.
+        ValueError
+            n is negative or more than there is.
+        """
+        wanted = np.asarray(n)
+        if wanted.dtype.kind not in "iu" and wanted.size > 0:
+            raise TypeError(f"n must be an int or an integer array, got dtype {wanted.dtype}")
+        try:
+            new = np.broadcast_to(wanted, self.batch_shape).astype(np.int64)
+        except ValueError:
+            raise ValueError(
+                f"n has shape {wanted.shape}, which does not broadcast to batch_shape {self.batch_shape}"
+            ) from None
+        limit = self._longest if wanted.ndim == 0 else self._lengths
+        if np.any(wanted < 0) or np.any(new > limit):
+            raise ValueError(f"n must be between 0 and the lengths, {self._show_lengths()}; got {wanted.tolist()}")
+        new = np.minimum(new, self._lengths)
+        self._set_lengths(new, int(new.max(initial=0)) if new.size else min(self._longest, int(wanted.max(initial=0))))
+
+    def reset(self) -> None:
+        """Forget everything; the memory is kept."""
+        self._set_lengths(np.zeros(self.batch_shape), 0)
+
+    def _show_lengths(self) -> str:
+        return str(self._lengths.tolist() if self._ragged else self._longest)
+
+    def __repr__(self) -> str:
+        v_head_dim = "" if self.v_head_dim == self.head_dim else f", v_head_dim={self.v_head_dim}"
+        return (
+            f"KVCache({self.batch_shape}, num_kv_heads={self.num_kv_heads}, max_len={self.max_len}, "
+            f"head_dim={self.head_dim}{v_head_dim}, dtype={self.dtype}, lengths={self._show_lengths()})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return kept | {"k": self.k, "v": self.v, "lengths": self._lengths}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        k, v, lengths = (state[name] for name in ("k", "v", "lengths"))
+        vars(self).update((name, value) for name, value in state.items() if name not in ("k", "v", "lengths"))
+        self._allocate()
+        self._set_lengths(lengths.copy(), k.shape[-2])
+        self.k[...] = k
+        self.v[...] = v

@@ -1,0 +1,371 @@
+"""The chapter's attention classes, from two bare matrices to many heads, on the fused functions.
+
+Names, positional arguments and attributes are those of the book, so that its code runs with another import. Weights
+are plain arrays. What is random comes from the generator of `manual_seed`, in the order in which PyTorch would draw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ._attend import Causal, SelfAttention
+from ._checks import as_dtype, as_size
+from ._module import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
+from ._types import RNG
+
+__all__ = [
+    "CausalAttention",
+    "Dropout",
+    "Linear",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "SelfAttention_v1",
+    "SelfAttention_v2",
+]
+
+Array = NDArray[Any]
+
+
+class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
+    """Self-attention with three bare matrices: ``x @ W_query`` and so on.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where the matrices come from, uniform in [0, 1). None is the generator of `manual_seed`.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : ndarray, shape (d_in, d_out)
+        The matrices.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> inputs = np.array([[0.43, 0.15, 0.89], [0.55, 0.87, 0.66]], np.float32)
+    >>> v1 = cattn.SelfAttention_v1(3, 2, rng=123)
+    >>> v1.W_query.round(4)
+    array([[0.2961, 0.5166],
+           [0.2517, 0.6886],
+           [0.074 , 0.8665]], dtype=float32)
+    >>> v1(inputs).shape
+    (2, 2)
+    """
+
+    _parameters = ("W_query", "W_key", "W_value")
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike = np.float32, rng: RNG = None) -> None:
+        super().__init__()
+        self.d_in, self.d_out, self.dtype = as_size(d_in, "d_in"), as_size(d_out, "d_out"), as_dtype(dtype)
+        generator = as_generator(rng)
+        self.W_query = draw_uniform(generator, d_in, d_out, self.dtype)
+        self.W_key = draw_uniform(generator, d_in, d_out, self.dtype)
+        self.W_value = draw_uniform(generator, d_in, d_out, self.dtype)
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (project(x, np.asarray(w), None) for w in (self.W_query, self.W_key, self.W_value))
+        return q, k, v
+
+    def __repr__(self) -> str:
+        return f"SelfAttention_v1({self.d_in}, {self.d_out}{show_dtype(self.dtype)})"
+
+
+class SelfAttention_v2(SelfAttention):  # noqa: N801 - the book's name
+    """Self-attention with three `Linear` layers.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    qkv_bias : bool
+        Whether the three layers have biases.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where the weights come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : Linear
+        The layers; ``W_query.weight`` is (d_out, d_in).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> inputs = np.array(
+    ...     [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64],
+    ...      [0.22, 0.58, 0.33], [0.77, 0.25, 0.10], [0.05, 0.80, 0.55]], np.float32)
+    >>> sa_v2 = cattn.SelfAttention_v2(3, 2, rng=789)
+    >>> sa_v2(inputs).round(4)
+    array([[-0.0739,  0.0713],
+           [-0.0748,  0.0703],
+           [-0.0749,  0.0702],
+           [-0.076 ,  0.0685],
+           [-0.0763,  0.0679],
+           [-0.0754,  0.0693]], dtype=float32)
+    """
+
+    def __init__(
+        self, d_in: int, d_out: int, qkv_bias: bool = False, *, dtype: DTypeLike = np.float32, rng: RNG = None
+    ) -> None:
+        super().__init__()
+        self.d_in, self.d_out, self.dtype = as_size(d_in, "d_in"), as_size(d_out, "d_out"), as_dtype(dtype)
+        generator = as_generator(rng)
+        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self.W_key = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self.W_value = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        return self.W_query(x), self.W_key(x), self.W_value(x)
+
+    def __repr__(self) -> str:
+        bias = f", qkv_bias={self.W_query.bias is not None}"
+        return f"SelfAttention_v2({self.d_in}, {self.d_out}{bias}{show_dtype(self.dtype)})"
+
+
+class CausalAttention(Causal):
+    """One head of causal attention, with dropout on the weights.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    context_length : int
+        The most tokens of a sequence. Only a limit: no mask of this size is held.
+    dropout : float
+        Probability of an attention weight to be dropped in training mode.
+    qkv_bias : bool
+        Whether the three layers have biases.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : Linear
+        The projections.
+    dropout : Dropout
+        The layer that `train` and `eval` switch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> ca = cattn.CausalAttention(3, 2, context_length=6, dropout=0.5, rng=123).eval()
+    >>> x = np.zeros((2, 3, 3), np.float32)  # two sequences of three tokens
+    >>> context, weights = ca(x, return_weights=True)
+    >>> weights[0].round(3)
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]], dtype=float32)
+    """
+
+    _one_head = True
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        dtype: DTypeLike = np.float32,
+        rng: RNG = None,
+    ) -> None:
+        super().__init__()
+        self._set_sizes(d_in, d_out, context_length, dtype)
+        generator = as_generator(rng)
+        self.dropout = Dropout(dropout, rng=generator)
+        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self.W_key = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self.W_value = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self._kv_heads, self._head_dim = 1, self.d_out
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        return self.W_query(x)[:, None], self.W_key(x)[:, None], self.W_value(x)[:, None]
+
+    def _dropouts(self) -> tuple[Dropout]:
+        return (self.dropout,)
+
+    def __repr__(self) -> str:
+        return (
+            f"CausalAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
+            f"dropout={self.dropout.p}, qkv_bias={self.W_query.bias is not None}{show_dtype(self.dtype)})"
+        )
+
+
+class MultiHeadAttentionWrapper(Causal):
+    """Several `CausalAttention` heads, their context vectors side by side.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
+    context_length, dropout, qkv_bias, dtype, rng
+        As in `CausalAttention`.
+    num_heads : int
+        Number of heads. A `cache` needs as many, of head_dim ``d_out``.
+
+    Attributes
+    ----------
+    heads : list of CausalAttention
+        The heads. In training each draws its dropout after the one before, as they would in PyTorch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> mha = cattn.MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=2, rng=123)
+    >>> mha(np.zeros((2, 6, 3), np.float32)).shape
+    (2, 6, 4)
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        dtype: DTypeLike = np.float32,
+        rng: RNG = None,
+    ) -> None:
+        super().__init__()
+        self._set_sizes(d_in, d_out, context_length, dtype)
+        self.num_heads = as_size(num_heads, "num_heads")
+        generator = as_generator(rng)
+        self.heads = [
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, dtype=dtype, rng=generator)
+            for _ in range(self.num_heads)
+        ]
+        self._kv_heads, self._head_dim = self.num_heads, self.d_out
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (np.concatenate(parts, axis=1) for parts in zip(*(h._project(x) for h in self.heads), strict=True))
+        return q, k, v
+
+    def _dropouts(self) -> list[Dropout]:
+        return [head.dropout for head in self.heads]
+
+    def __repr__(self) -> str:
+        head = self.heads[0]
+        return (
+            f"MultiHeadAttentionWrapper({self.d_in}, {self.d_out}, context_length={self.context_length}, "
+            f"dropout={head.dropout.p}, num_heads={self.num_heads}, qkv_bias={head.W_query.bias is not None}"
+            f"{show_dtype(self.dtype)})"
+        )
+
+
+class MultiHeadAttention(Causal):
+    """Causal attention with several heads in one set of projections, and an output projection.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector. d_out is a multiple of num_heads.
+    context_length : int
+        The most tokens of a sequence. Only a limit: no mask of this size is held.
+    dropout : float
+        Probability of an attention weight to be dropped in training mode.
+    num_heads : int
+        Number of heads, each of head_dim ``d_out // num_heads``.
+    qkv_bias : bool
+        Whether W_query, W_key and W_value have biases; out_proj always has one.
+    num_kv_groups : int, optional
+        Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value, out_proj : Linear
+        The projections.
+    dropout : Dropout
+        The layer that `train` and `eval` switch.
+    d_out, num_heads, head_dim, num_kv_groups, context_length : int
+        Sizes. A `cache` needs num_kv_groups heads of head_dim.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> mha = cattn.MultiHeadAttention(8, 8, 16, dropout=0.1, num_heads=4, num_kv_groups=2, rng=123).eval()
+    >>> x = np.zeros((5, 8), np.float32)
+    >>> mha(x).shape
+    (5, 8)
+    >>> cache = cattn.KVCache((), num_kv_heads=2, max_len=16, head_dim=2)
+    >>> for token in x:
+    ...     context = mha(token[None], cache=cache)
+    >>> context.shape, cache.lengths
+    ((1, 8), array(5))
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        num_kv_groups: int | None = None,
+        dtype: DTypeLike = np.float32,
+        rng: RNG = None,
+    ) -> None:
+        super().__init__()
+        self._set_sizes(d_in, d_out, context_length, dtype)
+        self.num_heads = as_size(num_heads, "num_heads")
+        self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
+        if self.d_out % self.num_heads:
+            raise ValueError(f"d_out must be a multiple of num_heads, got {d_out} and {num_heads}")
+        if self.num_heads % self.num_kv_groups:
+            raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+        self.head_dim = self.d_out // self.num_heads
+        generator = as_generator(rng)
+        d_kv = self.num_kv_groups * self.head_dim
+        self.dropout = Dropout(dropout, rng=generator)
+        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self.W_key = Linear(d_in, d_kv, qkv_bias, dtype=dtype, rng=generator)
+        self.W_value = Linear(d_in, d_kv, qkv_bias, dtype=dtype, rng=generator)
+        self.out_proj = Linear(d_out, d_out, dtype=dtype, rng=generator)
+        self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        def heads(y: Array, count: int) -> Array:
+            return y.reshape(*x.shape[:2], count, self.head_dim).swapaxes(1, 2)
+
+        return (
+            heads(self.W_query(x), self.num_heads),
+            heads(self.W_key(x), self.num_kv_groups),
+            heads(self.W_value(x), self.num_kv_groups),
+        )
+
+    def _dropouts(self) -> tuple[Dropout]:
+        return (self.dropout,)
+
+    def _finish(self, context: Array) -> Array:
+        return self.out_proj(context)
+
+    def __repr__(self) -> str:
+        groups = "" if self.num_kv_groups == self.num_heads else f", num_kv_groups={self.num_kv_groups}"
+        return (
+            f"MultiHeadAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
+            f"dropout={self.dropout.p}, num_heads={self.num_heads}, qkv_bias={self.W_query.bias is not None}"
+            f"{groups}{show_dtype(self.dtype)})"
+        )

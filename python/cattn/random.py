@@ -1,0 +1,495 @@
+"""PyTorch's CPU random numbers without PyTorch: the generator, and the one that all modules share.
+
+The same seed gives the same numbers as torch 2.13 on x86-64 with AVX2, bit for bit, on every machine. All that is
+drawn goes through the C type ``_cattn.TorchStream``; here shapes, dtypes and defaults are settled.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any, Literal, SupportsIndex, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from . import _cattn
+from ._arrays import as_array
+
+__all__ = ["TorchGenerator", "default_generator", "manual_seed"]
+
+Size = SupportsIndex | Iterable[SupportsIndex]
+
+
+def _shape(size: tuple[Size, ...]) -> tuple[int, ...]:
+    """Return the shape that ``f(2, 3)``, ``f((2, 3))`` or ``f([2, 3])`` means."""
+    if len(size) == 1 and isinstance(size[0], Iterable) and getattr(size[0], "ndim", 1) > 0:
+        size = tuple(size[0])
+    shape = []
+    for n in size:
+        if isinstance(n, (bool, np.bool_)) or not hasattr(n, "__index__"):
+            raise TypeError(f"size must be ints or one tuple of ints, got {type(n).__name__}")
+        shape.append(operator.index(cast(SupportsIndex, n)))
+        if shape[-1] < 0:
+            raise ValueError(f"size must not be negative, got {shape[-1]}")
+    return tuple(shape)
+
+
+def _empty(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an array to fill, float32 or float64."""
+    wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
+    kind = None if wanted is None else np.dtype(wanted)
+    if kind != np.float32 and kind != np.float64:
+        raise TypeError(f"dtype must be float32 or float64, got {kind}")
+    return np.empty(_shape(size), kind)
+
+
+def _integer(value: object, name: str) -> int:
+    """Return value as an int of 64 bits."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} must be in -2**63 <= {name} < 2**63, got {number}")
+    return number
+
+
+class TorchGenerator(_cattn.TorchStream):
+    """A random generator that draws what PyTorch's CPU generator draws from the same seed.
+
+    Every method takes its numbers from one sequence, as a script does after ``torch.manual_seed(seed)``. A call that
+    raises leaves the generator as it was. Threads may share one: each call draws all of its numbers in a run.
+    Generators can be pickled and copied; a copy goes on from the same place by itself.
+
+    Parameters
+    ----------
+    seed : int
+        From -2**63 to 2**64 - 1, as ``torch.manual_seed`` takes it; negative seeds are read in two's complement. Seeds
+        that agree in their low 32 bits give the same numbers.
+    dropout : {"aten", "mkl"}
+        How dropout masks are drawn: as by current builds, or as by older x86 builds that called Intel's MKL. Nothing
+        else depends on it.
+
+    Raises
+    ------
+    TypeError
+        seed is not an int.
+    ValueError
+        seed is out of range, dropout is another word.
+
+    Notes
+    -----
+    Numbers come from the Mersenne Twister MT19937 (Matsumoto and Nishimura, 1998). Sizes are given as ints or as one
+    tuple; arrays are filled in row-major order, as PyTorch fills contiguous tensors. float64 ``randn`` and sizes below
+    16 use the logarithm, sine and cosine of the C library, as PyTorch does: their last bit is that of the platform.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> g = cattn.TorchGenerator(123)
+    >>> g.rand(2, 3).round(4)
+    array([[0.2961, 0.5166, 0.2517],
+           [0.6886, 0.074 , 0.8665]], dtype=float32)
+    >>> cattn.dropout([1.0, 1.0, 1.0, 1.0], 0.5, rng=cattn.TorchGenerator(123))
+    array([2., 2., 0., 2.])
+    """
+
+    __slots__ = ()
+
+    def __init__(self, seed: int, dropout: Literal["aten", "mkl"] = "aten") -> None:
+        self._seed(seed, dropout)
+
+    def rand(self, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """Draw uniform numbers from [0, 1), as ``torch.rand``.
+
+        Parameters
+        ----------
+        *size : ints, or one tuple of ints
+            Shape of the result; nothing gives a 0-dimensional array.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        ndarray
+            Multiples of 2**-24 (float32) or 2**-53 (float64).
+
+        Raises
+        ------
+        TypeError
+            size does not hold ints, dtype is another.
+        ValueError
+            size is negative.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).rand(3).round(4)
+        array([0.2961, 0.5166, 0.2517], dtype=float32)
+        """
+        return self._uniform(_empty(size, dtype), 0.0, 1.0)
+
+    def randn(self, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """Draw normal numbers of mean 0 and standard deviation 1, as ``torch.randn``.
+
+        Parameters
+        ----------
+        *size : ints, or one tuple of ints
+            Shape of the result; nothing gives a 0-dimensional array.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError
+            size does not hold ints, dtype is another.
+        ValueError
+            size is negative.
+
+        Notes
+        -----
+        Fewer than 16 numbers are drawn in pairs (Box and Muller, 1958), and an odd one waits for the next such call.
+        From 16 on they come 16 at a time, by polynomials in float32.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).randn(3).round(4)
+        array([-0.1115,  0.1204, -0.3696], dtype=float32)
+        """
+        return self._normal(_empty(size, dtype))
+
+    def uniform(self, low: float, high: float, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """Draw uniform numbers from [low, high), as ``tensor.uniform_(low, high)``.
+
+        Parameters
+        ----------
+        low, high : float
+            Finite, low <= high.
+        *size : ints, or one tuple of ints
+            Shape of the result; nothing gives a 0-dimensional array.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError
+            size does not hold ints, low or high is no number, dtype is another.
+        ValueError
+            low is above high, one of them or their difference is not finite in dtype, size is negative.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).uniform(-1, 1, 3).round(4)
+        array([-0.4078,  0.0331, -0.4967], dtype=float32)
+        """
+        return self._uniform(_empty(size, dtype), low, high)
+
+    def randint(
+        self,
+        low: int | Iterable[SupportsIndex] = 0,
+        high: int | Iterable[SupportsIndex] | None = None,
+        size: Size | None = None,
+        *,
+        dtype: DTypeLike = np.int64,
+    ) -> NDArray[Any]:
+        """Draw integers from low <= n < high, as ``torch.randint``.
+
+        Parameters
+        ----------
+        low, high : int
+            ``randint(high, size)`` starts from 0. Within 64 bits, low < high.
+        size : int or tuple of ints
+            Shape of the result.
+        dtype : an integer dtype
+            It must hold low and high - 1.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError
+            low, high or size is not an int, size is missing, dtype is not an integer type.
+        ValueError
+            low is not below high, dtype cannot hold the numbers, size is negative.
+
+        Notes
+        -----
+        A number is a random word modulo high - low; below 2**28 the word has 32 bits, from there on 64.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).randint(10, (5,))
+        array([2, 9, 2, 0, 0])
+        """
+        if size is None and high is not None:
+            low, high, size = 0, cast(Any, low), cast(Any, high)
+        if size is None or high is None:
+            raise TypeError("randint needs high and size: randint(high, size) or randint(low, high, size)")
+        first, end = _integer(low, "low"), _integer(high, "high")
+        kind = np.dtype(dtype)
+        if kind.kind not in "iu":
+            raise TypeError(f"dtype must be an integer type, got {kind}")
+        if first < end and not np.iinfo(kind).min <= first <= end - 1 <= np.iinfo(kind).max:
+            raise ValueError(f"dtype {kind} cannot hold low={first} to high={end}")
+        shape = _shape((size,))
+        wide, narrow = np.empty(shape, np.int64), np.empty(shape, kind)  # nothing may fail after the draw
+        self._integers(wide, first, end)
+        if kind == wide.dtype:
+            return wide
+        narrow[...] = wide
+        return narrow
+
+    def bernoulli(self, p: ArrayLike, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """Draw ones with probability p, else zeros.
+
+        Parameters
+        ----------
+        p : float or array_like
+            In [0, 1]. A number: as ``tensor.bernoulli_(p)``, 64 random bits for each element. An array: as
+            ``torch.bernoulli(p)``, 32 bits in float32 and 64 in float64; integers and lists become float64.
+        *size : ints, or one tuple of ints
+            Shape of the result if p is a number; an array has its own.
+        dtype : float32 or float64
+            Of the result if p is a number; an array has its own.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError
+            size does not hold ints or is given with an array, p is not real, dtype is another.
+        ValueError
+            p is outside [0, 1], size is negative.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).bernoulli(0.5, 6)
+        array([1., 1., 0., 1., 1., 0.], dtype=float32)
+        """
+        if isinstance(p, (int, float, np.number)):
+            return self._bernoulli(_empty(size, dtype), p)
+        if size:
+            raise TypeError("size is that of p where p is an array: leave it out")
+        each = np.array(as_array(p, "p"), order="C", copy=None)
+        if not np.all((each >= 0) & (each <= 1)):
+            raise ValueError("p must be in [0, 1] everywhere")
+        return self._bernoulli(np.empty(each.shape, each.dtype), each)
+
+    def linear(
+        self, in_features: int, out_features: int, bias: bool = True, *, dtype: DTypeLike = np.float32
+    ) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Draw the weight and the bias of a linear layer, as ``torch.nn.Linear`` initialises them.
+
+        Parameters
+        ----------
+        in_features, out_features : int
+            Sizes of the layer's input and output.
+        bias : bool
+            Whether the layer has a bias.
+        dtype : float32 or float64
+
+        Returns
+        -------
+        weight : ndarray, shape (out_features, in_features)
+        bias : ndarray, shape (out_features,), or None
+            Both uniform between -1/sqrt(in_features) and 1/sqrt(in_features).
+
+        Raises
+        ------
+        TypeError
+            a size is not an int, dtype is another.
+        ValueError
+            a size is negative.
+
+        Notes
+        -----
+        The bound of the weight is computed as PyTorch does (He et al., 2015, with a slope of sqrt(5)), which differs
+        from that of the bias in its last bit for some sizes.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> weight, bias = cattn.TorchGenerator(123).linear(3, 2)
+        >>> weight.round(4)
+        array([[-0.2354,  0.0191, -0.2867],
+               [ 0.2177, -0.4919,  0.4232]], dtype=float32)
+        >>> bias.shape
+        (2,)
+        """
+        weight = _empty((out_features, in_features), dtype)
+        offset = _empty((out_features,), dtype) if bias else None
+        return self._linear(weight, offset)
+
+    def dropout_mask(self, p: float, *size: Size) -> NDArray[np.bool_]:
+        """Draw the mask of one dropout: True where an element is kept.
+
+        ``cattn.dropout(x, p, rng=generator)`` keeps the same elements, and so does ``torch.nn.functional.dropout``.
+
+        Parameters
+        ----------
+        p : float
+            Probability of an element to be dropped, in [0, 1]. 0 and 1 draw nothing.
+        *size : ints, or one tuple of ints
+            Shape of what is dropped out.
+
+        Returns
+        -------
+        ndarray of bool
+
+        Raises
+        ------
+        TypeError
+            size does not hold ints, p is no number.
+        ValueError
+            p is outside [0, 1], size is negative.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> cattn.TorchGenerator(123).dropout_mask(0.5, 2, 3)
+        array([[ True,  True, False],
+               [ True,  True, False]])
+        """
+        return self._dropout_mask(np.empty(_shape(size), np.bool_), p, 0)
+
+    @property
+    def dropout(self) -> Literal["aten", "mkl"]:
+        """How dropout masks are drawn: "aten" or "mkl"."""
+        return self._settings()[1]
+
+    def initial_seed(self) -> int:
+        """Return the seed, 0 <= seed < 2**64."""
+        return self._settings()[0]
+
+    def manual_seed(self, seed: int) -> TorchGenerator:
+        """Start anew from seed, and return the generator; `dropout` stays what it is."""
+        self._seed(seed, None)
+        return self
+
+    def get_state(self) -> NDArray[np.uint8]:
+        """Return the state as PyTorch has it.
+
+        Returns
+        -------
+        ndarray of uint8, shape (5056,)
+            What ``torch.get_rng_state()`` holds at this place; ``torch.set_rng_state(torch.from_numpy(state))`` goes on
+            from it. `dropout` is not part of it.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> g = cattn.TorchGenerator(123)
+        >>> state = g.get_state()
+        >>> first = g.rand(3)
+        >>> g.set_state(state)
+        >>> bool((g.rand(3) == first).all())
+        True
+        """
+        return self._get_state()
+
+    def set_state(self, state: ArrayLike) -> None:
+        """Go on from a state of `get_state` or of ``torch.get_rng_state()``.
+
+        Parameters
+        ----------
+        state : array_like of uint8, shape (5056,)
+            An array, or a tensor.
+
+        Raises
+        ------
+        TypeError
+            state is not uint8.
+        ValueError
+            state has another size, or holds no valid state; the generator is as it was.
+        """
+        array = np.asarray(state)
+        if array.dtype != np.uint8:
+            raise TypeError(f"state must be uint8, got {array.dtype}")
+        self._set_state(np.array(array.ravel(), order="C"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.dropout, self.get_state()), super().__getstate__()
+
+    def __repr__(self) -> str:
+        seed, dropout = self._settings()
+        return f"{type(self).__name__}({seed})" if dropout == "aten" else f"{type(self).__name__}({seed}, {dropout!r})"
+
+
+def _restored(kind: type[TorchGenerator], dropout: str, state: NDArray[np.uint8]) -> TorchGenerator:
+    """Rebuild what was pickled or copied."""
+    generator = kind.__new__(kind)
+    generator._seed(0, dropout)
+    generator.set_state(state)
+    return generator
+
+
+_default: TorchGenerator | None = None
+_default_lock = threading.Lock()
+
+
+def default_generator() -> TorchGenerator:
+    """Return the generator that all modules draw from unless they are given one.
+
+    Before the first `manual_seed` it is seeded from the system's entropy.
+
+    Returns
+    -------
+    TorchGenerator
+        Always the same object.
+
+    Examples
+    --------
+    >>> import cattn.random
+    >>> cattn.random.default_generator() is cattn.manual_seed(123)
+    True
+    """
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = TorchGenerator(int.from_bytes(os.urandom(8), "little"))
+        return _default
+
+
+def manual_seed(seed: int) -> TorchGenerator:
+    """Seed the generator that all modules draw from, as ``torch.manual_seed`` does.
+
+    Parameters
+    ----------
+    seed : int
+        From -2**63 to 2**64 - 1; see `TorchGenerator`.
+
+    Returns
+    -------
+    TorchGenerator
+        That generator: ``rng=cattn.manual_seed(123)`` draws from it.
+
+    Raises
+    ------
+    TypeError
+        seed is not an int.
+    ValueError
+        seed is out of range.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> cattn.dropout([[1.0, 1.0, 1.0]] * 2, 0.5, rng=cattn.manual_seed(123))
+    array([[2., 2., 0.],
+           [2., 2., 0.]])
+    """
+    return default_generator().manual_seed(seed)

@@ -1,0 +1,492 @@
+"""Weights in and out: every naming scheme both ways, what is refused and why, files; a failed load changes nothing."""
+
+import itertools
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from support import assert_same_bits
+
+State = dict[str, np.ndarray]
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def mha(d_in: int = 6, d_out: int = 8, bias: bool = True, groups: int | None = None) -> cattn.MultiHeadAttention:
+    return cattn.MultiHeadAttention(d_in, d_out, 16, 0.0, 4, bias, num_kv_groups=groups, rng=rng())
+
+
+def wrapper(d_in: int = 6, d_out: int = 2, bias: bool = True, heads: int = 4) -> cattn.MultiHeadAttentionWrapper:
+    return cattn.MultiHeadAttentionWrapper(d_in, d_out, 16, 0.0, heads, bias, rng=rng())
+
+
+def v1(d_in: int = 6, d_out: int = 8) -> cattn.SelfAttention_v1:
+    return cattn.SelfAttention_v1(d_in, d_out, rng=rng())
+
+
+def v2(d_in: int = 6, d_out: int = 8, bias: bool = False) -> cattn.SelfAttention_v2:
+    return cattn.SelfAttention_v2(d_in, d_out, bias, rng=rng())
+
+
+def causal(d_in: int = 6, d_out: int = 8, bias: bool = False) -> cattn.CausalAttention:
+    return cattn.CausalAttention(d_in, d_out, 16, 0.0, bias, rng=rng())
+
+
+def other(module: Any, seed: int = 0) -> State:
+    """A state dict for the module with other numbers."""
+    random = np.random.default_rng(seed)
+    return {key: random.standard_normal(value.shape).astype(value.dtype) for key, value in module.state_dict().items()}
+
+
+def assert_state(module: Any, expected: Mapping[str, np.ndarray]) -> None:
+    state = module.state_dict()
+    assert set(state) == set(expected)
+    for key, value in expected.items():
+        assert_same_bits(state[key], value, key)
+        assert state[key].flags.c_contiguous
+
+
+# ---- naming schemes --------------------------------------------------------------------------------------------------
+def renamed(q: str, k: str, v: str, out: str) -> Callable[[State], State]:
+    names = {"W_query": q, "W_key": k, "W_value": v, "out_proj": out}
+    return lambda state: {f"{names[key.split('.')[0]]}.{key.split('.')[1]}": a for key, a in state.items()}
+
+
+def fused(weight: str, bias: str, out: str, *, conv: bool) -> Callable[[State], State]:
+    def convert(state: State) -> State:
+        result = {}
+        for part, name in (("weight", weight), ("bias", bias)):
+            parts = [state[f"W_{role}.{part}"] for role in ("query", "key", "value") if f"W_{role}.{part}" in state]
+            if parts:
+                whole = np.concatenate(parts)
+                result[name] = whole.T if conv and part == "weight" else whole
+        if "out_proj.weight" in state:
+            result[f"{out}.weight"] = state["out_proj.weight"].T if conv else state["out_proj.weight"]
+            result[f"{out}.bias"] = state["out_proj.bias"]
+        return result
+
+    return convert
+
+
+def bare(state: State) -> State:
+    """As SelfAttention_v1 has them: (in, out), and no biases to go with it."""
+    return {key.removesuffix(".weight"): a.T if key.startswith("W_") else a for key, a in state.items()}
+
+
+def by_head(state: State) -> State:
+    result = {}
+    for key, value in state.items():
+        for head, part in enumerate(np.split(value, 4)):
+            result[f"heads.{head}.{key}"] = part
+    return result
+
+
+SCHEMES: dict[str, Callable[[State], State]] = {
+    "the book": lambda state: state,
+    "W_q": renamed("W_q", "W_k", "W_v", "out_proj"),
+    "wq": renamed("wq", "wk", "wv", "wo"),
+    "W_Q": renamed("W_Q", "W_K", "W_V", "W_O"),
+    "Llama": renamed("q_proj", "k_proj", "v_proj", "o_proj"),
+    "OPT": renamed("q_proj", "k_proj", "v_proj", "out_proj"),
+    "nn.MultiheadAttention": fused("in_proj_weight", "in_proj_bias", "out_proj", conv=False),
+    "qkv": fused("qkv.weight", "qkv.bias", "proj", conv=False),
+    "GPT-2": fused("c_attn.weight", "c_attn.bias", "c_proj", conv=True),
+    "GPT-2 with nn.Linear": fused("c_attn.weight", "c_attn.bias", "c_proj", conv=False),
+}
+TARGETS: dict[str, Callable[..., Any]] = {
+    "heads": mha,
+    "heads, square": lambda: mha(8, 8),
+    "heads, no bias": lambda: mha(bias=False),
+    "groups": lambda: mha(groups=2),
+    "groups, square": lambda: mha(8, 8, groups=1),
+    "v2": v2,
+    "v2, square, bias": lambda: v2(8, 8, True),
+    "causal": causal,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("prefix", ["", "transformer.h.11.attn."])
+def test_schemes(target: str, scheme: str, prefix: str) -> None:
+    module = TARGETS[target]()
+    expected = other(module)
+    state = {prefix + key: value for key, value in SCHEMES[scheme](expected).items()}
+    result = module.load_state_dict(state)
+    assert result == ([], [])
+    assert_state(module, expected)
+    assert not any(np.shares_memory(a, b) for a, b in itertools.product(module.state_dict().values(), state.values()))
+
+
+@pytest.mark.parametrize("d_in", [6, 8])  # square matrices go by their names
+def test_bare_matrices_are_transposed(d_in: int) -> None:
+    for target in (v2, causal, lambda *sizes: mha(*sizes, bias=False)):
+        module = target(d_in, 8)
+        expected = other(module)
+        state = bare(expected) | {key: value for key, value in expected.items() if key.startswith("out")}
+        module.load_state_dict({key: a for key, a in state.items() if key != "out_proj"})
+        assert_state(module, expected)
+    module = v1(d_in, 8)
+    expected = other(module)
+    for names in (("W_query", "W_key", "W_value"), ("W_q", "W_k", "W_v"), ("w_query", "w_key", "w_value")):
+        module = v1(d_in, 8)
+        module.load_state_dict(dict(zip(names, expected.values(), strict=True)))
+        assert_state(module, expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("d_in", [6, 8])
+def test_schemes_into_bare_matrices(scheme: str, d_in: int) -> None:
+    module, source = v1(d_in, 8), v2(d_in, 8)
+    expected = other(source)
+    module.load_state_dict({f"model.{key}": value for key, value in SCHEMES[scheme](expected).items()})
+    assert_state(module, {key.removesuffix(".weight"): value.T for key, value in expected.items()})
+
+
+def test_v1_and_v2_give_the_same() -> None:
+    x = np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)
+    for first, second in ((v1(8, 8), v2(8, 8)), (v2(8, 8), v1(8, 8))):
+        second.load_state_dict(first.state_dict())
+        np.testing.assert_allclose(first(x), second(x), rtol=1e-5)
+        back = type(first)(8, 8, rng=np.random.default_rng(9))
+        back.load_state_dict(second.state_dict())
+        assert_state(back, first.state_dict())
+
+
+@pytest.mark.parametrize("d_in", [6, 8])
+def test_heads_and_one_piece(d_in: int) -> None:
+    for bias in (False, True):
+        whole, heads = causal(d_in, 8, bias), wrapper(d_in, 2, bias)
+        expected = other(whole)
+        for scheme, convert in SCHEMES.items():  # in one piece, into separate heads
+            heads = wrapper(d_in, 2, bias)
+            heads.load_state_dict({f"attn.{key}": value for key, value in convert(expected).items()})
+            assert_state(heads, by_head(expected))
+            whole = causal(d_in, 8, bias)  # and back
+            whole.load_state_dict({f"x.{key}": value for key, value in heads.state_dict().items()})
+            assert_state(whole, expected)
+            assert scheme
+    # rotated heads of the same arrays, as PyTorch's ModuleList would never have them
+    heads.load_state_dict(dict(reversed(by_head(expected).items())))
+    assert_state(heads, by_head(expected))
+
+
+def test_one_head_alone() -> None:
+    heads, one = wrapper(bias=False), causal(6, 2)
+    part = {key: value for key, value in heads.state_dict().items() if key.startswith("heads.2.")}
+    one.load_state_dict(part)
+    assert_same_bits(one.W_key.weight, heads.heads[2].W_key.weight)
+    with pytest.raises(ValueError, match=r"W_query.weight has \(8, 6\), wanted \(2, 6\)"):
+        one.load_state_dict(heads.state_dict())
+
+
+def test_the_wrapper_has_no_output_projection() -> None:
+    module, heads = mha(), wrapper()
+    with pytest.raises(ValueError, match=r"missing: out_proj.weight, out_proj.bias$"):
+        module.load_state_dict(heads.state_dict())
+    result = module.load_state_dict(heads.state_dict(), strict=False)
+    assert result == (["out_proj.weight", "out_proj.bias"], [])
+    with pytest.raises(ValueError, match=r"unexpected: out_proj.bias, out_proj.weight$"):
+        heads.load_state_dict(module.state_dict())
+    assert heads.load_state_dict(module.state_dict(), strict=False).missing_keys == []
+
+
+def test_linear() -> None:
+    layer = cattn.Linear(6, 4, rng=rng())
+    expected = other(layer)
+    for prefix in ("", "lm_head.", "W_query."):
+        layer = cattn.Linear(6, 4, rng=rng())
+        layer.load_state_dict({prefix + key: value for key, value in expected.items()})
+        assert_state(layer, expected)
+    with pytest.raises(ValueError, match=r"weight has \(6, 4\), wanted \(4, 6\); it looks transposed"):
+        layer.load_state_dict({"weight": expected["weight"].T, "bias": expected["bias"]})
+    with pytest.raises(ValueError, match=r"missing: bias\n    unexpected: b$"):
+        layer.load_state_dict({"weight": expected["weight"], "b": expected["bias"]})
+    assert cattn.Dropout(0.1).load_state_dict({}) == ([], [])
+    assert cattn.Dropout(0.1).state_dict() == {}
+
+
+def test_masks_are_left_out() -> None:
+    mask = np.triu(np.ones((16, 16)), 1)
+    buffers = {"mask": mask, "bias": mask[None, None], "masked_bias": np.array(-1e4)}
+    for module in (mha(), causal()):
+        expected = other(module)
+        module.load_state_dict({f"a.{key}": value for key, value in (expected | buffers).items()})
+        assert_state(module, expected)
+    heads = wrapper()
+    heads.load_state_dict(other(heads) | {f"heads.{i}.mask": mask for i in range(4)})
+    with pytest.raises(ValueError, match="unexpected: bias"):
+        causal().load_state_dict(other(causal()) | {"bias": np.ones(8)})
+
+
+# ---- arrays of other makes -------------------------------------------------------------------------------------------
+def test_dtypes() -> None:
+    import ml_dtypes
+
+    module = causal()
+    expected = other(module)
+    for dtype in (np.float64, np.float16, ml_dtypes.bfloat16, ">f4", np.longdouble):
+        state = {key: value.astype(dtype) for key, value in expected.items()}
+        if dtype is np.longdouble:
+            with pytest.raises(TypeError, match=r"W_query.weight has dtype (float128|longdouble)"):
+                module.load_state_dict(state)
+            continue
+        module.load_state_dict(state)
+        assert_state(module, {key: value.astype(np.float32) for key, value in state.items()})
+    module.load_state_dict({key: value.tolist() for key, value in expected.items()})
+    assert_state(module, expected)
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    module = causal()
+    expected = other(module)
+    tensors = {key: torch.from_numpy(value) for key, value in expected.items()}
+    for convert in (lambda t: t, torch.nn.Parameter, lambda t: t.double(), lambda t: t.T.contiguous().T):
+        module = causal()
+        module.load_state_dict({key: convert(t) for key, t in tensors.items()})
+        assert_state(module, expected)
+    for half in (torch.float16, torch.bfloat16):
+        module.load_state_dict({key: t.to(half) for key, t in tensors.items()})
+        assert_state(module, {key: t.to(half).float().numpy() for key, t in tensors.items()})
+
+
+def test_ours_into_torch() -> None:
+    torch = pytest.importorskip("torch")
+    layer = cattn.Linear(6, 4, rng=rng())
+    theirs = torch.nn.Linear(6, 4)
+    theirs.load_state_dict({key: torch.from_numpy(value) for key, value in layer.state_dict().items()})
+    assert_same_bits(theirs.weight.detach().numpy(), layer.weight)
+
+
+def test_the_state_is_the_arrays_themselves() -> None:
+    module = v2()
+    state = module.state_dict()
+    assert state["W_key.weight"] is module.W_key.weight
+    assert list(state) == ["W_query.weight", "W_key.weight", "W_value.weight"]
+    module.load_state_dict(other(module))
+    assert state["W_key.weight"] is not module.W_key.weight  # an old state stays as it was
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+def but(module: Any, **changes: Any) -> dict[str, Any]:
+    """A state that fits, but for some entries; None takes one away. Double underscores are dots."""
+    state: dict[str, Any] = other(module)
+    for key, value in changes.items():
+        state.pop(key.replace("__", "."), None)
+        if value is not None:
+            state[key.replace("__", ".")] = value
+    return state
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def twice(module: Any) -> dict[str, Any]:
+    state = other(module)
+    return {f"{layer}.{key}": value for layer in ("h.0.attn", "h.1.attn") for key, value in state.items()}
+
+
+REFUSED: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
+    "missing": (v1(), lambda m: but(m, W_key=None), ["cannot load into SelfAttention_v1(6, 8)", "missing: W_key"]),
+    "unexpected": (v1(), lambda m: but(m, W_keys=ones(6, 8)), ["unexpected: W_keys"]),
+    "both": (v1(), lambda m: but(m, W_key=None, W_keys=ones(6, 8)), ["missing: W_key", "unexpected: W_keys"]),
+    "nothing": (v2(), lambda m: {}, ["missing: W_query.weight, W_key.weight, W_value.weight"]),
+    "bias to none": (v2(), lambda m: but(m, W_key__bias=ones(8)), ["unexpected: W_key.bias"]),
+    "bias to v1": (v1(), lambda m: but(m, W_key__bias=ones(8)), ["unexpected: W_key.bias"]),
+    "no bias": (v2(bias=True), lambda m: other(v2()), ["missing: W_query.bias, W_key.bias, W_value.bias"]),
+    "fused bias to none": (v2(), lambda m: SCHEMES["qkv"](other(v2(bias=True))), ["unexpected: qkv.bias"]),
+    "shape": (v2(), lambda m: but(m, W_key__weight=ones(7, 6)), ["W_key.weight has (7, 6), wanted (8, 6)"]),
+    "all shapes": (v2(), lambda m: but(m, W_key__weight=ones(7, 6), W_value__weight=ones(3)),
+        ["W_key.weight has (7, 6)", "W_value.weight has (3,), wanted (8, 6)"]),
+    "transposed": (v2(), lambda m: but(m, W_key__weight=ones(6, 8)),
+        ["W_key.weight has (6, 8), wanted (8, 6); it looks transposed: under this name it is (out, in)"]),
+    "transposed v1": (v1(), lambda m: but(m, W_key=ones(8, 6)),
+        ["W_key has (8, 6), wanted (6, 8); it looks transposed: under this name it is (in, out)"]),
+    "fused shape": (v2(), lambda m: {"in_proj_weight": ones(23, 6)}, ["in_proj_weight has (23, 6), wanted (24, 6)"]),
+    "fused transposed": (v2(), lambda m: {"in_proj_weight": ones(6, 24)}, ["wanted (24, 6); it looks transposed"]),
+    "conv shape": (v2(), lambda m: {"c_attn.weight": ones(6, 23)}, ["c_attn.weight has (6, 23), wanted (24, 6)"]),
+    "all heads shape": (wrapper(), lambda m: other(causal(6, 6)), ["W_query.weight has (6, 6), wanted (8, 6)"]),
+    "twice": (v2(), lambda m: but(m, W_q__weight=ones(8, 6)),
+        ["ambiguous: W_query.weight and W_q.weight both give the query weight"]),
+    "bare and not": (v2(), lambda m: but(m, W_query=ones(6, 8)), ["ambiguous: W_query.weight and W_query both"]),
+    "fused and not": (v2(), lambda m: but(m, in_proj_weight=ones(24, 6)), ["both give the value weight"]),
+    "heads and not": (v2(), lambda m: but(m, heads__0__W_key__weight=ones(8, 6)), ["both give the key weight"]),
+    "two layers": (v2(), twice, ["several modules, with the prefixes 'h.0.attn.', 'h.1.attn.'; pass the part"]),
+    "square c_attn": (v2(24, 8), lambda m: {"c_attn.weight": ones(24, 24)},
+        ["ambiguous: c_attn.weight has shape (24, 24)", "rename it to in_proj_weight"]),
+    "c_proj alone": (mha(), lambda m: but(m, out_proj__weight=None, c_proj__weight=ones(8, 8)),
+        ["ambiguous: c_proj.weight has shape (8, 8)", "rename it to out_proj.weight"]),
+    "another's c_proj": (mha(), lambda m: {f"attn.{k}": a for k, a in other(m).items()} | {"mlp.c_proj.bias": ones(8)},
+                         ["unexpected: mlp.c_proj.bias"]),
+    "a head too few": (wrapper(), lambda m: but(m, heads__3__W_key__weight=None), ["missing: heads.3.W_key.weight"]),
+    "a head too many": (wrapper(), lambda m: but(m, heads__4__W_key__weight=ones(2, 6)),
+        ["unexpected: heads.4.W_key.weight"]),
+    "a gap": (causal(bias=True), lambda m: {k: a for k, a in other(wrapper()).items() if "heads.1" not in k},
+        ["missing: the query weight of head 1"]),
+    "far heads": (causal(), lambda m: {"heads.0.W_q.weight": ones(4, 6), "heads.99999999999.W_q.weight": ones(4, 6)},
+                  ["missing: the query weight of head 1"]),
+    "unlike heads": (causal(), lambda m: {"heads.0.W_q.weight": ones(4, 6), "heads.1.W_q.weight": ones(4, 5)},
+        ["wrong shape: heads.0.W_q.weight, heads.1.W_q.weight have (4, 6), (4, 5)"]),
+    "scalar heads": (causal(), lambda m: {"heads.0.W_q.weight": ones(), "heads.1.W_q.weight": ones()},
+        ["wrong shape"]),
+    "another torch name": (mha(), lambda m: but(m, bias_k=ones(1, 1, 8)), ["unexpected: bias_k"]),
+    "many": (v2(), lambda m: other(m) | {f"x{i}": ones() for i in range(20)}, ["x0, x1,", "and 12 more"]),
+    "too large": (v2(), lambda m: but(m, W_key__weight=np.full((8, 6), 1e300)),
+        ["too large: W_key.weight holds numbers beyond the range of float32"]),
+    "ragged": (v2(), lambda m: but(m, W_key__weight=[[1], [1, 2]]), ["W_key.weight cannot be read as an array"]),
+}  # fmt: skip
+WRONG_TYPE: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
+    "complex": (v2(), lambda m: but(m, W_key__weight=ones(8, 6) * 1j), ["W_key.weight has dtype complex64"]),
+    "text": (v2(), lambda m: but(m, W_key__weight="no"), ["W_key.weight has dtype"]),
+    "masked": (v2(), lambda m: but(m, W_key__weight=np.ma.ones((8, 6))), ["W_key.weight is a masked array"]),
+    "keys": (v2(), lambda m: other(m) | {3: ones()}, ["keys of a state dict are strings, got int: 3"]),
+    "a list": (v2(), lambda m: [ones()], ["state_dict must be a mapping of names to arrays, got list"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *WRONG_TYPE])
+def test_refused(case: str) -> None:
+    error = ValueError if case in REFUSED else TypeError
+    module, make, messages = (REFUSED | WRONG_TYPE)[case]
+    before = {key: (value, value.copy()) for key, value in module.state_dict().items()}
+    state = make(module)
+    with pytest.raises(error) as caught:
+        module.load_state_dict(state)
+    for message in messages:
+        assert message in str(caught.value)
+    for key, (array, content) in before.items():
+        assert module.state_dict()[key] is array
+        assert_same_bits(array, content)
+
+
+def test_not_strict() -> None:
+    module = mha(groups=2)
+    before, new = dict(module.state_dict()), other(module)
+    part = {"W_key.weight": new["W_key.weight"], "out_proj.bias": new["out_proj.bias"], "norm.scale": ones(8)}
+    result = module.load_state_dict(part, strict=False)
+    assert result.unexpected_keys == ["norm.scale"]
+    assert set(result.missing_keys) == set(before) - set(part)
+    assert_state(module, before | {key: new[key] for key in part if key in new})
+    for wrong in ({"W_key.weight": ones(3, 6)}, {"W_key.weight": ones(4, 6), "W_k.weight": ones(4, 6)}):
+        with pytest.raises(ValueError, match=r"wrong shape|ambiguous"):
+            module.load_state_dict(wrong, strict=False)
+
+
+def test_a_module_may_load_itself() -> None:
+    module = v1(8, 8)
+    module.W_query = module.W_key.T  # shares memory, and is not contiguous
+    expected = {key: value.copy() for key, value in module.state_dict().items()}
+    module.load_state_dict(module.state_dict())
+    assert_state(module, expected)
+    assert not np.shares_memory(module.W_query, module.W_key)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+FILES = ["weights.npz", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("make", [mha, wrapper, v1, v2, causal, lambda: cattn.Linear(6, 4, rng=rng())])
+def test_files(name: str, make: Callable[[], Any], tmp_path: Path) -> None:
+    module, twin = make(), make()
+    module.load_state_dict(other(module))
+    assert module.save(tmp_path / name) is None
+    assert twin.load(str(tmp_path / name)) == ([], [])
+    assert_state(twin, module.state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) & 0o400
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_transposed_views(name: str, tmp_path: Path) -> None:
+    module, twin = v1(6, 8), v1(6, 8)
+    module.W_query = np.random.default_rng(3).standard_normal((8, 6)).astype(np.float32).T
+    module.save(tmp_path / name)
+    twin.load(tmp_path / name)
+    assert_same_bits(twin.W_query, module.W_query)
+
+
+def test_safetensors_of_torch(tmp_path: Path) -> None:
+    torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    expected = other(causal())
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        tensors = {f"attn.{key}": torch.from_numpy(value).to(dtype) for key, value in expected.items()}
+        files.save_file(tensors, tmp_path / "x.safetensors")
+        module = causal()
+        module.load(tmp_path / "x.safetensors")
+        assert_state(module, {key: t.float().numpy() for key, t in zip(expected, tensors.values(), strict=True)})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_replaced_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    module = v2()
+    module.save(path)
+    before = path.read_bytes()
+    module.load_state_dict(other(module))
+
+    def full_disk(*args: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cattn._weights_io.os.replace", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            module.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [name]
+    module.save(path)
+    assert path.read_bytes() != before
+    link = tmp_path / f"link{path.suffix}"
+    link.symlink_to(path)
+    module.save(link)
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files(name: str, tmp_path: Path) -> None:
+    path, module = tmp_path / name, v2()
+    with pytest.raises(FileNotFoundError, match=name):
+        module.load(path)
+    module.save(path)
+    content = path.read_bytes()
+    for damage in (b"", b"nonsense", content[:40], content[:-30]):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"is no \.\w+ file"):
+            module.load(path)
+
+
+def test_files_of_something_else(tmp_path: Path) -> None:
+    module = v2()
+    for path in (tmp_path / "w.pt", tmp_path / "w"):
+        with pytest.raises(ValueError, match=r"files of weights end in \.npz or \.safetensors"):
+            module.save(path)
+        with pytest.raises(ValueError, match="files of weights end in"):
+            module.load(path)
+    np.savez(tmp_path / "objects.npz", W_query=np.array([{}], object))
+    with pytest.raises(ValueError, match=r"is no \.npz file of numbers"):
+        module.load(tmp_path / "objects.npz")
+    np.save(tmp_path / "one.npy", ones(3))
+    os.rename(tmp_path / "one.npy", tmp_path / "one.npz")
+    with pytest.raises(ValueError, match=r"is no \.npz file of numbers"):
+        module.load(tmp_path / "one.npz")
+    with pytest.raises(FileNotFoundError):
+        module.save(tmp_path / "absent" / "w.npz")
+
+
+def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'cattn\[safetensors\]'"):
+        v2().save(tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())
+    v2().save(tmp_path / "w.npz")
