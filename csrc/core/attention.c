@@ -278,6 +278,7 @@ static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
         return CATTN_NO_MEMORY;
     run->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
     struct cattn_rows *rows = NULL;
+    int64_t next_poll = 0;
     enum cattn_status status = CATTN_OK;
     for (run->first_task = 0; run->first_task < n_tasks && status == CATTN_OK; run->first_task += wave) {
         const int64_t n = n_tasks - run->first_task < wave ? n_tasks - run->first_task : wave;
@@ -286,6 +287,8 @@ static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
             unsigned mode = cattn_fp_enter();
             fold_wave(run, n, run->partials + partials, &rows);
             cattn_fp_leave(mode);
+            if (cattn_poll_between(&p->poll, &next_poll))
+                status = CATTN_INTERRUPTED;
         }
     }
     free(memory);

@@ -365,6 +365,17 @@ enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t sc
     return status;
 }
 
+bool cattn_poll_between(const struct cattn_poll *poll, int64_t *next_poll) {
+    if (poll->stop == NULL)
+        return false;
+    const int64_t now = now_ns();
+    if (now < *next_poll)
+        return false;
+    const bool first = *next_poll == 0;
+    *next_poll = now + POLL_INTERVAL_NS;
+    return !first && poll->stop(poll->context);
+}
+
 bool cattn_release(void) {
     pthread_once(&pool_once, init_pool);
     if (atomic_exchange_explicit(&pool.owned, true, memory_order_acquire))

@@ -1,0 +1,69 @@
+"""What a reader meets: every public name is documented, every example runs, the README is true."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
+MODULES = [cattn, cattn.reference, cattn.random, cattn.nn, cattn.cache]
+
+
+def examples(owner: Any, name: str) -> list[doctest.DocTest]:
+    found = doctest.DocTestFinder(exclude_empty=True).find(owner, name, globs={"np": np, "cattn": cattn})
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_it_is_documented(name: str) -> None:
+    value = getattr(cattn, name)
+    doc = inspect.getdoc(value) or ""
+    assert doc
+    if isinstance(value, type) and issubclass(value, (tuple, Warning)):
+        return
+    names = [p for p in inspect.signature(value).parameters if p not in ("self", "args", "kwargs")]
+    assert not names or "Parameters\n----------" in doc
+    for parameter in names:
+        described = re.search(rf"^(\w+, )*{parameter}(, \w+)*( :.*)?$", doc, re.MULTILINE)
+        assert described, f"{parameter} is not described"
+    assert "Examples\n--------" in doc
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_its_examples_run(name: str) -> None:
+    tests = examples(getattr(cattn, name), name)
+    for test in tests:
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_the_examples_of_modules_run(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.failed == 0
+    assert results.attempted > 0 or module in (cattn.random,)
+
+
+def test_the_signature_begins_as_pytorchs() -> None:
+    ours = list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
+    assert ours[:8] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+
+
+def test_the_readme_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 3
+    exec("\n".join(blocks), {})
+
+
+def test_the_readme_has_its_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert "pip install . && python -m cattn" in lines
+    assert "pip install -e '.[test]' && pytest" in lines

@@ -1,0 +1,156 @@
+"""Memory: nothing leaks, scratch stays small, nothing is copied whole, and no byte beside an array is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import cattn
+
+X = np.random.default_rng(0).standard_normal((2, 3, 9, 8)).astype(np.float32)
+MASK = np.tri(9, dtype=bool)
+OUT = np.empty_like(X)
+
+CALLS: dict[str, Callable[[], object]] = {
+    "attention": lambda: cattn.scaled_dot_product_attention(X, X, X, MASK, 0.5, True, rng=1, out=OUT),
+    "all outputs": lambda: cattn.scaled_dot_product_attention(
+        X, X, X, dropout_p=0.5, rng=1, need_weights=True, return_lse=True, return_dropout_mask=True
+    ),
+    "converted": lambda: cattn.causal_attention(X[0, 0].tolist(), X.astype(">f4"), X, bias=np.zeros((9, 9))),
+    "weights": lambda: cattn.attention_weights(X, X, is_causal=True),
+    "softmax": lambda: cattn.softmax(X, axis=(0, 1)),
+    "masked_softmax": lambda: cattn.masked_softmax(X @ X.swapaxes(-1, -2), MASK, method="renormalize"),
+    "dropout": lambda: cattn.dropout(X, 0.5, rng=np.random.default_rng(1), return_mask=True),
+    "torch dropout": lambda: cattn.dropout(X, 0.5, rng=cattn.TorchGenerator(1)),
+    "causal_mask": lambda: cattn.causal_mask(5, 7),
+    "config": lambda: cattn.show_config("dicts"),
+    "bad shape": lambda: cattn.causal_attention(X, X[..., 1:], X),
+    "bad mask": lambda: cattn.causal_attention(X, X, X, MASK.astype(int)),
+    "bad out": lambda: cattn.causal_attention(X, X, X, out=OUT[..., 1:]),
+    "bad rng": lambda: cattn.dropout(X, 0.5, rng="seed"),
+    "bad dtype": lambda: cattn.softmax(X.astype(np.float16)),
+    "bad axis": lambda: cattn.softmax(X, axis=7),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_leaks(name: str) -> None:
+    def many() -> None:
+        for _ in range(200):
+            try:
+                CALLS[name]()
+            except (TypeError, ValueError):
+                assert name.startswith("bad")
+
+    many()
+    many()
+    before = sys.getallocatedblocks()
+    many()
+    # a leak of one object a call would be 200; caches of the interpreter move by a few
+    assert sys.getallocatedblocks() - before < 50
+
+
+GROWTH = """
+import resource, sys
+import numpy as np
+import cattn
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+
+shape, dtype, threads, options = {shape}, np.{dtype}, {threads}, {options}
+cattn.set_num_threads(threads)
+query, key, value = (np.ones(shape, dtype) for _ in range(3))
+if {strided}:
+    query, key, value = (x[..., ::-1] for x in (query, key, value))
+out = np.ones(shape, dtype)
+small = np.ones((2, 300, 8), dtype)
+cattn.causal_attention(small, small, small, **options)  # starts the threads, loads every page of code
+before = peak()
+cattn.causal_attention(query, key, value, out=out, **options)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 2, 4096, 64), "float32"), ((1, 1, 2000, 256), "float32"), ((1, 1, 2000, 256), "float64")],
+)
+def test_a_call_holds_at_most_one_mebibyte_a_thread(
+    shape: tuple[int, ...], dtype: str, threads: int, strided: bool
+) -> None:
+    """The scores alone would be 128 MiB in the first case. Slack: 256 KiB for pages of code and stack first touched."""
+    code = GROWTH.format(shape=shape, dtype=dtype, threads=threads, options={}, strided=strided)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) <= 1024 * threads + 256
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import numpy as np
+import cattn
+from cattn import _cattn
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+PAGE = mmap.PAGESIZE
+ROOM = 64 * PAGE
+
+
+class Guarded:
+    "One page that may not be touched, room, another such page."
+
+    def __init__(self):
+        self.base = libc.mmap(None, ROOM + 2 * PAGE, 3, 0x22, -1, 0)
+        assert libc.mprotect(self.base, PAGE, 0) == 0
+        assert libc.mprotect(self.base + PAGE + ROOM, PAGE, 0) == 0
+
+    def array(self, shape, dtype, at_end):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        start = self.base + PAGE + (ROOM - size if at_end else 0)
+        buffer = (ctypes.c_char * size).from_address(start)
+        return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+places = [Guarded() for _ in range(8)]
+_cattn._set_isa(sys.argv[1])
+rng = np.random.default_rng(0)
+for dtype in (np.float32, np.float64):
+    for n in [*range(1, 40), 47, 48, 49, 63, 64, 65, 70]:
+        m, d, e = 1 + n * 7 % 70, 1 + n * 5 % 37, 1 + n * 3 % 41
+        for at_end in (False, True):
+            def make(i, *shape, kind=dtype):
+                array = places[i].array(shape, kind, at_end)
+                array[...] = rng.random(shape) < 0.8 if kind is bool else rng.standard_normal(shape)
+                return array
+            query, key, value = make(0, m, d), make(1, n, d), make(2, n, e)
+            mask, bias = make(3, m, n, kind=bool), make(4, m, n)
+            out, weights, scores = make(5, m, e), make(6, m, n), make(7, m, n)
+            for path in ("auto", "tile", "rows", "split"):
+                _cattn._set_path(path)
+                full = cattn.AttentionOutput(out=out, weights=weights)
+                cattn.scaled_dot_product_attention(
+                    query, key, value, mask, 0.3, bias=bias, rng=1, need_weights=True, out=full
+                )
+                expected = cattn.reference.scaled_dot_product_attention(query, key, value, mask, 0.3, bias=bias, rng=1)
+                np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+            cattn.masked_softmax(scores, mask, out=weights)
+            cattn.softmax(scores, axis=0, out=weights)
+            cattn.dropout(scores, 0.5, rng=1, out=weights)
+print("untouched")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mmap and mprotect by Linux's numbers")
+def test_nothing_beside_an_array_is_touched(isa: str) -> None:
+    done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"
+    assert done.stdout.strip() == "untouched"

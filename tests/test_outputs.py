@@ -1,0 +1,111 @@
+"""`out=` and the extras: any strides, any overlap, the caller's own arrays, and what is never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import cattn
+
+RNG = np.random.default_rng(0)
+Q, K, V = RNG.standard_normal((3, 2, 3, 17, 8))
+S = RNG.standard_normal((4, 17, 17))
+
+FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[int, ...]]] = {
+    "scaled_dot_product_attention": (lambda out: cattn.scaled_dot_product_attention(Q, K, V, out=out), Q.shape),
+    "causal_attention": (lambda out: cattn.causal_attention(Q, K, V, out=out), Q.shape),
+    "attention_weights": (lambda out: cattn.attention_weights(Q, K, out=out), (2, 3, 17, 17)),
+    "softmax": (lambda out: cattn.softmax(S, out=out), S.shape),
+    "softmax of axis 0": (lambda out: cattn.softmax(S, axis=0, out=out), S.shape),
+    "softmax of two axes": (lambda out: cattn.softmax(S, axis=(0, 2), out=out), S.shape),
+    "masked_softmax": (lambda out: cattn.masked_softmax(S, is_causal=True, out=out), S.shape),
+    "renormalized": (lambda out: cattn.masked_softmax(S, is_causal=True, method="renormalize", out=out), S.shape),
+    "dropout": (lambda out: cattn.dropout(S, 0.5, rng=1, out=out), S.shape),
+}
+
+LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
+    "C": lambda shape: np.full(shape, 7.0),
+    "Fortran": lambda shape: np.full(shape, 7.0, order="F"),
+    "reversed": lambda shape: np.full(shape, 7.0)[..., ::-1, ::-1],
+    "every second": lambda shape: np.full((*shape[:-1], 2 * shape[-1]), 7.0)[..., ::2],
+    "inside": lambda shape: np.full((*shape[:-2], shape[-2] + 2, shape[-1] + 3), 7.0)[..., 1:-1, 1:-2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_any_strides(name: str, layout: str) -> None:
+    function, shape = FUNCTIONS[name]
+    out = LAYOUTS[layout](shape)
+    base = out.base if out.base is not None else out
+    untouched = np.ones(base.shape, bool) if base is not out else None
+    assert function(out) is out
+    expected = function(None)
+    assert np.array_equal(out.view(), expected), "bit for bit"
+    if untouched is not None and layout in ("every second", "inside"):
+        assert np.count_nonzero(base == 7.0) == base.size - out.size, "nothing beside it was written"
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5, -3])
+@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention"])
+def test_an_input_that_overlaps(name: str, shift: int) -> None:
+    functions: dict[str, Callable[..., np.ndarray]] = {
+        "softmax": lambda x, out=None: cattn.softmax(x, out=out),
+        "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, method="renormalize", out=out),
+        "dropout": lambda x, out=None: cattn.dropout(x, 0.5, rng=1, out=out),
+        "attention": lambda x, out=None: cattn.causal_attention(x, x, x, out=out),
+    }
+    for step in (1, -1):
+        memory = np.random.default_rng(1).standard_normal(400)
+        x = memory[100:244].reshape(12, 12)
+        out = memory[100 + shift : 244 + shift][::step].reshape(12, 12)
+        expected = functions[name](x.copy())
+        assert functions[name](x, out=out) is out
+        assert np.array_equal(out, expected)
+
+
+def test_an_attention_output_of_arrays_is_filled() -> None:
+    arrays = cattn.AttentionOutput(
+        out=np.empty_like(Q),
+        weights=np.empty((2, 3, 17, 17)),
+        lse=np.empty((2, 3, 17)),
+        dropout_mask=np.empty((2, 3, 17, 17), bool),
+    )
+    options = {"need_weights": True, "return_lse": True, "return_dropout_mask": True, "dropout_p": 0.3, "rng": 5}
+    result = cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **options)
+    expected = cattn.scaled_dot_product_attention(Q, K, V, **options)
+    for name in ("out", "weights", "lse", "dropout_mask"):
+        assert getattr(result, name) is getattr(arrays, name)
+        assert np.array_equal(getattr(result, name), getattr(expected, name))
+    assert result.dropout_seed == 5
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 1, 3, 5, 4)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: type) -> None:
+    x = np.ones(shape, dtype)
+    value = np.ones((*shape[:-1], 7), dtype)
+    result = cattn.scaled_dot_product_attention(
+        x, x, value, need_weights=True, return_lse=True, return_dropout_mask=True
+    )
+    assert result.out.shape == value.shape
+    assert result.weights.shape == (*shape[:-1], shape[-2])
+    assert result.lse.shape == shape[:-1]
+    assert result.dropout_mask.shape == result.weights.shape
+    assert {result.out.dtype, result.weights.dtype, result.lse.dtype} == {np.dtype(dtype)}
+    assert result.dropout_mask.dtype == bool
+    assert result.dropout_mask.all()
+    assert result.dropout_seed is None
+
+
+def test_nan_is_written_one_way_and_zero_without_a_sign() -> None:
+    odd = np.array([0xFFC00123], np.uint32).view(np.float32)[0]  # a negative NaN with a payload
+    x = np.zeros((40, 3), np.float32)
+    x[20] = odd
+    out = cattn.causal_attention(x, x, -x)
+    assert set(np.unique(out.view(np.uint32)[np.isnan(out)])) == {np.float32(np.nan).view(np.uint32)}
+    assert not np.signbit(out[:20]).any()
+    weights = cattn.softmax(x)
+    assert set(np.unique(weights.view(np.uint32)[np.isnan(weights)])) == {np.float32(np.nan).view(np.uint32)}

@@ -1,0 +1,245 @@
+"""Threads: counts and who sets them, the GIL, fork, Ctrl-C, several callers, and the caller's floating-point mode."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import cattn
+
+CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.fixture(autouse=True)
+def default_threads() -> Iterator[None]:
+    yield
+    cattn.set_num_threads(None)
+
+
+def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean | environment, timeout=120
+    )
+
+
+PRINT = "import cattn; print(cattn.get_num_threads())"
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"CATTN_NUM_THREADS": "3"}, "3"),
+        ({"OMP_NUM_THREADS": "5"}, "5"),
+        ({"OMP_NUM_THREADS": "4,2"}, "4"),
+        ({"CATTN_NUM_THREADS": "2", "OMP_NUM_THREADS": "7"}, "2"),
+        ({"CATTN_NUM_THREADS": "", "OMP_NUM_THREADS": "7"}, "7"),
+    ],
+)
+def test_the_environment_counts(environment: dict[str, str], threads: str) -> None:
+    assert child(PRINT, **environment).stdout.strip() == threads
+
+
+def test_without_an_environment_the_cpus_count() -> None:
+    assert 1 <= int(child(PRINT).stdout) <= CPUS
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_a_bad_environment_is_an_import_error(value: str) -> None:
+    done = child(PRINT, CATTN_NUM_THREADS=value)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "CATTN_NUM_THREADS" in done.stderr
+
+
+def test_an_unknown_table_is_an_import_error() -> None:
+    done = child(PRINT, CATTN_ISA="avx1024")
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "CATTN_ISA" in done.stderr
+    assert "scalar" in done.stderr
+
+
+def test_the_table_of_the_environment_is_used() -> None:
+    code = "import cattn; print(cattn.show_config('dicts')['instruction_set'])"
+    assert child(code, CATTN_ISA="scalar").stdout.strip() == "scalar"
+
+
+def test_context_beats_process_beats_environment() -> None:
+    cattn.set_num_threads(3)
+    assert cattn.get_num_threads() == 3
+    with cattn.num_threads(2):
+        assert cattn.get_num_threads() == 2
+        with pytest.raises(RuntimeError), cattn.num_threads(5):
+            raise RuntimeError
+        assert cattn.get_num_threads() == 2
+        seen: list[int] = []
+        other = threading.Thread(target=lambda: seen.append(cattn.get_num_threads()))
+        other.start()
+        other.join()
+        assert seen == [3], "another thread does not see this one's context"
+    assert cattn.get_num_threads() == 3
+
+
+def test_threadpoolctl_limits_cattn() -> None:
+    import threadpoolctl
+
+    cattn.set_num_threads(4)  # registers the controller
+    with threadpoolctl.threadpool_limits(1, user_api="cattn"):
+        assert cattn.get_num_threads() == 1
+    assert cattn.get_num_threads() == 4
+    assert "cattn" in {pool["user_api"] for pool in threadpoolctl.threadpool_info()}
+
+
+def work(length: int = 700) -> tuple[np.ndarray, ...]:
+    return tuple(np.random.default_rng(1).standard_normal((3, 2, 4, length, 32), dtype=np.float32))
+
+
+def bits(array: np.ndarray) -> bytes:
+    return array.tobytes()
+
+
+def test_fork_after_threads_were_used() -> None:
+    query, key, value = work()
+    with cattn.num_threads(3):
+        expected = bits(cattn.causal_attention(query, key, value))
+        pid = os.fork()
+        if pid == 0:
+            same = bits(cattn.causal_attention(query, key, value)) == expected
+            os._exit(0 if same else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert bits(cattn.causal_attention(query, key, value)) == expected
+
+
+def test_fork_while_another_thread_computes() -> None:
+    query, key, value = work()
+    cattn.set_num_threads(2)
+    expected = bits(cattn.causal_attention(query, key, value))
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            cattn.causal_attention(query, key, value)
+
+    busy = threading.Thread(target=compute)
+    busy.start()
+    try:
+        for _ in range(10):
+            pid = os.fork()
+            if pid == 0:
+                same = bits(cattn.causal_attention(query, key, value)) == expected
+                os._exit(0 if same else 3)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        stop.set()
+        busy.join()
+
+
+def test_callers_in_several_threads_get_the_same_bits() -> None:
+    query, key, value = work()
+    cattn.set_num_threads(2)
+    expected = bits(cattn.causal_attention(query, key, value))
+    wrong: list[int] = []
+
+    def compute() -> None:
+        for i in range(10):
+            if bits(cattn.causal_attention(query, key, value)) != expected:
+                wrong.append(i)
+
+    callers = [threading.Thread(target=compute) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_the_gil_is_free_during_a_long_call() -> None:
+    query, key, value = work(4000)
+    cattn.set_num_threads(1)
+    steps = 0
+    done = threading.Event()
+
+    def count() -> None:
+        nonlocal steps
+        while not done.is_set():
+            steps += 1
+            time.sleep(0.001)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        before = steps
+        cattn.causal_attention(query, key, value)
+        assert steps - before > 10, "the other thread went on meanwhile"
+    finally:
+        done.set()
+        counter.join()
+
+
+def long_calls() -> dict[str, Callable[[], object]]:
+    """Calls of many seconds: nothing of their size is ever held, zero strides give the length."""
+    one = np.ones((1, 16), np.float32)
+    long = np.broadcast_to(one, (1 << 19, 16))
+    few = np.broadcast_to(one, (1 << 31, 16))
+    scores = np.broadcast_to(np.float32(1), (1 << 10, 1 << 22))
+    out = np.empty((1 << 18, 16), np.float32)
+    return {
+        "tile": lambda: cattn.scaled_dot_product_attention(long[: 1 << 18], long, long, out=out),
+        "rows": lambda: cattn.scaled_dot_product_attention(one, few, few),
+        "dropout": lambda: cattn.scaled_dot_product_attention(
+            long[: 1 << 18], long, long, dropout_p=0.5, rng=cattn.TorchGenerator(1), out=out
+        ),
+        "softmax": lambda: cattn.softmax(scores[:, : 1 << 20], axis=-1),
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax"])
+def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
+    """The promise is 0.1 s; the median of three, because a loaded machine may be late once by itself."""
+    call = long_calls()[name]
+    if name == "softmax":  # the long call must not end by itself: many of them
+        once = call
+
+        def call() -> object:
+            while True:
+                once()
+
+    delays = []
+    with cattn.num_threads(threads):
+        for _ in range(3):
+            sent: list[float] = []
+
+            def interrupt(sent: list[float] = sent) -> None:
+                sent.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            timer = threading.Timer(0.3, interrupt)
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            delays.append(time.monotonic() - sent[0])
+            timer.join()
+        assert statistics.median(delays) < 0.1
+        x = np.eye(3)
+        np.testing.assert_allclose(cattn.softmax(x).sum(-1), 1)  # and the next call works
+
+
+def test_no_floating_point_warning_leaks() -> None:
+    x = np.array([[1e300, np.nan], [np.inf, 5e-324]])
+    with np.errstate(all="raise"):
+        cattn.causal_attention(x, x, x)
+        cattn.softmax(x)
+        cattn.masked_softmax(x, is_causal=True, method="renormalize")
+        cattn.dropout(x, 0.5, rng=1)
+        assert np.float64(1) + 1 == 2, "and no flag is left for the next operation"
