@@ -1,4 +1,4 @@
-"""The same row gives the same bits: on every path and table, for any threads, batch, length, strides and FP mode.
+"""The same row gives the same bits: on every path and table, for any threads, batch, length and strides.
 
 The yardstick is the scalar table on the row path with one thread. A table outside the bit contract (show_config says
 which: on x86 the one without FMA) is held to its own row path instead.
@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 import cattn
 from support import (
-    FP_MODES,
     INF,
     NAN,
     assert_same_bits,
     every_way,
     everything,
-    floating_point_mode,
     forced,
     in_contract,
     part,
@@ -99,10 +97,18 @@ def all_neg_inf(normal: Normal) -> Call:
     return call
 
 
+def least_below_zero(values: np.ndarray) -> None:
+    """In one key of many: any weight but the largest rounds its product to -0."""
+    values[...] = 0
+    values[:, 77] = -np.finfo(values.dtype).smallest_subnormal
+
+
 def mask_of(rng_seed: int, *shape: int, p: float = 0.5) -> np.ndarray:
     return np.random.default_rng(rng_seed).random(shape) < p
 
 
+# Keys around the sums' 8 chains, the runs of P V, blocks and a chunk.
+EDGES = [1, 7, 8, 9, 63, 65, 95, 96, 97, 103, 104, 105, 191, 192, 193, 287, 288, 289, 384, 385, 1535, 1536, 1537]
 CASES: dict[str, Callable[[Normal], Call]] = {
     "plain": plain,
     "causal": lambda normal: plain(normal, is_causal="lower_right"),
@@ -111,6 +117,7 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "one row": lambda normal: plain(normal, 1, 700),
     "two rows": lambda normal: plain(normal, 2, 130),
     "tiny": lambda normal: plain(normal, 6, 6, is_causal=True),
+    **{f"{n} keys": functools.partial(plain, T_q=13, T_k=n, is_causal="lower_right") for n in EDGES},
     "bool mask": lambda normal: plain(normal, attn_mask=mask_of(1, 101, 200)),
     "sparse mask": lambda normal: plain(normal, attn_mask=mask_of(2, 2, 101, 200, p=0.02), is_causal="lower_right"),
     "bias and mask": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=mask_of(3, 596)),
@@ -149,6 +156,9 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "subnormal bias": lambda normal: with_bias(normal, lambda b: np.multiply(b, 1e-40 * tiny(b), out=b)),
     "values -0": lambda normal: with_values(normal, set_to(np.s_[:, ::2], -0.0)),
     "all values -0": lambda normal: with_values(normal, set_to(..., -0.0), is_causal="upper_left"),
+    "results that underflow": lambda normal: with_values(
+        normal, lambda v: v.fill(-np.finfo(v.dtype).smallest_subnormal)
+    ),
     "keys -0": lambda normal: with_values(normal, set_to(..., -0.0), "key"),
     "huge values": lambda normal: with_values(normal, lambda v: np.multiply(v, np.finfo(v.dtype).max / 1e5, out=v)),
     "values that overflow": lambda normal: with_values(
@@ -210,11 +220,11 @@ def test_the_cases_are_what_they_say(dtype: type) -> None:
         ("NaN in a query", "out", 1 / 101, nan),
         ("NaN in a value", "out", 41 / 101 / 19, nan),
         ("all values -0", "out", 1, zero),
+        ("results that underflow", "out", 1, zero),
         ("dropout of all", "out", 1, zero),
     ]:
         result = getattr(yardstick_of(name, dtype, "scalar"), field)
-        assert wanted(result).mean() >= 0.999 * share, name
-        assert share == 1 or wanted(result).mean() <= 0.5 + share, name
+        assert abs(wanted(result).mean() - share) < 0.006, name
     values = np.abs(yardstick_of("subnormal values", dtype, "scalar").out)
     assert 0 < values.max() < np.finfo(dtype).tiny
     assert np.isnan(yardstick_of("scores that overflow", dtype, "scalar").out).any()
@@ -227,7 +237,7 @@ def test_the_cases_are_what_they_say(dtype: type) -> None:
 
 
 def test_results_never_hold_negative_zero(isa: str, dtype: type, path: str) -> None:
-    for name in ("all values -0", "values -0", "keys -0", "dropout of all", "tiny"):
+    for name in ("all values -0", "values -0", "results that underflow", "dropout of all", "tiny"):
         result = (
             everything(**build(name, dtype)) if path != "tiny" else everything(**first_keys(build(name, dtype), 50))
         )
@@ -349,7 +359,7 @@ def test_columns_of_value(isa: str, dtype: type, path: str, normal: Normal) -> N
 def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
     """Keys behind the last visible one may as well not exist."""
     call = plain(lambda *shape: normal(*shape, dtype=dtype), 60, 600, dropout_p=0.1, rng=4)
-    for last in (0, 7, 59, 63, 64, 127, 190, 191, 192, 383, 384, 500, 598):
+    for last in (0, 7, 59, 63, 64, 94, 95, 96, 127, 190, 191, 192, 383, 384, 500, 598):
         # with a causal offset, and with a mask; the last row sees keys 0 .. last
         causal_call = call | {"is_causal": True, "query_offset": last - 59}
         mask = np.broadcast_to(np.arange(600) <= last, (60, 600))
@@ -433,43 +443,6 @@ def test_strides(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
                 strided = call | {name: view for name, (_, view) in zip(names, views, strict=True)}
                 for way, result in every_way(lambda of=strided: everything(**of), tiny=False, threads=(1,)):
                     assert_same_bits(result, right, f"{names} {views[0][0]}, {way}")
-
-
-@pytest.mark.parametrize("mode", FP_MODES)
-def test_floating_point_mode(isa: str, dtype: type, mode: str) -> None:
-    """The mode of the caller neither matters nor changes. Scale and dropout factor are not exact: 1/sqrt(11), 1/0.9."""
-    for name in (
-        "plain",
-        "dropout",
-        "tiny",
-        "subnormal values",
-        "one row",
-        "bias and mask",
-        "first block -inf",
-        "scale",
-    ):
-        call = build(name, dtype)
-        right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
-        results = []
-        for path in ("auto", "tile", "rows", "split"):
-            with forced(path), cattn.num_threads(2), floating_point_mode(mode):
-                results.append(
-                    cattn.scaled_dot_product_attention(
-                        **call, need_weights=True, return_lse=True, return_dropout_mask=True
-                    )
-                )
-        for result in results:
-            assert_same_bits(result, right, name)
-
-
-@pytest.mark.parametrize("mode", FP_MODES)
-def test_floating_point_mode_of_converted_masks(mode: str, normal: Normal) -> None:
-    """A float64 mask is rounded to float32 on the way in."""
-    call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
-    right = everything(**call)
-    with floating_point_mode(mode):
-        result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
-    assert_same_bits(result[:3], right[:3])
 
 
 def test_same_call_again(isa: str, dtype: type, path: str) -> None:

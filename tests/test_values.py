@@ -191,9 +191,9 @@ def test_attention_weights(name: str, isa: str, dtype: type) -> None:
 # ---- lengths -------------------------------------------------------------------------------------------------------
 # Around one vector, one panel of two vectors, micro-tiles of 6 and 12, 32 rows, a tile of 96, ...
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 95, 96, 97, 191, 192]
-# ... the 8 chains of a sum, 64 keys of dropout, a block of 192 keys and a chunk of 1536.
+# ... the 8 chains of a sum, 64 keys of dropout, runs of 96 in P V, a block of 192 keys and a chunk of 1536.
 KEYS = [1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 383, 384]
-KEYS += [385, 575, 577]
+KEYS += [95, 96, 97, 287, 288, 289, 385, 575, 577]
 LONG = [1535, 1536, 1537, 1729, 3071, 3072, 3073, 4700]
 HEAD_DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300]
 
@@ -357,12 +357,12 @@ def accuracy_case(T_q: int, T_k: int, D: int, dtype: type, seed: int) -> tuple[d
 @pytest.mark.parametrize(("T_q", "T_k", "D"), ACCURACY_SHAPES)
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_accuracy(isa: str, kind: type, T_q: int, T_k: int, D: int) -> None:
-    """RMS error over all elements of many seeds, at most 1.25 times that of NumPy's textbook in the same dtype.
+    """RMS error over all elements of many seeds, at most 1.2 times that of NumPy's textbook in the same dtype.
 
     Both add a score up as one chain over D, which makes most of the error: ours gains by fused multiply-adds, NumPy by
     a more exact exponential. With a single query NumPy's product is a row of dot products, each of many short chains;
-    that order would cost us the bits that rows share, so there the yardstick is a plain loop. Measured: 0.7
-    to 1.21. A mean over thousands of scores needs no allowance for luck; the largest error is for `Expected` to bound.
+    that order would cost us the bits that rows share, so there the yardstick is a plain loop. Measured: 0.69
+    to 1.12. A mean over thousands of scores needs no allowance for luck; the largest error is for `Expected` to bound.
     """
     squares = {name: np.zeros(2) for name in ("out", "weights", "lse")}
     for seed in range(8 if T_q > 1 else 48):
@@ -376,4 +376,12 @@ def test_accuracy(isa: str, kind: type, T_q: int, T_k: int, D: int) -> None:
     for name, (our, their) in squares.items():
         assert our > 0, "nothing is that exact"
         ratio = np.sqrt(our / their)
-        assert ratio <= 1.25, f"{name}: {ratio:.3f} times the RMS error of NumPy"
+        assert ratio <= 1.2, f"{name}: {ratio:.3f} times the RMS error of NumPy"
+
+
+def test_two_finite_masks_hide_nothing(isa: str, dtype: type, path: str) -> None:
+    """Their sum overflows; a finite bias stays finite all the same."""
+    lowest = np.full((5, 7), np.finfo(dtype).min, dtype)
+    x = np.random.default_rng(0).standard_normal((7, 4)).astype(dtype)
+    out = cattn.scaled_dot_product_attention(x[:5], x, x, lowest, bias=lowest)
+    np.testing.assert_allclose(out, np.broadcast_to(x.mean(0), (5, 4)), rtol=1e-5, atol=1e-6)

@@ -34,6 +34,7 @@
 #ifndef CATTN_SIMD_H
 #define CATTN_SIMD_H
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -42,11 +43,13 @@
 #if REAL_BITS == 32
 typedef float real;
 typedef uint32_t real_bits;
+#define REAL_MAX FLT_MAX
 #define REAL_MANT 23
 #define REAL_BIAS 127
 #elif REAL_BITS == 64
 typedef double real;
 typedef uint64_t real_bits;
+#define REAL_MAX DBL_MAX
 #define REAL_MANT 52
 #define REAL_BIAS 1023
 #else

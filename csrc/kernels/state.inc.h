@@ -79,6 +79,8 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
         hidden = vm_or(hidden, vf_eq(bias, neg_inf));
         total = total + bias;
     }
+    /* two finite biases may add up to -inf (finfo.min twice): that hides nothing */
+    total = vf_select(vf_eq(total, neg_inf), vf_set1(-REAL_MAX), total);
     return vf_select(hidden, neg_inf, total);
 }
 

@@ -1,0 +1,87 @@
+"""The floating-point mode of the caller neither matters nor changes: rounding directions, subnormals set to zero."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import cattn
+from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
+from test_bits import build, plain, yardstick_of
+
+Normal = Callable[..., np.ndarray]
+
+
+def test_the_modes_matter_to_numpy() -> None:
+    """Each of them changes a result of its own, so they are in force."""
+    third, tiny = np.full(2, 3.0), np.full(2, 1e-310)
+    changed = set()
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            changed |= {mode} if (1 / third * third != 1).any() or (-1 / third)[0] != -1 / 3 else set()
+            changed |= {mode} if not (tiny * third).any() else set()
+    assert changed == set(FP_MODES)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_attention(isa: str, dtype: type, mode: str) -> None:
+    """The mode of the caller neither matters nor changes. Scale and dropout factor are not exact: 1/sqrt(11), 1/0.9."""
+    for name in (
+        "plain",
+        "dropout",
+        "tiny",
+        "subnormal values",
+        "one row",
+        "bias and mask",
+        "first block -inf",
+        "scale",
+    ):
+        call = build(name, dtype)
+        right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
+        results = []
+        for path in ("auto", "tile", "rows", "split"):
+            with forced(path), cattn.num_threads(2), floating_point_mode(mode):
+                results.append(
+                    cattn.scaled_dot_product_attention(
+                        **call, need_weights=True, return_lse=True, return_dropout_mask=True
+                    )
+                )
+        for result in results:
+            assert_same_bits(result, right, name)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_converted_masks(mode: str, normal: Normal) -> None:
+    """A float64 mask is rounded to float32 on the way in."""
+    call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
+    right = everything(**call)
+    with floating_point_mode(mode):
+        result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+    assert_same_bits(result[:3], right[:3])
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    x = normal(20, 50, dtype=dtype)
+    x[3] *= 1e-39 if dtype == np.float32 else 1e-309
+    for call in (
+        lambda: cattn.softmax(x, scale=1 / 3),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right"),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right", method="renormalize"),
+    ):
+        right = call()
+        with floating_point_mode(mode):
+            result = call()
+        assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    x = normal(300, dtype=dtype)
+    x[:50] *= 1e-39 if dtype == np.float32 else 1e-309
+    for p in (0.1, 0.3, 0.9):  # 1 / (1 - p) is rounded
+        right = cattn.dropout(x, p, rng=3, return_mask=True)
+        with floating_point_mode(mode):
+            result = cattn.dropout(x, p, rng=3, return_mask=True)
+        for a, b in zip(result, right, strict=True):
+            assert_same_bits(a, b, f"p {p}")
