@@ -10,6 +10,8 @@ import pytest
 import cattn
 from cattn import _cattn
 
+os.environ.setdefault("MPLBACKEND", "Agg")  # pictures need no screen
+
 # "ci" finds the same cases in every run, so that a red test is red for everybody; "long" is for a night. Fixtures that
 # choose a table or a path may serve many examples, and the speed of the machine is no test result.
 _common = hypothesis.settings(

@@ -11,6 +11,7 @@ array([[1.  , 0.  ],
 
 from . import reference
 from ._config import show_config
+from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._types import AttentionOutput, CausalAlignmentWarning
 from .cache import KVCache
@@ -57,6 +58,7 @@ __all__ = [
     "manual_seed",
     "masked_softmax",
     "num_threads",
+    "plot_attention",
     "reference",
     "scaled_dot_product_attention",
     "set_num_threads",

@@ -1,0 +1,229 @@
+"""Heat maps of attention weights, drawn with matplotlib (the extra "plot")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ._arrays import as_array
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import Colormap
+    from matplotlib.image import AxesImage
+
+__all__ = ["plot_attention"]
+
+Labels = Sequence[str] | None
+
+MOST_LABELS = 40  # more tokens than this are not named, their positions are counted
+MOST_NUMBERS = 12  # a cell of a matrix no wider than this holds its number
+PANELS_IN_A_ROW = 4
+
+
+def plot_attention(
+    weights: ArrayLike,
+    tokens: Sequence[str] | None = None,
+    ax: Axes | ArrayLike | None = None,
+    *,
+    query_tokens: Sequence[str] | None = None,
+    titles: str | Sequence[str] | None = None,
+    annotate: bool | None = None,
+    cmap: str | Colormap = "Blues",
+    vmax: float | None = None,
+    label: str = "weight",
+) -> Any:
+    """Draw attention weights as heat maps: who looks at whom, one panel for each head.
+
+    Weights that are exactly 0, which is what masked ones are, stay blank, and so do scores of -inf. Where no query sees
+    a later key, a stepped line marks the border of what is visible. NaN and +inf are marked by a red cross.
+
+    Parameters
+    ----------
+    weights : array_like, shape (T_q, T_k) or (H, T_q, T_k)
+        Attention weights, or scores. Of more than three axes the first must have length 1. All heads share one scale of
+        colours, from 0 or the smallest number below it.
+    tokens : sequence of str, optional
+        The T_k tokens, written along both axes. With T_q < T_k the queries are the last T_q of them.
+    ax : matplotlib.axes.Axes, or array of them, optional
+        Where to draw, one for each head. A new figure by default.
+    query_tokens : sequence of str, optional
+        The T_q tokens of the vertical axis, where they are not those of `tokens`.
+    titles : str, or sequence of str, optional
+        Title of each panel. Several heads are called "head 0", "head 1" and so on by default.
+    annotate : bool, optional
+        Whether cells hold their numbers. By default they do where there is room.
+    cmap : str or matplotlib.colors.Colormap
+        The scale of colours.
+    vmax : float, optional
+        The number that has the last colour. The largest weight by default.
+    label : str
+        What the numbers are, written beside the colour bar.
+
+    Returns
+    -------
+    matplotlib.axes.Axes, or ndarray of them, shape (H,)
+        What was drawn on: one for weights of two axes, else an array.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    TypeError
+        weights are not numbers, tokens is one str, ax is no Axes.
+    ValueError
+        weights has not two or three axes, or no element; tokens, titles or ax has another length.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(3)
+    >>> weights = cattn.attention_weights(x, x, is_causal=True)
+    >>> ax = cattn.plot_attention(weights, ["Your", "journey", "starts"])
+    >>> [label.get_text() for label in ax.get_xticklabels()]
+    ['Your', 'journey', 'starts']
+    """
+    panels = _panels(weights)
+    heads, seqlen_q, seqlen_k = panels.shape
+    one = np.ndim(weights) == 2
+    key_labels, query_labels = _labels(tokens, query_tokens, seqlen_q, seqlen_k)
+    names = _titles(titles, heads, one)
+    mpl = _matplotlib()
+    colours = mpl.colormaps.get_cmap(cmap).with_extremes(bad="0.94")
+    axes = _axes(ax, panels.shape)
+    hidden = (panels == 0) | np.isneginf(panels)
+    finite = panels[np.isfinite(panels)]
+    low, high = min(0.0, finite.min(initial=0.0)), finite.max(initial=0.0) if vmax is None else vmax
+    norm = mpl.colors.Normalize(low, high if high > low else low + 1)
+    if annotate is None:
+        annotate = max(seqlen_q, seqlen_k) <= (MOST_NUMBERS if one else MOST_NUMBERS // 2)
+    future = hidden[:, *np.triu_indices(seqlen_q, seqlen_k - seqlen_q + 1, seqlen_k)]
+    causal = future.size > 0 and bool(future.all())
+    for panel, blank, title, where in zip(panels, hidden, names, axes, strict=True):
+        image = where.imshow(np.ma.array(panel, mask=blank | ~np.isfinite(panel)), cmap=colours, norm=norm)
+        where.plot(*np.nonzero(~np.isfinite(panel) & ~blank)[::-1], "x", color="red")  # NaN and inf are seen
+        where.set(title=title, xlabel="key", ylabel="query")
+        _name_ticks(where.xaxis, key_labels, rotation=45)
+        _name_ticks(where.yaxis, query_labels, rotation=0)
+        if annotate:
+            _write_numbers(where, np.where(blank, np.nan, panel), image)
+        if causal:
+            _draw_staircase(where, seqlen_q, seqlen_k)
+    axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=0.8, fraction=0.05, pad=0.02)
+    return axes[0] if one else axes
+
+
+def _matplotlib() -> ModuleType:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ImportError("plot_attention needs matplotlib: pip install 'cattn[plot]'") from error
+    return mpl
+
+
+def _panels(weights: ArrayLike) -> NDArray[Any]:
+    """Return the weights as (heads, T_q, T_k)."""
+    array = as_array(weights, "weights")
+    if array.ndim < 2:
+        raise ValueError(f"weights must have shape (T_q, T_k) or (H, T_q, T_k), got {array.shape}")
+    while array.ndim > 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim > 3:
+        raise ValueError(
+            f"weights must have shape (T_q, T_k) or (H, T_q, T_k), got {array.shape}: take weights[0] of the batch"
+        )
+    if array.size == 0:
+        raise ValueError(f"weights must not be empty, got shape {array.shape}")
+    return array.reshape((-1, *array.shape[-2:]))
+
+
+def _strings(labels: Sequence[str], name: str, length: int) -> list[str]:
+    if isinstance(labels, (str, bytes)):
+        raise TypeError(f"{name} must be a sequence of str, got one {type(labels).__name__}: split it, or list() it")
+    strings = [str(label) for label in labels]
+    if len(strings) != length:
+        raise ValueError(f"{name} must name {length} tokens, got {len(strings)}")
+    return strings
+
+
+def _labels(tokens: Labels, query_tokens: Labels, seqlen_q: int, seqlen_k: int) -> tuple[list[str] | None, ...]:
+    """Return the labels of the keys and of the queries."""
+    keys = None if tokens is None else _strings(tokens, "tokens", seqlen_k)
+    if query_tokens is not None:
+        return keys, _strings(query_tokens, "query_tokens", seqlen_q)
+    if keys is not None and seqlen_q > seqlen_k:
+        raise ValueError(f"query_tokens must be given where T_q > T_k, got weights with {seqlen_q} > {seqlen_k}")
+    return keys, None if keys is None else keys[seqlen_k - seqlen_q :]
+
+
+def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[str]:
+    if titles is None:
+        return [""] if one else [f"head {h}" for h in range(heads)]
+    names = [titles] if isinstance(titles, str) else [str(title) for title in titles]
+    if len(names) != heads:
+        raise ValueError(f"titles must have one str for each of {heads} heads, got {len(names)}")
+    return names
+
+
+def _axes(ax: Axes | ArrayLike | None, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return one Axes for each head, of a new figure if there are none yet."""
+    from matplotlib.axes import Axes
+
+    heads, seqlen_q, seqlen_k = shape
+    if ax is not None:
+        given = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+        if not all(isinstance(item, Axes) for item in given):
+            raise TypeError(f"ax must be a matplotlib Axes, or an array of them, got {type(ax).__name__}")
+        if len(given) != heads:
+            raise ValueError(f"ax must have one Axes for each of {heads} heads, got {len(given)}")
+        return given
+
+    import matplotlib.pyplot as plt
+
+    columns = min(heads, PANELS_IN_A_ROW)
+    rows = math.ceil(heads / columns)
+    # Inches for a panel: room for the labels of its tokens, within what a page holds.
+    width = np.clip(0.42 * seqlen_k, 2.6, 6.0) if heads == 1 else 2.8
+    height = np.clip(width * seqlen_q / seqlen_k, 1.0, 8.0)
+    _, grid = plt.subplots(
+        rows, columns, figsize=(columns * width + 1.4, rows * (height + 0.9)), layout="constrained", squeeze=False
+    )
+    for unused in grid.ravel()[heads:]:
+        unused.set_visible(False)
+    return grid.ravel()[:heads]
+
+
+def _name_ticks(axis: Axis, labels: list[str] | None, rotation: float) -> None:
+    """Write the tokens along an axis; many of them are counted instead."""
+    from matplotlib.ticker import MaxNLocator
+
+    if labels is None or len(labels) > MOST_LABELS:
+        axis.set_major_locator(MaxNLocator(integer=True))
+        return
+    axis.set_ticks(range(len(labels)), labels, rotation=rotation, ha="right", rotation_mode="anchor")
+    axis.set_tick_params(length=0, labelsize="small")
+
+
+def _write_numbers(where: Axes, panel: NDArray[Any], image: AxesImage) -> None:
+    """Write each number into its cell, light on dark colours."""
+    for (i, j), number in np.ndenumerate(panel):
+        if np.isfinite(number):
+            red, green, blue, _ = image.to_rgba(number)
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5  # luma of ITU-R BT.601
+            colour = "white" if dark else "black"
+            where.text(j, i, f"{number:.2f}", ha="center", va="center", size="x-small", color=colour)
+
+
+def _draw_staircase(where: Axes, seqlen_q: int, seqlen_k: int) -> None:
+    """Draw the border between the last visible key of each query and the future."""
+    edges = np.arange(seqlen_q + 1) - 0.5
+    border = np.arange(seqlen_q) + (seqlen_k - seqlen_q) + 0.5
+    where.plot(np.repeat(border, 2), np.repeat(edges, 2)[1:-1], color="0.3", linewidth=1.0)
+    where.set(xlim=(-0.5, seqlen_k - 0.5), ylim=(seqlen_q - 0.5, -0.5))

@@ -1,0 +1,165 @@
+"""plot_attention: what is drawn, where, and what is refused."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+
+plt = pytest.importorskip("matplotlib.pyplot")
+
+TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def causal_weights(*lead: int, n: int = 6, n_q: int | None = None) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((*lead, n, 4))
+    return cattn.attention_weights(x[..., -(n_q or n) :, :], x, is_causal="lower_right")
+
+
+def drawn(ax: Any) -> np.ma.MaskedArray:
+    return ax.images[0].get_array()
+
+
+def texts(labels: Any) -> list[str]:
+    return [label.get_text() for label in labels]
+
+
+def test_cells_hold_the_weights_and_the_future_is_blank() -> None:
+    weights = causal_weights()
+    ax = cattn.plot_attention(weights, TOKENS, titles="causal")
+    np.testing.assert_array_equal(drawn(ax).filled(0), weights)
+    np.testing.assert_array_equal(np.ma.getmaskarray(drawn(ax)), np.triu(np.ones((6, 6), bool), 1))
+    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == TOKENS
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("key", "query", "causal")
+    assert texts(ax.texts) == [f"{w:.2f}" for w in weights[np.tri(6, dtype=bool)]]
+
+
+def border(ax: Any) -> list[tuple[float, float]] | None:
+    """Return the stepped line as a list of points, None where there is none."""
+    lines = [line for line in ax.lines if line.get_linestyle() == "-"]
+    return list(zip(*lines[0].get_data(), strict=True)) if lines else None
+
+
+def test_the_border_of_what_is_visible() -> None:
+    two = cattn.plot_attention(causal_weights(n=2))
+    assert border(two) == [(0.5, -0.5), (0.5, 0.5), (1.5, 0.5), (1.5, 1.5)]
+    cached = cattn.plot_attention(causal_weights(n=4, n_q=2))
+    assert border(cached) == [(2.5, -0.5), (2.5, 0.5), (3.5, 0.5), (3.5, 1.5)]
+    assert border(cattn.plot_attention(np.full((3, 3), 1 / 3))) is None
+    assert border(cattn.plot_attention(causal_weights(n=4, n_q=1))) is None, "a last query sees everything"
+
+
+def test_heads_share_one_scale_and_one_colour_bar() -> None:
+    weights = causal_weights(5)
+    weights[3] *= 2  # as dropout does
+    axes = cattn.plot_attention(weights, TOKENS)
+    assert axes.shape == (5,)
+    assert [ax.get_title() for ax in axes] == [f"head {h}" for h in range(5)]
+    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes} == {(0.0, 2.0)}
+    visible = [ax for ax in axes[0].figure.axes if ax.get_visible()]
+    assert len(visible) == 5 + 1
+    assert visible[-1].get_ylabel() == "weight"
+    for ax, panel in zip(axes, weights, strict=True):
+        np.testing.assert_array_equal(drawn(ax).filled(0), panel)
+
+
+def test_leading_ones_do_not_count() -> None:
+    assert cattn.plot_attention(causal_weights(1, 1, 3)).shape == (3,)
+    assert cattn.plot_attention(causal_weights(1)).shape == (1,)
+
+
+def test_it_draws_on_given_axes() -> None:
+    figure, grid = plt.subplots(2, 2)
+    axes = cattn.plot_attention(causal_weights(4), ax=grid, titles=list("abcd"), annotate=False, vmax=0.5, label="w")
+    assert all(a is b for a, b in zip(axes, grid.ravel(), strict=True))
+    assert axes[2].get_title() == "c"
+    assert axes[0].images[0].norm.vmax == 0.5
+    assert not axes[0].texts
+    assert plt.get_fignums() == [figure.number]
+    ax = plt.figure().add_subplot()
+    assert cattn.plot_attention(causal_weights(), ax=ax) is ax
+
+
+def test_scores_and_what_is_not_finite() -> None:
+    scores = np.array([[1.0, -np.inf, np.nan], [-2.0, 0.0, np.inf]])
+    ax = cattn.plot_attention(scores, query_tokens=["a", "b"], label="score")
+    assert ax.images[0].norm.vmin == -2
+    np.testing.assert_array_equal(np.ma.getmaskarray(drawn(ax)), [[False, True, True], [False, True, True]])
+    (crosses,) = [line for line in ax.lines if line.get_marker() == "x"]
+    assert sorted(zip(*crosses.get_data(), strict=True)) == [(2, 0), (2, 1)]
+    assert texts(ax.get_yticklabels()) == ["a", "b"]
+
+
+def test_all_zero_and_many_tokens() -> None:
+    assert cattn.plot_attention(np.zeros((2, 2))).images[0].norm.vmax == 1
+    n = 60
+    ax = cattn.plot_attention(causal_weights(n=n), [f"t{i}" for i in range(n)])
+    assert not ax.texts
+    assert "t1" not in texts(ax.get_xticklabels())
+    assert all(tick == int(tick) for tick in ax.get_xticks())
+
+
+def test_queries_are_the_last_tokens() -> None:
+    ax = cattn.plot_attention(causal_weights(n=6, n_q=2), TOKENS)
+    assert texts(ax.get_yticklabels()) == ["one", "step"]
+    assert texts(ax.get_xticklabels()) == TOKENS
+
+
+def test_numbers_are_readable_on_their_colours() -> None:
+    ax = cattn.plot_attention(np.array([[1.0, 0.1]]), query_tokens=["q"])
+    assert [text.get_color() for text in ax.texts] == ["white", "black"]
+
+
+def test_it_takes_lists_and_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    for weights in ([[1, 0], [0.5, 0.5]], torch.tensor([[1, 0], [0.5, 0.5]])):
+        np.testing.assert_array_equal(drawn(cattn.plot_attention(weights)).filled(0), [[1, 0], [0.5, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, r"weights must have shape .* got \(3,\)", {"weights": np.ones(3)}),
+        (ValueError, r"got \(2, 4, 3, 3\): take weights\[0\]", {"weights": np.ones((2, 4, 3, 3))}),
+        (ValueError, "weights must not be empty", {"weights": np.ones((0, 3))}),
+        (TypeError, "weights", {"weights": [["a", "b"]]}),
+        (TypeError, "tokens must be a sequence of str, got one str", {"tokens": "abc"}),
+        (ValueError, "tokens must name 3 tokens, got 2", {"tokens": ["a", "b"]}),
+        (ValueError, "query_tokens must name 3 tokens, got 1", {"query_tokens": ["a"]}),
+        (ValueError, "query_tokens must be given where T_q > T_k", {"weights": np.ones((3, 2)), "tokens": ["a", "b"]}),
+        (ValueError, "titles must have one str for each of 1 heads, got 2", {"titles": ["a", "b"]}),
+        (ValueError, "not a valid value for cmap|nope", {"cmap": "nope"}),
+        (TypeError, "ax must be a matplotlib Axes, or an array of them, got str", {"ax": "here"}),
+    ],
+)
+def test_what_is_refused(error: type[Exception], message: str, call: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        cattn.plot_attention(**({"weights": np.ones((3, 3))} | call))
+    assert not plt.get_fignums(), "a refused call leaves no figure behind"
+
+
+def test_axes_of_another_number_are_refused() -> None:
+    _, axes = plt.subplots(1, 3)
+    with pytest.raises(ValueError, match="ax must have one Axes for each of 2 heads, got 3"):
+        cattn.plot_attention(np.ones((2, 3, 3)), ax=axes)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'cattn\[plot\]'"):
+        cattn.plot_attention(np.ones((2, 2)))
+
+
+def test_importing_cattn_does_not_import_matplotlib() -> None:
+    code = "import sys, cattn; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
