@@ -57,6 +57,17 @@ struct cattn_dropout_spec {
 };
 
 #define CATTN_MAX_BIAS 2
+#define CATTN_UNBOUNDED INT64_MAX
+
+/* Which keys a query may see, as far as that is one range of keys: query i stands at position p = i + offset and sees
+ * the keys p - left .. p + right among the first key_length ones. Queries from query_length on see none. The tensors
+ * are int64 and have lead strides only; where one is absent, its number holds for the whole batch. */
+struct cattn_ranges {
+    int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
+    bool lower_right;    /* offset is key_length - query_length, of each batch; else as given */
+    int64_t offset, query_length, key_length;
+    struct cattn_tensor offsets, query_lengths, key_lengths;
+};
 
 struct cattn_attention_params {
     enum cattn_dtype dtype; /* of query, key, value, bias, out, weights and lse */
@@ -72,9 +83,7 @@ struct cattn_attention_params {
     struct cattn_tensor attn_mask;         /* bytes, not 0 = keep; (lead, head, row, col); or absent */
     int n_bias;
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf masks */
-    bool is_causal;                           /* keys j <= i + query_offset are visible */
-    struct cattn_tensor query_offset;         /* int64, lead strides only; absent: offset_value for all */
-    int64_t offset_value;
+    struct cattn_ranges ranges;
     struct cattn_dropout_spec dropout;
 
     struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */
@@ -93,7 +102,7 @@ enum cattn_softmax_method {
 };
 
 /* Softmax over the `col` axis of x. The `lead` dimensions are all others; with is_causal the last of them is the query
- * axis and row i sees columns j <= i + offset. */
+ * axis, and the ranges say what its row i sees. */
 struct cattn_softmax_params {
     enum cattn_dtype dtype;
     enum cattn_softmax_method method;
@@ -105,8 +114,7 @@ struct cattn_softmax_params {
     struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
     struct cattn_tensor mask;   /* bytes, not 0 = keep; or absent */
     bool is_causal;
-    struct cattn_tensor query_offset; /* int64, lead strides; absent: offset_value */
-    int64_t offset_value;
+    struct cattn_ranges ranges; /* read only if is_causal */
     int num_threads;
     struct cattn_poll poll;
 };

@@ -13,6 +13,8 @@ import numpy as np
 
 import cattn
 from cattn import _cattn, reference
+from cattn.reference._attention import match_heads, score
+from cattn.reference._masks import Ranges
 
 Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attention
 FIELDS = ("out", "weights", "lse", "dropout_mask")
@@ -104,6 +106,10 @@ class Textbook:
     size: float  # largest sum of absolute values that makes up a score
 
 
+def ranges_of(call: Call) -> Ranges:
+    return Ranges(**{"is_causal": False} | {name: call[name] for name in Ranges._fields if name in call})
+
+
 def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
     """What `call` asks for, in `dtype`; `kept` is the mask of dropout. The reference says who sees whom.
 
@@ -112,13 +118,12 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
     q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
     masks = call.get("attn_mask"), call.get("bias")
     gqa = call.get("enable_gqa")
-    causal = call.get("is_causal", False), call.get("query_offset")
-    problem = reference._score((q, k, v), masks, causal, call.get("scale"), gqa)
+    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)
     rank = max(a.ndim for a in (q, k, v))
     q, k, v = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (q, k, v))
     if problem.one_head:
         q, k, v = (np.expand_dims(a, -3) for a in (q, k, v))
-    q, k, v = reference._match_heads(q, k, v, gqa)
+    q, k, v = match_heads(q, k, v, gqa)
     # 1/sqrt in the widest type: the function under test may round its scale once, the wide textbook should not.
     scale = 1 / np.sqrt(np.longdouble(max(q.shape[-1], 1))) if call.get("scale") is None else call["scale"]
     scale = np.dtype(dtype).type(scale)

@@ -114,6 +114,14 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "causal": lambda normal: plain(normal, is_causal="lower_right"),
     "upper left": lambda normal: plain(normal, is_causal="upper_left"),
     "offset": lambda normal: plain(normal, is_causal=True, query_offset=np.array([-50, 97])),
+    "window": lambda normal: plain(normal, is_causal="lower_right", window_size=(30, 0)),
+    "window to both sides": lambda normal: plain(normal, T_k=600, query_offset=300, window_size=(200, 17)),
+    "window, mask, dropout": lambda normal: plain(
+        normal, attn_mask=mask_of(4, 101, 200), query_offset=50, window_size=(5, 90), dropout_p=0.5, rng=2
+    ),
+    "lengths": lambda normal: plain(
+        normal, is_causal="lower_right", query_seq_lengths=[101, 60], key_value_seq_lengths=[100, 193]
+    ),
     "one row": lambda normal: plain(normal, 1, 700),
     "two rows": lambda normal: plain(normal, 2, 130),
     "tiny": lambda normal: plain(normal, 6, 6, is_causal=True),
@@ -124,6 +132,7 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "two biases": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=normal(2, 1, 596)),
     "scale": lambda normal: plain(normal, scale=-0.37),
     "groups": lambda normal: grouped(normal, 20, is_causal="lower_right"),
+    "groups, window": lambda normal: grouped(normal, 20, is_causal="lower_right", window_size=(11, 0)),
     "groups, many queries": lambda normal: grouped(normal, 100, is_causal="upper_left", bias=normal(6, 1, 90)),
     "groups, dropout": lambda normal: grouped(normal, 20, dropout_p=0.5, rng=99),
     "dropout": lambda normal: plain(normal, dropout_p=0.1, rng=5),

@@ -15,7 +15,7 @@ import cattn
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.reference, cattn.random, cattn.nn, cattn.cache]
+MODULES = [cattn, cattn.random, cattn.nn, cattn.cache]
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:

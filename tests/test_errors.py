@@ -356,6 +356,27 @@ TABLE = [
     warned(MASKED, "is_causal=True with 5 queries and 6 keys", is_causal=True),
     warned(MASK_OF, "is_causal=True with 3 queries and 4 keys", is_causal=True),
     warned(ALL_THREE, "attn_mask holds only 0 and 1, but float masks are additive", attn_mask=ones(5, 6)),
+    warned((SDPA, WEIGHTS), "window_size with 5 queries and 6 keys", window_size=(1, 1)),
+    # windows and lengths
+    *[
+        wrong_type((*ALL_THREE, "causal_mask"), "window_size must be ", window_size=x)
+        for x in (3, "ab", (1.0, 0), (True, 0), {1, 2}, np.array([1, 2]))
+    ],
+    *[
+        wrong_value((*ALL_THREE, "causal_mask"), "window_size must be ", window_size=x)
+        for x in ((1, 2, 3), (), (-2, 0), (0, 10**30))
+    ],
+    *[
+        row
+        for name, most in (("query_seq_lengths", 5), ("key_value_seq_lengths", 6))
+        for row in (
+            wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got {most + 1}", **{name: most + 1}),
+            wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got -1", **{name: [2, -1]}),
+            wrong_value(ALL_THREE, rf"{name} has shape \(3,\), which does not broadcast", **{name: [1, 2, 3]}),
+            wrong_type(ALL_THREE, f"{name} must be an int or an integer array, got dtype float64", **{name: [1.0]}),
+            wrong_type(ALL_THREE, f"{name} must be an int or an integer array, got bool", **{name: True}),
+        )
+    ],
     # lengths and counts
     *[
         wrong_type(MASK_OF, f"{name} must be an int, got {type(x).__name__}", **{name: x})

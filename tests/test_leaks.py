@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from cattn import reference
-from support import INF, NAN, assert_same_bits, every_way, everything, part
+from cattn.reference._attention import score
+from support import INF, NAN, assert_same_bits, every_way, everything, part, ranges_of
 
 Call = dict[str, Any]
 Normal = Callable[..., np.ndarray]
@@ -43,9 +43,7 @@ def visible(call: Call) -> np.ndarray:
     inputs = call["query"], call["key"], call["value"]
     masks = call.get("attn_mask"), call.get("bias")
     with np.errstate(all="ignore"):
-        return reference._score(
-            inputs, masks, (call.get("is_causal", False), call.get("query_offset")), None, None
-        ).visible
+        return score(inputs, masks, ranges_of(call), None, None).visible
 
 
 # ---- keys that nobody sees -----------------------------------------------------------------------------------------
@@ -84,6 +82,14 @@ def hiding(name: str) -> Callable[[Normal], Call]:
             "offset": {"is_causal": True, "query_offset": 100},
             "offsets": {"is_causal": True, "query_offset": np.array([3, 250])},
             "upper left": {"is_causal": "upper_left", "dropout_p": 0.2, "rng": 1},
+            "window": {"is_causal": "lower_right", "window_size": (20, 0)},
+            "window to both sides": {"query_offset": 100, "window_size": (3, 60)},
+            "key lengths": {"key_value_seq_lengths": [7, 301]},
+            "lengths and causal": {
+                "is_causal": "lower_right",
+                "query_seq_lengths": [37, 20],
+                "key_value_seq_lengths": [300, 12],
+            },
             "no key at all": {"attn_mask": np.zeros((T_q, 1), bool)},
             "some rows see none": {"attn_mask": ~some_rows & (rows % 3 != 1)},
             "before all": {"is_causal": True, "query_offset": -T_q},
@@ -94,6 +100,7 @@ def hiding(name: str) -> Callable[[Normal], Call]:
 
 
 HIDING = ["bool", "bool, per key", "-inf", "-inf bias", "-inf in one of two", "bool and bias", "bool, dropout"]
+HIDING += ["window", "window to both sides", "key lengths", "lengths and causal"]
 HIDING += ["lower right", "offset", "offsets", "upper left", "no key at all", "some rows see none", "before all"]
 
 
@@ -189,11 +196,12 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
             "rng": 1,
         },
         "offsets": {"is_causal": True, "query_offset": np.array([-40, 99])},
+        "window": {"query_offset": 50, "window_size": (30, 20)},
     }[name]
     return call
 
 
-@pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets"])
+@pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
 @pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
 def test_rows_that_do_not_see(
     isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator

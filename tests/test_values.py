@@ -92,6 +92,30 @@ CASES: dict[str, Build] = {
     "offset before": attend((), 5, 30, is_causal=True, query_offset=-(10**15)),
     "offset per batch": attend((3, 2), 7, 40, is_causal=True, query_offset=np.array([0, 33, -3])),
     "offset per batch of two": attend((2, 3, 2), 7, 40, is_causal=True, query_offset=np.array([[5], [38]], np.int32)),
+    "window": attend((2,), 100, 300, is_causal="lower_right", window_size=(20, 0)),
+    "window of one key": attend((), 40, 40, window_size=(0, 0)),
+    "window to both sides": attend((), 230, 230, window_size=(3, 100)),
+    "window ahead": attend((2, 2), 50, 60, window_size=(-1, 2), query_offset=4),
+    "window behind, no bound ahead": attend((), 130, 400, window_size=[170, None], query_offset=200),
+    "window that nothing falls into": attend((), 9, 30, window_size=(2, 2), query_offset=np.array(50)),
+    "window and masks": attend(
+        (2, 2), 30, 250, attn_mask=keep(30, 250), bias=bias(2, 1, 250), is_causal="lower_right", window_size=(99, 5)
+    ),
+    "window, dropout": attend((2,), 30, 90, dropout_p=0.5, rng=3, is_causal="lower_right", window_size=(7, 0)),
+    "lengths": attend((3,), 20, 50, key_value_seq_lengths=[50, 0, 17], query_seq_lengths=[20, 5, 0]),
+    "lengths, lower right": attend(
+        (3, 2), 120, 230, is_causal="lower_right", key_value_seq_lengths=[230, 40, 197], query_seq_lengths=[7, 120, 99]
+    ),
+    "one length": attend((2,), 5, 300, key_value_seq_lengths=np.int32(193), is_causal="lower_right"),
+    "lengths of two leading axes": attend(
+        (2, 3, 2),
+        9,
+        40,
+        query_seq_lengths=[[9], [4]],
+        key_value_seq_lengths=[0, 11, 40],
+        is_causal="upper_left",
+        window_size=(3, 0),
+    ),
     "offset of a 3-d batch": attend((3,), 100, 40, is_causal="upper_left", query_offset=np.array([-70, 0, 39])),
     # masks
     "bool": attend((2, 3), 21, 45, attn_mask=keep(2, 3, 21, 45)),
@@ -312,13 +336,20 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
         call["attn_mask"] = laid_or_whole(mask, laid)
     if draw(st.booleans()):
         call["bias"] = rng.standard_normal(mask_shape()).astype(dtype)
+    batch = lead if heads or len(lead) < 2 else lead[:-1]  # axis -3 of four is heads, said or not
     causal = draw(st.sampled_from([False, "upper_left", "lower_right", "offset", "offsets"]))
     call["is_causal"] = causal if causal in (False, "upper_left", "lower_right") else True
     if causal == "offset":
         call["query_offset"] = draw(st.integers(-T_q, T_k))
     elif causal == "offsets":
-        shape = thinned(lead if heads or len(lead) < 2 else lead[:-1])  # axis -3 of four is heads, said or not
-        call["query_offset"] = rng.integers(-T_q, T_k + 1, shape)
+        call["query_offset"] = rng.integers(-T_q, T_k + 1, thinned(batch))
+    else:
+        call |= {"query_offset": 0} if call["is_causal"] is False else {}
+    if draw(st.booleans()):
+        call["window_size"] = tuple(draw(st.sampled_from([-1, None, 0, 1, 2, 30, 150])) for _ in range(2))
+    if draw(st.booleans()):
+        call["query_seq_lengths"] = rng.integers(0, T_q + 1, thinned(batch))
+        call["key_value_seq_lengths"] = rng.integers(0, T_k + 1, thinned(batch))
     if draw(st.booleans()):
         call |= {"dropout_p": draw(st.sampled_from([0.1, 0.5, 1.0])), "rng": draw(st.integers(0, 2**64 - 1))}
     if draw(st.booleans()):

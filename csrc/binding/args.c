@@ -1,12 +1,10 @@
-/* args.c -- numbers, arrays, masks and causality: from Python's arguments to what cattn.h wants. See args.h. */
+/* args.c -- numbers, arrays and masks: from Python's arguments to what cattn.h wants. See args.h. */
 #include "args.h"
 #include "error.h"
 
 #include <math.h>
 
 #include "../core/cpu_features.h"
-
-#define OFFSET_LIMIT ((int64_t)1 << 62) /* query positions stay within int64 */
 
 /* ---- numbers and flags ---- */
 
@@ -232,70 +230,6 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
                                      "%s holds only 0 and 1, but float masks are additive (0 keeps, -inf hides); "
                                      "for True = keep pass %s.astype(bool)",
                                      name, name) == 0;
-}
-
-/* ---- causality ---- */
-
-static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_causal *c) {
-    if (is_causal == Py_False || is_causal == Py_True) {
-        c->is_causal = c->bare = is_causal == Py_True;
-    } else if (cattn_arg_is(is_causal, state->lower_right)) {
-        c->is_causal = c->lower_right = true;
-    } else if (cattn_arg_is(is_causal, state->upper_left)) {
-        c->is_causal = true;
-    } else if (PyArray_IsScalar(is_causal, Bool)) {
-        c->is_causal = c->bare = PyObject_IsTrue(is_causal) > 0;
-    } else {
-        PyErr_Format(PyExc_ValueError, "is_causal must be False, True, 'upper_left' or 'lower_right', got %R",
-                     is_causal);
-        return false;
-    }
-    return true;
-}
-
-bool cattn_arg_causal(struct binding_state *state, PyObject *is_causal, PyObject *query_offset,
-                      struct cattn_causal *c) {
-    *c = (struct cattn_causal){0};
-    if (!parse_alignment(state, is_causal, c))
-        return false;
-    if (query_offset == Py_None)
-        return true;
-    c->bare = false;
-    if (c->lower_right) {
-        PyErr_SetString(PyExc_ValueError, "is_causal='lower_right' sets the offset itself (T_k - T_q); with "
-                                          "query_offset use is_causal='upper_left'");
-        return false;
-    }
-    PyObject *offset = PyObject_CallFunctionObjArgs(state->as_offset, query_offset, NULL);
-    if (offset == NULL)
-        return false;
-    if (PyArray_CheckExact(offset) && PyArray_TYPE((PyArrayObject *)offset) == NPY_INT64) {
-        c->offsets = (PyArrayObject *)offset;
-        return true;
-    }
-    int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(offset, &overflow);
-    Py_DECREF(offset);
-    if (value == -1 && PyErr_Occurred())
-        return false;
-    if (overflow != 0 || value < -OFFSET_LIMIT || value > OFFSET_LIMIT) {
-        PyErr_SetString(PyExc_ValueError, "query_offset must be between -2**62 and 2**62");
-        return false;
-    }
-    c->offset = value;
-    return true;
-}
-
-bool cattn_arg_align(struct binding_state *state, struct cattn_causal *c, npy_intp seqlen_q, npy_intp seqlen_k) {
-    if (c->lower_right)
-        c->offset = seqlen_k - seqlen_q;
-    if (!c->bare || seqlen_q == seqlen_k)
-        return true;
-    return PyErr_WarnFormat(state->causal_alignment_warning, 2,
-                            "is_causal=True with %zd queries and %zd keys means 'upper_left' (query i sees keys "
-                            "j <= i); for 'lower_right' (the last query sees every key) name it; naming either "
-                            "silences this warning",
-                            (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k) == 0;
 }
 
 /* ---- strides in elements ---- */

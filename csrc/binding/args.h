@@ -37,16 +37,6 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
 bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
 
-/* ---- causality ---- */
-struct cattn_causal {
-    bool is_causal, lower_right, bare; /* bare: is_causal=True names no alignment */
-    int64_t offset;                    /* of every query, unless offsets is there */
-    PyArrayObject *offsets;            /* int64, owned, or NULL */
-};
-bool cattn_arg_causal(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, struct cattn_causal *c);
-/* The sizes are known: settle lower_right, warn if a bare True is ambiguous. */
-bool cattn_arg_align(struct binding_state *state, struct cattn_causal *c, npy_intp seqlen_q, npy_intp seqlen_k);
-
 /* ---- outputs ---- */
 struct cattn_output {
     PyArrayObject *given; /* the caller's array, or NULL */

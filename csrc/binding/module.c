@@ -164,7 +164,7 @@ static bool import_names(struct binding_state *state) {
         {&state->as_mask, "cattn._arrays", "as_mask"},
         {&state->as_bias, "cattn._arrays", "as_bias"},
         {&state->as_bool, "cattn._arrays", "as_bool"},
-        {&state->as_offset, "cattn._arrays", "as_offset"},
+        {&state->as_integers, "cattn._arrays", "as_integers"},
         {&state->cast, "cattn._arrays", "cast"},
         {&state->shares_memory, "cattn._arrays", "shares_memory"},
         {&state->refuse_masked, "cattn._arrays", "refuse_masked"},
@@ -221,7 +221,7 @@ static int module_exec(PyObject *module) {
     DO(as_mask)                                                                                                        \
     DO(as_bias)                                                                                                        \
     DO(as_bool)                                                                                                        \
-    DO(as_offset)                                                                                                      \
+    DO(as_integers)                                                                                                    \
     DO(cast)                                                                                                           \
     DO(shares_memory)                                                                                                  \
     DO(refuse_masked)                                                                                                  \

@@ -5,6 +5,7 @@
  */
 #include "args.h"
 #include "error.h"
+#include "ranges.h"
 
 #include <math.h>
 
@@ -23,6 +24,9 @@ enum {
     ARG_ENABLE_GQA,
     ARG_BIAS,
     ARG_QUERY_OFFSET,
+    ARG_QUERY_LENGTHS,
+    ARG_KEY_LENGTHS,
+    ARG_WINDOW_SIZE,
     ARG_RNG,
     ARG_NEED_WEIGHTS,
     ARG_RETURN_LSE,
@@ -31,7 +35,7 @@ enum {
     N_ARGS
 };
 
-enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, OFFSETS, N_INPUTS };
+enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
@@ -40,6 +44,7 @@ struct call {
     struct binding_state *state;
     struct cattn_attention_params *params;
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
     bool as_tuple; /* the result is an AttentionOutput */
@@ -220,23 +225,16 @@ static bool parse_masks(struct call *call, PyObject *const *args) {
     return true;
 }
 
-static bool parse_positions(struct call *call, PyObject *const *args) {
-    struct cattn_attention_params *params = call->params;
-    struct cattn_causal causal;
-    if (!cattn_arg_causal(call->state, args[ARG_IS_CAUSAL], args[ARG_QUERY_OFFSET], &causal))
-        return false;
-    call->inputs[OFFSETS] = causal.offsets;
-    params->query_offset.data = NULL;
-    if (causal.offsets != NULL) {
-        if (!cattn_arg_broadcasts(causal.offsets, "query_offset", call->n_lead, call->dims, "the leading dimensions"))
-            return false;
-        cattn_tensor_from(&params->query_offset, causal.offsets, call->n_lead, 0);
-    }
-    if (!cattn_arg_align(call->state, &causal, call->dims[call->nd - 2], call->dims[call->nd - 1]))
-        return false;
-    params->is_causal = causal.is_causal;
-    params->offset_value = causal.offset;
-    return true;
+static bool parse_ranges(struct call *call, PyObject *const *args) {
+    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
+                                            .seqlen_k = call->dims[call->nd - 1],
+                                            .n_lead = call->n_lead,
+                                            .lead = call->dims,
+                                            .query_lengths = args[ARG_QUERY_LENGTHS],
+                                            .key_lengths = args[ARG_KEY_LENGTHS]};
+    return cattn_arg_ranges(call->state, args[ARG_IS_CAUSAL], args[ARG_QUERY_OFFSET], args[ARG_WINDOW_SIZE],
+                            &call->ranges) &&
+           cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
 /* ---- outputs ---- */
@@ -402,7 +400,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, bool weights_on
         !cattn_arg_flag(args[ARG_RETURN_DROPOUT_MASK], &call.wants[DROPOUT_MASK]))
         goto done;
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
-    if (!parse_positions(&call, args) || (!weights_only && !unpack_out(&call, args[ARG_OUT], single, given)))
+    if (!parse_ranges(&call, args) || (!weights_only && !unpack_out(&call, args[ARG_OUT], single, given)))
         goto done;
     if (weights_only)
         given[WEIGHTS] = args[ARG_OUT];
@@ -414,6 +412,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, bool weights_on
 done:
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call.inputs[i]);
+    cattn_ranges_clear(&call.ranges);
     for (int i = 0; i < N_OUTPUTS; i++)
         cattn_output_clear(&call.outputs[i]);
     return result;
@@ -426,7 +425,22 @@ PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    enum { W_QUERY, W_KEY, W_ATTN_MASK, W_IS_CAUSAL, W_SCALE, W_ENABLE_GQA, W_BIAS, W_OFFSET, W_STAGE, W_OUT, N_W };
+    enum {
+        W_QUERY,
+        W_KEY,
+        W_ATTN_MASK,
+        W_IS_CAUSAL,
+        W_SCALE,
+        W_ENABLE_GQA,
+        W_BIAS,
+        W_OFFSET,
+        W_QUERY_LENGTHS,
+        W_KEY_LENGTHS,
+        W_WINDOW_SIZE,
+        W_STAGE,
+        W_OUT,
+        N_W
+    };
     if (!cattn_error_count("attention_weights", n_args, N_W))
         return NULL;
     if (!cattn_arg_is(args[W_STAGE], cattn_state(module)->softmax)) {
@@ -436,13 +450,23 @@ PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py
     PyObject *zero = PyFloat_FromDouble(0.0);
     if (zero == NULL)
         return NULL;
-    PyObject *const all[N_ARGS] = {[ARG_QUERY] = args[W_QUERY], [ARG_KEY] = args[W_KEY],
-                                   [ARG_VALUE] = NULL,          [ARG_ATTN_MASK] = args[W_ATTN_MASK],
-                                   [ARG_DROPOUT_P] = zero,      [ARG_IS_CAUSAL] = args[W_IS_CAUSAL],
-                                   [ARG_SCALE] = args[W_SCALE], [ARG_ENABLE_GQA] = args[W_ENABLE_GQA],
-                                   [ARG_BIAS] = args[W_BIAS],   [ARG_QUERY_OFFSET] = args[W_OFFSET],
-                                   [ARG_RNG] = Py_None,         [ARG_NEED_WEIGHTS] = Py_True,
-                                   [ARG_RETURN_LSE] = Py_False, [ARG_RETURN_DROPOUT_MASK] = Py_False,
+    PyObject *const all[N_ARGS] = {[ARG_QUERY] = args[W_QUERY],
+                                   [ARG_KEY] = args[W_KEY],
+                                   [ARG_VALUE] = NULL,
+                                   [ARG_ATTN_MASK] = args[W_ATTN_MASK],
+                                   [ARG_DROPOUT_P] = zero,
+                                   [ARG_IS_CAUSAL] = args[W_IS_CAUSAL],
+                                   [ARG_SCALE] = args[W_SCALE],
+                                   [ARG_ENABLE_GQA] = args[W_ENABLE_GQA],
+                                   [ARG_BIAS] = args[W_BIAS],
+                                   [ARG_QUERY_OFFSET] = args[W_OFFSET],
+                                   [ARG_QUERY_LENGTHS] = args[W_QUERY_LENGTHS],
+                                   [ARG_KEY_LENGTHS] = args[W_KEY_LENGTHS],
+                                   [ARG_WINDOW_SIZE] = args[W_WINDOW_SIZE],
+                                   [ARG_RNG] = Py_None,
+                                   [ARG_NEED_WEIGHTS] = Py_True,
+                                   [ARG_RETURN_LSE] = Py_False,
+                                   [ARG_RETURN_DROPOUT_MASK] = Py_False,
                                    [ARG_OUT] = args[W_OUT]};
     PyObject *result = attend(module, all, true);
     Py_DECREF(zero);

@@ -1,13 +1,17 @@
 /* py_softmax.c -- softmax(...), masked_softmax(...) and causal_mask(...): parse, check, allocate, run, return. */
 #include "args.h"
 #include "error.h"
+#include "ranges.h"
 
-enum { X, MASK, OFFSETS, N_INPUTS };
+#include "../core/mask.h"
+
+enum { X, MASK, N_INPUTS };
 
 struct call {
     struct binding_state *state;
     struct cattn_softmax_params *params;
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    struct cattn_range_args ranges;
     struct cattn_output output;
     int type, axis;
     int nd;         /* at least 1: a 0-d array is one element in a row */
@@ -56,27 +60,24 @@ static bool parse_mask(struct call *call, PyObject *object, const char *name) {
 
 static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *query_offset) {
     struct cattn_softmax_params *params = call->params;
-    struct cattn_causal causal;
-    if (!cattn_arg_causal(call->state, is_causal, query_offset, &causal))
+    if (!cattn_arg_ranges(call->state, is_causal, query_offset, Py_None, &call->ranges))
         return false;
-    call->inputs[OFFSETS] = causal.offsets;
-    if (causal.is_causal && call->nd < 2) {
-        PyErr_Format(PyExc_ValueError, "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d",
-                     PyArray_NDIM(call->inputs[X]));
-        return false;
+    params->is_causal = call->ranges.is_causal;
+    if (call->nd < 2) {
+        if (params->is_causal)
+            PyErr_Format(PyExc_ValueError,
+                         "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d",
+                         PyArray_NDIM(call->inputs[X]));
+        return !params->is_causal;
     }
-    const int n_lead = call->nd > 2 ? call->nd - 2 : 0;
-    if (causal.offsets != NULL) {
-        if (!cattn_arg_broadcasts(causal.offsets, "query_offset", n_lead, call->dims, "the leading dimensions"))
-            return false;
-        cattn_tensor_from(&params->query_offset, causal.offsets, n_lead, 0);
-        params->query_offset.lead[n_lead] = 0; /* the query axis */
-    }
-    if (call->nd >= 2 && !cattn_arg_align(call->state, &causal, call->dims[call->nd - 2], call->dims[call->nd - 1]))
-        return false;
-    params->is_causal = causal.is_causal;
-    params->offset_value = causal.offset;
-    return true;
+    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
+                                            .seqlen_k = call->dims[call->nd - 1],
+                                            .n_lead = call->nd - 2,
+                                            .lead = call->dims,
+                                            .query_lengths = Py_None,
+                                            .key_lengths = Py_None};
+    params->ranges.offsets.lead[sizes.n_lead] = 0; /* the query axis */
+    return cattn_ranges_settle(call->state, &call->ranges, &sizes, &params->ranges);
 }
 
 static bool make_output(struct call *call, PyObject *out) {
@@ -132,6 +133,7 @@ static PyObject *finish(struct call *call, bool parsed) {
         result = cattn_output_result(&call->output);
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call->inputs[i]);
+    cattn_ranges_clear(&call->ranges);
     cattn_output_clear(&call->output);
     return result;
 }
@@ -145,8 +147,6 @@ PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     params.method = CATTN_SOFTMAX_PLAIN;
     params.is_causal = false;
-    params.query_offset.data = NULL;
-    params.offset_value = 0;
     return finish(&call, parse_x(&call, args[0], "x") && parse_axis(&call, args[1], "x") &&
                              parse_mask(&call, args[2], "where") && cattn_arg_real(args[3], "scale", &params.scale) &&
                              make_output(&call, args[4]));
@@ -171,7 +171,6 @@ PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ss
     struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
     if (!cattn_error_count("masked_softmax", n_args, 7))
         return NULL;
-    params.query_offset.data = NULL;
     bool parsed = parse_x(&call, args[0], "scores");
     if (parsed && PyArray_NDIM(call.inputs[X]) == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
@@ -185,37 +184,41 @@ PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ss
 
 /* ---- causal_mask ---- */
 
-/* causal_mask(T_q, T_k, is_causal, query_offset) */
+/* causal_mask(T_q, T_k, is_causal, query_offset, window_size) */
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct binding_state *state = cattn_state(module);
-    struct cattn_causal causal = {0};
+    struct cattn_range_args parsed = {0};
+    struct cattn_ranges ranges;
     struct cattn_output output = {NULL, NULL};
     int64_t seqlen_q, seqlen_k;
     PyObject *result = NULL;
-    if (!cattn_error_count("causal_mask", n_args, 4) || !cattn_arg_count(args[0], "T_q", 0, NPY_MAX_INTP, &seqlen_q) ||
+    if (!cattn_error_count("causal_mask", n_args, 5) || !cattn_arg_count(args[0], "T_q", 0, NPY_MAX_INTP, &seqlen_q) ||
         !cattn_arg_count(args[1] == Py_None ? args[0] : args[1], "T_k", 0, NPY_MAX_INTP, &seqlen_k) ||
-        !cattn_arg_causal(state, args[2], args[3], &causal))
+        !cattn_arg_ranges(state, args[2], args[3], args[4], &parsed))
         goto done;
-    const npy_intp dims[2] = {(npy_intp)seqlen_q, (npy_intp)seqlen_k};
-    if (!cattn_arg_align(state, &causal, dims[0], dims[1]))
-        goto done;
-    if (causal.offsets != NULL) {
+    if (parsed.offsets != NULL) {
         cattn_error_type("query_offset", "an int", args[3]);
         goto done;
     }
+    const npy_intp dims[2] = {(npy_intp)seqlen_q, (npy_intp)seqlen_k};
+    const struct cattn_range_sizes sizes = {
+        .seqlen_q = dims[0], .seqlen_k = dims[1], .query_lengths = Py_None, .key_lengths = Py_None};
+    if (!cattn_ranges_settle(state, &parsed, &sizes, &ranges))
+        goto done;
     const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
     if (!cattn_arg_output(state, NULL, &spec, &output))
         goto done;
+    const struct cattn_sight sight = cattn_sight(&ranges, 0, NULL, 0);
     char *row = PyArray_BYTES(output.array);
     for (npy_intp i = 0; i < dims[0]; i++, row += dims[1]) {
-        int64_t seen = causal.is_causal ? (int64_t)i + causal.offset + 1 : (int64_t)dims[1];
-        seen = seen < 0 ? 0 : seen > dims[1] ? (int64_t)dims[1] : seen;
-        memset(row, 1, (size_t)seen);
-        memset(row + seen, 0, (size_t)(dims[1] - seen));
+        const struct cattn_range seen = cattn_visible_keys(&sight, i);
+        memset(row, 0, (size_t)dims[1]);
+        if (seen.lo < seen.hi)
+            memset(row + seen.lo, 1, (size_t)(seen.hi - seen.lo));
     }
     result = cattn_output_result(&output);
 done:
-    Py_XDECREF((PyObject *)causal.offsets);
+    cattn_ranges_clear(&parsed);
     cattn_output_clear(&output);
     return result;
 }

@@ -36,7 +36,8 @@ static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_
 
 /* Where each tensor starts for one leading index. */
 struct lead {
-    int64_t index, query_offset;
+    int64_t index;
+    struct cattn_sight sight;
     int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], out, weights, lse;
 };
 
@@ -47,7 +48,7 @@ static int64_t lead_of(const struct cattn_attention_params *p, const struct catt
 static struct lead find_lead(const struct cattn_attention_params *p, int64_t index) {
     struct lead lead = {
         .index = index,
-        .query_offset = cattn_query_offset(&p->query_offset, p->offset_value, p->n_lead, p->lead_shape, index),
+        .sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, index),
         .query = lead_of(p, &p->query, index),
         .key = lead_of(p, &p->key, index),
         .value = lead_of(p, &p->value, index),
@@ -95,8 +96,7 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
 static void set_row(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int r, int64_t head,
                     int64_t i) {
     const struct cattn_attention_params *p = run->params;
-    const int64_t position = i + lead->query_offset;
-    const struct cattn_range visible = cattn_visible_keys(p->is_causal, position, p->seqlen_k);
+    const struct cattn_range visible = cattn_visible_keys(&lead->sight, i);
     rows->lo[r] = visible.lo;
     rows->hi[r] = visible.hi;
     rows->query[r] = at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
@@ -106,7 +106,7 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
             (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias[b][r] = at(run, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
-    rows->drop_position[r] = (uint32_t)position;
+    rows->drop_position[r] = (uint32_t)(i + lead->sight.offset);
     rows->drop_head[r] = (uint32_t)head;
     rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
     if (p->out.data)
@@ -307,7 +307,7 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     set_common(run, &common, &lead, 0);
     uint8_t *to = (uint8_t *)mask->data + lead_of(p, mask, lead.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
-        run->kernels->keep_row(&common.drop, (uint32_t)(i + lead.query_offset), (uint32_t)head, to + i * mask->row,
+        run->kernels->keep_row(&common.drop, (uint32_t)(i + lead.sight.offset), (uint32_t)head, to + i * mask->row,
                                mask->col, p->seqlen_k);
 }
 

@@ -13,16 +13,35 @@ int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const i
     return offset;
 }
 
-int64_t cattn_query_offset(const struct cattn_tensor *offsets, int64_t value, int n_lead, const int64_t *lead_shape,
-                           int64_t index) {
-    if (offsets->data)
-        value = ((const int64_t *)offsets->data)[cattn_lead_offset(offsets, n_lead, lead_shape, index)];
-    return value < -FAR ? -FAR : value > FAR ? FAR : value;
+static int64_t clamp(int64_t value, int64_t least, int64_t most) {
+    return value < least ? least : value > most ? most : value;
 }
 
-struct cattn_range cattn_visible_keys(bool is_causal, int64_t position, int64_t n_keys) {
-    struct cattn_range range = {0, n_keys};
-    if (is_causal && position + 1 < n_keys)
-        range.hi = position + 1 > 0 ? position + 1 : 0;
+static int64_t number_of(const struct cattn_tensor *numbers, int64_t common, int n_lead, const int64_t *lead_shape,
+                         int64_t index) {
+    return numbers->data ? ((const int64_t *)numbers->data)[cattn_lead_offset(numbers, n_lead, lead_shape, index)]
+                         : common;
+}
+
+struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const int64_t *lead_shape, int64_t index) {
+    struct cattn_sight sight = {
+        .offset = number_of(&r->offsets, r->offset, n_lead, lead_shape, index),
+        .n_queries = number_of(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
+        .n_keys = number_of(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
+        .left = clamp(r->left, 0, FAR),
+        .right = clamp(r->right, 0, FAR),
+    };
+    sight.offset = r->lower_right ? sight.n_keys - sight.n_queries : clamp(sight.offset, -FAR, FAR);
+    return sight;
+}
+
+struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i) {
+    const int64_t position = i + sight->offset;
+    if (i >= sight->n_queries)
+        return (struct cattn_range){0, 0};
+    const struct cattn_range range = {
+        .lo = sight->left < FAR ? clamp(position - sight->left, 0, sight->n_keys) : 0,
+        .hi = sight->right < FAR ? clamp(position + sight->right + 1, 0, sight->n_keys) : sight->n_keys,
+    };
     return range;
 }

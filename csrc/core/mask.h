@@ -1,7 +1,7 @@
 /* mask.h -- which keys a query may see, as far as that is one range of keys; and how strided tensors are addressed.
  *
- * Every mask that is a range per query (causal here; windows and lengths have their place here too) becomes numbers lo
- * and hi. Nothing below knows what kind of mask they came from.
+ * Every mask that is a range per query (causal, windows, lengths) becomes numbers lo and hi. Nothing below knows what
+ * kind of mask they came from.
  */
 #ifndef CATTN_MASK_H
 #define CATTN_MASK_H
@@ -15,11 +15,13 @@ struct cattn_range {
 /* Elements from a tensor's start to its part for one index into the flattened leading dimensions. */
 int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t index);
 
-/* The offset that turns query i into position i + offset, for one leading index. */
-int64_t cattn_query_offset(const struct cattn_tensor *offsets, int64_t value, int n_lead, const int64_t *lead_shape,
-                           int64_t index);
+/* struct cattn_ranges for one leading index. */
+struct cattn_sight {
+    int64_t offset, n_queries, n_keys, left, right;
+};
+struct cattn_sight cattn_sight(const struct cattn_ranges *ranges, int n_lead, const int64_t *lead_shape, int64_t index);
 
-/* Keys 0 .. n_keys-1 that the query at `position` sees. */
-struct cattn_range cattn_visible_keys(bool is_causal, int64_t position, int64_t n_keys);
+/* The keys that query i sees. */
+struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i);
 
 #endif

@@ -48,8 +48,8 @@ static void softmax_one(const struct softmax_run *run, int64_t row, const void *
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
         const int64_t i = row % p->lead_shape[p->n_lead - 1];
-        const int64_t offset = cattn_query_offset(&p->query_offset, p->offset_value, p->n_lead, p->lead_shape, row);
-        visible = cattn_visible_keys(true, i + offset, p->n_cols);
+        const struct cattn_sight sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row);
+        visible = cattn_visible_keys(&sight, i);
     }
     const struct cattn_softmax_row args = {
         .n = p->n_cols,

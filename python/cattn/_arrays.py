@@ -154,19 +154,22 @@ def as_bool(obj: object, name: str, dtype: str) -> Array:
     raise TypeError(f"{name} has dtype {array.dtype}; True = keep: {cure}")
 
 
-def as_offset(obj: Any) -> int | Array:
-    """Return query_offset as an int, or as an int64 array of the caller's shape (a copy: nobody changes it later)."""
+def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
+    """Return an int, or an int64 array of the caller's shape (a copy: nobody changes it later), within bounds."""
     if isinstance(obj, (bool, np.bool_)):
-        raise TypeError("query_offset must be an int or an integer array, got bool")
+        raise TypeError(f"{name} must be an int or an integer array, got bool")
     try:
-        return operator.index(obj)
+        numbers: int | Array = operator.index(obj)
     except TypeError:
-        array = _asarray(obj, "query_offset")
-    if array.dtype.kind not in "iu" and array.size > 0:
-        raise TypeError(f"query_offset must be an int or an integer array, got dtype {array.dtype}")
-    if array.size > 0 and (array.min() < -(2**62) or array.max() > 2**62):
-        raise ValueError("query_offset must be between -2**62 and 2**62")
-    return np.array(array, dtype=np.int64)
+        numbers = _asarray(obj, name)
+        if numbers.dtype.kind not in "iu" and numbers.size > 0:
+            raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}") from None
+        if numbers.size == 0:
+            return np.array(numbers, dtype=np.int64)
+    low, high = int(np.min(numbers)), int(np.max(numbers))
+    if low < least or high > most:
+        raise ValueError(f"{name} must be between {least} and {most}, got {low if low < least else high}")
+    return numbers if isinstance(numbers, int) else np.array(numbers, dtype=np.int64)
 
 
 def shares_memory(a: Array, b: Array) -> bool:

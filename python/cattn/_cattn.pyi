@@ -48,6 +48,9 @@ def attention(
     enable_gqa: object,
     bias: object,
     query_offset: object,
+    query_seq_lengths: object,
+    key_value_seq_lengths: object,
+    window_size: object,
     rng: object,
     need_weights: object,
     return_lse: object,
@@ -64,11 +67,16 @@ def attention_weights(
     enable_gqa: object,
     bias: object,
     query_offset: object,
+    query_seq_lengths: object,
+    key_value_seq_lengths: object,
+    window_size: object,
     stage: object,
     out: object,
     /,
 ) -> NDArray[Any]: ...
-def causal_mask(T_q: object, T_k: object, is_causal: object, query_offset: object, /) -> NDArray[Any]: ...
+def causal_mask(
+    T_q: object, T_k: object, is_causal: object, query_offset: object, window_size: object, /
+) -> NDArray[Any]: ...
 def softmax(x: object, axis: object, where: object, scale: object, out: object, /) -> NDArray[Any]: ...
 def masked_softmax(
     scores: object,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionOutput", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
+Window: TypeAlias = tuple[int | None, int | None] | list[int] | None
 # A string: naming these classes would import numpy.random, which takes as long as everything else here together.
 RNG: TypeAlias = (
     "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
@@ -58,4 +59,4 @@ class AttentionOutput(NamedTuple):
 
 
 class CausalAlignmentWarning(UserWarning):
-    """``is_causal=True`` with different numbers of queries and keys: two alignments are possible, name one."""
+    """Causality or a window with different numbers of queries and keys: two alignments are possible, name one."""

@@ -1,0 +1,31 @@
+/* ranges.h -- which keys a query may see: from is_causal, query_offset, window_size and lengths to struct cattn_ranges.
+ *
+ * In two steps, because the sizes of a call are known later than the words: parse, then settle.
+ */
+#ifndef CATTN_RANGES_H
+#define CATTN_RANGES_H
+
+#include "args.h"
+
+struct cattn_range_args {
+    bool is_causal, lower_right;
+    bool bare;                                            /* no argument says how queries and keys are aligned */
+    int64_t left, right;                                  /* of the window */
+    int64_t offset;                                       /* of every query, unless offsets is there */
+    PyArrayObject *offsets, *query_lengths, *key_lengths; /* int64, owned, or NULL */
+};
+bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, PyObject *window_size,
+                      struct cattn_range_args *args);
+
+struct cattn_range_sizes {
+    npy_intp seqlen_q, seqlen_k;
+    int n_lead;
+    const npy_intp *lead;
+    PyObject *query_lengths, *key_lengths; /* the arguments, or None */
+};
+/* Lengths are checked against the sizes; warns if the alignment is ambiguous. */
+bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
+                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges);
+void cattn_ranges_clear(struct cattn_range_args *args);
+
+#endif

@@ -1,0 +1,289 @@
+"""Attention in one call, and its weights alone: signatures and documentation of what the C extension computes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from numpy.typing import ArrayLike, NDArray
+
+from . import _cattn
+from ._types import RNG, Alignment, AttentionOutput, Window
+
+
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    scale: float | None = ...,
+    enable_gqa: bool | None = ...,
+    bias: ArrayLike | None = ...,
+    query_offset: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    window_size: Window = ...,
+    rng: RNG = ...,
+    need_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+    return_dropout_mask: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any]: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    scale: float | None = ...,
+    enable_gqa: bool | None = ...,
+    bias: ArrayLike | None = ...,
+    query_offset: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    window_size: Window = ...,
+    rng: RNG = ...,
+    need_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+) -> Any: ...
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    rng: RNG = None,
+    need_weights: bool = False,
+    return_lse: bool = False,
+    return_dropout_mask: bool = False,
+    out: NDArray[Any] | AttentionOutput | None = None,
+) -> Any:
+    """Return softmax(scale * query @ key.T + bias) @ value, over the keys that each query may see.
+
+    Up to `enable_gqa` the signature is that of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of
+    scores is never held as a whole.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., T_q, head_dim)
+        float32 or float64, as key and value; mixed, all become float64, as do booleans and integers. Leading dimensions
+        of the three broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim); from four on, axis -3
+        counts heads.
+    key : array_like, shape (..., T_k, head_dim)
+        A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
+        ``h // (H_q // H_kv)``.
+    value : array_like, shape (..., T_k, d_v)
+        d_v may differ from head_dim.
+    attn_mask : array_like, optional
+        Boolean: True = keep. Float: added to the scores, -inf hides. Broadcasts to (..., T_q, T_k).
+    dropout_p : float
+        Probability of a weight to be dropped, in [0, 1]. The others are divided by 1 - dropout_p. Applied always:
+        pass 0 outside of training.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right": the last
+        query sees every key), intersected with attn_mask.
+    scale : float, optional
+        Default 1 / sqrt(head_dim). Finite; may be negative.
+    enable_gqa : bool, optional
+        None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
+        arrays the heads.
+    bias : array_like of float, optional
+        Added to the scaled scores, besides attn_mask; -inf hides. Broadcasts to (..., T_q, T_k).
+    query_offset : int or array_like of int, optional
+        Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
+        the leading dimensions before the heads.
+    query_seq_lengths : int or array_like of int, optional
+        Number of queries that count, from 0 to T_q; those behind get output 0 and lse -inf. An array broadcasts to the
+        leading dimensions before the heads.
+    key_value_seq_lengths : int or array_like of int, optional
+        Number of keys that count, from 0 to T_k, in the same way: what lies behind is never read. "lower_right" then
+        lines up the last query with the last key that counts.
+    window_size : (int, int)
+        The query at position p sees the keys from p - left to p + right, itself among them; -1 or None: no bound on
+        that side. Position p is i + query_offset, and with "lower_right" i + T_k - T_q. Intersected with all else.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where dropout gets its bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int
+        drops the same weights. From a generator one key is drawn, after everything else was checked. A `TorchGenerator`
+        drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
+    need_weights : bool
+        Also return the weights, shape (..., T_q, T_k), before dropout.
+    return_lse : bool
+        Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
+    return_dropout_mask : bool
+        Also return which weights were kept, bool of shape (..., T_q, T_k).
+    out : ndarray or AttentionOutput, optional
+        Takes the result: exact shape and dtype, any strides. If it overlaps an input, the result is computed in a
+        temporary array. An AttentionOutput takes the extras as well.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, d_v), or AttentionOutput
+        The output; with any of the three extras (or an AttentionOutput as `out`) an `AttentionOutput`, where what was
+        not asked for is None. A query that sees no key gets output 0, weights 0 and lse -inf.
+
+    Raises
+    ------
+    TypeError
+        An argument has a type or dtype that is not supported: integer masks, float16, ``numpy.ma`` arrays and others.
+    ValueError
+        Shapes that do not fit, numbers out of range, a read-only out, "lower_right" together with query_offset.
+
+    Warns
+    -----
+    CausalAlignmentWarning
+        is_causal=True, or a window without is_causal, with T_q != T_k and no query_offset.
+    UserWarning
+        A float attn_mask holds only 0 and 1.
+
+    Notes
+    -----
+    A key that a query may not see cannot change one bit of its result, whatever key, value and bias hold there. The
+    result of a row has the same bits for every number of threads, batch, stride and instruction set with FMA.
+
+    The sums are those of online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Dropout compares the bits of
+    Philox4x32-10 (Salmon et al., 2011), counted by batch, head, query position and key.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> query = np.array([[0.0, 0.0]])
+    >>> key = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> value = np.array([[3.0], [6.0], [9.0]])
+    >>> cattn.scaled_dot_product_attention(query, key, value)
+    array([[6.]])
+    >>> cattn.scaled_dot_product_attention(query, key, value, attn_mask=[True, True, False])
+    array([[4.5]])
+    >>> result = cattn.scaled_dot_product_attention(query, key, value, need_weights=True)
+    >>> result.weights.round(3)
+    array([[0.333, 0.333, 0.333]])
+
+    A window of the key itself and the one before it, in a batch of two of which the second has two tokens only:
+
+    >>> x = np.zeros((2, 4, 1))
+    >>> value = np.array([1.0, 2.0, 3.0, 4.0]).reshape(4, 1)
+    >>> out = cattn.scaled_dot_product_attention(
+    ...     x, x, value, is_causal=True, window_size=(1, 0), query_seq_lengths=[4, 2], key_value_seq_lengths=[4, 2])
+    >>> out[..., 0]
+    array([[1. , 1.5, 2.5, 3.5],
+           [1. , 1.5, 0. , 0. ]])
+    """
+    return _cattn.attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        bias,
+        query_offset,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        window_size,
+        rng,
+        need_weights,
+        return_lse,
+        return_dropout_mask,
+        out,
+    )
+
+
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    is_causal: Alignment = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    stage: Literal["softmax"] = "softmax",
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Return the attention weights, softmax(scale * query @ key.T + bias) over the visible keys.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., T_q, head_dim)
+        This and every other argument but stage are those of `scaled_dot_product_attention`.
+    key : array_like, shape (..., T_k, head_dim)
+        Keys.
+    attn_mask : array_like, optional
+        Boolean (True = keep) or float (added).
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
+    bias : array_like of float, optional
+        Added to the scaled scores.
+    query_offset : int or array_like of int, optional
+        Position of the first query.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        How many queries and keys count.
+    window_size : (int, int)
+        Keys seen before and after a query's position, -1: no bound.
+    stage : {"softmax"}
+        The step of attention whose result is returned.
+    out : ndarray, optional
+        Takes the result: exact shape and dtype, any strides.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, T_k)
+        Rows sum to 1; a query that sees no key has a row of 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`; another stage is a ValueError.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((3, 2))
+    >>> cattn.attention_weights(x, x, is_causal=True).round(3)
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]])
+    """
+    return _cattn.attention_weights(
+        query,
+        key,
+        attn_mask,
+        is_causal,
+        scale,
+        enable_gqa,
+        bias,
+        query_offset,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        window_size,
+        stage,
+        out,
+    )

@@ -1,0 +1,37 @@
+"""The functions of cattn once more, in plain NumPy: to read, to learn from, and to test the C kernels against.
+
+Everything is computed in float64, whatever comes in, and nothing here is fast: score matrices are built in full, as a
+textbook does. Names, arguments and meaning are the package's own, but results are float64 and ``rng`` is int or None.
+
+For a query i at position p = i + query_offset and a key j::
+
+    score  = scale * (query[i] . key[j]) + attn_mask[i, j] + bias[i, j]       (additive masks only)
+    visible = attn_mask[i, j] is True, no term is -inf, j <= p if causal, p - left <= j <= p + right in a window,
+              and i and j are among the query_seq_lengths and key_value_seq_lengths that count
+    weight = exp(score) / sum of exp(score) over the visible keys, and 0 where a key is not visible
+    out[i] = sum over the visible keys of dropout(weight) * value[j]
+
+References
+----------
+.. [1] Vaswani et al., "Attention is all you need", NeurIPS 2017: scaled dot-product attention.
+.. [2] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the generator Philox4x32-10.
+.. [3] Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
+"""
+
+from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
+from ._dropout import dropout, dropout_keep, philox4x32
+from ._masks import causal_mask
+from ._softmax import masked_softmax, softmax, textbook_masked_softmax
+
+__all__ = [
+    "attention_weights",
+    "causal_attention",
+    "causal_mask",
+    "dropout",
+    "dropout_keep",
+    "masked_softmax",
+    "philox4x32",
+    "scaled_dot_product_attention",
+    "softmax",
+    "textbook_masked_softmax",
+]

@@ -1,0 +1,243 @@
+"""Attention: scores, visibility, weights, and the weighted sum of the values."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cattn._types import AttentionOutput, Window
+
+from ._dropout import apply_dropout, dropout_keep
+from ._masks import Causal, Ranges, visible_keys
+from ._shared import Bools, Floats, boolean, deliver, new_seed, probability, quiet
+from ._softmax import softmax
+
+
+@quiet
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Causal = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    rng: int | None = None,
+    need_weights: bool = False,
+    return_lse: bool = False,
+    return_dropout_mask: bool = False,
+    out: Floats | AttentionOutput | None = None,
+) -> Floats | AttentionOutput:
+    """softmax(scale * query @ key.T) @ value, of the visible keys, for any number of leading dimensions [1]_.
+
+    Parameters
+    ----------
+    query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
+        Leading dimensions broadcast. From four dimensions on, axis -3 counts heads; where the query has a multiple of
+        the heads of key and value, head h reads head ``h // (H_q // H_kv)`` of them. Two or three dimensions have one
+        head, unless three come with ``enable_gqa=True``; ``enable_gqa=False`` forbids groups.
+    attn_mask : array_like of bool (True = keep) or of floats (added to the scores), broadcastable to (..., T_q, T_k)
+    dropout_p : float in [0, 1], with `rng` a 64-bit seed, or None for a fresh one; see `dropout_keep`
+    is_causal, query_offset, window_size : see `causal_mask`
+        The offset may be an array that broadcasts to the leading dimensions without the heads.
+    query_seq_lengths, key_value_seq_lengths : int, or array_like that broadcasts as query_offset
+        How many queries and keys count; "lower_right" lines up the last ones that do.
+    scale : float, default 1 / sqrt(D)
+    bias : array_like of floats, broadcastable to (..., T_q, T_k)
+        Added to the scores; -inf hides a key.
+    need_weights, return_lse, return_dropout_mask : bool
+        Also return the weights before dropout (..., T_q, T_k), the natural logarithm of the sum of the exponentials of
+        the visible scores (..., T_q), and which weights dropout kept (..., T_q, T_k).
+    out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
+
+    Returns
+    -------
+    ndarray (..., T_q, D_v), or an AttentionOutput if more than that was asked for
+        A query that sees no key gets 0, weights 0 and LSE -inf. A key that is not visible has no influence, whatever
+        it and its value hold; NaN or infinity in a visible one shows in the rows that see it.
+
+    Examples
+    --------
+    >>> query = key = np.zeros((3, 2))
+    >>> scaled_dot_product_attention(query, key, [[0.0], [2.0], [7.0]], is_causal=True)
+    array([[0.],
+           [1.],
+           [3.]])
+    """
+    p = probability(dropout_p, "dropout_p")
+    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
+    scores, visible, position, values, one_head = score(
+        (query, key, value),
+        (attn_mask, bias),
+        ranges,
+        scale,
+        enable_gqa,
+    )
+    weights = softmax(scores, where=visible)
+
+    row_max = np.max(scores, axis=-1, initial=-np.inf, where=visible)
+    row_sum = np.where(visible, np.exp(scores - row_max[..., None]), 0.0).sum(axis=-1)
+    lse = np.where(row_max == -np.inf, -np.inf, row_max + np.log(row_sum))
+
+    seed, kept = new_seed(rng), np.ones(scores.shape, np.bool_)
+    if p > 0:
+        *lead, num_heads, _, T_k = scores.shape
+        batch = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
+        kept = dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], position[..., None, :], T_k)
+    result = _weighted_sum(apply_dropout(weights, kept, p), values, visible)
+
+    if one_head:
+        result, weights, kept, lse = result[..., 0, :, :], weights[..., 0, :, :], kept[..., 0, :, :], lse[..., 0, :]
+    given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
+    result = deliver(result, given.out)
+    if not (need_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
+        return result
+    return AttentionOutput(
+        result,
+        deliver(weights, given.weights) if need_weights else None,
+        deliver(lse, given.lse) if return_lse else None,
+        deliver(kept, given.dropout_mask) if return_dropout_mask else None,
+        seed if p > 0 else None,
+    )
+
+
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    *,
+    query_offset: ArrayLike | None = None,
+    **keywords: Any,
+) -> Floats | AttentionOutput:
+    """`scaled_dot_product_attention` in which a token sees itself and what came before it.
+
+    Queries are the last ones of the sequence ("lower_right"), so that a few new queries against a longer cache of keys
+    come out as they would in a full pass; with `query_offset` given, query 0 stands at that position.
+
+    Examples
+    --------
+    >>> x = np.eye(4)
+    >>> np.allclose(causal_attention(x[3:], x, x), causal_attention(x, x, x)[3:])
+    True
+    """
+    keywords |= {"query_offset": query_offset, "is_causal": "lower_right" if query_offset is None else "upper_left"}
+    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **keywords)
+
+
+@quiet
+def attention_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    is_causal: Causal = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    stage: str = "softmax",
+    out: Floats | None = None,
+) -> Floats:
+    """Return the weights (..., T_q, T_k) with which `scaled_dot_product_attention` adds up values, before dropout.
+
+    Examples
+    --------
+    >>> attention_weights(np.zeros((2, 3)), np.zeros((2, 3)), is_causal=True)
+    array([[1. , 0. ],
+           [0.5, 0.5]])
+    """
+    if stage != "softmax":
+        raise ValueError(f'stage must be "softmax", got {stage!r}')
+    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
+    problem = score(
+        (query, key, key),
+        (attn_mask, bias),
+        ranges,
+        scale,
+        enable_gqa,
+    )
+    weights = softmax(problem.scores, where=problem.visible)
+    return deliver(weights[..., 0, :, :] if problem.one_head else weights, out)
+
+
+class Problem(NamedTuple):
+    scores: Floats  # (*lead, H, T_q, T_k)
+    visible: Bools  # the same shape
+    position: NDArray[np.int64]  # (*lead or shorter, T_q)
+    value: Floats  # (*lead, H, T_k, D_v)
+    one_head: bool  # the caller's arrays have no head axis
+
+
+def score(
+    inputs: tuple[ArrayLike, ArrayLike, ArrayLike],
+    masks: tuple[ArrayLike | None, ArrayLike | None],
+    ranges: Ranges,
+    scale: float | None,
+    enable_gqa: bool | None,
+) -> Problem:
+    """Scores and visibility of every pair, with the heads on an axis of their own."""
+    arrays = [np.asarray(a, np.float64) for a in inputs]
+    rank = max(a.ndim for a in arrays)
+    arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
+    one_head = rank == 2 or (rank == 3 and not enable_gqa)
+    if one_head:
+        arrays = [np.expand_dims(a, -3) for a in arrays]
+    q, k, v = match_heads(arrays[0], arrays[1], arrays[2], enable_gqa)
+    shape = (*np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], k.shape[-2])
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"value has {v.shape[-2]} rows, key has {k.shape[-2]}")
+
+    scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    scores = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
+    visible = np.ones(shape, np.bool_)
+    for name, given in zip(("attn_mask", "bias"), masks, strict=True):
+        if given is None:
+            continue
+        term = np.asarray(given)
+        if one_head and term.ndim > 2:
+            term = np.expand_dims(term, -3)
+        if term.dtype.kind == "f":
+            scores = scores + np.broadcast_to(term, shape)
+            visible &= term != -np.inf
+        elif name == "attn_mask":
+            visible &= np.broadcast_to(boolean(term, name), shape)
+        else:
+            raise TypeError(f"bias must hold floats, got {term.dtype}; a boolean mask goes to attn_mask")
+
+    in_range, position = visible_keys(shape[-2], shape[-1], ranges)
+    visible &= in_range[..., None, :, :]
+    return Problem(scores, visible, position, np.broadcast_to(v, shape[:-2] + v.shape[-2:]), one_head)
+
+
+def match_heads(q: Floats, k: Floats, v: Floats, enable_gqa: bool | None) -> tuple[Floats, Floats, Floats]:
+    """Repeat key and value heads for the groups of query heads that share them."""
+    num_heads, (num_kv,) = q.shape[-3], np.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
+    if num_heads == num_kv or 1 in (num_heads, num_kv):
+        return q, k, v
+    if num_kv == 0 or num_heads % num_kv or enable_gqa is False:
+        raise ValueError(f"query has {num_heads} heads, key and value have {num_kv}")
+    k, v = (a if a.shape[-3] == 1 else np.repeat(a, num_heads // num_kv, axis=-3) for a in (k, v))
+    return q, k, v
+
+
+def _weighted_sum(weights: Floats, value: Floats, visible: Bools) -> Floats:
+    """Multiply weights @ value without the products 0 * NaN and 0 * inf of keys that are not visible."""
+    finite = np.isfinite(value)
+    total: Floats = weights @ np.where(finite, value, 0.0)
+    for j in np.flatnonzero(~finite.all(axis=(*range(value.ndim - 2), -1))):  # one by one, added where they are seen
+        row = np.where(finite, 0.0, value)[..., j, None, :]
+        total += np.where(visible[..., j, None], weights[..., j, None] * row, 0.0)
+    return total

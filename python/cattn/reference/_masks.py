@@ -1,0 +1,109 @@
+"""Which keys a query sees, as far as positions decide: causality, windows, lengths."""
+
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cattn._types import CausalAlignmentWarning, Window
+
+from ._shared import Bools, Integers
+
+Causal = bool | np.bool_ | str
+
+
+class Ranges(NamedTuple):
+    """The arguments that leave each query one range of keys; offset and lengths are numbers, or arrays (*batch,)."""
+
+    is_causal: Causal
+    query_offset: ArrayLike | None = None
+    query_seq_lengths: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    window_size: Window = None
+
+
+def causal_mask(
+    T_q: int,
+    T_k: int | None = None,
+    *,
+    is_causal: Causal = "lower_right",
+    query_offset: int | None = None,
+    window_size: Window = (-1, -1),
+) -> Bools:
+    """Return which keys each query sees under a causal mask, True = keep.
+
+    With T_q = T_k this is the lower triangle. Otherwise "upper_left" lines up the first query with the first key,
+    "lower_right" (the default: queries are the newest tokens of a longer text) the last query with the last key, and
+    `query_offset` puts the first query anywhere. `window_size` (left, right) leaves only the keys p - left .. p + right
+    around the position p of a query; -1 or None is without bound.
+
+    Examples
+    --------
+    >>> causal_mask(2, 4).astype(int)
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    >>> causal_mask(2, 4, is_causal="upper_left").astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0]])
+    >>> causal_mask(3, window_size=(1, -1), is_causal=False).astype(int)
+    array([[1, 1, 1],
+           [1, 1, 1],
+           [0, 1, 1]])
+    """
+    is_causal = is_causal if query_offset is None or not is_causal else "upper_left"
+    ranges = Ranges(is_causal, query_offset, window_size=window_size)
+    return visible_keys(T_q, T_q if T_k is None else T_k, ranges)[0]
+
+
+def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
+    """Return which keys the queries of each batch see (*batch, T_q, T_k), and their positions (*batch, T_q).
+
+    Queries and keys from their length on are not there: such a query sees nothing, such a key is not seen.
+    """
+    is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size = ranges
+    left, right = (np.inf if side is None or side == -1 else side for side in window_size or (None, None))
+    queries = _lengths(query_seq_lengths, T_q, "query_seq_lengths")
+    keys = _lengths(key_value_seq_lengths, T_k, "key_value_seq_lengths")
+    windowed = left < np.inf or right < np.inf
+    position = positions(is_causal, query_offset, T_q, T_k, keys - queries, windowed)
+    i, j, p = np.arange(T_q)[:, None], np.arange(T_k), position[..., None]
+    visible = (i < queries[..., None, None]) & (j < keys[..., None, None]) & (j >= p - left) & (j <= p + right)
+    return (visible & (j <= p) if is_causal else visible), position
+
+
+def positions(
+    is_causal: Causal,
+    query_offset: ArrayLike | None,
+    T_q: int,
+    T_k: int,
+    lower_right: ArrayLike,
+    windowed: bool = False,
+) -> Integers:
+    """Absolute positions of the queries, (*shape of the offset, T_q); `lower_right` is the offset of that name."""
+    is_causal = bool(is_causal) if isinstance(is_causal, np.bool_) else is_causal
+    if is_causal not in (False, True, "upper_left", "lower_right"):
+        raise ValueError(f'is_causal must be False, True, "upper_left" or "lower_right", got {is_causal!r}')
+    bare = is_causal is True or (is_causal is False and windowed)
+    if is_causal == "lower_right":
+        if query_offset is not None:
+            raise ValueError('is_causal="lower_right" sets the offset to T_k - T_q: give query_offset or it, not both')
+        query_offset = lower_right
+    elif bare and query_offset is None and T_q != T_k:
+        text = f'T_q = {T_q}, T_k = {T_k}: query i stands at key i ("upper_left"); say so, or say "lower_right"'
+        warnings.warn(text, CausalAlignmentWarning, stacklevel=4)
+    return _integers(0 if query_offset is None else query_offset, "query_offset")[..., None] + np.arange(T_q)
+
+
+def _integers(numbers: ArrayLike, name: str) -> Integers:
+    array = np.asarray(numbers)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _lengths(lengths: ArrayLike | None, most: int, name: str) -> Integers:
+    array = _integers(most if lengths is None else lengths, name)
+    if np.any((array < 0) | (array > most)):
+        raise ValueError(f"{name} must be between 0 and {most}, got {lengths!r}")
+    return array

@@ -1,0 +1,39 @@
+"""What the parts of the reference share."""
+
+import os
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+Array = TypeVar("Array", bound=NDArray[Any])
+
+# NaN and infinity are answers here, not accidents: NumPy need not warn about them.
+quiet = np.errstate(all="ignore")
+
+
+def boolean(mask: ArrayLike, name: str) -> Bools:
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"{name} has dtype {array.dtype}, expected bool (True = keep): pass mask.astype(bool)")
+    return array
+
+
+def probability(p: float, name: str) -> float:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {p}")
+    return float(p)
+
+
+def new_seed(rng: int | None) -> int:
+    return int.from_bytes(os.urandom(8), "little") if rng is None else int(rng)
+
+
+def deliver(result: Array, out: Array | None) -> Array:
+    if out is None:
+        return result
+    out[...] = result
+    return out
