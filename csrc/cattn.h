@@ -84,6 +84,9 @@ struct cattn_attention_params {
     int n_bias;
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf masks */
     struct cattn_ranges ranges;
+    double softcap;             /* softcap * tanh(score / softcap), before everything added; 0: none */
+    struct cattn_tensor slopes; /* of ALiBi, > 0, lead and head strides; or absent */
+    struct cattn_tensor sinks;  /* a score that only the sum takes part of, in the same way */
     struct cattn_dropout_spec dropout;
 
     struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */

@@ -118,7 +118,7 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
     q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
     masks = call.get("attn_mask"), call.get("bias")
     gqa = call.get("enable_gqa")
-    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)
+    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)  # who sees whom
     rank = max(a.ndim for a in (q, k, v))
     q, k, v = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (q, k, v))
     if problem.one_head:
@@ -134,8 +134,16 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
         products = np.zeros_like(products)
         for d in range(q.shape[-1]):
             products += (q * scale)[..., :, None, d] * k[..., None, :, d]
+    if call.get("softcap"):
+        cap = np.dtype(dtype).type(call["softcap"])
+        products = cap * np.tanh(products / cap)
     scores = np.array(np.broadcast_to(products, visible.shape))
     size = np.array(np.broadcast_to(np.abs(q * scale) @ np.abs(k).swapaxes(-1, -2), visible.shape))
+    if call.get("alibi_slopes") is not None:
+        distance = np.abs(problem.position[..., None, :, None] - np.arange(visible.shape[-1]))
+        slopes = np.asarray(call["alibi_slopes"], dtype)[..., None, None]
+        scores -= slopes * distance.astype(dtype)
+        size += slopes * distance.astype(dtype)
     for term in masks:
         term = None if term is None else np.asarray(term)
         if term is not None and term.dtype.kind == "f":
@@ -143,9 +151,11 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
             scores += np.where(visible, term, 0).astype(dtype)
             size += np.abs(np.where(visible, term, 0)).astype(dtype)
     row_max = scores.max(axis=-1, keepdims=True, initial=-INF, where=visible)
+    sinks = np.asarray(-INF if call.get("sinks") is None else call["sinks"], dtype)[..., None, None]
+    row_max = np.maximum(row_max, sinks)
     row_max = np.where(row_max == -INF, 0, row_max)
     e = np.where(visible, np.exp(np.where(visible, scores, 0) - row_max), 0)
-    total = e.sum(axis=-1, keepdims=True)
+    total = e.sum(axis=-1, keepdims=True) + np.exp(sinks - row_max)
     weights = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         lse = (row_max + np.log(total))[..., 0]

@@ -357,6 +357,21 @@ TABLE = [
     warned(MASK_OF, "is_causal=True with 3 queries and 4 keys", is_causal=True),
     warned(ALL_THREE, "attn_mask holds only 0 and 1, but float masks are additive", attn_mask=ones(5, 6)),
     warned((SDPA, WEIGHTS), "window_size with 5 queries and 6 keys", window_size=(1, 1)),
+    # softcap, slopes and sinks
+    *rows_for_numbers(ALL_THREE, "softcap"),
+    wrong_value(ALL_THREE, "softcap must be positive, or None or 0 for none, got -1.5", softcap=-1.5),
+    *[
+        row
+        for name in ("alibi_slopes", "sinks")
+        for row in (
+            wrong_value(ALL_THREE, f"{name} must have one number for each query head, shape .H,., got", **{name: 1.0}),
+            wrong_value(ALL_THREE, rf"{name} has shape \(3,\), which does not broadcast to", **{name: [1.0] * 3}),
+            wrong_value(ALL_THREE, f"{name} must be finite.*, got nan", **{name: [1.0, NAN, 1.0, 1.0]}),
+            wrong_value(ALL_THREE, f"{name} must be finite.*, got inf", **{name: [1.0, INF, 1.0, 1.0]}),
+            wrong_type(ALL_THREE, f"{name} has dtype complex", **{name: [1j] * 4}),
+        )
+    ],
+    wrong_value(ALL_THREE, "alibi_slopes must be finite and not negative, got -1", alibi_slopes=[1.0, 1.0, -1.0, 1.0]),
     # windows and lengths
     *[
         wrong_type((*ALL_THREE, "causal_mask"), "window_size must be ", window_size=x)
@@ -450,7 +465,7 @@ def test_every_function_is_in_the_table() -> None:
     public = {name: getattr(cattn, name) for name in cattn.__all__}
     functions = {name for name, value in public.items() if callable(value) and not isinstance(value, type)}
     without_errors = {"get_num_threads"}
-    elsewhere = {"manual_seed"}  # test_torch_generator.py
+    elsewhere = {"manual_seed", "plot_attention"}  # in their own files
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - elsewhere
 
 

@@ -84,6 +84,13 @@ def hiding(name: str) -> Callable[[Normal], Call]:
             "upper left": {"is_causal": "upper_left", "dropout_p": 0.2, "rng": 1},
             "window": {"is_causal": "lower_right", "window_size": (20, 0)},
             "window to both sides": {"query_offset": 100, "window_size": (3, 60)},
+            "softcap, slopes, sinks": {
+                "attn_mask": ~some_rows,
+                "is_causal": "lower_right",
+                "softcap": 3.0,
+                "alibi_slopes": [0.1],
+                "sinks": [0.5],
+            },
             "key lengths": {"key_value_seq_lengths": [7, 301]},
             "lengths and causal": {
                 "is_causal": "lower_right",
@@ -100,7 +107,7 @@ def hiding(name: str) -> Callable[[Normal], Call]:
 
 
 HIDING = ["bool", "bool, per key", "-inf", "-inf bias", "-inf in one of two", "bool and bias", "bool, dropout"]
-HIDING += ["window", "window to both sides", "key lengths", "lengths and causal"]
+HIDING += ["softcap, slopes, sinks", "window", "window to both sides", "key lengths", "lengths and causal"]
 HIDING += ["lower right", "offset", "offsets", "upper left", "no key at all", "some rows see none", "before all"]
 
 

@@ -102,6 +102,14 @@ CASES: dict[str, Build] = {
         (2, 2), 30, 250, attn_mask=keep(30, 250), bias=bias(2, 1, 250), is_causal="lower_right", window_size=(99, 5)
     ),
     "window, dropout": attend((2,), 30, 90, dropout_p=0.5, rng=3, is_causal="lower_right", window_size=(7, 0)),
+    "softcap": attend((2,), 30, 250, softcap=1.5, is_causal="lower_right"),
+    "softcap, masks": attend((), 100, 40, softcap=30.0, attn_mask=keep(100, 40), bias=bias(40)),
+    "slopes": attend((2, 3), 20, 300, alibi_slopes=[0.5, 0.25, 0.0], is_causal="lower_right"),
+    "slopes to both sides": attend((), 130, 60, alibi_slopes=np.array([0.03]), query_offset=-30),
+    "slopes of a batch": attend((2, 3), 9, 50, alibi_slopes=np.arange(6.0).reshape(2, 3) / 9, bias=bias(9, 50)),
+    "sinks": attend((2, 3), 20, 300, sinks=np.array([0.5, -INF, 4.0], np.float32), is_causal="lower_right"),
+    "sinks and nothing else": attend((), 3, 70, sinks=[2.0], attn_mask=np.zeros((3, 70), bool)),
+    "sinks, dropout": attend((2,), 30, 90, sinks=[1.0], dropout_p=0.5, rng=3, softcap=2.0, alibi_slopes=[0.1]),
     "lengths": attend((3,), 20, 50, key_value_seq_lengths=[50, 0, 17], query_seq_lengths=[20, 5, 0]),
     "lengths, lower right": attend(
         (3, 2), 120, 230, is_causal="lower_right", key_value_seq_lengths=[230, 40, 197], query_seq_lengths=[7, 120, 99]
@@ -336,6 +344,13 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
         call["attn_mask"] = laid_or_whole(mask, laid)
     if draw(st.booleans()):
         call["bias"] = rng.standard_normal(mask_shape()).astype(dtype)
+    num_heads = (q_lead[-1] if heads or len(lead) == 2 else 1,)
+    if draw(st.booleans()):
+        call["softcap"] = draw(st.sampled_from([0, 0.7, 5.0, 50]))
+    if draw(st.booleans()):
+        call["alibi_slopes"] = rng.random(num_heads)
+    if draw(st.booleans()):
+        call["sinks"] = np.where(rng.random(num_heads) < 0.2, -INF, rng.standard_normal(num_heads) * 4)
     batch = lead if heads or len(lead) < 2 else lead[:-1]  # axis -3 of four is heads, said or not
     causal = draw(st.sampled_from([False, "upper_left", "lower_right", "offset", "offsets"]))
     call["is_causal"] = causal if causal in (False, "upper_left", "lower_right") else True

@@ -165,6 +165,7 @@ static bool import_names(struct binding_state *state) {
         {&state->as_bias, "cattn._arrays", "as_bias"},
         {&state->as_bool, "cattn._arrays", "as_bool"},
         {&state->as_integers, "cattn._arrays", "as_integers"},
+        {&state->as_head_numbers, "cattn._arrays", "as_head_numbers"},
         {&state->cast, "cattn._arrays", "cast"},
         {&state->shares_memory, "cattn._arrays", "shares_memory"},
         {&state->refuse_masked, "cattn._arrays", "refuse_masked"},
@@ -222,6 +223,7 @@ static int module_exec(PyObject *module) {
     DO(as_bias)                                                                                                        \
     DO(as_bool)                                                                                                        \
     DO(as_integers)                                                                                                    \
+    DO(as_head_numbers)                                                                                                \
     DO(cast)                                                                                                           \
     DO(shares_memory)                                                                                                  \
     DO(refuse_masked)                                                                                                  \

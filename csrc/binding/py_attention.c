@@ -27,6 +27,9 @@ enum {
     ARG_QUERY_LENGTHS,
     ARG_KEY_LENGTHS,
     ARG_WINDOW_SIZE,
+    ARG_SOFTCAP,
+    ARG_ALIBI_SLOPES,
+    ARG_SINKS,
     ARG_RNG,
     ARG_NEED_WEIGHTS,
     ARG_RETURN_LSE,
@@ -35,7 +38,7 @@ enum {
     N_ARGS
 };
 
-enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, N_INPUTS };
+enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
@@ -237,6 +240,42 @@ static bool parse_ranges(struct call *call, PyObject *const *args) {
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
+/* One number for each query head, or for each of the batch: (H,) or (*lead, H), in the call's dtype. */
+static bool parse_numbers(struct call *call, PyObject *object, const char *name, int input, struct cattn_tensor *to) {
+    to->data = NULL;
+    if (object == Py_None)
+        return true;
+    PyObject *numbers =
+        PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name, call->type == NPY_FLOAT ? "f" : "d");
+    call->inputs[input] = (PyArrayObject *)numbers;
+    if (numbers == NULL)
+        return false;
+    npy_intp dims[NPY_MAXDIMS];
+    for (int axis = 0; axis < call->n_lead; axis++)
+        dims[axis] = call->dims[axis];
+    dims[call->n_lead] = (npy_intp)call->params->num_heads;
+    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_lead + 1, dims, "(leading dimensions, heads)"))
+        return false;
+    cattn_tensor_from(to, call->inputs[input], call->n_lead, CATTN_AXIS_HEAD);
+    return true;
+}
+
+static bool parse_shapers(struct call *call, PyObject *const *args) {
+    struct cattn_attention_params *params = call->params;
+    params->softcap = 0;
+    if (args[ARG_SOFTCAP] != Py_None) {
+        if (!cattn_arg_real(args[ARG_SOFTCAP], "softcap", &params->softcap))
+            return false;
+        if (params->softcap < 0) {
+            PyErr_Format(PyExc_ValueError, "softcap must be positive, or None or 0 for none, got %R",
+                         args[ARG_SOFTCAP]);
+            return false;
+        }
+    }
+    return parse_numbers(call, args[ARG_ALIBI_SLOPES], "alibi_slopes", SLOPES, &params->slopes) &&
+           parse_numbers(call, args[ARG_SINKS], "sinks", SINKS, &params->sinks);
+}
+
 /* ---- outputs ---- */
 
 /* out= is None, an array for the one result, or an AttentionOutput: given[] gets borrowed fields. */
@@ -400,7 +439,8 @@ static PyObject *attend(PyObject *module, PyObject *const *args, bool weights_on
         !cattn_arg_flag(args[ARG_RETURN_DROPOUT_MASK], &call.wants[DROPOUT_MASK]))
         goto done;
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
-    if (!parse_ranges(&call, args) || (!weights_only && !unpack_out(&call, args[ARG_OUT], single, given)))
+    if (!parse_ranges(&call, args) || !parse_shapers(&call, args) ||
+        (!weights_only && !unpack_out(&call, args[ARG_OUT], single, given)))
         goto done;
     if (weights_only)
         given[WEIGHTS] = args[ARG_OUT];
@@ -424,51 +464,16 @@ PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t
     return attend(module, args, false);
 }
 
+/* The arguments of attention with value, dropout and the extras as if they were not asked for, and the stage. */
 PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    enum {
-        W_QUERY,
-        W_KEY,
-        W_ATTN_MASK,
-        W_IS_CAUSAL,
-        W_SCALE,
-        W_ENABLE_GQA,
-        W_BIAS,
-        W_OFFSET,
-        W_QUERY_LENGTHS,
-        W_KEY_LENGTHS,
-        W_WINDOW_SIZE,
-        W_STAGE,
-        W_OUT,
-        N_W
-    };
-    if (!cattn_error_count("attention_weights", n_args, N_W))
+    if (!cattn_error_count("attention_weights", n_args, N_ARGS + 1))
         return NULL;
-    if (!cattn_arg_is(args[W_STAGE], cattn_state(module)->softmax)) {
-        PyErr_Format(PyExc_ValueError, "stage must be 'softmax', got %R", args[W_STAGE]);
+    if (!cattn_arg_is(args[N_ARGS], cattn_state(module)->softmax)) {
+        PyErr_Format(PyExc_ValueError, "stage must be 'softmax', got %R", args[N_ARGS]);
         return NULL;
     }
-    PyObject *zero = PyFloat_FromDouble(0.0);
-    if (zero == NULL)
-        return NULL;
-    PyObject *const all[N_ARGS] = {[ARG_QUERY] = args[W_QUERY],
-                                   [ARG_KEY] = args[W_KEY],
-                                   [ARG_VALUE] = NULL,
-                                   [ARG_ATTN_MASK] = args[W_ATTN_MASK],
-                                   [ARG_DROPOUT_P] = zero,
-                                   [ARG_IS_CAUSAL] = args[W_IS_CAUSAL],
-                                   [ARG_SCALE] = args[W_SCALE],
-                                   [ARG_ENABLE_GQA] = args[W_ENABLE_GQA],
-                                   [ARG_BIAS] = args[W_BIAS],
-                                   [ARG_QUERY_OFFSET] = args[W_OFFSET],
-                                   [ARG_QUERY_LENGTHS] = args[W_QUERY_LENGTHS],
-                                   [ARG_KEY_LENGTHS] = args[W_KEY_LENGTHS],
-                                   [ARG_WINDOW_SIZE] = args[W_WINDOW_SIZE],
-                                   [ARG_RNG] = Py_None,
-                                   [ARG_NEED_WEIGHTS] = Py_True,
-                                   [ARG_RETURN_LSE] = Py_False,
-                                   [ARG_RETURN_DROPOUT_MASK] = Py_False,
-                                   [ARG_OUT] = args[W_OUT]};
-    PyObject *result = attend(module, all, true);
-    Py_DECREF(zero);
-    return result;
+    PyObject *without_value[N_ARGS];
+    memcpy(without_value, args, sizeof without_value);
+    without_value[ARG_VALUE] = NULL;
+    return attend(module, without_value, true);
 }

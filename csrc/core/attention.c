@@ -38,7 +38,7 @@ static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_
 struct lead {
     int64_t index;
     struct cattn_sight sight;
-    int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], out, weights, lse;
+    int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights, lse;
 };
 
 static int64_t lead_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index) {
@@ -53,6 +53,8 @@ static struct lead find_lead(const struct cattn_attention_params *p, int64_t ind
         .key = lead_of(p, &p->key, index),
         .value = lead_of(p, &p->value, index),
         .attn_mask = lead_of(p, &p->attn_mask, index),
+        .slopes = lead_of(p, &p->slopes, index),
+        .sinks = lead_of(p, &p->sinks, index),
         .out = lead_of(p, &p->out, index),
         .weights = lead_of(p, &p->weights, index),
         .lse = lead_of(p, &p->lse, index),
@@ -73,6 +75,9 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->seqlen_k = p->seqlen_k;
     rows->scale = p->scale;
     rows->keep_scale = dropout->enabled ? dropout->keep_scale : 1;
+    rows->softcap = p->softcap;
+    rows->has_slopes = p->slopes.data;
+    rows->has_sinks = p->sinks.data;
     rows->key = at(run, &p->key, lead->key + kv_head * p->key.head);
     rows->key_row = p->key.row;
     rows->key_col = p->key.col;
@@ -92,6 +97,12 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->drop = cattn_drop(dropout, lead->index);
 }
 
+/* A number of each head, in the call's own dtype. */
+static double number_at(const struct run *run, const struct cattn_tensor *numbers, int64_t offset) {
+    const void *number = at(run, numbers, offset);
+    return run->params->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
+}
+
 /* Row r of the task is query i of one query head. */
 static void set_row(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int r, int64_t head,
                     int64_t i) {
@@ -106,7 +117,12 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
             (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias[b][r] = at(run, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
-    rows->drop_position[r] = (uint32_t)(i + lead->sight.offset);
+    rows->position[r] = i + lead->sight.offset;
+    if (p->slopes.data)
+        rows->slope[r] = number_at(run, &p->slopes, lead->slopes + head * p->slopes.head);
+    if (p->sinks.data)
+        rows->sink[r] = number_at(run, &p->sinks, lead->sinks + head * p->sinks.head);
+    rows->drop_position[r] = (uint32_t)rows->position[r];
     rows->drop_head[r] = (uint32_t)head;
     rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
     if (p->out.data)

@@ -6,6 +6,7 @@
  *
  *   exp_lean   for attention: one constant, x*log2(e) - n in one rounding; float32 error 1e-7 near 0, growing with |x|
  *   exp_full   for softmax: ln 2 in two parts; below 1 ULP over the whole range
+ *   tanh_full  for softcap, of any x: built like exp_full
  */
 
 #if REAL_BITS == 32
@@ -40,14 +41,17 @@ static const real exp_poly[] = {1.0,
                                 0x1.1e3d2b97d0eaap-29};
 #endif
 
-/* 1 + r*(c[0] + r*(c[1] + ...)), innermost first */
-INLINE vf horner_one(vf r, const real *c, int n) {
+/* c[0] + r*(c[1] + ...), innermost first */
+INLINE vf horner(vf r, const real *c, int n) {
     vf p = vf_set1(c[n - 1]);
 #pragma GCC unroll 16
     for (int i = n - 2; i >= 0; i--)
         p = vf_fma(p, r, vf_set1(c[i]));
-    return vf_fma(p, r, vf_set1(1));
+    return p;
 }
+
+/* 1 + r*(c[0] + r*(c[1] + ...)) */
+INLINE vf horner_one(vf r, const real *c, int n) { return vf_fma(horner(r, c, n), r, vf_set1(1)); }
 
 INLINE vf exp_lean(vf x) {
     const vf log2e = vf_set1(EXP_LOG2E), magic = vf_set1(EXP_MAGIC);
@@ -60,13 +64,29 @@ INLINE vf exp_lean(vf x) {
     return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_scale2(p, n));
 }
 
-INLINE vf exp_full(vf x) {
+/* x = n ln 2 + r, to more digits than x has */
+INLINE vf reduce_full(vf x, vf *n) {
     const vf magic = vf_set1(EXP_MAGIC);
-    vf n = vf_fma(x, vf_set1(EXP_LOG2E), magic) - magic;
-    vf r = vf_fma(n, vf_set1(-EXP_LN2_HI), x);
-    r = vf_fma(n, vf_set1(-EXP_LN2_LO), r);
+    *n = vf_fma(x, vf_set1(EXP_LOG2E), magic) - magic;
+    return vf_fma(*n, vf_set1(-EXP_LN2_LO), vf_fma(*n, vf_set1(-EXP_LN2_HI), x));
+}
+
+INLINE vf exp_full(vf x) {
+    vf n, r = reduce_full(x, &n);
     vf p = horner_one(r, exp_poly, sizeof exp_poly / sizeof *exp_poly);
     return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_scale2(p, n));
+}
+
+/* tanh of any x: -e / (2 + e) of |x|, where e = exp(-2|x|) - 1 keeps its digits near 0. */
+INLINE vf tanh_full(vf x) {
+    const vf y = vf_max(x, -x) * vf_set1(-2);
+    vf n, r = reduce_full(y, &n);
+    const vf power = vf_scale2(vf_set1(1), n);
+    vf e = horner(r, exp_poly, sizeof exp_poly / sizeof *exp_poly) * r;
+    e = vf_fma(e, power, power - vf_set1(1));
+    e = vf_select(vf_lt(y, vf_set1(EXP_CUT)), vf_set1(-1), e);
+    const vf t = vf_div(-e, e + vf_set1(2));
+    return vf_select(vf_lt(x, vf_set1(0)), -t, t);
 }
 
 /* Natural logarithm of a positive normal number, in double: log(2^e m) with m in [sqrt(1/2), sqrt(2)) by the series of

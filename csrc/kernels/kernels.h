@@ -51,6 +51,8 @@ struct cattn_rows {
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
     double scale;
     double keep_scale; /* 1, or 1/(1-p) under dropout */
+    double softcap;    /* > 0, or 0: none */
+    bool has_slopes, has_sinks;
 
     const void *key, *value; /* of this key-value head */
     int64_t key_row, key_col, value_row, value_col;
@@ -65,6 +67,8 @@ struct cattn_rows {
     const void *query[CATTN_TILE_ROWS];
     const uint8_t *keep[CATTN_TILE_ROWS]; /* or all NULL */
     const void *bias[2][CATTN_TILE_ROWS];
+    int64_t position[CATTN_TILE_ROWS];                    /* of the query among the keys */
+    double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS];
     uint8_t *kept[CATTN_TILE_ROWS]; /* or all NULL: one bit a key, lowest first, instead of Philox */
     void *out[CATTN_TILE_ROWS];     /* or all NULL */

@@ -54,9 +54,14 @@ INLINE void score_keys(struct cattn_rows *rows, int many, int64_t key, int n, vf
     }
 }
 
-/* Masks one vector of scores: keys k0+k .. of row r, n of them real. */
+/* Caps, slopes and masks one vector of scores: keys k0+k .. of row r, n of them real. */
 INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
     const vf neg_inf = vf_set1(NEG_INF);
+    if (rows->softcap > 0)
+        score = cap_score(score, rows->softcap);
+    if (rows->has_slopes)
+        score = slope_score(score, vf_set1((real)rows->slope[r]), vf_set1((real)(rows->position[r] - k0)),
+                            index + vf_set1((real)k));
     if (!rows->fully_ranged)
         score = add_bias(score, element_bias(rows, r, k0 + k, n));
     const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);

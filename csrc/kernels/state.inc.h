@@ -89,6 +89,19 @@ INLINE bool key_kept(const struct cattn_rows *rows, int r, int64_t key) {
     return rows->kept[r][key >> 3] >> (key & 7) & 1;
 }
 
+/* What softcap makes of raw scores. Out of line: it is long, and rarely asked for. */
+static __attribute__((noinline)) vf cap_score(vf score, double softcap) {
+    const vf cap = vf_set1((real)softcap);
+    return cap * tanh_full(vf_div(score, cap));
+}
+
+/* ALiBi: the score sinks by slope for each key between the query and this one. Both places count from the block's
+ * first key, so that they are exact wherever the block lies. */
+INLINE vf slope_score(vf score, vf slope, vf query, vf key) {
+    const vf distance = query - key;
+    return vf_fma(-slope, vf_max(distance, -distance), score);
+}
+
 /* score + bias, but exactly -inf where the bias hides the key, whatever the score is */
 INLINE vf add_bias(vf score, vf bias) {
     const vf neg_inf = vf_set1(NEG_INF);
@@ -202,11 +215,26 @@ static real log_sum_exp(real max, real sum) {
     return sum > 0 ? (real)((double)max + log_positive((double)sum)) : CANONICAL_NAN;
 }
 
+/* A sink is one more key that has a score but no value. Takes it into maximum and sum; returns what the accumulator is
+ * to be multiplied with. */
+static real take_sink(real sink, real *max, real *sum) {
+    if (is_neg_inf(sink))
+        return 1;
+    real scale, own, now = sink > *max ? sink : *max;
+    vf_storeu_n(&scale, exp_lean(vf_set1(*max) - vf_set1(now)), 1);
+    vf_storeu_n(&own, exp_lean(vf_set1(sink) - vf_set1(now)), 1);
+    vf_storeu_n(sum, vf_fma(vf_set1(*sum), vf_set1(scale), vf_set1(own)), 1);
+    *max = now;
+    return scale;
+}
+
 static void finish(struct cattn_rows *rows) {
     const real *total_max = rows->total_max, *total_sum = rows->total_sum;
     for (int r = 0; r < rows->n_rows; r++) {
-        real max = total_max[r], sum = total_sum[r], inverse = 1 / sum;
-        real factor = inverse * (real)rows->keep_scale;
+        real max = total_max[r], sum = total_sum[r];
+        const real scale = rows->has_sinks ? take_sink((real)rows->sink[r], &max, &sum) : 1;
+        const real inverse = 1 / sum;
+        real factor = inverse * (real)rows->keep_scale * scale;
         /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
         if (sum == 0)
             factor = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;

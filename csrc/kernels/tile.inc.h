@@ -20,7 +20,8 @@ struct tile {
     int n_keys;
     struct extent all; /* of the whole block */
     struct extent panel[N_PANELS];
-    real lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* the rows' ranges, relative: exact in any element type */
+    real lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];          /* the rows' ranges, relative: exact in any element type */
+    real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
 
 static struct extent extent_of_rows(const struct cattn_rows *rows, int64_t k0, int first, int last) {
@@ -73,6 +74,15 @@ INLINE void score_tile(const struct tile *t, int p, int nr, int k, const real *k
         real *score = (real *)rows->score + k * CATTN_TILE_ROWS + r;
         real *block_max = (real *)rows->block_max + r;
         vf max = vf_loadu(block_max);
+        if (rows->softcap > 0)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++)
+                acc[m][n] = cap_score(acc[m][n], rows->softcap);
+        if (rows->has_slopes)
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++)
+                acc[m][n] =
+                    slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
         if (!rows->fully_ranged)
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++)
@@ -276,6 +286,10 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         t.lo[r] = r < rows->n_rows ? (real)relative(rows->lo[r], k0) : 0;
         t.hi[r] = r < rows->n_rows ? (real)relative(rows->hi[r], k0) : 0;
         ((real *)rows->block_max)[r] = NEG_INF;
+    }
+    for (int r = 0; r < n_panels * PANEL && rows->has_slopes; r++) {
+        t.slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
+        t.position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
     }
     for (int p = 0; p < n_panels; p++) {
         t.panel[p] = extent_of_rows(rows, k0, p * PANEL, (int)min64((p + 1) * PANEL, rows->n_rows));

@@ -172,6 +172,21 @@ def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
     return numbers if isinstance(numbers, int) else np.array(numbers, dtype=np.int64)
 
 
+def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:
+    """Return alibi_slopes or sinks in the compute dtype (a copy), after a look at every number."""
+    array = np.array(as_array(obj, name), dtype=dtype)
+    if array.ndim == 0:
+        raise ValueError(f"{name} must have one number for each query head, shape (H,), got one number")
+    allowed = np.isneginf(array) if name == "sinks" else np.zeros(array.shape, bool)
+    wrong = ~(np.isfinite(array) | allowed)
+    if name == "alibi_slopes":
+        wrong |= array < 0
+    if wrong.any():
+        wanted = "finite, or -inf for none" if name == "sinks" else "finite and not negative"
+        raise ValueError(f"{name} must be {wanted}, got {array[wrong].flat[0]}")
+    return array
+
+
 def shares_memory(a: Array, b: Array) -> bool:
     """Whether two arrays have a byte in common; True where the answer would take too long."""
     limit: Any = 10_000  # stubs of NumPy know only -1 and 0

@@ -26,6 +26,9 @@ def scaled_dot_product_attention(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
     rng: RNG = ...,
     need_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
@@ -48,6 +51,9 @@ def scaled_dot_product_attention(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
     rng: RNG = ...,
     need_weights: bool = ...,
     return_lse: bool = ...,
@@ -69,13 +75,16 @@ def scaled_dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     rng: RNG = None,
     need_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
-    """Return softmax(scale * query @ key.T + bias) @ value, over the keys that each query may see.
+    """Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
 
     Up to `enable_gqa` the signature is that of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of
     scores is never held as a whole.
@@ -118,6 +127,14 @@ def scaled_dot_product_attention(
     window_size : (int, int)
         The query at position p sees the keys from p - left to p + right, itself among them; -1 or None: no bound on
         that side. Position p is i + query_offset, and with "lower_right" i + T_k - T_q. Intersected with all else.
+    softcap : float, optional
+        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0: as they are.
+    alibi_slopes : array_like of float, shape (H,) or (..., H), optional
+        ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
+        each query head; see `get_alibi_slopes`.
+    sinks : array_like of float, shape (H,) or (..., H), optional
+        One more score for each query head, of no key: it takes part in the sum of exponentials, neither scaled nor
+        capped, and has no value. Rows of weights then sum to less than 1.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Where dropout gets its bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int
         drops the same weights. From a generator one key is drawn, after everything else was checked. A `TorchGenerator`
@@ -136,7 +153,7 @@ def scaled_dot_product_attention(
     -------
     ndarray, shape (..., T_q, d_v), or AttentionOutput
         The output; with any of the three extras (or an AttentionOutput as `out`) an `AttentionOutput`, where what was
-        not asked for is None. A query that sees no key gets output 0, weights 0 and lse -inf.
+        not asked for is None. A query that sees no key gets output 0, weights 0 and lse -inf (the sink, with sinks).
 
     Raises
     ------
@@ -158,7 +175,8 @@ def scaled_dot_product_attention(
     result of a row has the same bits for every number of threads, batch, stride and instruction set with FMA.
 
     The sums are those of online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Dropout compares the bits of
-    Philox4x32-10 (Salmon et al., 2011), counted by batch, head, query position and key.
+    Philox4x32-10 (Salmon et al., 2011), counted by batch, head, query position and key. softcap is that of Gemma 2
+    (2024), alibi_slopes those of Press et al. (2022), sinks those of GPT-OSS (2025).
 
     Examples
     --------
@@ -199,6 +217,9 @@ def scaled_dot_product_attention(
         query_seq_lengths,
         key_value_seq_lengths,
         window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
         rng,
         need_weights,
         return_lse,
@@ -220,6 +241,9 @@ def attention_weights(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     stage: Literal["softmax"] = "softmax",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
@@ -247,6 +271,10 @@ def attention_weights(
         How many queries and keys count.
     window_size : (int, int)
         Keys seen before and after a query's position, -1: no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        Numbers of each query head: what distance costs, and a score that belongs to no key.
     stage : {"softmax"}
         The step of attention whose result is returned.
     out : ndarray, optional
@@ -255,7 +283,7 @@ def attention_weights(
     Returns
     -------
     ndarray, shape (..., T_q, T_k)
-        Rows sum to 1; a query that sees no key has a row of 0.
+        Rows sum to 1 (less, with sinks); a query that sees no key has a row of 0.
 
     Raises
     ------
@@ -275,7 +303,9 @@ def attention_weights(
     return _cattn.attention_weights(
         query,
         key,
+        None,  # value
         attn_mask,
+        0.0,  # dropout_p
         is_causal,
         scale,
         enable_gqa,
@@ -284,6 +314,13 @@ def attention_weights(
         query_seq_lengths,
         key_value_seq_lengths,
         window_size,
-        stage,
+        softcap,
+        alibi_slopes,
+        sinks,
+        None,  # rng
+        True,  # need_weights
+        False,  # return_lse
+        False,  # return_dropout_mask
         out,
+        stage,
     )

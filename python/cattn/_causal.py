@@ -26,6 +26,9 @@ def causal_attention(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
     rng: RNG = ...,
     need_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
@@ -47,6 +50,9 @@ def causal_attention(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
     rng: RNG = ...,
     need_weights: bool = ...,
     return_lse: bool = ...,
@@ -67,6 +73,9 @@ def causal_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     rng: RNG = None,
     need_weights: bool = False,
     return_lse: bool = False,
@@ -102,6 +111,10 @@ def causal_attention(
         How many queries and keys count. The default offset is the difference of the two, for each of the batch.
     window_size : (int, int)
         Keys that a query sees before its own position; the second number has no effect here.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        Numbers of each query head: what distance costs, and a score that belongs to no key.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Where dropout gets its bits.
     need_weights, return_lse, return_dropout_mask : bool
@@ -143,6 +156,9 @@ def causal_attention(
         query_seq_lengths,
         key_value_seq_lengths,
         window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
         rng,
         need_weights,
         return_lse,

@@ -5,7 +5,8 @@ textbook does. Names, arguments and meaning are the package's own, but results a
 
 For a query i at position p = i + query_offset and a key j::
 
-    score  = scale * (query[i] . key[j]) + attn_mask[i, j] + bias[i, j]       (additive masks only)
+    score  = softcap(scale * (query[i] . key[j])) - slope * |p - j| + attn_mask[i, j] + bias[i, j]
+             where softcap(s) is softcap * tanh(s / softcap), and masks are additive
     visible = attn_mask[i, j] is True, no term is -inf, j <= p if causal, p - left <= j <= p + right in a window,
               and i and j are among the query_seq_lengths and key_value_seq_lengths that count
     weight = exp(score) / sum of exp(score) over the visible keys, and 0 where a key is not visible

@@ -30,6 +30,9 @@ def scaled_dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     rng: int | None = None,
     need_weights: bool = False,
     return_lse: bool = False,
@@ -50,6 +53,9 @@ def scaled_dot_product_attention(
         The offset may be an array that broadcasts to the leading dimensions without the heads.
     query_seq_lengths, key_value_seq_lengths : int, or array_like that broadcasts as query_offset
         How many queries and keys count; "lower_right" lines up the last ones that do.
+    softcap : float, makes scores ``softcap * tanh(score / softcap)`` before anything is added; None or 0: as they are
+    alibi_slopes : array_like (H,) or (..., H), lowers scores by slope * abs(position - key)
+    sinks : array_like (H,) or (..., H), one more score for each head, of no key and without a value
     scale : float, default 1 / sqrt(D)
     bias : array_like of floats, broadcastable to (..., T_q, T_k)
         Added to the scores; -inf hides a key.
@@ -80,12 +86,10 @@ def scaled_dot_product_attention(
         ranges,
         scale,
         enable_gqa,
+        softcap,
+        alibi_slopes,
     )
-    weights = softmax(scores, where=visible)
-
-    row_max = np.max(scores, axis=-1, initial=-np.inf, where=visible)
-    row_sum = np.where(visible, np.exp(scores - row_max[..., None]), 0.0).sum(axis=-1)
-    lse = np.where(row_max == -np.inf, -np.inf, row_max + np.log(row_sum))
+    weights, lse = _normalize(scores, visible, sinks)
 
     seed, kept = new_seed(rng), np.ones(scores.shape, np.bool_)
     if p > 0:
@@ -148,6 +152,9 @@ def attention_weights(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     stage: str = "softmax",
     out: Floats | None = None,
 ) -> Floats:
@@ -168,8 +175,10 @@ def attention_weights(
         ranges,
         scale,
         enable_gqa,
+        softcap,
+        alibi_slopes,
     )
-    weights = softmax(problem.scores, where=problem.visible)
+    weights, _ = _normalize(problem.scores, problem.visible, sinks)
     return deliver(weights[..., 0, :, :] if problem.one_head else weights, out)
 
 
@@ -187,6 +196,8 @@ def score(
     ranges: Ranges,
     scale: float | None,
     enable_gqa: bool | None,
+    softcap: float | None = None,
+    slopes: ArrayLike | None = None,
 ) -> Problem:
     """Scores and visibility of every pair, with the heads on an axis of their own."""
     arrays = [np.asarray(a, np.float64) for a in inputs]
@@ -202,7 +213,13 @@ def score(
 
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     scores = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
-    visible = np.ones(shape, np.bool_)
+    in_range, position = visible_keys(shape[-2], shape[-1], ranges)
+    visible = np.array(np.broadcast_to(in_range[..., None, :, :], shape))
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if slopes is not None:
+        distance = np.abs(position[..., None, :, None] - np.arange(shape[-1]))
+        scores = scores - np.asarray(slopes, np.float64)[..., None, None] * distance
     for name, given in zip(("attn_mask", "bias"), masks, strict=True):
         if given is None:
             continue
@@ -217,9 +234,19 @@ def score(
         else:
             raise TypeError(f"bias must hold floats, got {term.dtype}; a boolean mask goes to attn_mask")
 
-    in_range, position = visible_keys(shape[-2], shape[-1], ranges)
-    visible &= in_range[..., None, :, :]
     return Problem(scores, visible, position, np.broadcast_to(v, shape[:-2] + v.shape[-2:]), one_head)
+
+
+def _normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
+    """Weights and LSE of the visible scores; a sink is one more score, whose weight is left out."""
+    if sinks is not None:
+        sink = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate([scores, sink], axis=-1)
+        visible = np.concatenate([visible, sink > -np.inf], axis=-1)
+    weights = softmax(scores, where=visible)[..., : visible.shape[-1] - (sinks is not None)]
+    row_max = np.max(scores, axis=-1, initial=-np.inf, where=visible)
+    row_sum = np.where(visible, np.exp(scores - row_max[..., None]), 0.0).sum(axis=-1)
+    return weights, np.where(row_max == -np.inf, -np.inf, row_max + np.log(row_sum))
 
 
 def match_heads(q: Floats, k: Floats, v: Floats, enable_gqa: bool | None) -> tuple[Floats, Floats, Floats]:
