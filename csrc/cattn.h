@@ -65,6 +65,8 @@ struct cattn_dropout_spec {
 struct cattn_ranges {
     int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
     bool lower_right;    /* offset is key_length - query_length, of each batch; else as given */
+    bool all_visible;    /* positions count, ranges do not: every query sees all seqlen_k keys */
+    int64_t seqlen_k;
     int64_t offset, query_length, key_length;
     struct cattn_tensor offsets, query_lengths, key_lengths;
 };
@@ -91,6 +93,7 @@ struct cattn_attention_params {
 
     struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */
     struct cattn_tensor weights;      /* optional: after softmax, before dropout */
+    bool raw_weights;                 /* weights are the scores instead, -inf where a key is hidden */
     struct cattn_tensor lse;          /* optional: (lead, head, row) */
     struct cattn_tensor dropout_mask; /* optional: bytes, 1 = kept */
 

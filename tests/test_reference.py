@@ -391,7 +391,7 @@ def test_argument_types() -> None:
     with pytest.raises(TypeError, match="attn_mask"):
         reference.scaled_dot_product_attention(x, x, x, bias=np.ones((2, 2), bool))
     with pytest.raises(ValueError, match="softmax"):
-        reference.attention_weights(x, x, stage="qk")
+        reference.attention_weights(x, x, stage="lse")
     for kind in (np.float32, np.int64, list):
         converted = x.tolist() if kind is list else x.astype(kind)
         assert reference.causal_attention(converted, x, x).dtype == np.float64

@@ -28,7 +28,7 @@ struct binding_state {
     PyObject *eight;        /* the number of bytes it is asked for */
     PyObject *torch_stream; /* the type TorchStream of py_torch_random.c */
     /* interned names that arguments are compared with */
-    PyObject *upper_left, *lower_right, *softmax, *neg_inf, *renormalize;
+    PyObject *upper_left, *lower_right, *neg_inf, *renormalize;
     enum cattn_path path; /* a test hook: AUTO unless a test forces one */
 };
 

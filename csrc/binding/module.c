@@ -186,7 +186,6 @@ static bool import_names(struct binding_state *state) {
     return (state->eight = PyLong_FromLong(8)) != NULL &&
            (state->upper_left = PyUnicode_InternFromString("upper_left")) != NULL &&
            (state->lower_right = PyUnicode_InternFromString("lower_right")) != NULL &&
-           (state->softmax = PyUnicode_InternFromString("softmax")) != NULL &&
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
            (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL;
 }
@@ -235,7 +234,6 @@ static int module_exec(PyObject *module) {
     DO(torch_stream)                                                                                                   \
     DO(upper_left)                                                                                                     \
     DO(lower_right)                                                                                                    \
-    DO(softmax)                                                                                                        \
     DO(neg_inf)                                                                                                        \
     DO(renormalize)
 

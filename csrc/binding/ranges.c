@@ -142,6 +142,8 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
     ranges->left = args->left;
     ranges->right = args->is_causal ? 0 : args->right;
     ranges->lower_right = args->lower_right;
+    ranges->all_visible = false;
+    ranges->seqlen_k = sizes->seqlen_k;
     ranges->offset = args->offset;
     return set_lengths(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
                        &args->query_lengths) &&

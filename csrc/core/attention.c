@@ -78,6 +78,7 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->softcap = p->softcap;
     rows->has_slopes = p->slopes.data;
     rows->has_sinks = p->sinks.data;
+    rows->raw_weights = p->raw_weights;
     rows->key = at(run, &p->key, lead->key + kv_head * p->key.head);
     rows->key_row = p->key.row;
     rows->key_col = p->key.col;

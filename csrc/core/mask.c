@@ -32,6 +32,11 @@ struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const i
         .right = clamp(r->right, 0, FAR),
     };
     sight.offset = r->lower_right ? sight.n_keys - sight.n_queries : clamp(sight.offset, -FAR, FAR);
+    if (r->all_visible) {
+        sight.n_queries = INT64_MAX;
+        sight.n_keys = r->seqlen_k;
+        sight.left = sight.right = FAR;
+    }
     return sight;
 }
 

@@ -53,6 +53,7 @@ struct cattn_rows {
     double keep_scale; /* 1, or 1/(1-p) under dropout */
     double softcap;    /* > 0, or 0: none */
     bool has_slopes, has_sinks;
+    bool raw_weights; /* weights stay scores, -inf out of range */
 
     const void *key, *value; /* of this key-value head */
     int64_t key_row, key_col, value_row, value_col;

@@ -188,15 +188,18 @@ static void finish_out(const struct cattn_rows *rows, int r, real factor) {
     }
 }
 
-/* The raw scores of one row become weights, in place; keys out of range get 0. */
+/* The raw scores of one row become weights, in place; keys out of range get 0, or -inf where scores are asked for. */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
     real *w = rows->weights[r];
     const int64_t col = rows->weights_col, lo = rows->lo[r], hi = rows->hi[r];
-    const vf shift = vf_set1(max), factor = vf_set1(inverse), zero = vf_set1(0);
+    const vf shift = vf_set1(max), factor = vf_set1(inverse);
+    const vf outside = vf_set1(rows->raw_weights ? NEG_INF : 0);
     for (int64_t k = 0; k < lo; k += LANES)
-        store_strided(w + k * col, col, zero, (int)min64(LANES, lo - k));
-    for (int64_t k = hi; k < rows->seqlen_k; k += LANES)
-        store_strided(w + k * col, col, zero, (int)min64(LANES, rows->seqlen_k - k));
+        store_strided(w + k * col, col, outside, (int)min64(LANES, lo - k));
+    for (int64_t k = max64(lo, hi); k < rows->seqlen_k; k += LANES)
+        store_strided(w + k * col, col, outside, (int)min64(LANES, rows->seqlen_k - k));
+    if (rows->raw_weights)
+        return;
     if (!(inverse < (real)INFINITY)) { /* NaN, or no mass at all: only the masks tell 0 from NaN */
         for (int64_t k = lo; k < hi; k++)
             w[k * col] = key_visible(rows, r, k) ? CANONICAL_NAN : 0;

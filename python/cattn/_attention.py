@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
-from ._types import RNG, Alignment, AttentionOutput, Window
+from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
 
 @overload
@@ -244,10 +244,14 @@ def attention_weights(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    stage: Literal["softmax"] = "softmax",
+    dropout_p: float = 0.0,
+    rng: RNG = None,
+    stage: Stage = "softmax",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the attention weights, softmax(scale * query @ key.T + bias) over the visible keys.
+    """Return the attention weights, or the scores of one of the steps before them.
+
+    The fused functions hold no such matrix; this one is for looking, for plots and for checking each step.
 
     Parameters
     ----------
@@ -275,15 +279,21 @@ def attention_weights(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         Numbers of each query head: what distance costs, and a score that belongs to no key.
-    stage : {"softmax"}
-        The step of attention whose result is returned.
+    dropout_p : float
+        Probability of a weight to be dropped, for stage "dropout".
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where dropout gets its bits.
+    stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
+        The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
+        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" is what is called attention weights, and
+        "dropout" is what they are when they meet the values.
     out : ndarray, optional
         Takes the result: exact shape and dtype, any strides.
 
     Returns
     -------
     ndarray, shape (..., T_q, T_k)
-        Rows sum to 1 (less, with sinks); a query that sees no key has a row of 0.
+        Scores, or weights. Rows of weights sum to 1 (less, with sinks); a query that sees no key has a row of 0.
 
     Raises
     ------
@@ -299,13 +309,17 @@ def attention_weights(
     array([[1.   , 0.   , 0.   ],
            [0.5  , 0.5  , 0.   ],
            [0.333, 0.333, 0.333]])
+    >>> cattn.attention_weights(x, x, is_causal=True, stage="mask")
+    array([[  0., -inf, -inf],
+           [  0.,   0., -inf],
+           [  0.,   0.,   0.]])
     """
-    return _cattn.attention_weights(
+    result = _cattn.attention_weights(
         query,
         key,
         None,  # value
         attn_mask,
-        0.0,  # dropout_p
+        dropout_p,
         is_causal,
         scale,
         enable_gqa,
@@ -317,10 +331,16 @@ def attention_weights(
         softcap,
         alibi_slopes,
         sinks,
-        None,  # rng
+        rng,
         True,  # need_weights
         False,  # return_lse
         False,  # return_dropout_mask
         out,
         stage,
     )
+    if stage != "dropout":
+        return cast(NDArray[Any], result)
+    weights: NDArray[Any] = result.weights
+    weights *= 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    weights[~result.dropout_mask] = 0  # not a product: what is dropped is 0, whatever it was
+    return weights

@@ -1,14 +1,13 @@
-"""Causal attention and causal masks: signatures and documentation of what the C extension computes."""
+"""Causal attention: signature and documentation of what the C extension computes."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
-from ._types import RNG, Alignment, AttentionOutput, Window
+from ._types import RNG, AttentionOutput, Window
 
 
 @overload
@@ -165,54 +164,3 @@ def causal_attention(
         return_dropout_mask,
         out,
     )
-
-
-def causal_mask(
-    T_q: int,
-    T_k: int | None = None,
-    *,
-    is_causal: Alignment = "lower_right",
-    query_offset: int | None = None,
-    window_size: Window = (-1, -1),
-) -> NDArray[np.bool_]:
-    """Return which key each query sees, as a boolean mask.
-
-    Parameters
-    ----------
-    T_q : int
-        Number of queries.
-    T_k : int, optional
-        Number of keys. Default T_q.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Query i sees the keys j <= i ("upper_left", the meaning of True), j <= i + T_k - T_q ("lower_right") or every
-        key (False).
-    query_offset : int, optional
-        Position of the first query: query i sees the keys j <= i + query_offset; takes the place of "lower_right".
-    window_size : (int, int)
-        The query at position p sees the keys from p - left to p + right only; -1 or None: no bound on that side.
-
-    Returns
-    -------
-    ndarray of bool, shape (T_q, T_k)
-        True = keep.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A length is not an int, or negative; another is_causal.
-
-    Examples
-    --------
-    >>> import cattn
-    >>> cattn.causal_mask(2, 3)
-    array([[ True,  True, False],
-           [ True,  True,  True]])
-    >>> cattn.causal_mask(4, window_size=(1, 0)).astype(int)
-    array([[1, 0, 0, 0],
-           [1, 1, 0, 0],
-           [0, 1, 1, 0],
-           [0, 0, 1, 1]])
-    """
-    if query_offset is not None and isinstance(is_causal, str) and is_causal == "lower_right":
-        is_causal = "upper_left"
-    return _cattn.causal_mask(T_q, T_k, is_causal, query_offset, window_size)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionOutput", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
+Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
 Window: TypeAlias = tuple[int | None, int | None] | list[int] | None
 # A string: naming these classes would import numpy.random, which takes as long as everything else here together.
 RNG: TypeAlias = (

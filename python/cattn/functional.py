@@ -1,7 +1,9 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from ._attention import attention_weights, scaled_dot_product_attention
-from ._causal import causal_attention, causal_mask
+from ._causal import causal_attention
+from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
+from ._merge import merge_attention
 from ._softmax import dropout, masked_softmax, softmax
 
 __all__ = [
@@ -9,7 +11,11 @@ __all__ = [
     "causal_attention",
     "causal_mask",
     "dropout",
+    "get_alibi_slopes",
     "masked_softmax",
+    "merge_attention",
     "scaled_dot_product_attention",
+    "show_mask",
+    "sliding_window",
     "softmax",
 ]

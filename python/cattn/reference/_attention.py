@@ -1,5 +1,7 @@
 """Attention: scores, visibility, weights, and the weighted sum of the values."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
 from ._shared import Bools, Floats, boolean, deliver, new_seed, probability, quiet
 from ._softmax import softmax
+
+STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 
 
 @quiet
@@ -80,7 +84,7 @@ def scaled_dot_product_attention(
     """
     p = probability(dropout_p, "dropout_p")
     ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
-    scores, visible, position, values, one_head = score(
+    problem = score(
         (query, key, value),
         (attn_mask, bias),
         ranges,
@@ -89,16 +93,12 @@ def scaled_dot_product_attention(
         softcap,
         alibi_slopes,
     )
-    weights, lse = _normalize(scores, visible, sinks)
+    weights, lse = _normalize(problem.scores, problem.visible, sinks)
+    seed = new_seed(rng)
+    kept = _kept(p, seed, problem)
+    result = _weighted_sum(apply_dropout(weights, kept, p), problem.value, problem.visible)
 
-    seed, kept = new_seed(rng), np.ones(scores.shape, np.bool_)
-    if p > 0:
-        *lead, num_heads, _, T_k = scores.shape
-        batch = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
-        kept = dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], position[..., None, :], T_k)
-    result = _weighted_sum(apply_dropout(weights, kept, p), values, visible)
-
-    if one_head:
+    if problem.one_head:
         result, weights, kept, lse = result[..., 0, :, :], weights[..., 0, :, :], kept[..., 0, :, :], lse[..., 0, :]
     given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
     result = deliver(result, given.out)
@@ -155,31 +155,56 @@ def attention_weights(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    rng: int | None = None,
     stage: str = "softmax",
     out: Floats | None = None,
 ) -> Floats:
-    """Return the weights (..., T_q, T_k) with which `scaled_dot_product_attention` adds up values, before dropout.
+    """Return what attention holds after one of its steps, (..., T_q, T_k).
+
+    The steps: "qk" scaled products, "softcap", "bias" (slopes and additive masks), "mask" (hidden scores are -inf),
+    "softmax" (the weights), "dropout" (the weights as they meet the values).
 
     Examples
     --------
     >>> attention_weights(np.zeros((2, 3)), np.zeros((2, 3)), is_causal=True)
     array([[1. , 0. ],
            [0.5, 0.5]])
+    >>> attention_weights(np.zeros((2, 3)), np.zeros((2, 3)), is_causal=True, stage="mask")
+    array([[  0., -inf],
+           [  0.,   0.]])
     """
-    if stage != "softmax":
-        raise ValueError(f'stage must be "softmax", got {stage!r}')
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {STAGES}, got {stage!r}")
+    step = STAGES.index(stage)
     ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
     problem = score(
         (query, key, key),
-        (attn_mask, bias),
+        (attn_mask, bias) if step >= STAGES.index("bias") else (None, None),
         ranges,
         scale,
         enable_gqa,
-        softcap,
-        alibi_slopes,
+        softcap if step >= STAGES.index("softcap") else None,
+        alibi_slopes if step >= STAGES.index("bias") else None,
     )
-    weights, _ = _normalize(problem.scores, problem.visible, sinks)
-    return deliver(weights[..., 0, :, :] if problem.one_head else weights, out)
+    result = problem.scores
+    if stage == "mask":
+        result = np.where(problem.visible, result, -np.inf)
+    elif step > STAGES.index("mask"):
+        result, _ = _normalize(result, problem.visible, sinks)
+    if stage == "dropout":
+        p = probability(dropout_p, "dropout_p")
+        result = apply_dropout(result, _kept(p, new_seed(rng), problem), p)
+    return deliver(result[..., 0, :, :] if problem.one_head else result, out)
+
+
+def _kept(p: float, seed: int, problem: Problem) -> Bools:
+    """Which weights a dropout keeps."""
+    *lead, num_heads, _, T_k = problem.scores.shape
+    if p == 0:
+        return np.ones(problem.scores.shape, np.bool_)
+    batch = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
+    return dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], problem.position[..., None, :], T_k)
 
 
 class Problem(NamedTuple):

@@ -1,0 +1,232 @@
+"""Masks to build and to look at: causal masks, windows, ALiBi slopes, and who sees whom as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import _cattn
+from ._attention import attention_weights
+from ._checks import as_size
+from ._types import Alignment, Window
+
+GRID = 64  # masks with more keys than this are told in ranges
+MOST_ROWS = 64  # and no more queries than this are told of one mask
+
+
+def causal_mask(
+    T_q: int,
+    T_k: int | None = None,
+    *,
+    is_causal: Alignment = "lower_right",
+    query_offset: int | None = None,
+    window_size: Window = (-1, -1),
+) -> NDArray[np.bool_]:
+    """Return which key each query sees, as a boolean mask.
+
+    Parameters
+    ----------
+    T_q : int
+        Number of queries.
+    T_k : int, optional
+        Number of keys. Default T_q.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Query i sees the keys j <= i ("upper_left", the meaning of True), j <= i + T_k - T_q ("lower_right") or every
+        key (False).
+    query_offset : int, optional
+        Position of the first query: query i sees the keys j <= i + query_offset; takes the place of "lower_right".
+    window_size : (int, int)
+        The query at position p sees the keys from p - left to p + right only; -1 or None: no bound on that side.
+
+    Returns
+    -------
+    ndarray of bool, shape (T_q, T_k)
+        True = keep.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A length is not an int, or negative; another is_causal.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> cattn.causal_mask(2, 3)
+    array([[ True,  True, False],
+           [ True,  True,  True]])
+    >>> cattn.causal_mask(4, window_size=(1, 0)).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 1, 1, 0],
+           [0, 0, 1, 1]])
+    """
+    if query_offset is not None and isinstance(is_causal, str) and is_causal == "lower_right":
+        is_causal = "upper_left"
+    return _cattn.causal_mask(T_q, T_k, is_causal, query_offset, window_size)
+
+
+def sliding_window(total: int) -> tuple[int, int]:
+    """Return the window_size of a causal window that counts the token itself.
+
+    Model cards and configurations give the number of tokens that one sees in all; `window_size` counts those before.
+
+    Parameters
+    ----------
+    total : int
+        Tokens in the window, the query's own among them; at least 1.
+
+    Returns
+    -------
+    (int, int)
+        ``(total - 1, 0)``, for ``window_size=``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        total is not an int, or below 1.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> cattn.sliding_window(4096)
+    (4095, 0)
+    """
+    return as_size(total, "total") - 1, 0
+
+
+def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
+    """Return the slopes of ALiBi for each head.
+
+    Parameters
+    ----------
+    num_heads : int
+        Number of query heads, at least 1.
+
+    Returns
+    -------
+    ndarray of float64, shape (num_heads,)
+        For ``alibi_slopes=``. With n a power of two they are 2**(-8 h / n), h = 1 .. n; other numbers of heads take the
+        slopes of the power of two below and every other one of the power above.
+
+    Raises
+    ------
+    TypeError, ValueError
+        num_heads is not an int, or below 1.
+
+    Notes
+    -----
+    Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation",
+    ICLR 2022.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> cattn.get_alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625])
+    """
+    num_heads = as_size(num_heads, "num_heads")
+    below = 1 << (num_heads.bit_length() - 1)
+
+    def powers(n: int) -> NDArray[np.float64]:
+        return np.exp2(-8.0 * np.arange(1, n + 1) / n)
+
+    return np.concatenate([powers(below), powers(2 * below)[::2][: num_heads - below]])
+
+
+def show_mask(
+    T_q: int,
+    T_k: int | None = None,
+    *,
+    attn_mask: ArrayLike | None = None,
+    is_causal: Alignment = False,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+) -> str:
+    """Tell which key each query sees, as text, for the masks of `scaled_dot_product_attention`.
+
+    Parameters
+    ----------
+    T_q : int
+        Number of queries.
+    T_k : int, optional
+        Number of keys. Default T_q.
+    attn_mask : array_like, optional
+        Boolean (True = keep) or float (-inf hides).
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees.
+    query_offset : int or array_like of int, optional
+        Position of the first query.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        How many queries and keys count.
+    window_size : (int, int)
+        Keys seen before and after a query's position, -1: no bound.
+
+    Returns
+    -------
+    str
+        A line for each query. Up to 64 keys are drawn, "x" for seen and "." for hidden; of more the ranges are told.
+        One block for each mask of a batch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`.
+
+    Examples
+    --------
+    >>> import cattn
+    >>> print(cattn.show_mask(3, 5, is_causal="lower_right", window_size=(2, 0)))
+    key      01234
+    query 0  xxx..
+    query 1  .xxx.
+    query 2  ..xxx
+    """
+    T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
+    batch = np.broadcast_shapes(
+        *(np.shape(a) for a in (query_offset, query_seq_lengths, key_value_seq_lengths) if a is not None)
+    )
+    mask_lead = () if attn_mask is None else np.shape(attn_mask)[:-2]
+    lead = batch if len(mask_lead) <= len(batch) else mask_lead  # the mask may have heads as well
+    scores = attention_weights(
+        np.zeros((*lead, T_q, 1), np.float32),
+        np.zeros((*lead, T_k, 1), np.float32),
+        attn_mask,
+        is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        window_size=window_size,
+        stage="mask",
+    )
+    visible = ~np.isneginf(scores)
+    if not lead:
+        return _show(visible)
+    blocks = (f"{list(index)}:\n{_show(visible[index])}" for index in np.ndindex(*lead))
+    return "\n\n".join(blocks)
+
+
+def _show(visible: NDArray[np.bool_]) -> str:
+    """Draw one mask, or tell its ranges where it is wide."""
+    T_q, T_k = visible.shape
+    digits = len(str(max(T_q - 1, 0)))
+    lines = []
+    if T_k <= GRID:
+        ruler = "".join(str(j % 10) for j in range(T_k))
+        lines.append(f"{'key':<{6 + digits}}  {ruler}")
+    for i, row in enumerate(visible[:MOST_ROWS]):
+        seen = "".join(".x"[see] for see in row.astype(int)) if T_k <= GRID else _ranges(row)
+        lines.append(f"query {i:>{digits}}  {seen}")
+    if T_q > MOST_ROWS:
+        lines.append(f"and {T_q - MOST_ROWS} more queries")
+    return "\n".join(lines)
+
+
+def _ranges(row: NDArray[np.bool_]) -> str:
+    """Return the keys of a row as ranges: "0-35, 40"."""
+    edges = np.flatnonzero(np.diff(np.r_[0, row.astype(np.int8), 0]))
+    pairs: list[Any] = edges.reshape(-1, 2).tolist()
+    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in pairs) or "none"

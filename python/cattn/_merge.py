@@ -1,0 +1,79 @@
+"""Merging attention over disjoint sets of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ._arrays import as_array
+
+
+def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Combine attention over parts of the keys into attention over all of them.
+
+    For keys and values that arrive in pieces, or live on several machines: attend to each piece with
+    ``return_lse=True``, then merge.
+
+    Parameters
+    ----------
+    outs : sequence of array_like, shape (..., T_q, d_v)
+        The output over each part, float32 or float64.
+    lses : sequence of array_like, shape (..., T_q)
+        The log-sum-exp over each part.
+
+    Returns
+    -------
+    out : ndarray, shape (..., T_q, d_v)
+        The output over all parts, equal to rounding. A part of which a query saw no key (lse -inf) changes no bit.
+    lse : ndarray, shape (..., T_q)
+        The log-sum-exp over all parts.
+
+    Raises
+    ------
+    TypeError
+        A part is not an array of numbers.
+    ValueError
+        There are no parts, outs and lses are not as many, or shapes differ.
+
+    Notes
+    -----
+    Parts must not share keys. With sinks, give them to one part only. Dropout of each part has to be that of its keys'
+    places, which only the whole call knows: merge outputs without dropout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 6, 4))
+    >>> parts = [
+    ...     cattn.scaled_dot_product_attention(query, key[part], value[part], return_lse=True)
+    ...     for part in (slice(0, 2), slice(2, 6))]
+    >>> out, lse = cattn.merge_attention([p.out for p in parts], [p.lse for p in parts])
+    >>> bool(np.allclose(out, cattn.scaled_dot_product_attention(query, key, value)))
+    True
+    """
+    all_outs = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
+    all_lses = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    if not all_outs or len(all_outs) != len(all_lses):
+        raise ValueError(f"outs and lses must be as many, at least 1, got {len(all_outs)} and {len(all_lses)}")
+    for n, (out, lse) in enumerate(zip(all_outs, all_lses, strict=True)):
+        if out.shape != all_outs[0].shape:
+            raise ValueError(f"outs[{n}] has shape {out.shape}, outs[0] has {all_outs[0].shape}")
+        if lse.shape != out.shape[:-1]:
+            raise ValueError(f"lses[{n}] has shape {lse.shape}, its output wants {out.shape[:-1]}")
+
+    dtype = np.result_type(*all_outs, *all_lses)
+    stacked = np.stack(all_lses).astype(dtype, copy=False)
+    top = stacked.max(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        parts = np.exp(stacked - np.where(np.isneginf(top), dtype.type(0), top))
+        total = parts.sum(axis=0)
+        merged = np.zeros(all_outs[0].shape, dtype)
+        for share, out in zip(parts, all_outs, strict=True):
+            # not a product where the share is 0: what an empty part holds does not count
+            merged += np.where(share[..., None] == 0, dtype.type(0), share[..., None] * out)
+        merged /= np.where(total == 0, dtype.type(1), total)[..., None]
+        return merged, top + np.log(np.where(total == 0, dtype.type(1), total))

@@ -1,0 +1,106 @@
+"""The small functions around masks: windows, slopes, and masks as text."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+
+
+def test_sliding_window_counts_the_token_itself() -> None:
+    mask = cattn.causal_mask(9, window_size=cattn.sliding_window(3))
+    assert mask.sum(axis=1).tolist() == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert mask.diagonal().all()
+
+
+@pytest.mark.parametrize("T_q", [1, 4, 9])
+@pytest.mark.parametrize("T_k", [1, 4, 9])
+def test_causal_mask_with_windows(T_q: int, T_k: int) -> None:
+    """Against the definition, pair by pair."""
+    for offset, left, right in itertools.product((-3, 0, 2), (-1, None, 0, 2), (-1, None, 0, 2)):
+        mask = cattn.causal_mask(T_q, T_k, is_causal=False, query_offset=offset, window_size=(left, right))
+        for i, j in itertools.product(range(T_q), range(T_k)):
+            p = i + offset
+            seen = (left in (None, -1) or j >= p - left) and (right in (None, -1) or j <= p + right)
+            assert mask[i, j] == seen
+        causal = cattn.causal_mask(T_q, T_k, query_offset=offset, window_size=(left, right))
+        np.testing.assert_array_equal(causal, mask & cattn.causal_mask(T_q, T_k, query_offset=offset))
+
+
+def test_alibi_slopes() -> None:
+    """The numbers of the paper for 8 heads, and its rule for others."""
+    np.testing.assert_array_equal(cattn.get_alibi_slopes(8), 0.5 ** np.arange(1, 9))
+    np.testing.assert_allclose(cattn.get_alibi_slopes(16), 2.0 ** (-np.arange(1, 17) / 2), rtol=1e-15)
+    twelve = cattn.get_alibi_slopes(12)
+    np.testing.assert_array_equal(twelve[:8], cattn.get_alibi_slopes(8))
+    np.testing.assert_array_equal(twelve[8:], cattn.get_alibi_slopes(16)[:8:2])
+    for n in range(1, 40):
+        slopes = cattn.get_alibi_slopes(n)
+        assert slopes.shape == (n,)
+        assert len(set(slopes)) == n
+        assert ((slopes > 0) & (slopes < 1)).all()
+
+
+def test_alibi_is_a_bias(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, 8, 30, 16)).astype(dtype) for _ in range(3))
+    slopes = cattn.get_alibi_slopes(8)
+    distance = np.abs(np.arange(30)[:, None] - np.arange(30))
+    bias = (-slopes[:, None, None] * distance).astype(dtype)
+    ours = cattn.causal_attention(query, key, value, alibi_slopes=slopes)
+    same = cattn.causal_attention(query, key, value, bias=bias)
+    np.testing.assert_allclose(ours, same, rtol=0, atol=50 * np.finfo(dtype).eps)
+
+
+def test_show_mask() -> None:
+    assert cattn.show_mask(2) == "key      01\nquery 0  xx\nquery 1  xx"
+    drawn = cattn.show_mask(11, 12, is_causal="lower_right", attn_mask=np.arange(12) != 3).splitlines()
+    assert drawn[0] == "key       012345678901"
+    assert drawn[1] == "query  0  xx.........."
+    assert drawn[-1] == "query 10  xxx.xxxxxxxx"
+
+
+def test_show_mask_of_a_batch() -> None:
+    text = cattn.show_mask(2, 3, query_seq_lengths=[2, 1], key_value_seq_lengths=[3, 2])
+    first, second = text.split("\n\n")
+    assert first.splitlines() == ["[0]:", "key      012", "query 0  xxx", "query 1  xxx"]
+    assert second.splitlines() == ["[1]:", "key      012", "query 0  xx.", "query 1  ..."]
+    heads = np.ones((2, 2, 1, 3), bool)
+    assert cattn.show_mask(2, 3, attn_mask=heads, key_value_seq_lengths=[3, 2]).count("[") == 4
+
+
+def test_show_mask_of_many() -> None:
+    lines = cattn.show_mask(100, 200, is_causal="lower_right", window_size=(50, 0)).splitlines()
+    assert lines[0] == "query  0  50-100"
+    assert len(lines) == 65
+    assert lines[-1] == "and 36 more queries"
+    mask = np.zeros(70, bool)
+    mask[[0, 1, 2, 9]] = True
+    assert cattn.show_mask(1, 70, attn_mask=mask) == "query 0  0-2, 9"
+    assert cattn.show_mask(1, 70, attn_mask=np.zeros(70, bool)) == "query 0  none"
+
+
+def test_show_mask_agrees_with_causal_mask() -> None:
+    keywords: dict[str, Any] = {"is_causal": "upper_left", "window_size": (2, 0)}
+    rows = cattn.show_mask(5, 7, **keywords).splitlines()[1:]
+    drawn = np.array([[mark == "x" for mark in row.split()[-1]] for row in rows])
+    np.testing.assert_array_equal(drawn, cattn.causal_mask(5, 7, **keywords))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: cattn.sliding_window(0), ValueError, "total must be at least 1, got 0"),
+        (lambda: cattn.sliding_window(2.0), TypeError, "total must be an int, got float"),
+        (lambda: cattn.get_alibi_slopes(0), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: cattn.get_alibi_slopes("8"), TypeError, "num_heads must be an int, got str"),
+        (lambda: cattn.show_mask(-1), ValueError, "T_q must be at least 0, got -1"),
+        (lambda: cattn.show_mask(2, 2.5), TypeError, "T_k must be an int, got float"),
+        (lambda: cattn.show_mask(2, window_size=(1,)), ValueError, "window_size must be"),
+    ],
+)
+def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

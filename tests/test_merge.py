@@ -1,0 +1,99 @@
+"""merge_attention: parts of the keys add up to all of them, and an empty part changes no bit."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from support import assert_same_bits
+
+
+def attend(*arrays: np.ndarray, **options: Any) -> cattn.AttentionOutput:
+    return cattn.scaled_dot_product_attention(*arrays, return_lse=True, **options)
+
+
+def inputs(dtype: type, T_k: int = 90) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((2, 3, n, 8)).astype(dtype) * 2 for n in (20, T_k, T_k))
+
+
+def merge(parts: list[cattn.AttentionOutput]) -> tuple[np.ndarray, np.ndarray]:
+    return cattn.merge_attention([p.out for p in parts], [p.lse for p in parts])
+
+
+@pytest.mark.parametrize("cuts", [[], [40], [1, 2, 3], [30, 60, 89]])
+def test_parts_make_the_whole(cuts: list[int], dtype: type) -> None:
+    query, key, value = inputs(dtype)
+    edges = [0, *cuts, 90]
+    parts = [attend(query, key[..., a:b, :], value[..., a:b, :]) for a, b in itertools.pairwise(edges)]
+    out, lse = merge(parts)
+    whole = attend(query, key, value)
+    assert out.dtype == lse.dtype == dtype
+    np.testing.assert_allclose(out, whole.out, rtol=0, atol=30 * np.finfo(dtype).eps * np.abs(value).max())
+    np.testing.assert_allclose(lse, whole.lse, rtol=4 * np.finfo(dtype).eps)
+
+
+def test_causal_parts_by_offset(dtype: type) -> None:
+    """A causal whole of parts, each at its own distance: some rows see nothing of some parts."""
+    query, key, value = inputs(dtype, 20)
+    parts = [
+        attend(query, key[..., a:b, :], value[..., a:b, :], is_causal=True, query_offset=-a)
+        for a, b in ((0, 7), (7, 16), (16, 20))
+    ]
+    assert np.isneginf(parts[2].lse[..., :16]).all()
+    out, lse = merge(parts)
+    whole = attend(query, key, value, is_causal=True)
+    np.testing.assert_allclose(out, whole.out, rtol=0, atol=30 * np.finfo(dtype).eps * np.abs(value).max())
+    np.testing.assert_allclose(lse, whole.lse, rtol=4 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_empty_part_is_the_identity(where: int, dtype: type) -> None:
+    query, key, value = inputs(dtype)
+    some = attend(query, key, value, sinks=np.array([0.5, 1.0, -3.0]))
+    nothing = attend(query, key[..., :0, :], value[..., :0, :])
+    nothing.out[...] = np.nan  # whatever it holds
+    parts = [some]
+    parts.insert(where, nothing)
+    out, lse = merge(parts)
+    assert_same_bits(out, some.out)
+    assert_same_bits(lse, some.lse)
+    assert_same_bits(merge([some])[0], some.out)
+
+
+def test_only_empty_parts(dtype: type) -> None:
+    query, key, value = inputs(dtype)
+    nothing = attend(query, key[..., :0, :], value[..., :0, :])
+    out, lse = merge([nothing, nothing])
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+def test_far_apart_and_nan(dtype: type) -> None:
+    out, lse = cattn.merge_attention(np.array([[[1.0]], [[2.0]]], dtype), np.array([[-1e30], [1e30]], dtype))
+    assert (out.item(), lse.item()) == (2.0, dtype(1e30))
+    out, lse = cattn.merge_attention(np.array([[[1.0]], [[2.0]]], dtype), np.array([[np.nan], [0.0]], dtype))
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+def test_mixed_dtypes_promote() -> None:
+    out, lse = cattn.merge_attention([np.ones((2, 3), np.float32), np.ones((2, 3))], [np.zeros(2, np.float32)] * 2)
+    assert out.dtype == lse.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        ([], [], ValueError, "at least 1, got 0 and 0"),
+        ([np.ones((2, 3))], [], ValueError, "as many, at least 1, got 1 and 0"),
+        ([np.ones((2, 3)), np.ones((2, 4))], [np.ones(2)] * 2, ValueError, r"outs\[1\] has shape \(2, 4\), outs\[0\]"),
+        ([np.ones((2, 3))], [np.ones(3)], ValueError, r"lses\[0\] has shape \(3,\), its output wants \(2,\)"),
+        ([np.ones((2, 3), complex)], [np.ones(2)], TypeError, r"outs\[0\] has dtype complex"),
+    ],
+)
+def test_what_is_refused(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cattn.merge_attention(outs, lses)

@@ -1,0 +1,127 @@
+"""attention_weights after each of its steps: against the reference, on every path, and against the fused output."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import reference
+from support import assert_same_bits, every_way
+
+STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
+LEADS: list[tuple[int, ...]] = [(), (3,), (2, 4)]
+
+
+def options(lead: tuple[int, ...], T_q: int, T_k: int) -> dict[str, Any]:
+    """Everything at once: each stage differs from the one before."""
+    rng = np.random.default_rng(len(lead))
+    heads = lead[1] if len(lead) == 2 else 1
+    return {
+        "is_causal": "lower_right",
+        "window_size": (T_k // 2, 0),
+        "key_value_seq_lengths": T_k - 3,
+        "softcap": 2.0,
+        "alibi_slopes": rng.random(heads) / 8,
+        "sinks": rng.random(heads),
+        "attn_mask": rng.random((T_q, T_k)) < 0.8,
+        "bias": np.where(rng.random((T_q, T_k)) < 0.1, -np.inf, rng.standard_normal((T_q, T_k))),
+        "dropout_p": 0.3,
+        "rng": 5,
+    }
+
+
+def inputs(lead: tuple[int, ...], T_q: int, T_k: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    kv_lead = (lead[0], lead[1] // 2) if len(lead) == 2 else lead
+    shapes = (*lead, T_q, 8), (*kv_lead, T_k, 8)
+    query, key = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return query, key
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize(("T_q", "T_k"), [(7, 30), (120, 300), (1, 500)])
+def test_against_the_reference(stage: Any, lead: tuple[int, ...], T_q: int, T_k: int, isa: str, dtype: type) -> None:
+    query, key = inputs(lead, T_q, T_k, dtype)
+    call = options(lead, T_q, T_k)
+    expected = reference.attention_weights(query, key, stage=stage, **call)
+    # A score is a sum of at most 8 products, a cap and a bias; distances times slopes reach T_k / 8.
+    tolerance = 16 * np.finfo(dtype).eps * max(1.0, np.abs(expected[np.isfinite(expected)]).max())
+    first = None
+    for way, result in every_way(lambda: cattn.attention_weights(query, key, stage=stage, **call), tiny=False):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(np.isneginf(result), np.isneginf(expected), err_msg=way)
+        visible = np.isfinite(expected)
+        np.testing.assert_allclose(result[visible], expected[visible], rtol=0, atol=tolerance, err_msg=way)
+        first = result if first is None else first
+        assert_same_bits(result, first, way)
+
+
+def test_every_stage_differs_from_the_one_before() -> None:
+    query, key = inputs((2, 4), 9, 40, np.float64)
+    results = [cattn.attention_weights(query, key, stage=stage, **options((2, 4), 9, 40)) for stage in STAGES]
+    for one, other in itertools.pairwise(results):
+        assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("rng", [7, "torch"])
+def test_dropout_is_what_meets_the_values(rng: Any, dtype: type) -> None:
+    query, key = inputs((3,), 20, 50, dtype)
+    value = np.random.default_rng(2).standard_normal((3, 50, 4)).astype(dtype)
+
+    def fresh() -> Any:
+        return cattn.TorchGenerator(3) if rng == "torch" else rng
+
+    weights = cattn.attention_weights(query, key, is_causal="lower_right", dropout_p=0.4, rng=fresh(), stage="dropout")
+    assert 0.1 < (weights == 0).mean() < 0.9
+    fused = cattn.causal_attention(query, key, value, dropout_p=0.4, rng=fresh())
+    np.testing.assert_allclose(weights @ value, fused, rtol=0, atol=50 * np.finfo(dtype).eps * np.abs(value).max())
+
+
+def test_all_dropped_and_none() -> None:
+    x = np.ones((3, 2))
+    assert not cattn.attention_weights(x, x, dropout_p=1.0, stage="dropout").any()
+    same = cattn.attention_weights(x, x, dropout_p=0.0, stage="dropout")
+    np.testing.assert_array_equal(same, cattn.attention_weights(x, x))
+
+
+def test_a_dropped_nan_is_zero() -> None:
+    x = np.ones((2, 2))
+    key = np.array([[np.nan, 0.0], [1.0, 1.0]])
+    weights = cattn.attention_weights(x, key, dropout_p=0.5, rng=1, stage="dropout")
+    assert (np.isnan(weights) | (weights == 0)).all()
+    assert (weights == 0).any()
+
+
+def test_the_generator_is_drawn_from_for_dropout_alone() -> None:
+    x = np.ones((3, 2))
+    generator = np.random.default_rng(0)
+    before = generator.bit_generator.state
+    cattn.attention_weights(x, x, dropout_p=0.5, rng=generator, stage="softmax")
+    assert generator.bit_generator.state == before
+    cattn.attention_weights(x, x, dropout_p=0.5, rng=generator, stage="dropout")
+    assert generator.bit_generator.state != before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_out(stage: Any, dtype: type) -> None:
+    query, key = inputs((3,), 5, 40, dtype)
+    call = options((3,), 5, 40)
+    out = np.full((3, 40, 5), np.nan, dtype).swapaxes(1, 2)
+    assert cattn.attention_weights(query, key, stage=stage, out=out, **call) is out
+    assert_same_bits(np.ascontiguousarray(out), cattn.attention_weights(query, key, stage=stage, **call))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hidden_key_changes_nothing_from_mask_on(stage: Any, dtype: type) -> None:
+    query, key = inputs((), 20, 40, dtype)
+    dirty = key.copy()
+    dirty[30:] = np.nan
+    mask = np.arange(40) < 30
+    results = [cattn.attention_weights(query, k, mask, stage=stage, dropout_p=0.1, rng=1) for k in (key, dirty)]
+    if STAGES.index(stage) >= STAGES.index("mask"):
+        assert_same_bits(results[1], results[0])
+    else:
+        assert np.isnan(results[1][:, 30:]).all(), "scores of hidden keys are shown as they are"
