@@ -57,6 +57,9 @@ def test_the_border_of_what_is_visible() -> None:
     assert border(cached) == [(2.5, -0.5), (2.5, 0.5), (3.5, 0.5), (3.5, 1.5)]
     assert border(cattn.plot_attention(np.full((3, 3), 1 / 3))) is None
     assert border(cattn.plot_attention(causal_weights(n=4, n_q=1))) is None, "a last query sees everything"
+    full, causal = cattn.plot_attention(np.stack([np.full((2, 2), 0.5), causal_weights(n=2)]))
+    assert border(full) is None
+    assert border(causal) == border(two)
 
 
 def test_heads_share_one_scale_and_one_colour_bar() -> None:

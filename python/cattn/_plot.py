@@ -24,7 +24,7 @@ Labels = Sequence[str] | None
 
 MOST_LABELS = 40  # more tokens than this are not named, their positions are counted
 MOST_NUMBERS = 12  # a cell of a matrix no wider than this holds its number
-PANELS_IN_A_ROW = 4
+PANELS_IN_A_ROW = 3
 
 
 def plot_attention(
@@ -41,8 +41,8 @@ def plot_attention(
 ) -> Any:
     """Draw attention weights as heat maps: who looks at whom, one panel for each head.
 
-    Weights that are exactly 0, which is what masked ones are, stay blank, and so do scores of -inf. Where no query sees
-    a later key, a stepped line marks the border of what is visible. NaN and +inf are marked by a red cross.
+    Weights that are exactly 0, which is what masked ones are, stay blank, and so do scores of -inf. Where no query of a
+    panel sees a later key, a stepped line marks the border of what is visible. NaN and +inf are marked by a red cross.
 
     Parameters
     ----------
@@ -104,8 +104,7 @@ def plot_attention(
     norm = mpl.colors.Normalize(low, high if high > low else low + 1)
     if annotate is None:
         annotate = max(seqlen_q, seqlen_k) <= (MOST_NUMBERS if one else MOST_NUMBERS // 2)
-    future = hidden[:, *np.triu_indices(seqlen_q, seqlen_k - seqlen_q + 1, seqlen_k)]
-    causal = future.size > 0 and bool(future.all())
+    future = np.triu_indices(seqlen_q, seqlen_k - seqlen_q + 1, seqlen_k)
     for panel, blank, title, where in zip(panels, hidden, names, axes, strict=True):
         image = where.imshow(np.ma.array(panel, mask=blank | ~np.isfinite(panel)), cmap=colours, norm=norm)
         where.plot(*np.nonzero(~np.isfinite(panel) & ~blank)[::-1], "x", color="red")  # NaN and inf are seen
@@ -114,9 +113,10 @@ def plot_attention(
         _name_ticks(where.yaxis, query_labels, rotation=0)
         if annotate:
             _write_numbers(where, np.where(blank, np.nan, panel), image)
-        if causal:
+        if future[0].size > 0 and blank[future].all():
             _draw_staircase(where, seqlen_q, seqlen_k)
-    axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=0.8, fraction=0.05, pad=0.02)
+    shrink = 0.6 if 1 < heads <= PANELS_IN_A_ROW else 0.8  # beside a row of panels, not of their titles too
+    axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=shrink, fraction=0.05, pad=0.02)
     return axes[0] if one else axes
 
 
