@@ -67,3 +67,22 @@ def test_the_readme_has_its_two_commands() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert "pip install . && python -m cattn" in lines
     assert "pip install -e '.[test]' && pytest" in lines
+
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page in one namespace; ```{code-block} python marks those that need PyTorch."""
+    fence = r"^```(?:python|\{code-block\} python)\n(.*?)^```"
+    blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert all(block.startswith(">>> ") for block in blocks)
+    monkeypatch.chdir(tmp_path)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.stem, str(page), 0)
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
+
+
+def test_the_site_lists_every_name() -> None:
+    listed = set((ROOT / "docs/api/index.md").read_text(encoding="utf-8").split())
+    assert {name for name in cattn.__all__ if callable(getattr(cattn, name))} <= listed

@@ -55,7 +55,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     Parameters
     ----------
     mode : {"stdout", "dicts"}
-        Print, or return a dict. As in `numpy.show_config`.
+        Print, or return a dict. As in ``numpy.show_config``.
 
     Returns
     -------

@@ -70,7 +70,7 @@ def causal_mask(
 def sliding_window(total: int) -> tuple[int, int]:
     """Return the window_size of a causal window that counts the token itself.
 
-    Model cards and configurations give the number of tokens that one sees in all; `window_size` counts those before.
+    Model cards and configurations give the number of tokens that one sees in all; ``window_size`` counts those before.
 
     Parameters
     ----------

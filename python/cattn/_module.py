@@ -270,7 +270,17 @@ class Linear(Module):
         self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return the map of x, shape (..., d_in) to (..., d_out), in the dtype that x and weight share."""
+        """Return the map of x, in the dtype that x and weight share.
+
+        Parameters
+        ----------
+        x : array_like, shape (..., d_in)
+            What is mapped.
+
+        Returns
+        -------
+        ndarray, shape (..., d_out)
+        """
         return project(as_array(x, "x"), np.asarray(self.weight).T, self.bias)
 
     def __repr__(self) -> str:
@@ -320,11 +330,22 @@ class Dropout(Module):
         return self.p if self.training else 0.0
 
     def draw_from(self) -> Generator:
-        """Return what `rng=` of a function takes now."""
+        """Return what ``rng=`` of a function takes now."""
         return default_generator() if self.rng is None and self.active_p > 0 else self.rng
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return x with elements dropped and the others divided by 1 - p; a copy outside of training."""
+        """Return x with elements dropped and the others divided by 1 - p; a copy outside of training.
+
+        Parameters
+        ----------
+        x : array_like
+            Of any shape.
+
+        Returns
+        -------
+        ndarray
+            Shape and dtype of x.
+        """
         return dropout(x, self.p, training=self.training, rng=self.draw_from())
 
     def __repr__(self) -> str:

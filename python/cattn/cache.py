@@ -50,7 +50,7 @@ class KVCache:
     -----
     After `truncate` with one length per sequence the lengths differ. `append` then writes each sequence behind its own
     end, and `k` and `v` reach to the longest: shorter sequences hold old data behind their end, which
-    ``query_offset=cache.lengths - T_q`` hides from the `T_q` queries appended last.
+    ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
 
     Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only what is filled.
 
@@ -104,12 +104,12 @@ class KVCache:
 
     @property
     def k(self) -> Array:
-        """The keys so far: a view of shape (*batch_shape, num_kv_heads, longest length, head_dim)."""
+        """The keys so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, head_dim)``."""
         return self._k[..., : self._longest, :]
 
     @property
     def v(self) -> Array:
-        """The values so far: a view of shape (*batch_shape, num_kv_heads, longest length, v_head_dim)."""
+        """The values so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, v_head_dim)``."""
         return self._v[..., : self._longest, :]
 
     @property
@@ -134,9 +134,9 @@ class KVCache:
 
         Parameters
         ----------
-        key : array_like, shape (*batch_shape, num_kv_heads, T, head_dim)
+        key : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``
             In the cache's dtype, or float32 for a float64 cache.
-        value : array_like, shape (*batch_shape, num_kv_heads, T, v_head_dim)
+        value : array_like, shape ``(*batch_shape, num_kv_heads, T, v_head_dim)``
             As key.
 
         Raises

@@ -212,10 +212,18 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
-    context_length, dropout, qkv_bias, dtype, rng
-        As in `CausalAttention`.
+    context_length : int
+        The most tokens of a sequence. Only a limit: no mask of this size is held.
+    dropout : float
+        Probability of an attention weight to be dropped in training mode.
     num_heads : int
-        Number of heads. A `cache` needs as many, of head_dim ``d_out``.
+        Number of heads. A ``cache`` needs as many, of head_dim ``d_out``.
+    qkv_bias : bool
+        Whether the layers of the heads have biases.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -298,7 +306,7 @@ class MultiHeadAttention(Causal):
     dropout : Dropout
         The layer that `train` and `eval` switch.
     d_out, num_heads, head_dim, num_kv_groups, context_length : int
-        Sizes. A `cache` needs num_kv_groups heads of head_dim.
+        Sizes. A ``cache`` needs num_kv_groups heads of head_dim.
 
     Examples
     --------

@@ -74,10 +74,8 @@ class TorchGenerator(_cattn.TorchStream):
 
     Raises
     ------
-    TypeError
-        seed is not an int.
-    ValueError
-        seed is out of range, dropout is another word.
+    TypeError, ValueError
+        seed is not an int, or out of range; dropout is another word.
 
     Notes
     -----
@@ -108,7 +106,8 @@ class TorchGenerator(_cattn.TorchStream):
         ----------
         *size : ints, or one tuple of ints
             Shape of the result; nothing gives a 0-dimensional array.
-        dtype : float32 or float64
+        dtype : dtype
+            float32 or float64.
 
         Returns
         -------
@@ -137,7 +136,8 @@ class TorchGenerator(_cattn.TorchStream):
         ----------
         *size : ints, or one tuple of ints
             Shape of the result; nothing gives a 0-dimensional array.
-        dtype : float32 or float64
+        dtype : dtype
+            float32 or float64.
 
         Returns
         -------
@@ -172,7 +172,8 @@ class TorchGenerator(_cattn.TorchStream):
             Finite, low <= high.
         *size : ints, or one tuple of ints
             Shape of the result; nothing gives a 0-dimensional array.
-        dtype : float32 or float64
+        dtype : dtype
+            float32 or float64.
 
         Returns
         -------
@@ -209,8 +210,8 @@ class TorchGenerator(_cattn.TorchStream):
             ``randint(high, size)`` starts from 0. Within 64 bits, low < high.
         size : int or tuple of ints
             Shape of the result.
-        dtype : an integer dtype
-            It must hold low and high - 1.
+        dtype : dtype
+            Of integers; it must hold low and high - 1.
 
         Returns
         -------
@@ -261,8 +262,8 @@ class TorchGenerator(_cattn.TorchStream):
             ``torch.bernoulli(p)``, 32 bits in float32 and 64 in float64; integers and lists become float64.
         *size : ints, or one tuple of ints
             Shape of the result if p is a number; an array has its own.
-        dtype : float32 or float64
-            Of the result if p is a number; an array has its own.
+        dtype : dtype
+            float32 or float64, of the result if p is a number; an array has its own.
 
         Returns
         -------
@@ -301,7 +302,8 @@ class TorchGenerator(_cattn.TorchStream):
             Sizes of the layer's input and output.
         bias : bool
             Whether the layer has a bias.
-        dtype : float32 or float64
+        dtype : dtype
+            float32 or float64.
 
         Returns
         -------
@@ -311,10 +313,8 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            a size is not an int, dtype is another.
-        ValueError
-            a size is negative.
+        TypeError, ValueError
+            A size is not an int, or negative; dtype is another.
 
         Notes
         -----
@@ -377,7 +377,13 @@ class TorchGenerator(_cattn.TorchStream):
         return self._settings()[0]
 
     def manual_seed(self, seed: int) -> TorchGenerator:
-        """Start anew from seed, and return the generator; `dropout` stays what it is."""
+        """Start anew from seed, and return the generator; `dropout` stays what it is.
+
+        Parameters
+        ----------
+        seed : int
+            As for the class.
+        """
         self._seed(seed, None)
         return self
 
@@ -445,7 +451,7 @@ _default_lock = threading.Lock()
 def default_generator() -> TorchGenerator:
     """Return the generator that all modules draw from unless they are given one.
 
-    Before the first `manual_seed` it is seeded from the system's entropy.
+    Before the first `cattn.manual_seed` it is seeded from the system's entropy.
 
     Returns
     -------
@@ -480,10 +486,8 @@ def manual_seed(seed: int) -> TorchGenerator:
 
     Raises
     ------
-    TypeError
-        seed is not an int.
-    ValueError
-        seed is out of range.
+    TypeError, ValueError
+        seed is not an int, or out of range.
 
     Examples
     --------

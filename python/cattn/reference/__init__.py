@@ -14,9 +14,9 @@ For a query i at position p = i + query_offset and a key j::
 
 References
 ----------
-.. [1] Vaswani et al., "Attention is all you need", NeurIPS 2017: scaled dot-product attention.
-.. [2] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the generator Philox4x32-10.
-.. [3] Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
+- Vaswani et al., "Attention is all you need", NeurIPS 2017: scaled dot-product attention.
+- Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the generator Philox4x32-10.
+- Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention

@@ -43,7 +43,7 @@ def scaled_dot_product_attention(
     return_dropout_mask: bool = False,
     out: Floats | AttentionOutput | None = None,
 ) -> Floats | AttentionOutput:
-    """softmax(scale * query @ key.T) @ value, of the visible keys, for any number of leading dimensions [1]_.
+    """softmax(scale * query @ key.T) @ value, of the visible keys, for any number of leading dimensions.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from ._shared import Bools, Floats, deliver, new_seed, probability, quiet
 def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], seed: int) -> NDArray[np.uint64]:
     """Philox4x32-10 of Random123: four random 32-bit words for each counter of four 32-bit words.
 
-    `seed` is the 64-bit key. The parts of `counter` broadcast to a shape S; the result is uint64 of shape (4, *S).
+    `seed` is the 64-bit key. The parts of `counter` broadcast to a shape S; the result is uint64 of shape ``(4, *S)``.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def dropout_keep(p: float, seed: int, batch: ArrayLike, head: ArrayLike, positio
 
     `p` is the probability of being dropped, `seed` the 64-bit key. `batch`, `head` and `position` are the flat index of
     the leading dimensions, the query head and the absolute query position i + query_offset of each row. They broadcast
-    to a shape S; the result is bool, (*S, T_k), True = kept.
+    to a shape S; the result is bool, ``(*S, T_k)``, True = kept.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def dropout(
     return_mask: bool = False,
     out: Floats | None = None,
 ) -> Floats | tuple[Floats, Bools]:
-    """Set elements of `x` to 0 with probability `p` and multiply the others by 1 / (1 - p) [3]_.
+    """Set elements of `x` to 0 with probability `p` and multiply the others by 1 / (1 - p).
 
     The factor keeps the expected value of each element, so that nothing needs to change once training is over:
     ``training=False`` returns a copy. `rng` is a 64-bit seed, or None for a fresh one; with ``return_mask=True`` the

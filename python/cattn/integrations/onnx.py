@@ -1,0 +1,217 @@
+"""ONNX's operator ``Attention`` (opsets 23 to 25): as a function, and for its reference evaluator (extra "onnx").
+
+>>> import onnx.reference  # doctest: +SKIP
+>>> from cattn.integrations.onnx import Attention
+>>> session = onnx.reference.ReferenceEvaluator(model, new_ops=[Attention])  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cattn import attention_weights, scaled_dot_product_attention
+
+try:
+    from onnx import TensorProto
+    from onnx.reference.op_run import OpRun
+except ImportError as error:
+    raise ImportError("cattn.integrations.onnx needs onnx: pip install 'cattn[onnx]'") from error
+
+__all__ = ["Attention", "AttentionOutputs", "attention"]
+
+Array = NDArray[Any]
+STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softcap", "mask", "softmax")
+
+
+class AttentionOutputs(NamedTuple):
+    """The four outputs of the operator; what was not asked for, or has no cause, is None.
+
+    Attributes
+    ----------
+    Y : ndarray, shape (B, H, T_q, d_v) or (B, T_q, H * d_v)
+        The attention output, as many dimensions as Q.
+    present_key, present_value : ndarray, shape (B, H_kv, T_k, head_dim), or None
+        Past and new keys and values, where there is a past.
+    qk_matmul_output : ndarray, shape (B, H, T_q, T_k), or None
+        Scores or weights, after the step that ``qk_matmul_output_mode`` names.
+    """
+
+    Y: Array
+    present_key: Array | None = None
+    present_value: Array | None = None
+    qk_matmul_output: Array | None = None
+
+
+def attention(
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    past_key: ArrayLike | None = None,
+    past_value: ArrayLike | None = None,
+    nonpad_kv_seqlen: ArrayLike | None = None,
+    *,
+    is_causal: int = 0,
+    q_num_heads: int | None = None,
+    kv_num_heads: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    return_qk: bool = False,
+) -> AttentionOutputs:
+    """Compute ONNX's ``Attention`` on arrays.
+
+    Parameters
+    ----------
+    Q : array_like, shape (B, H, T_q, head_dim) or (B, T_q, H * head_dim)
+        float16, bfloat16 (``ml_dtypes``), float32 or float64. Halves are computed in float32.
+    K, V : array_like, shape (B, H_kv, T, head_dim) or (B, T, H_kv * head_dim)
+        The new keys and values; those of V may have another length.
+    attn_mask : array_like, optional
+        Boolean (True = keep) or float (added). Broadcasts to (B, H, T_q, T_k); a shorter last axis hides the rest.
+    past_key, past_value : array_like, shape (B, H_kv, T_past, head_dim), optional
+        What stands before K and V. Both or none.
+    nonpad_kv_seqlen : array_like of int, shape (B,), optional
+        How many keys of each batch count, where K and V are a whole cache.
+    is_causal : int
+        1: query i sees the keys j <= i + offset. The offset is T_past, or nonpad_kv_seqlen - T_q, or 0.
+    q_num_heads, kv_num_heads : int, optional
+        Needed for inputs of three dimensions.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    softcap : float
+        Bound of the scaled scores, 0 for none.
+    softmax_precision : int, optional
+        A ``TensorProto`` type. DOUBLE computes in float64; what is narrower than float32 is computed in float32.
+    qk_matmul_output_mode : {0, 1, 2, 3}
+        What ``qk_matmul_output`` is: scaled scores, after the cap, with all masks, or weights.
+    left_window_size, right_window_size : int
+        Keys seen before and after a query's position, -1: no bound.
+    return_qk : bool
+        Whether ``qk_matmul_output`` is wanted.
+
+    Returns
+    -------
+    AttentionOutputs
+        In the dtype of Q.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.scaled_dot_product_attention`; also for a past without its other half, or together with
+        nonpad_kv_seqlen, and for inputs of other than three or four dimensions.
+
+    Notes
+    -----
+    A query that sees no key gets 0, in Y and in the weights, as the operator's text asks. Mode 0 gives scores before
+    the cap, as that text and onnxruntime have it; the reference implementation of onnx gives them after it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cattn.integrations.onnx import attention
+    >>> x = np.zeros((1, 3, 8), np.float32)
+    >>> attention(x, x, x, q_num_heads=4, kv_num_heads=2, is_causal=1).Y.shape
+    Traceback (most recent call last):
+        ...
+    ValueError: key has head_dim 4, query has 2
+    >>> attention(x, x[..., :4], x[..., :4], q_num_heads=4, kv_num_heads=2, is_causal=1).Y.shape
+    (1, 3, 8)
+    """
+    q, dtype = _computable(Q, "Q", softmax_precision)
+    k, v = (_computable(a, name, softmax_precision)[0] for a, name in ((K, "K"), (V, "V")))
+    joined = q.ndim == 3
+    q, k, v = (
+        _split_heads(a, count, name, argument)
+        for a, count, name, argument in (
+            (q, q_num_heads, "Q", "q_num_heads"),
+            (k, kv_num_heads, "K", "kv_num_heads"),
+            (v, kv_num_heads, "V", "kv_num_heads"),
+        )
+    )
+    offset: Any = 0
+    present_key = present_value = None
+    if (past_key is None) != (past_value is None):
+        raise ValueError("past_key and past_value must be given together")
+    if past_key is not None and past_value is not None:
+        if nonpad_kv_seqlen is not None:
+            raise ValueError("nonpad_kv_seqlen must not be given together with past_key and past_value")
+        k = np.concatenate([_computable(past_key, "past_key", softmax_precision)[0], k], axis=2)
+        v = np.concatenate([_computable(past_value, "past_value", softmax_precision)[0], v], axis=2)
+        offset = np.shape(past_key)[2]
+        present_key, present_value = k.astype(dtype), v.astype(dtype)
+    elif nonpad_kv_seqlen is not None:
+        offset = np.asarray(nonpad_kv_seqlen) - q.shape[2]
+
+    options: dict[str, Any] = {
+        "attn_mask": _whole_mask(attn_mask, k.shape[2], q.dtype),
+        "is_causal": "upper_left" if is_causal else False,
+        "scale": scale,
+        "softcap": softcap,
+        "query_offset": offset,
+        "key_value_seq_lengths": nonpad_kv_seqlen,
+        "window_size": (left_window_size, right_window_size),
+    }
+    y = scaled_dot_product_attention(q, k, v, **options)
+    if joined:
+        y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
+    qk = None
+    if return_qk:
+        if qk_matmul_output_mode not in range(len(STAGES)):
+            raise ValueError(f"qk_matmul_output_mode must be 0, 1, 2 or 3, got {qk_matmul_output_mode}")
+        qk = attention_weights(q, k, stage=STAGES[qk_matmul_output_mode], **options).astype(dtype)
+    return AttentionOutputs(y.astype(dtype), present_key, present_value, qk)
+
+
+def _computable(array: ArrayLike, name: str, softmax_precision: int | None) -> tuple[Array, np.dtype[Any]]:
+    """Return the array in a dtype that is computed in, and its own dtype."""
+    given = np.asarray(array)
+    half = given.dtype == np.float16 or given.dtype.name == "bfloat16"
+    if not half and given.dtype not in (np.float32, np.float64):
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {given.dtype}")
+    dtype = np.float64 if softmax_precision == TensorProto.DOUBLE else np.float32 if half else given.dtype
+    return given.astype(dtype, copy=False), given.dtype
+
+
+def _split_heads(array: Array, num_heads: int | None, name: str, argument: str) -> Array:
+    """Return (B, T, H * D) as (B, H, T, D)."""
+    if array.ndim == 4:
+        return array
+    if array.ndim != 3:
+        raise ValueError(f"{name} must have 3 or 4 dimensions, got {array.ndim}")
+    if not num_heads or array.shape[2] % num_heads:
+        raise ValueError(f"{argument} must divide the last axis of {name}, {array.shape[2]}, got {num_heads}")
+    return array.reshape(*array.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+def _whole_mask(mask: ArrayLike | None, seqlen_k: int, dtype: np.dtype[Any]) -> Array | None:
+    """Return the mask with a last axis of all keys: what it does not reach is hidden."""
+    if mask is None:
+        return None
+    given = np.asarray(mask)
+    if given.dtype != np.bool_:
+        given = given.astype(dtype, copy=False)
+    missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
+    if missing <= 0:
+        return given
+    hidden = False if given.dtype == np.bool_ else -np.inf
+    return np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, missing)], constant_values=hidden)
+
+
+class Attention(OpRun):  # type: ignore[misc, unused-ignore]
+    """The operator for ``onnx.reference.ReferenceEvaluator(model, new_ops=[Attention])``, in place of its own."""
+
+    op_domain = ""
+
+    def _run(self, Q: Array, K: Array, V: Array, *optional: Array | None, **attributes: Any) -> tuple[Any, ...]:
+        names = self.onnx_node.output
+        wanted = len(names) > 3 and bool(names[3])
+        outputs = attention(Q, K, V, *optional, **attributes, return_qk=wanted)
+        # the evaluator wants an array for each place, also for one that has no name
+        return tuple(np.empty(0, Q.dtype) if output is None else output for output in outputs[: len(names)])

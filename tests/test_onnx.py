@@ -1,0 +1,126 @@
+"""ONNX's Attention: every node case of the installed onnx package, and what the function refuses."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+from onnx.backend.test.case.node import collect_testcases  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+from cattn.integrations.onnx import Attention, attention  # noqa: E402
+
+
+def node_cases() -> list[Any]:
+    """The cases that show the operator itself; others show the functions that it expands to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the cases of other operators, which are made on the way
+        return [case for case in collect_testcases("Attention") if "_expanded" not in case.name]
+
+
+CASES = node_cases()
+
+
+def test_there_are_as_many_cases_as_ever() -> None:
+    assert len(CASES) >= 93
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_node_case(case: Any) -> None:
+    """By the tolerances of ONNX's own runner."""
+    session = ReferenceEvaluator(case.model, new_ops=[Attention])
+    (node,) = case.model.graph.node
+    assert node.op_type == "Attention"
+    for inputs, outputs in case.data_sets:
+        names = [value.name for value in case.model.graph.input]
+        results = session.run(None, dict(zip(names, inputs, strict=True)))
+        for result, expected in zip(results, outputs, strict=True):
+            assert result.shape == expected.shape
+            assert result.dtype == expected.dtype
+            rtol = max(case.rtol, 2**-6) if expected.dtype.name == "bfloat16" else case.rtol
+            np.testing.assert_allclose(
+                result.astype(np.float64), expected.astype(np.float64), rtol=rtol, atol=case.atol
+            )
+
+
+def test_our_operator_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    run = Attention._run
+    monkeypatch.setattr(Attention, "_run", lambda self, *args, **kwargs: called.append(1) or run(self, *args, **kwargs))
+    test_node_case(CASES[0])
+    assert called
+
+
+def inputs(*shapes: tuple[int, ...], dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes(dtype: Any) -> None:
+    """Halves are off by the rounding of the result."""
+    q, k, v = inputs((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 6), dtype=dtype)
+    result = attention(q, k, v, is_causal=1, return_qk=True, qk_matmul_output_mode=3)
+    assert result.Y.dtype == dtype
+    assert result.qk_matmul_output is not None
+    assert result.qk_matmul_output.dtype == dtype
+    wide = attention(*(a.astype(np.float64) for a in (q, k, v)), is_causal=1)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(result.Y.astype(np.float64), wide.Y, rtol=0, atol=4 * eps * np.abs(wide.Y).max())
+
+
+def test_double_precision_of_the_softmax() -> None:
+    q, k, v = inputs((1, 1, 3, 8), (1, 1, 9, 8), (1, 1, 9, 8))
+    double = attention(q, k, v, softmax_precision=onnx.TensorProto.DOUBLE)
+    wide = attention(*(a.astype(np.float64) for a in (q, k, v)))
+    assert double.Y.dtype == np.float32
+    np.testing.assert_array_equal(double.Y, wide.Y.astype(np.float32))
+
+
+def test_mode_0_is_before_the_cap() -> None:
+    q, k, v = inputs((1, 2, 3, 8), (1, 2, 9, 8), (1, 2, 9, 8))
+    raw = attention(q, k, v, softcap=0.5, return_qk=True).qk_matmul_output
+    np.testing.assert_allclose(raw, q @ k.swapaxes(-1, -2) / np.sqrt(8), rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_cache_equals_its_part() -> None:
+    """Behind nonpad_kv_seqlen nothing is read."""
+    q, k, v = inputs((2, 4, 3, 8), (2, 2, 16, 8), (2, 2, 16, 8))
+    k[0, :, 10:] = v[0, :, 10:] = np.nan
+    result = attention(q, k, v, nonpad_kv_seqlen=[10, 16], is_causal=1)
+    part = attention(q[:1], k[:1, :, 7:10], v[:1, :, 7:10], past_key=k[:1, :, :7], past_value=v[:1, :, :7], is_causal=1)
+    np.testing.assert_array_equal(result.Y[:1], part.Y)
+    assert part.present_key is not None
+    np.testing.assert_array_equal(part.present_key, k[:1, :, :10])
+    assert np.isfinite(result.Y).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"past_key": np.zeros((1, 2, 1, 4), np.float32)},
+            ValueError,
+            "past_key and past_value must be given together",
+        ),
+        (
+            {"past_key": np.zeros((1, 2, 1, 4)), "past_value": np.zeros((1, 2, 1, 4)), "nonpad_kv_seqlen": [1]},
+            ValueError,
+            "nonpad_kv_seqlen must not be given together",
+        ),
+        ({"q_num_heads": 3}, ValueError, "q_num_heads must divide the last axis of Q, 8, got 3"),
+        ({"kv_num_heads": None}, ValueError, "kv_num_heads must divide the last axis of K, 8, got None"),
+        ({"Q": np.zeros((3, 8))}, ValueError, "Q must have 3 or 4 dimensions, got 2"),
+        ({"V": np.zeros((1, 3, 8), int)}, TypeError, "V must be float16, bfloat16, float32 or float64, got int64"),
+        ({"return_qk": True, "qk_matmul_output_mode": 4}, ValueError, "qk_matmul_output_mode must be 0, 1, 2 or 3"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    x = np.zeros((1, 3, 8), np.float32)
+    call: dict[str, Any] = {"Q": x, "K": x, "V": x, "q_num_heads": 2, "kv_num_heads": 2} | change
+    with pytest.raises(error, match=message):
+        attention(**call)
