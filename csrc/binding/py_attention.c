@@ -167,9 +167,25 @@ static void stop_at(struct cattn_attention_params *params, enum stage stage) {
     }
 }
 
+/* What varlen_attention passes behind the arguments of attention: int64 arrays, and the longest of each. Checked. */
+enum { QUERY_STARTS = N_ARGS, QUERY_LENGTHS, KEY_STARTS, KEY_LENGTHS, MAX_QUERY, MAX_KEY, N_PACKED };
+
+/* The call was parsed as one batch entry of all rows; now it becomes the sequences that are packed there. */
+static bool unpack_sequences(struct cattn_call *call, PyObject *const *args) {
+    struct cattn_attention_params *params = call->params;
+    struct cattn_ranges *ranges = &params->ranges;
+    struct cattn_tensor *const tensors[] = {&params->query_starts, &ranges->query_lengths, &params->key_starts,
+                                            &ranges->key_lengths};
+    for (int i = 0; i < 4; i++)
+        cattn_tensor_from(tensors[i], (PyArrayObject *)args[QUERY_STARTS + i], 1, 0);
+    params->lead_shape[0] = params->n_batch = PyArray_DIM((PyArrayObject *)args[QUERY_STARTS], 0);
+    return cattn_arg_count(args[MAX_QUERY], "max_seqlen_q", 0, params->seqlen_q, &params->seqlen_q) &&
+           cattn_arg_count(args[MAX_KEY], "max_seqlen_k", 0, params->seqlen_k, &params->seqlen_k);
+}
+
 /* args in the order of ARG_*. Before STAGE_OUT value is NULL and weights are the one result; with STAGE_DROPOUT the
- * mask comes along, to be applied to them. */
-static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stage) {
+ * mask comes along, to be applied to them. packed: more arguments follow. */
+static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stage, bool packed) {
     static const char *const names[] = {"out", "out.weights", "out.lse", "out.dropout_mask"};
     static const char *const weights_names[] = {"out", "out", "out.lse", "out.dropout_mask"};
     struct cattn_attention_params params;
@@ -196,6 +212,9 @@ static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stag
     if (!make_outputs(&call, given, weights_only ? weights_names : names))
         goto done;
     cattn_call_fill_inputs(&call);
+    params.query_starts.data = NULL;
+    if (packed && !unpack_sequences(&call, args))
+        goto done;
     if (run(&call, args[ARG_RNG]))
         result = build_result(&call, single);
 done:
@@ -210,7 +229,13 @@ done:
 PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("attention", n_args, N_ARGS))
         return NULL;
-    return attend(module, args, STAGE_OUT);
+    return attend(module, args, STAGE_OUT, false);
+}
+
+PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    if (!cattn_error_count("varlen_attention", n_args, N_PACKED))
+        return NULL;
+    return attend(module, args, STAGE_OUT, true);
 }
 
 /* The arguments of attention, of which value and the extras do not count, and the stage. */
@@ -221,5 +246,5 @@ PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py
     PyObject *without_value[N_ARGS];
     memcpy(without_value, args, sizeof without_value);
     without_value[ARG_VALUE] = NULL;
-    return attend(module, without_value, stage);
+    return attend(module, without_value, stage, false);
 }

@@ -61,6 +61,15 @@ static struct lead find_lead(const struct cattn_attention_params *p, int64_t ind
     };
     for (int b = 0; b < p->n_bias; b++)
         lead.bias[b] = lead_of(p, &p->bias[b], index);
+    if (p->query_starts.data) {
+        const int64_t query = cattn_lead_number(&p->query_starts, 0, p->n_lead, p->lead_shape, index);
+        const int64_t key = cattn_lead_number(&p->key_starts, 0, p->n_lead, p->lead_shape, index);
+        lead.query += query * p->query.row;
+        lead.out += query * p->out.row;
+        lead.lse += p->lse.data ? query * p->lse.row : 0;
+        lead.key += key * p->key.row;
+        lead.value += key * p->value.row;
+    }
     return lead;
 }
 
@@ -73,6 +82,7 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->d_v = p->d_v;
     rows->acc_cols = cattn_plan_acc_cols(p);
     rows->seqlen_k = p->seqlen_k;
+    rows->n_keys = lead->sight.n_keys;
     rows->scale = p->scale;
     rows->keep_scale = dropout->enabled ? dropout->keep_scale : 1;
     rows->softcap = p->softcap;
@@ -126,6 +136,10 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
     rows->drop_position[r] = (uint32_t)rows->position[r];
     rows->drop_head[r] = (uint32_t)head;
     rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
+    if (p->query_starts.data && i >= lead->sight.n_queries) { /* where another sequence lies: not ours to touch */
+        rows->query[r] = p->query.data;
+        return;
+    }
     if (p->out.data)
         rows->out[r] = at(run, &p->out, lead->out + head * p->out.head + i * p->out.row);
     if (p->weights.data)
@@ -173,12 +187,12 @@ static struct cattn_range keys_of(const struct cattn_rows *rows) {
 /* The part of `keys` that lies in one chunk. False: asked to stop. worker is NULL on the tiny path. */
 static bool pass_chunk(const struct run *run, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
                        struct cattn_worker *worker) {
-    const int64_t seqlen_k = run->params->seqlen_k, begin = chunk * CATTN_CHUNK_KEYS;
+    const int64_t n_keys = rows->n_keys, begin = chunk * CATTN_CHUNK_KEYS;
     const int64_t end = begin + CATTN_CHUNK_KEYS < keys.hi ? begin + CATTN_CHUNK_KEYS : keys.hi;
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     run->kernels->chunk_begin(rows);
     for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
-        const int64_t k1 = k0 + CATTN_BLOCK_KEYS < seqlen_k ? k0 + CATTN_BLOCK_KEYS : seqlen_k;
+        const int64_t k1 = k0 + CATTN_BLOCK_KEYS < n_keys ? k0 + CATTN_BLOCK_KEYS : n_keys;
         if (worker && cattn_should_stop(worker))
             return false;
         if (run->plan.path == CATTN_PATH_TILE)
@@ -222,7 +236,19 @@ static void pass_keys(const struct run *run, int64_t block, void *memory, struct
     run->kernels->finish(rows);
 }
 
+/* Packed sequences are cut as if each were the longest: some blocks lie behind the end of theirs. */
+static bool lies_behind(const struct run *run, int64_t block) {
+    const struct cattn_plan *plan = &run->plan;
+    if (!run->params->query_starts.data || plan->heads_per_unit > 1)
+        return false;
+    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
+    const struct lead lead = find_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    return first >= lead.sight.n_queries;
+}
+
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
+    if (lies_behind(context, task))
+        return;
     pass_keys(context, task, cattn_worker_scratch(worker), worker);
 }
 

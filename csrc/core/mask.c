@@ -17,17 +17,17 @@ static int64_t clamp(int64_t value, int64_t least, int64_t most) {
     return value < least ? least : value > most ? most : value;
 }
 
-static int64_t number_of(const struct cattn_tensor *numbers, int64_t common, int n_lead, const int64_t *lead_shape,
-                         int64_t index) {
+int64_t cattn_lead_number(const struct cattn_tensor *numbers, int64_t common, int n_lead, const int64_t *lead_shape,
+                          int64_t index) {
     return numbers->data ? ((const int64_t *)numbers->data)[cattn_lead_offset(numbers, n_lead, lead_shape, index)]
                          : common;
 }
 
 struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const int64_t *lead_shape, int64_t index) {
     struct cattn_sight sight = {
-        .offset = number_of(&r->offsets, r->offset, n_lead, lead_shape, index),
-        .n_queries = number_of(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
-        .n_keys = number_of(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
+        .offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index),
+        .n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
+        .n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
         .left = clamp(r->left, 0, FAR),
         .right = clamp(r->right, 0, FAR),
     };

@@ -15,6 +15,10 @@ struct cattn_range {
 /* Elements from a tensor's start to its part for one index into the flattened leading dimensions. */
 int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t index);
 
+/* The number of one leading index, or `common` where the tensor is absent. */
+int64_t cattn_lead_number(const struct cattn_tensor *numbers, int64_t common, int n_lead, const int64_t *lead_shape,
+                          int64_t index);
+
 /* struct cattn_ranges for one leading index. */
 struct cattn_sight {
     int64_t offset, n_queries, n_keys, left, right;

@@ -75,7 +75,7 @@ struct cattn_rows {
     void *out[CATTN_TILE_ROWS];     /* or all NULL */
     void *lse[CATTN_TILE_ROWS];     /* or all NULL */
     void *weights[CATTN_TILE_ROWS]; /* or all NULL */
-    int64_t seqlen_k;
+    int64_t seqlen_k, n_keys;       /* of the weights' last axis; that are there */
 
     /* scratch, 64-byte aligned */
     void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim + pad] */

@@ -27,6 +27,7 @@ from .functional import (
     show_mask,
     sliding_window,
     softmax,
+    varlen_attention,
 )
 from .nn import (
     CausalAttention,
@@ -72,4 +73,5 @@ __all__ = [
     "show_mask",
     "sliding_window",
     "softmax",
+    "varlen_attention",
 ]

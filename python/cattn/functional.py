@@ -5,6 +5,7 @@ from ._causal import causal_attention
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._softmax import dropout, masked_softmax, softmax
+from ._varlen import varlen_attention
 
 __all__ = [
     "attention_weights",
@@ -18,4 +19,5 @@ __all__ = [
     "show_mask",
     "sliding_window",
     "softmax",
+    "varlen_attention",
 ]

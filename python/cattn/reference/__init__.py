@@ -19,7 +19,7 @@ References
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
-from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
+from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
@@ -35,4 +35,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "softmax",
     "textbook_masked_softmax",
+    "varlen_attention",
 ]

@@ -138,6 +138,49 @@ def causal_attention(
     return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **keywords)
 
 
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    return_lse: bool = False,
+    **keywords: Any,
+) -> Floats | AttentionOutput:
+    """Attention of sequences packed one behind the other: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).
+
+    It is attention of the batch that they make when padded, with lengths. Keywords are those of
+    `scaled_dot_product_attention`.
+
+    Examples
+    --------
+    >>> x = np.zeros((3, 1, 2))
+    >>> varlen_attention(x, x, [[[1.0]], [[3.0]], [[5.0]]], [0, 2, 3], [0, 2, 3])[:, 0, 0]
+    array([2., 2., 5.])
+    """
+    edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
+
+    def padded(packed: ArrayLike, edges: NDArray[Any]) -> Floats:
+        rows = np.asarray(packed, np.float64)
+        batch = np.zeros((len(edges) - 1, int(np.diff(edges).max(initial=0)), *rows.shape[1:]))
+        for entry, first, last in zip(batch, edges[:-1], edges[1:], strict=True):
+            entry[: last - first] = rows[first:last]
+        return batch.swapaxes(1, 2)
+
+    lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
+    result = scaled_dot_product_attention(
+        padded(query, edges_q), padded(key, edges_k), padded(value, edges_k), query_seq_lengths=lengths_q,
+        key_value_seq_lengths=lengths_k, return_lse=True, **keywords,
+    )  # fmt: skip
+    assert isinstance(result, AttentionOutput)
+    out = np.concatenate([entry[:, :n].swapaxes(0, 1) for entry, n in zip(result.out, lengths_q, strict=True)])
+    if not return_lse:
+        return out
+    lse = np.concatenate([entry[:, :n] for entry, n in zip(result.lse, lengths_q, strict=True)], axis=1)
+    return AttentionOutput(out, lse=lse)
+
+
 @quiet
 def attention_weights(
     query: ArrayLike,

@@ -1,0 +1,188 @@
+"""Attention over packed sequences of different lengths."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import _cattn
+from ._arrays import as_array, as_integers
+from ._checks import as_size
+from ._types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
+from .random import TorchGenerator
+
+__all__ = ["varlen_attention"]
+
+
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    rng: RNG = None,
+    return_lse: bool = False,
+    out: NDArray[Any] | None = None,
+) -> Any:
+    """Return attention of sequences that lie one behind the other in the same arrays, without padding.
+
+    Sequence b is what `scaled_dot_product_attention` gives for entry b of a padded batch with lengths, bit for bit.
+
+    Parameters
+    ----------
+    query : array_like, shape (total_q, H, head_dim)
+        The queries of all sequences; float32 or float64, as key and value.
+    key : array_like, shape (total_k, H_kv, head_dim)
+        The keys; H is a multiple of H_kv.
+    value : array_like, shape (total_k, H_kv, d_v)
+        The values.
+    cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
+        Where sequences begin and end: b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start with 0,
+        never fall, and end with the number of rows.
+    max_seqlen_q, max_seqlen_k : int, optional
+        At least the longest of each. Not needed; accepted because others need it.
+    dropout_p : float
+        Probability of a weight to be dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees, within its sequence. "lower_right" lines up the last query of each sequence with its
+        last key.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    window_size : (int, int)
+        Keys seen before and after a query's position, -1: no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,), optional
+        Numbers of each query head: what distance costs, and a score that belongs to no key.
+    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+        Where dropout gets its bits. A `TorchGenerator` has no order for packed sequences and is refused.
+    return_lse : bool
+        Also return the log-sum-exp, shape (H, total_q).
+    out : ndarray, optional
+        Takes the output: exact shape and dtype, any strides.
+
+    Returns
+    -------
+    ndarray, shape (total_q, H, d_v), or AttentionOutput
+        The output; with return_lse an `AttentionOutput`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`; also for cu_seqlens that do not describe the rows.
+
+    Warns
+    -----
+    CausalAlignmentWarning
+        is_causal=True, or a window without is_causal, where a sequence has different numbers of queries and keys.
+
+    Notes
+    -----
+    Names and layout are those of flash-attention (Dao et al., 2022).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((5, 1, 2))  # a sequence of 3 tokens, and one of 2
+    >>> value = np.array([3.0, 6.0, 9.0, 10.0, 20.0]).reshape(5, 1, 1)
+    >>> cattn.varlen_attention(x, x, value, [0, 3, 5], [0, 3, 5], is_causal="lower_right").ravel()
+    array([ 3. ,  4.5,  6. , 10. , 15. ])
+    """
+    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
+    for array, name, last in ((q, "query", "head_dim"), (k, "key", "head_dim"), (v, "value", "d_v")):
+        if array.ndim != 3:
+            raise ValueError(f"{name} must have shape (total, heads, {last}), got {array.shape}")
+    starts_q, lengths_q, longest_q = _sequences(cu_seqlens_q, len(q), "cu_seqlens_q", max_seqlen_q, "max_seqlen_q")
+    starts_k, lengths_k, longest_k = _sequences(cu_seqlens_k, len(k), "cu_seqlens_k", max_seqlen_k, "max_seqlen_k")
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}")
+    if isinstance(rng, TorchGenerator):
+        raise TypeError("rng must be None, an int or what numpy.random.default_rng takes, got TorchGenerator")
+    lower_right = isinstance(is_causal, str) and is_causal == "lower_right"
+    if not lower_right and not isinstance(is_causal, str) and not np.array_equal(lengths_q, lengths_k):
+        _warn_alignment(bool(is_causal), window_size)
+        is_causal = "upper_left" if is_causal else False
+
+    shape = (len(q), q.shape[1], v.shape[2])
+    if out is None:
+        out = np.empty(shape, np.result_type(q, k, v))
+    elif not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a numpy.ndarray, got {type(out).__name__}")
+    elif out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}, the result has {shape}")
+    result = _cattn.varlen_attention(
+        _as_heads(q),
+        _as_heads(k),
+        _as_heads(v),
+        None,  # attn_mask
+        dropout_p,
+        is_causal,
+        scale,
+        None,  # enable_gqa
+        None,  # bias
+        None if lower_right else 0,  # query_offset
+        None,  # query_seq_lengths
+        None,  # key_value_seq_lengths
+        window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
+        rng,
+        False,  # need_weights
+        return_lse,
+        False,  # return_dropout_mask
+        _as_heads(out),
+        starts_q,
+        lengths_q,
+        starts_k,
+        lengths_k,
+        longest_q,
+        longest_k,
+    )
+    if not return_lse:
+        return out
+    return AttentionOutput(out, lse=result.lse[0], dropout_seed=result.dropout_seed)
+
+
+def _as_heads(packed: NDArray[Any]) -> NDArray[Any]:
+    """View (total, H, D) as one entry of a batch, (1, H, total, D)."""
+    return packed.swapaxes(0, 1)[None]
+
+
+def _sequences(
+    cu_seqlens: ArrayLike, total: int, name: str, longest: int | None, longest_name: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Return first rows and lengths of the sequences, and the longest."""
+    edges = as_integers(cu_seqlens, name, 0, total)
+    if isinstance(edges, int) or edges.ndim != 1 or edges.size == 0:
+        raise ValueError(f"{name} must have shape (B + 1,), got {np.shape(cu_seqlens)}")
+    lengths = np.diff(edges)
+    if edges[0] != 0 or edges[-1] != total or (lengths < 0).any():
+        raise ValueError(f"{name} must start with 0, never fall and end with {total}, got {edges.tolist()}")
+    most = int(lengths.max(initial=0))
+    if longest is not None and as_size(longest, longest_name, 0) < most:
+        raise ValueError(f"{longest_name} must be at least {most}, the longest of {name}, got {longest}")
+    return edges[:-1].copy(), lengths, most
+
+
+def _warn_alignment(is_causal: bool, window_size: Window) -> None:
+    """Warn where queries and keys of a sequence can be lined up in two ways, and nothing says which."""
+    windowed = window_size is not None and any(side is not None and side != -1 for side in window_size)
+    if is_causal or windowed:
+        text = "queries and keys of a sequence differ in number, and query i stands at key i: name is_causal "
+        text += "'upper_left' for that, 'lower_right' if the last query belongs to the last key"
+        warnings.warn(text, CausalAlignmentWarning, stacklevel=3)

@@ -1,0 +1,203 @@
+"""varlen_attention: packed sequences against the padded batch bit for bit, the reference, and poisoned neighbours."""
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import reference
+from support import assert_same_bits, forced
+
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "alike": ([5, 3, 9], [5, 3, 9]),
+    "few queries": ([1, 2, 1, 4], [30, 7, 250, 12]),
+    "empty ones": ([0, 6, 0, 2, 0], [3, 0, 0, 40, 1]),
+    "long and short": ([200, 1, 130, 7], [210, 400, 130, 7]),
+    "one": ([17], [33]),
+    "none": ([], []),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lower right": {"is_causal": "lower_right"},
+    "upper left": {"is_causal": "upper_left", "scale": 0.3},
+    "window": {"is_causal": "lower_right", "window_size": (9, 0)},
+    "everything": {
+        "is_causal": "lower_right",
+        "window_size": (50, 0),
+        "softcap": 2.0,
+        "alibi_slopes": [0.1, 0.2, 0.3, 0.4],
+        "sinks": [0.5, -1.0, 2.0, 0.0],
+        "dropout_p": 0.3,
+        "rng": 5,
+    },
+}
+
+
+def edges(lengths: list[int]) -> np.ndarray:
+    return np.cumsum([0, *lengths])
+
+
+def packed(name: str, dtype: type, d_v: int = 6) -> tuple[np.ndarray, ...]:
+    lengths_q, lengths_k = LENGTHS[name]
+    rng = np.random.default_rng(list(name.encode()))
+    shapes = (sum(lengths_q), 4, 8), (sum(lengths_k), 2, 8), (sum(lengths_k), 2, d_v)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    return *arrays, edges(lengths_q), edges(lengths_k)
+
+
+def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
+    """The same sequences as a batch with NaN behind their ends."""
+    query, key, value, cu_q, cu_k = arrays
+    lengths_q, lengths_k = LENGTHS[name]
+
+    def pad(rows: np.ndarray, cu: np.ndarray, lengths: list[int]) -> np.ndarray:
+        batch = np.full((len(lengths), max(lengths), *rows.shape[1:]), np.nan, rows.dtype)
+        for b, n in enumerate(lengths):
+            batch[b, :n] = rows[cu[b] : cu[b] + n]
+        return batch.swapaxes(1, 2)
+
+    return cattn.scaled_dot_product_attention(
+        pad(query, cu_q, lengths_q), pad(key, cu_k, lengths_k), pad(value, cu_k, lengths_k), return_lse=True,
+        query_seq_lengths=lengths_q, key_value_seq_lengths=lengths_k, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
+def test_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
+    arrays = packed(name, dtype)
+    batch = padded(name, arrays, **OPTIONS[options])
+    lengths = LENGTHS[name][0]
+    expected = np.concatenate([batch.out[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
+    lse = np.concatenate([batch.lse[b, :, :n] for b, n in enumerate(lengths)], axis=1)
+    for path in ("auto", "tile", "rows", "split"):
+        for threads in (1, 3):
+            with forced(path), cattn.num_threads(threads):
+                result = cattn.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
+            assert_same_bits(result.out, expected, f"{path}, {threads}")
+            assert_same_bits(np.ascontiguousarray(result.lse), lse, f"{path}, {threads}")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_against_the_reference(name: str, options: str, dtype: type) -> None:
+    arrays = packed(name, dtype)
+    if name == "none":
+        assert cattn.varlen_attention(*arrays).shape == (0, 4, 6)
+        return
+    expected = reference.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
+    result = cattn.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
+    tolerance = 100 * np.finfo(dtype).eps
+    assert isinstance(expected, cattn.AttentionOutput)
+    np.testing.assert_allclose(result.out, expected.out, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(result.lse, expected.lse, rtol=0, atol=tolerance)
+    assert result.out.dtype == result.lse.dtype == dtype
+
+
+def guarded(array: np.ndarray) -> np.ndarray:
+    """A copy that ends at the end of a memory map: what reads on does not stay unnoticed for long."""
+    pages = mmap.mmap(-1, -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    copy = np.frombuffer(pages, np.uint8)[len(pages) - array.nbytes :].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def test_no_sequence_reads_its_neighbours(isa: str, dtype: type) -> None:
+    """Poison one sequence: the others keep their bits, on every path."""
+    query, key, value, cu_q, cu_k = packed("long and short", dtype)
+    options = OPTIONS["everything"]
+    clean = cattn.varlen_attention(query, key, value, cu_q, cu_k, **options)
+    dirty = [guarded(a) for a in (query, key, value)]
+    for array, cu in zip(dirty, (cu_q, cu_k, cu_k), strict=True):
+        array[cu[1] : cu[2]] = np.nan
+    for path in ("auto", "tile", "rows", "split"):
+        with forced(path):
+            result = cattn.varlen_attention(*dirty, cu_q, cu_k, **options)
+        others = np.r_[0 : cu_q[1], cu_q[2] : cu_q[-1]]
+        assert_same_bits(result[others], clean[others], path)
+        assert np.isnan(result[cu_q[1] : cu_q[2]]).any()
+
+
+def test_out_and_strides(dtype: type) -> None:
+    query, key, value, cu_q, cu_k = packed("long and short", dtype)
+    expected = cattn.varlen_attention(query, key, value, cu_q, cu_k)
+    wide = np.full((len(query), 8, 12), 7, dtype)
+    out = wide[:, ::2, ::-2]
+    laid = [np.asfortranarray(a)[:, :, :] for a in (query, key, value)]
+    assert cattn.varlen_attention(*laid, cu_q, cu_k, out=out) is out
+    assert_same_bits(np.ascontiguousarray(out), expected)
+    assert (wide[:, 1::2] == 7).all()
+    same = query[..., :6].copy()
+    assert_same_bits(cattn.varlen_attention(query, key, value, cu_q, cu_k, out=same), expected)
+
+
+def test_max_seqlen_is_accepted() -> None:
+    arrays = packed("alike", np.float32)
+    expected = cattn.varlen_attention(*arrays)
+    assert_same_bits(cattn.varlen_attention(*arrays, max_seqlen_q=9, max_seqlen_k=100), expected)
+
+
+def test_dropout_seed_draws_the_same_again() -> None:
+    arrays = packed("alike", np.float32)
+    first = cattn.varlen_attention(*arrays, dropout_p=0.5, return_lse=True)
+    again = cattn.varlen_attention(*arrays, dropout_p=0.5, rng=first.dropout_seed)
+    assert_same_bits(again, first.out)
+
+
+def test_alignment_is_asked_for_or_warned_about() -> None:
+    alike, few = packed("alike", np.float32), packed("few queries", np.float32)
+    cattn.varlen_attention(*alike, is_causal=True)
+    for options in ({"is_causal": True}, {"window_size": (3, 0)}):
+        with pytest.warns(cattn.CausalAlignmentWarning, match="lower_right"):
+            warned = cattn.varlen_attention(*few, **options)
+    for options in ({"is_causal": "lower_right"}, {"is_causal": "upper_left", "window_size": (3, 0)}):
+        cattn.varlen_attention(*few, **options)
+    assert warned.shape == (8, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"cu_seqlens_q": [1, 5]},
+            ValueError,
+            r"cu_seqlens_q must start with 0, .* and end with 5, got \[1, 5\]",
+        ),
+        ({"cu_seqlens_q": [0, 4]}, ValueError, "cu_seqlens_q must start with 0, never fall and end with 5"),
+        ({"cu_seqlens_k": [0, 3, 2, 5]}, ValueError, "cu_seqlens_k must start with 0, never fall"),
+        ({"cu_seqlens_k": [0, 6]}, ValueError, "cu_seqlens_k must be between 0 and 5, got 6"),
+        ({"cu_seqlens_k": [0, -1, 5]}, ValueError, "cu_seqlens_k must be between 0 and 5, got -1"),
+        ({"cu_seqlens_k": [0, 2, 5]}, ValueError, "cu_seqlens_q has 1 sequences, cu_seqlens_k has 2"),
+        ({"cu_seqlens_q": 5}, ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\), got \(\)"),
+        ({"cu_seqlens_q": []}, ValueError, r"cu_seqlens_q must have shape \(B \+ 1,\), got \(0,\)"),
+        ({"cu_seqlens_q": [0.0, 5.0]}, TypeError, "cu_seqlens_q must be an int or an integer array, got dtype float64"),
+        ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q must be at least 5, the longest of cu_seqlens_q, got 4"),
+        ({"query": np.ones((5, 4))}, ValueError, r"query must have shape \(total, heads, head_dim\), got \(5, 4\)"),
+        ({"value": np.ones((5, 3, 4))}, ValueError, "value has heads"),
+        ({"key": np.ones((5, 3, 8)), "value": np.ones((5, 3, 4))}, ValueError, "query has 4 heads"),
+        ({"key": np.ones((5, 2, 7))}, ValueError, "key has head_dim 7, query has 8"),
+        ({"value": np.ones((4, 2, 4))}, ValueError, "value has T_k 4, key has 5"),
+        ({"rng": cattn.TorchGenerator(1), "dropout_p": 0.5}, TypeError, "rng must be .*, got TorchGenerator"),
+        ({"out": np.ones((5, 4, 3))}, ValueError, r"out has shape \(5, 4, 3\), the result has \(5, 4, 4\)"),
+        ({"out": np.ones((5, 4, 4), np.float32)}, TypeError, "out has dtype float32, the result has float64"),
+        ({"out": [1.0]}, TypeError, "out must be a numpy.ndarray, got list"),
+        ({"alibi_slopes": [1.0]}, None, ""),
+        ({"alibi_slopes": [1.0, 2.0]}, ValueError, "alibi_slopes has shape"),
+        ({"window_size": 3}, TypeError, "window_size must be"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+    call: dict[str, Any] = {
+        "query": np.ones((5, 4, 8)),
+        "key": np.ones((5, 2, 8)),
+        "value": np.ones((5, 2, 4)),
+        "cu_seqlens_q": [0, 5],
+        "cu_seqlens_k": [0, 5],
+    } | change
+    if error is None:
+        cattn.varlen_attention(**call)
+        return
+    with pytest.raises(error, match=message):
+        cattn.varlen_attention(**call)
