@@ -147,6 +147,18 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 
+/* How cattn_attention would go about it. */
+struct cattn_explanation {
+    enum cattn_path path;
+    int64_t n_tasks;     /* shared out to threads */
+    int64_t block_rows;  /* rows of a task at most */
+    int64_t n_visited;   /* pairs of a block of rows and a block of keys that are computed */
+    int64_t n_skipped;   /* those that no row of the block sees by its range */
+    int64_t n_keys;      /* pairs of a row and a key in its range */
+    size_t scratch_size; /* bytes a thread */
+};
+struct cattn_explanation cattn_attention_explain(const struct cattn_attention_params *params);
+
 /* Rough cost of a call in multiply-adds: the binding keeps the GIL below a few microseconds of it. */
 double cattn_attention_work(const struct cattn_attention_params *params);
 

@@ -44,6 +44,7 @@ static inline struct binding_state *cattn_state(PyObject *module) {
 void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
 
 PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

@@ -262,6 +262,7 @@ static PyMethodDef methods[] = {
     FASTCALL("attention", cattn_py_attention),
     FASTCALL("attention_weights", cattn_py_attention_weights),
     FASTCALL("varlen_attention", cattn_py_varlen_attention),
+    FASTCALL("explain", cattn_py_explain),
     FASTCALL("causal_mask", cattn_py_causal_mask),
     FASTCALL("softmax", cattn_py_softmax),
     FASTCALL("masked_softmax", cattn_py_masked_softmax),

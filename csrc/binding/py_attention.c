@@ -248,3 +248,32 @@ PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py
     without_value[ARG_VALUE] = NULL;
     return attend(module, without_value, stage, false);
 }
+
+/* explain(the arguments of attention): what the core would do, as a dict. Nothing is allocated or drawn. */
+PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    static const char *const paths[] = {"auto", "tile", "rows", "split", "tiny"};
+    struct cattn_attention_params params;
+    npy_intp dims[NPY_MAXDIMS];
+    PyObject *result = NULL;
+    struct cattn_call call = {.state = cattn_state(module), .params = &params, .dims = dims};
+    if (!cattn_error_count("explain", n_args, N_ARGS))
+        return NULL;
+    if (cattn_call_parse(&call, args)) {
+        params.query_starts.data = NULL;
+        params.num_threads = cattn_get_num_threads();
+        params.path = call.state->path;
+        params.dropout.torch = NULL;
+        cattn_call_fill_inputs(&call);
+        const struct cattn_explanation told = cattn_attention_explain(&params);
+        result =
+            Py_BuildValue("{s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "path", paths[told.path], "instruction_set",
+                          cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)told.n_tasks, "rows_per_task",
+                          (long long)told.block_rows, "key_blocks_visited", (long long)told.n_visited,
+                          "key_blocks_skipped", (long long)told.n_skipped, "visible_pairs", (long long)told.n_keys,
+                          "scratch_bytes_per_thread", (Py_ssize_t)told.scratch_size, "threads", params.num_threads);
+    }
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call.inputs[i]);
+    cattn_ranges_clear(&call.ranges);
+    return result;
+}

@@ -420,3 +420,42 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
         cattn_drawn_end(&drawn, status == CATTN_OK ? params->dropout.torch : NULL);
     return status;
 }
+
+/* ---- telling instead of computing ---- */
+
+/* The keys of one block of rows, and how many its rows see together. */
+static struct cattn_range explain_block(const struct run *run, int64_t block, int64_t *n_keys) {
+    const struct cattn_plan *plan = &run->plan;
+    const struct lead lead = find_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
+    const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
+    struct cattn_range all = {INT64_MAX, 0};
+    for (int64_t row = first; row < last; row++) {
+        const struct cattn_range keys = cattn_visible_keys(&lead.sight, row % run->params->seqlen_q);
+        if (keys.lo >= keys.hi)
+            continue;
+        *n_keys += keys.hi - keys.lo;
+        all.lo = keys.lo < all.lo ? keys.lo : all.lo;
+        all.hi = keys.hi > all.hi ? keys.hi : all.hi;
+    }
+    return all.lo < all.hi ? all : (struct cattn_range){0, 0};
+}
+
+struct cattn_explanation cattn_attention_explain(const struct cattn_attention_params *params) {
+    struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    run.plan = cattn_plan(params, run.kernels);
+    const int64_t n_blocks = run.plan.n_units * run.plan.blocks_per_unit;
+    const int64_t n_key_blocks = (params->seqlen_k + CATTN_BLOCK_KEYS - 1) / CATTN_BLOCK_KEYS;
+    const bool split = run.plan.path == CATTN_PATH_SPLIT;
+    struct cattn_explanation told = {.path = run.plan.path,
+                                     .n_tasks = split ? n_blocks * run.plan.n_chunks : n_blocks,
+                                     .block_rows = run.plan.block_rows,
+                                     .scratch_size = run.plan.scratch_size};
+    for (int64_t block = 0; block < n_blocks; block++) {
+        const struct cattn_range keys = explain_block(&run, block, &told.n_keys);
+        if (keys.lo < keys.hi)
+            told.n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
+    }
+    told.n_skipped = n_blocks * n_key_blocks - told.n_visited;
+    return told;
+}

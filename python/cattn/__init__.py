@@ -16,10 +16,12 @@ from ._threads import get_num_threads, num_threads, set_num_threads
 from ._types import AttentionOutput, CausalAlignmentWarning
 from .cache import KVCache
 from .functional import (
+    Explanation,
     attention_weights,
     causal_attention,
     causal_mask,
     dropout,
+    explain,
     get_alibi_slopes,
     masked_softmax,
     merge_attention,
@@ -47,6 +49,7 @@ __all__ = [
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
+    "Explanation",
     "KVCache",
     "Linear",
     "MultiHeadAttention",
@@ -59,6 +62,7 @@ __all__ = [
     "causal_attention",
     "causal_mask",
     "dropout",
+    "explain",
     "get_alibi_slopes",
     "get_num_threads",
     "manual_seed",

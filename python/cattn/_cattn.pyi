@@ -37,6 +37,30 @@ class TorchStream:
     def _get_state(self) -> NDArray[np.uint8]: ...
     def _settings(self) -> tuple[int, Literal["aten", "mkl"]]: ...
 
+def explain(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    bias: object,
+    query_offset: object,
+    query_seq_lengths: object,
+    key_value_seq_lengths: object,
+    window_size: object,
+    softcap: object,
+    alibi_slopes: object,
+    sinks: object,
+    rng: object,
+    need_weights: object,
+    return_lse: object,
+    return_dropout_mask: object,
+    out: object,
+    /,
+) -> dict[str, Any]: ...
 def attention(
     query: object,
     key: object,

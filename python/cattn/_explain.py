@@ -1,0 +1,163 @@
+"""How a call of attention would be computed, told instead of done."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import _cattn
+from ._types import Alignment, Window
+
+__all__ = ["Explanation", "explain"]
+
+REASONS = {
+    "tile": "many queries share the keys of a head: blocks of queries meet blocks of keys",
+    "rows": "few queries share the keys of a head: keys and values stream by them once",
+    "split": "few queries, many keys and idle threads: pieces of the keys are shared out, and merged in order",
+    "tiny": "it is small: done at once on this thread, without plan or allocation",
+}
+
+
+class Explanation(NamedTuple):
+    """What `explain` tells; ``print`` it.
+
+    Attributes
+    ----------
+    path : {"tile", "rows", "split", "tiny"}
+        The way through the kernels. All give the same bits.
+    reason : str
+        Why this path.
+    instruction_set : str
+        The kernels in use.
+    threads : int
+        How many threads may take part.
+    tasks : int
+        Pieces of work that threads can take.
+    rows_per_task : int
+        Queries of a task at most.
+    key_blocks_visited, key_blocks_skipped : int
+        Blocks of 192 keys that tasks compute, and those that causality, window and lengths spare them.
+    visible_pairs : int
+        Pairs of a query and a key in its range; masks per element may hide some of them.
+    flops : int
+        Floating-point operations of the two products over these pairs.
+    scratch_bytes_per_thread : int
+        Memory that a thread works in. There is no other beyond the outputs.
+    """
+
+    path: str
+    reason: str
+    instruction_set: str
+    threads: int
+    tasks: int
+    rows_per_task: int
+    key_blocks_visited: int
+    key_blocks_skipped: int
+    visible_pairs: int
+    flops: int
+    scratch_bytes_per_thread: int
+
+    def __str__(self) -> str:
+        blocks = self.key_blocks_visited + self.key_blocks_skipped
+        used = min(self.threads, self.tasks)
+        return "\n".join(
+            [
+                f"path      {self.path}: {self.reason}",
+                f"kernels   {self.instruction_set}",
+                f"tasks     {self.tasks} of at most {self.rows_per_task} queries, {used} at a time",
+                f"keys      {self.key_blocks_visited} of {blocks} blocks of 192 keys visited, the others skipped",
+                f"work      {self.flops:.3g} floating-point operations",
+                f"memory    {self.scratch_bytes_per_thread:,} bytes a thread, beyond the outputs",
+            ]
+        )
+
+
+def explain(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    *,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+) -> Explanation:
+    """Tell how `scaled_dot_product_attention` would compute a call, without computing it.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., T_q, head_dim)
+        This and every other argument are those of `scaled_dot_product_attention`; those that change nothing in how it
+        is computed are not asked for.
+    key : array_like, shape (..., T_k, head_dim)
+        Keys.
+    value : array_like, shape (..., T_k, d_v)
+        Values.
+    attn_mask : array_like, optional
+        Boolean (True = keep) or float (added).
+    dropout_p : float
+        Probability of a weight to be dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees.
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
+    bias : array_like of float, optional
+        Added to the scaled scores.
+    query_offset : int or array_like of int, optional
+        Position of the first query.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        How many queries and keys count.
+    window_size : (int, int)
+        Keys seen before and after a query's position, -1: no bound.
+
+    Returns
+    -------
+    Explanation
+        With the threads and kernels in use now.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((1, 12, 4096, 64), np.float32)
+    >>> told = cattn.explain(x, x, x, is_causal="lower_right", window_size=(255, 0))
+    >>> told.path, told.key_blocks_visited, told.key_blocks_skipped
+    ('tile', 1248, 10104)
+    """
+    told: dict[str, Any] = _cattn.explain(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        None,  # scale
+        enable_gqa,
+        bias,
+        query_offset,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        window_size,
+        None,  # softcap
+        None,  # alibi_slopes
+        None,  # sinks
+        None,  # rng
+        False,
+        False,
+        False,
+        None,  # out
+    )
+    depth = np.shape(key)[-1] + np.shape(value)[-1]
+    return Explanation(reason=REASONS[told["path"]], flops=2 * told["visible_pairs"] * depth, **told)
