@@ -1,7 +1,7 @@
 /* gemm.inc.h -- packing and the one micro-kernel of the tile path.
  *
  * Both products of attention run through micro_tile, MR rows by up to NR vectors, with a broadcast operand `a` that is
- * read where it lies and a packed operand `b`:
+ * read where it lies and an operand `b` whose rows are vectors, packed or where they lie:
  *
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
@@ -13,7 +13,7 @@
 
 /* The accumulators must be filled one by one and every loop over them unrolled: `= {0}` or a plain loop sends them to
  * memory. */
-INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
+INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b, int64_t b_row,
                        vf acc[MR][NR]) {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; m++)
@@ -25,7 +25,7 @@ INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int6
         vf b_k[NR];
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
-            b_k[n] = vf_loadu(b + k * PANEL + n * LANES);
+            b_k[n] = vf_loadu(b + k * b_row + n * LANES);
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++) {
             vf a_mk = vf_set1(a[m * a_row + k * a_col]);
@@ -75,17 +75,26 @@ static const real *key_rows(struct cattn_rows *rows, int64_t key, int64_t end, i
     return copy;
 }
 
-/* Columns c .. c+PANEL-1 of V for keys k0+begin .. k0+end-1, zero behind the last column. */
-static void pack_value_panel(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t c) {
+/* A run of V for one panel of columns: rows of unit stride, whole vectors. */
+struct value_run {
+    const real *first;
+    int64_t row;
+};
+
+/* Columns c .. c+PANEL-1 of V for keys k0+begin .. k0+end-1: V itself where its rows are whole vectors, else a copy,
+ * zero behind the last column. */
+static struct value_run value_run(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t c) {
     const int64_t col = rows->value_col, n = rows->d_v - c;
-    for (int k = begin; k < end; k++) {
-        const real *v = (const real *)rows->value + (k0 + k) * rows->value_row + c * col;
-        real *panel = (real *)rows->value_panel + k * PANEL;
+    const real *v = (const real *)rows->value + (k0 + begin) * rows->value_row + c * col;
+    if (col == 1 && (n >= PANEL || n == LANES))
+        return (struct value_run){v, rows->value_row};
+    real *panel = rows->value_panel;
+    for (int k = 0; k < end - begin; k++, v += rows->value_row)
 #pragma GCC unroll 2
         for (int i = 0; i < NR; i++) {
             int64_t left = n - i * LANES;
-            vf_storeu(panel + i * LANES,
+            vf_storeu(panel + k * PANEL + i * LANES,
                       left > 0 ? load_strided(v + i * LANES * col, col, (int)min64(LANES, left)) : vf_set1(0));
         }
-    }
+    return (struct value_run){panel, PANEL};
 }

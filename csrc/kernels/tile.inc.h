@@ -1,11 +1,13 @@
 /* tile.inc.h -- the tile path: one block of up to CATTN_TILE_ROWS queries against one block of keys.
  *
  * Scores are kept transposed, score[key][query], so softmax runs down the lanes without a horizontal step and P is
- * already the broadcast operand of P V. Each panel of queries has an extent, the keys that at least one of its rows may
- * see: nothing outside is computed. Inside, a micro-tile is full (no mask code) or partial.
+ * already the broadcast operand of P V. Each vector of queries, and each group of MR queries in P V, has an extent, the
+ * keys that at least one of its rows may see: nothing outside is computed. Inside, a micro-tile is full (no mask code)
+ * or partial.
  */
 
-#define N_PANELS (CATTN_TILE_ROWS / PANEL)
+#define N_VECTORS (CATTN_TILE_ROWS / LANES)
+#define N_GROUPS (CATTN_TILE_ROWS / MR)
 
 /* Keys of this block, relative to its first, that some row may see: [begin, end), widened to multiples of the sum
  * chains; and those that every row sees. */
@@ -18,8 +20,9 @@ struct tile {
     struct cattn_rows *rows;
     int64_t k0;
     int n_keys;
+    int n_vectors, n_groups;
     struct extent all; /* of the whole block */
-    struct extent panel[N_PANELS];
+    struct extent vector[N_VECTORS], group[N_GROUPS];
     real lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];          /* the rows' ranges, relative: exact in any element type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
@@ -42,35 +45,45 @@ static struct extent extent_of_rows(const struct cattn_rows *rows, int64_t k0, i
     return e;
 }
 
-/* Puts the masks per element where the scores of this panel will go. */
-static void fill_bias(const struct tile *t, int p) {
-    const struct cattn_rows *rows = t->rows;
-    const struct extent *e = &t->panel[p];
-    const int first = e->begin / LANES * LANES;
-    for (int r0 = p * PANEL; r0 < (p + 1) * PANEL; r0 += LANES)
-        for (int k = first; k < e->end; k += LANES) {
-            const int n = (int)max64(0, min64(LANES, t->n_keys - k));
-            vf v[LANES];
-            for (int i = 0; i < LANES; i++)
-                v[i] = r0 + i < rows->n_rows ? element_bias(rows, r0 + i, t->k0 + k, n) : vf_set1(0);
-            vf_transpose(v);
-            for (int i = 0; i < LANES; i++)
-                vf_storeu((real *)rows->score + (k + i) * CATTN_TILE_ROWS + r0, v[i]);
-        }
+static void find_extents(struct tile *t) {
+    const int n_rows = t->rows->n_rows;
+    const bool full = t->all.full_begin <= t->all.begin && t->all.full_end >= t->all.end;
+    t->n_vectors = (n_rows + LANES - 1) / LANES;
+    t->n_groups = (n_rows + MR - 1) / MR;
+    for (int v = 0; v < t->n_vectors; v++)
+        t->vector[v] = full ? t->all : extent_of_rows(t->rows, t->k0, v * LANES, (int)min64((v + 1) * LANES, n_rows));
+    for (int g = 0; g < t->n_groups; g++) {
+        t->group[g] = full ? t->all : extent_of_rows(t->rows, t->k0, g * MR, (int)min64((g + 1) * MR, n_rows));
+        t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
+    }
 }
 
-/* MR keys from k on against one panel of queries: scores with every mask applied, and the running block maximum. */
-INLINE void score_tile(const struct tile *t, int p, int nr, int k, const real *key, int64_t key_stride) {
+/* Puts the masks per element where the scores of LANES rows from r on will go. */
+static void fill_bias(const struct tile *t, const struct extent *e, int r) {
+    const struct cattn_rows *rows = t->rows;
+    for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
+        const int n = (int)max64(0, min64(LANES, t->n_keys - k));
+        vf v[LANES];
+        for (int i = 0; i < LANES; i++)
+            v[i] = r + i < rows->n_rows ? element_bias(rows, r + i, t->k0 + k, n) : vf_set1(0);
+        vf_transpose(v);
+        for (int i = 0; i < LANES; i++)
+            vf_storeu((real *)rows->score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
+    }
+}
+
+/* MR keys from k on against nr vectors of queries from vector v on, inside one panel: scores with every mask applied,
+ * and the running block maximum. */
+INLINE void score_tile(const struct tile *t, int v, int nr, int k, const real *key, int64_t key_stride) {
     struct cattn_rows *rows = t->rows;
-    const struct extent *e = &t->panel[p];
-    const bool partial = k < e->full_begin || k + MR > e->full_end;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    micro_tile(nr, rows->head_dim, key, key_stride, 1, (const real *)rows->packed_query + p * rows->head_dim * PANEL,
-               acc);
+    micro_tile(nr, rows->head_dim, key, key_stride, 1,
+               (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
-        const int r = p * PANEL + n * LANES;
+        const int r = (v + n) * LANES;
+        const bool partial = k < t->vector[v + n].full_begin || k + MR > t->vector[v + n].full_end;
         real *score = (real *)rows->score + k * CATTN_TILE_ROWS + r;
         real *block_max = (real *)rows->block_max + r;
         vf max = vf_loadu(block_max);
@@ -103,41 +116,41 @@ INLINE void score_tile(const struct tile *t, int p, int nr, int k, const real *k
     }
 }
 
-/* A panel's last vector is left out where no row lives in it. */
-INLINE int panel_vectors(int64_t columns_left) { return columns_left > LANES ? NR : 1; }
+INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
 
 static void score_block(const struct tile *t) {
     struct cattn_rows *rows = t->rows;
-    const int n_panels = (int)(round_up(rows->n_rows, PANEL) / PANEL);
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         int64_t stride;
         const real *key = key_rows(rows, t->k0 + k, t->k0 + t->n_keys, &stride);
-        for (int p = 0; p < n_panels; p++) {
-            if (k + MR <= t->panel[p].begin || k >= t->panel[p].end)
-                continue;
-            if (panel_vectors(rows->n_rows - p * PANEL) == NR)
-                score_tile(t, p, NR, k, key, stride);
-            else
-                score_tile(t, p, 1, k, key, stride);
+        for (int v = 0; v < t->n_vectors; v += NR) {
+            /* at the edge of what a panel sees, a vector alone may be left */
+            int first = v, last = (int)min64(v + NR, t->n_vectors);
+            while (first < last && !meets(&t->vector[first], k))
+                first++;
+            while (first < last && !meets(&t->vector[last - 1], k))
+                last--;
+            if (last - first == NR)
+                score_tile(t, first, NR, k, key, stride);
+            else if (first < last)
+                score_tile(t, first, 1, k, key, stride);
         }
     }
 }
 
-/* The raw scores of one panel, as they will be needed for the weights. */
-static void keep_scores(const struct tile *t, int p) {
+/* The raw scores of LANES rows, as they will be needed for the weights. */
+static void keep_scores(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
-    const struct extent *e = &t->panel[p];
-    for (int r0 = p * PANEL; r0 < (p + 1) * PANEL; r0 += LANES)
-        for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
-            const int n = (int)max64(0, min64(LANES, t->n_keys - k));
-            vf v[LANES];
-            for (int i = 0; i < LANES; i++)
-                v[i] = vf_loadu((const real *)rows->score + (k + i) * CATTN_TILE_ROWS + r0);
-            vf_transpose(v);
-            for (int i = 0; i < LANES && r0 + i < rows->n_rows; i++)
-                store_strided((real *)rows->weights[r0 + i] + (t->k0 + k) * rows->weights_col, rows->weights_col, v[i],
-                              n);
-        }
+    const int64_t col = rows->weights_col;
+    for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
+        const int n = (int)max64(0, min64(LANES, t->n_keys - k));
+        vf v[LANES];
+        for (int i = 0; i < LANES; i++)
+            v[i] = vf_loadu((const real *)rows->score + (k + i) * CATTN_TILE_ROWS + r);
+        vf_transpose(v);
+        for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
+            store_strided((real *)rows->weights[r + i] + (t->k0 + k) * col, col, v[i], n);
+    }
 }
 
 /* LANES rows: scores become exp(score - max), summed down the keys in eight chains. */
@@ -197,118 +210,122 @@ static void drop_lanes_drawn(const struct tile *t, const struct extent *e, int r
     }
 }
 
-/* Weights of a panel outside its own extent, but inside its neighbours': micro-tiles of P V may straddle panels. */
-static void zero_outside(const struct tile *t, int p) {
-    const struct extent *e = &t->panel[p];
-    real *score = (real *)t->rows->score + p * PANEL;
-    for (int k = t->all.begin; k < t->all.end; k++)
-        if (k < e->begin || k >= e->end)
-            memset(score + k * CATTN_TILE_ROWS, 0, PANEL * sizeof(real));
+/* Weights of LANES rows that a group of P V straddling its neighbours reads outside their own extent. */
+static void zero_outside(const struct tile *t, const struct extent *e, int r) {
+    real *score = (real *)t->rows->score + r;
+    for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++) {
+        const struct extent *group = &t->group[g];
+        for (int k = group->begin; k < min64(e->begin, group->end); k++)
+            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
+        for (int k = (int)max64(e->end, group->begin); k < group->end; k++)
+            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
+    }
 }
 
 /* One row of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. */
-static void value_row_visible(const struct tile *t, int r, int nr, int begin, int end, vf *block) {
+static void value_row_visible(const struct tile *t, int r, int nr, struct run run, struct value_run value, vf *block) {
     const struct cattn_rows *rows = t->rows;
     for (int n = 0; n < nr; n++)
         block[n] = vf_set1(0);
-    for (int k = begin; k < end; k++) {
+    for (int k = run.begin; k < run.end; k++, value.first += value.row) {
         if (!key_visible(rows, r, t->k0 + k))
             continue;
         vf w = vf_set1(((const real *)rows->score)[k * CATTN_TILE_ROWS + r]);
         for (int n = 0; n < nr; n++)
-            block[n] = vf_fma(w, vf_loadu((const real *)rows->value_panel + k * PANEL + n * LANES), block[n]);
+            block[n] = vf_fma(w, vf_loadu(value.first + n * LANES), block[n]);
     }
 }
 
-/* MR rows from r on, columns c on: acc = acc * alpha + P V. */
-INLINE void value_tile(const struct tile *t, const struct extent *e, int r, int64_t c, int nr) {
+/* MR rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
+INLINE void value_tile(const struct tile *t, int r, int64_t c, int nr, bool partial, struct run run,
+                       struct value_run value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
-    const real *alpha = (const real *)rows->alpha + r;
-    const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
-    for (int i = 0; i < 2; i++) {
-        const struct run run = run_of(i, e->begin, e->end);
-        if (i > 0 && run_is_empty(run))
-            break;
-        vf block[MR][NR];
-        micro_tile(nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
-                   CATTN_TILE_ROWS, (const real *)rows->value_panel + run.begin * PANEL, block);
-        if (partial) {
-            vm finite = finite_lanes(block[0][0]);
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-                for (int n = 0; n < nr; n++)
-                    finite = vm_and(finite, finite_lanes(block[m][n]));
-            if (__builtin_expect(vm_any(vm_not(finite)), 0)) {
-                for (int m = 0; m < MR && r + m < rows->n_rows; m++) {
-                    vf again[NR];
-                    value_row_visible(t, r + m, nr, run.begin, run.end, again);
-                    for (int n = 0; n < nr; n++)
-                        fold_block(acc + m * rows->acc_cols + n * LANES, fold_factor(i, alpha[m]), again[n]);
-                }
-                continue;
-            }
-        }
+    vf block[MR][NR];
+    micro_tile(nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1, CATTN_TILE_ROWS,
+               value.first, value.row, block);
+    if (partial) {
+        /* stay 0 as long as everything is finite */
+        vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < nr; n++)
-                fold_block(acc + m * rows->acc_cols + n * LANES, fold_factor(i, alpha[m]), block[m][n]);
+                zero[(m * NR + n) % 4] = vf_fma(block[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
+        if (__builtin_expect(vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3])))), 0)) {
+            for (int m = 0; m < MR && r + m < rows->n_rows; m++) {
+                vf again[NR];
+                value_row_visible(t, r + m, nr, run, value, again);
+                for (int n = 0; n < nr; n++)
+                    fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), again[n]);
+            }
+            return;
+        }
     }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < nr; n++)
+            fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
 }
 
+/* Run by run, so that a panel of V stays in the nearest cache while all rows pass it. */
 static void value_block(const struct tile *t) {
     struct cattn_rows *rows = t->rows;
-    for (int64_t c = 0; c < rows->d_v; c += PANEL) {
-        pack_value_panel(rows, t->k0, t->all.begin, (int)min64(t->all.end, t->n_keys), c);
-        const int nr = panel_vectors(rows->d_v - c);
-        for (int r = 0; r < rows->n_rows; r += MR) {
-            struct extent e = extent_of_rows(rows, t->k0, r, (int)min64(r + MR, rows->n_rows));
-            if (e.begin == e.end)
-                continue;
-            e.end = (int)min64(e.end, t->n_keys); /* widened beyond the last key there is */
-            if (nr == NR)
-                value_tile(t, &e, r, c, NR);
-            else
-                value_tile(t, &e, r, c, 1);
+    real ones[MR];
+    for (int m = 0; m < MR; m++)
+        ones[m] = 1;
+    for (int i = 0; i < 2; i++) {
+        const struct run all = run_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
+        if (i > 0 && run_is_empty(all))
+            break;
+        for (int64_t c = 0; c < rows->d_v; c += PANEL) {
+            const struct value_run value = value_run(rows, t->k0, all.begin, all.end, c);
+            for (int g = 0; g < t->n_groups; g++) {
+                const struct extent *e = &t->group[g];
+                const struct run run = run_of(i, e->begin, e->end);
+                if (e->begin == e->end || (i > 0 && run_is_empty(run)))
+                    continue;
+                const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
+                const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
+                const struct value_run from = {value.first + (run.begin - all.begin) * value.row, value.row};
+                if (rows->d_v - c > LANES)
+                    value_tile(t, g * MR, c, NR, partial, run, from, factor);
+                else
+                    value_tile(t, g * MR, c, 1, partial, run, from, factor);
+            }
         }
     }
 }
 
 static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     struct tile t = {.rows = rows, .k0 = k0, .n_keys = (int)(k1 - k0)};
-    const int n_panels = (int)(round_up(rows->n_rows, PANEL) / PANEL);
     t.all = extent_of_rows(rows, k0, 0, rows->n_rows);
     if (t.all.begin == t.all.end)
         return;
-    for (int r = 0; r < n_panels * PANEL; r++) {
+    find_extents(&t);
+    for (int r = 0; r < t.n_vectors * LANES; r++) {
         t.lo[r] = r < rows->n_rows ? (real)relative(rows->lo[r], k0) : 0;
         t.hi[r] = r < rows->n_rows ? (real)relative(rows->hi[r], k0) : 0;
         ((real *)rows->block_max)[r] = NEG_INF;
     }
-    for (int r = 0; r < n_panels * PANEL && rows->has_slopes; r++) {
+    for (int r = 0; r < t.n_vectors * LANES && rows->has_slopes; r++) {
         t.slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
         t.position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
     }
-    for (int p = 0; p < n_panels; p++) {
-        t.panel[p] = extent_of_rows(rows, k0, p * PANEL, (int)min64((p + 1) * PANEL, rows->n_rows));
-        if (!rows->fully_ranged)
-            fill_bias(&t, p);
-    }
+    for (int v = 0; v < t.n_vectors && !rows->fully_ranged; v++)
+        fill_bias(&t, &t.vector[v], v * LANES);
     score_block(&t);
-    for (int p = 0; p < n_panels; p++) {
-        const int rows_left = rows->n_rows - p * PANEL;
+    for (int v = 0; v < t.n_vectors; v++) {
+        const struct extent *e = &t.vector[v];
         if (rows->weights[0])
-            keep_scores(&t, p);
-        for (int n = 0; n < panel_vectors(rows_left); n++) {
-            softmax_lanes(&t, &t.panel[p], p * PANEL + n * LANES);
-            if (rows->kept[0])
-                drop_lanes_drawn(&t, &t.panel[p], p * PANEL + n * LANES);
-            else if (rows->drop.enabled)
-                drop_lanes(&t, &t.panel[p], p * PANEL + n * LANES);
-        }
-        zero_outside(&t, p);
+            keep_scores(&t, e, v * LANES);
+        softmax_lanes(&t, e, v * LANES);
+        if (rows->kept[0])
+            drop_lanes_drawn(&t, e, v * LANES);
+        else if (rows->drop.enabled)
+            drop_lanes(&t, e, v * LANES);
+        zero_outside(&t, e, v * LANES);
     }
     if (rows->d_v)
         value_block(&t);
