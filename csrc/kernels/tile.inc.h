@@ -327,6 +327,9 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
             drop_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);
     }
+    /* the last group's rows behind the last vector: what an earlier tile left there may not be finite */
+    for (int r = t.n_vectors * LANES; r < t.n_groups * MR; r += LANES)
+        zero_outside(&t, &(struct extent){0}, r);
     if (rows->d_v)
         value_block(&t);
 }
