@@ -65,7 +65,11 @@ numpydoc_validation_checks = {
     "SA01",
 }
 # Written as prose, and two whose parameters are nobody's concern.
-numpydoc_validation_exclude = {r"^cattn\.reference", r"^cattn\.AttentionOutput$", r"^cattn\.integrations\.onnx\.Attention(Outputs)?$", r"^cattn\.CausalAlignmentWarning$"}
+numpydoc_validation_exclude = {
+    r"^cattn\.reference",
+    r"^cattn\.(AttentionOutput|CausalAlignmentWarning|Explanation)$",
+    r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
+}
 
 # ---- HTML ----
 html_theme = "furo"

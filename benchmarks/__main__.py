@@ -1,0 +1,101 @@
+"""python -m benchmarks [group ...]: measure, print, keep, draw.
+
+Groups are rows of one kind, all of them by default. "scaling" fits a model of time to a grid of sizes, "report" prints
+the README's table from the results that are kept (with --into FILE, writes it there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import cattn
+
+from . import plots, report, scaling
+from .groups import GROUPS
+from .machine import RESULTS, facts, save
+from .probe import find_probe
+from .timing import Case, run
+
+
+def progress(cases: Iterable[Any], group: str) -> tuple[Iterable[Any], Callable[[str], None]]:
+    """Show how far a group is, where tqdm is installed; also return how to print beside it."""
+    with contextlib.suppress(ImportError):
+        from tqdm.auto import tqdm
+
+        return tqdm(cases, desc=group, unit="row", leave=False, dynamic_ncols=True), tqdm.write
+    return cases, print
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("groups", nargs="*", metavar="group", help=", ".join([*GROUPS, "scaling", "report"]))
+    parser.add_argument("--list", action="store_true", help="name the groups and leave")
+    parser.add_argument("--rounds", type=int, help="rounds of each row (default: by time, 5 to 25)")
+    parser.add_argument("--only", default="", help="rows whose name holds this text")
+    parser.add_argument("--no-plots", action="store_true", help="draw nothing")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--into", type=Path, help="with report: the Markdown file to write the table into")
+    found = parser.parse_args(arguments)
+    known = [*GROUPS, "scaling", "report"]
+    unknown = sorted(set(found.groups) - set(known))
+    if unknown:
+        parser.error(f"unknown group {', '.join(unknown)}; there are {', '.join(known)}")
+    if found.rounds is not None and found.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {found.rounds}")
+    return found
+
+
+def measure(group: str, found: argparse.Namespace, probe: Any) -> list[dict[str, Any]]:
+    """Run one group, print its rows as they come, keep them."""
+    print(f"\n{group}: {GROUPS[group].__doc__}")
+    rows = []
+    cases, tell = progress(GROUPS[group](probe), group)
+    for case in cases:
+        name = case.name if isinstance(case, Case) else case["name"]
+        if found.only not in name:
+            continue
+        row = run(case, probe.limits if probe else {}, found.rounds) if isinstance(case, Case) else case
+        rows.append(row)
+        tell(report.line(row))
+    if rows and not found.only:
+        save(found.output, group, rows)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for."""
+    found = parse(arguments)
+    if found.list:
+        print("\n".join(f"{name:<14} {group.__doc__}" for name, group in GROUPS.items()))
+        return 0
+    if found.groups == ["report"]:
+        table = report.markdown(found.output)
+        if found.into:
+            report.write_into(found.into, table)
+        else:
+            print(table)
+        return 0
+    print("  ".join(f"{name} {value}" for name, value in facts().items()))
+    with cattn.num_threads(1):
+        probe = find_probe()
+        groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
+        for group in groups:
+            measure(group, found, probe)
+        if "scaling" in found.groups or not found.groups:
+            scaling.run(found.output)
+    if not found.no_plots:
+        with contextlib.suppress(ImportError):
+            for path in plots.draw(found.output):
+                print(f"drawn: {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

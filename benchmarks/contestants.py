@@ -1,0 +1,147 @@
+"""The peers, each as a function on NumPy arrays or prepared inputs; those that are not installed are left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cattn
+
+Array = NDArray[Any]
+Calls = dict[str, Callable[[], object]]
+TOLERANCE = 2e-5  # of float32 outputs of order 1: sums of thousands of products in different orders
+
+
+def textbook(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+    """Attention as a NumPy user writes it: scores, mask, softmax, product."""
+    scores = query @ key.swapaxes(-1, -2)
+    scores *= query.dtype.type(1 / np.sqrt(query.shape[-1]))
+    if causal:
+        scores[..., ~np.tri(*scores.shape[-2:], dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights @ value
+
+
+def torch_or_none() -> Any:
+    """Return torch with one thread, or None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    return torch
+
+
+def jax_or_none() -> Any:
+    """Return jax with one thread, or None. To be called before anything else imports jax."""
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ.setdefault("XLA_FLAGS", flags)
+    os.environ.setdefault("NPROC", "1")
+    try:
+        import jax
+    except ImportError:
+        return None
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
+def attention_calls(query: Array, key: Array, value: Array, *, numpy: bool = True, causal: bool = True) -> Calls:
+    """Causal attention (or full, for decoding) by everyone, on inputs of each one's own kind."""
+    out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
+    ours = {"is_causal": "upper_left"} if causal else {}
+    calls: Calls = {"cattn": lambda: cattn.scaled_dot_product_attention(query, key, value, out=out, **ours)}
+    grouped = query.shape[-3] != key.shape[-3] if query.ndim > 2 else False
+    torch = torch_or_none()
+    if torch is not None:
+        tensors = [torch.from_numpy(array) for array in (query, key, value)]
+        fused = torch.nn.functional.scaled_dot_product_attention
+        calls["torch"] = lambda: fused(*tensors, is_causal=causal, enable_gqa=grouped)
+    if numpy and not grouped:
+        calls["numpy"] = lambda: textbook(query, key, value, causal)
+    if query.ndim == 4:
+        calls |= onnxruntime_call(query, key, value, causal)
+    return agreeing(calls)
+
+
+def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Calls:
+    """ONNX's operator Attention by onnxruntime, one thread that does not spin; nothing if it is not installed."""
+    try:
+        import onnx
+        import onnxruntime as ort
+    except ImportError:
+        return {}
+    if query.dtype != np.float32:
+        return {}
+    shapes = zip("QKV", (query.shape, key.shape, value.shape), strict=True)
+    kinds = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes]
+    node = onnx.helper.make_node("Attention", ["Q", "K", "V"], ["Y"], is_causal=int(causal))
+    result = onnx.helper.make_tensor_value_info("Y", onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph([node], "attention", kinds, [result])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception:  # an older onnxruntime does not know the operator
+        return {}
+    feed = {"Q": query, "K": key, "V": value}
+    return {"onnxruntime": lambda: session.run(None, feed)[0]}
+
+
+def agreeing(calls: Calls) -> Calls:
+    """Return the calls after a look at their results: a wrong contestant would be no contest."""
+    right = np.asarray(calls["cattn"]())
+    for name, call in calls.items():
+        result = np.asarray(call())
+        np.testing.assert_allclose(result, right, rtol=0, atol=TOLERANCE * max(1.0, np.abs(right).max()), err_msg=name)
+    return calls
+
+
+def numpy_dropout(x: Array, p: float) -> Callable[[], Array]:
+    """Dropout as fast as NumPy does it: everything into arrays that are there already."""
+    rng = np.random.default_rng(0)
+    noise, out = np.empty_like(x), np.empty_like(x)
+    keep = x.dtype.type(1 - p)
+
+    def call() -> Array:
+        rng.random(out=noise, dtype=x.dtype)
+        np.multiply(x, 1 / keep, out=out)
+        np.multiply(out, noise < keep, out=out)
+        return out
+
+    return call
+
+
+def book_module(torch: Any, d: int, context_length: int, num_heads: int, fused: bool) -> Any:
+    """Multi-head attention as textbooks write it in PyTorch, or with PyTorch's fused function inside."""
+    nn = torch.nn
+
+    class MultiHeadAttention(nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.W_query, self.W_key, self.W_value = (nn.Linear(d, d, bias=False) for _ in range(3))
+            self.out_proj, self.dropout = nn.Linear(d, d), nn.Dropout(0.1)
+            self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1))
+
+        def forward(self, x: Any) -> Any:
+            batch, tokens, _ = x.shape
+            q, k, v = (
+                layer(x).view(batch, tokens, num_heads, d // num_heads).transpose(1, 2)
+                for layer in (self.W_query, self.W_key, self.W_value)
+            )
+            if fused:
+                context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                scores = q @ k.transpose(2, 3)
+                scores.masked_fill_(self.mask.bool()[:tokens, :tokens], -torch.inf)
+                context = self.dropout(torch.softmax(scores / k.shape[-1] ** 0.5, dim=-1)) @ v
+            return self.out_proj(context.transpose(1, 2).reshape(batch, tokens, d))
+
+    return MultiHeadAttention().eval()

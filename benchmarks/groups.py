@@ -1,0 +1,260 @@
+"""The rows: what is measured, group by group, and what is aimed at."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cattn
+
+from .contestants import (
+    agreeing,
+    attention_calls,
+    book_module,
+    jax_or_none,
+    numpy_dropout,
+    torch_or_none,
+)
+from .probe import Probe
+from .timing import Case
+
+CHILD = Path(__file__).with_name("child.py")
+Cases = Iterator[Case]
+
+
+def normal(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
+    """Return normal random numbers."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=dtype)
+
+
+def qkv(shape: tuple[int, ...], dtype: Any = np.float32, kv_shape: tuple[int, ...] | None = None) -> list[Any]:
+    """Return query, key and value."""
+    return [normal(*s, dtype=dtype, seed=seed) for seed, s in enumerate((shape, kv_shape or shape, kv_shape or shape))]
+
+
+def causal_flops(batch: int, heads: int, tokens: int, head_dim: int) -> float:
+    """Multiplications and additions that causality leaves of both products."""
+    return 4.0 * batch * heads * head_dim * tokens * (tokens + 1) / 2
+
+
+PREFILL: list[tuple[str, tuple[int, ...], dict[str, float]]] = [
+    ("float32", (1, 12, 128, 64), {"percent": 60, "best peer": 2.5}),
+    ("float32", (1, 12, 256, 64), {"percent": 67, "best peer": 2.5}),
+    ("float32", (1, 12, 512, 64), {"percent": 72, "best peer": 2.5}),
+    ("float32", (1, 12, 1024, 64), {"percent": 76, "best peer": 1.65}),
+    ("float32", (1, 12, 2048, 64), {}),
+    ("float32", (1, 4, 4096, 64), {"percent": 82, "best peer": 1.6}),
+    ("float32", (1, 1, 16384, 64), {"percent": 84, "best peer": 1.4}),
+    ("float32", (1, 8, 1024, 128), {"percent": 80, "best peer": 1.75}),
+    ("float32", (1, 4, 4096, 128), {"percent": 85, "best peer": 1.4}),
+    ("float64", (1, 12, 1024, 64), {"percent": 65, "best peer": 2.3}),
+    ("float64", (1, 4, 4096, 64), {"best peer": 1.8}),
+]
+
+
+def prefill(probe: Probe | None) -> Cases:
+    """Causal attention of a whole text, one thread."""
+    for dtype, shape, targets in PREFILL:
+        calls = attention_calls(*qkv(shape, dtype), numpy=shape[2] <= 4096)
+        facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
+        yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
+
+
+def threads(probe: Probe | None) -> Cases:
+    """Two threads against one."""
+    torch = torch_or_none()
+    for tokens in (64, 128, 256, 512, 1024, 4096):
+        query, key, value = qkv((1, 12 if tokens < 4096 else 4, tokens, 64))
+        out = np.empty_like(query)
+
+        def with_threads(n: int, q: Any = query, k: Any = key, v: Any = value, out: Any = out) -> Any:
+            with cattn.num_threads(n):
+                return cattn.causal_attention(q, k, v, out=out)
+
+        calls: dict[str, Callable[[], object]] = {
+            "cattn": functools.partial(with_threads, 2),
+            "one thread": functools.partial(with_threads, 1),
+        }
+        if torch is not None:
+            calls["torch"] = functools.partial(_torch_two, torch, [torch.from_numpy(a) for a in (query, key, value)])
+        least = 1.9 if tokens >= 512 else 1.0
+        targets = {"one thread": least} | ({"torch": 3.0} if tokens == 128 else {})
+        yield Case(f"T={tokens}, two threads", calls, targets=targets, facts={"T": tokens})
+
+
+def _torch_two(torch: Any, tensors: list[Any]) -> Any:
+    torch.set_num_threads(2)
+    try:
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+    finally:
+        torch.set_num_threads(1)
+
+
+def dropout_fused(probe: Probe | None) -> Cases:
+    """Attention with dropout against attention without: the price of the random bits."""
+    torch = torch_or_none()
+    for tokens, heads in ((512, 12), (1024, 12), (4096, 2)):
+        query, key, value = qkv((1, heads, tokens, 64))
+        out = np.empty_like(query)
+        ours = functools.partial(cattn.causal_attention, query, key, value, out=out)
+        calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(ours, dropout_p=0.1, rng=1), "p=0": ours}
+        if torch is not None and tokens <= 1024:
+            tensors = [torch.from_numpy(a) for a in (query, key, value)]
+            fused = torch.nn.functional.scaled_dot_product_attention
+            calls["torch"] = functools.partial(fused, *tensors, dropout_p=0.1, is_causal=True)
+        targets = {"p=0": 0.8} | ({"torch": 13.0} if tokens == 1024 else {})
+        yield Case(f"T={tokens}, p=0.1", calls, targets=targets, facts={"T": tokens})
+
+
+def dropout(probe: Probe | None) -> Cases:
+    """Dropout alone."""
+    x = normal(16 * 2**20)
+    out = np.empty_like(x)
+    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.dropout(x, 0.1, rng=1, out=out)}
+    calls["numpy"] = numpy_dropout(x, 0.1)
+    torch = torch_or_none()
+    if torch is not None:
+        calls["torch"] = functools.partial(torch.nn.functional.dropout, torch.from_numpy(x), 0.1)
+    yield Case("16M float32, out=", calls, targets={"numpy": 6, "torch": 20})
+
+
+def softmax(probe: Probe | None) -> Cases:
+    """Causal masked softmax of a whole matrix of scores."""
+    scores = normal(12, 1024, 1024)
+    out = np.empty_like(scores)
+    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.masked_softmax(scores, is_causal=True, out=out)}
+    hidden = ~np.tri(1024, dtype=bool)
+
+    def numpy() -> Any:
+        filled = np.where(hidden, np.float32(-np.inf), scores)
+        e = np.exp(filled - filled.max(axis=-1, keepdims=True))
+        e /= e.sum(axis=-1, keepdims=True)
+        return e
+
+    calls["numpy"] = numpy
+    torch = torch_or_none()
+    if torch is not None:
+        mask, tensor = torch.from_numpy(hidden), torch.from_numpy(scores)
+        calls["torch"] = lambda: torch.softmax(tensor.masked_fill(mask, -torch.inf), dim=-1)
+    jax = jax_or_none()
+    if jax is not None:
+        where, given = jax.numpy.asarray(~hidden), jax.numpy.asarray(scores)
+        compiled = jax.jit(lambda x: jax.nn.softmax(jax.numpy.where(where, x, -jax.numpy.inf), axis=-1))
+        calls["jax"] = lambda: compiled(given).block_until_ready()
+    yield Case("(12, 1024, 1024), out=", agreeing(calls), targets={"torch": 12, "jax": 8})
+
+
+def decode(probe: Probe | None) -> Cases:
+    """One query against a cache: bound by reading keys and values."""
+    torch = torch_or_none()
+    for kv_heads, tokens in ((32, 1024), (32, 4096), (32, 16384), (8, 1024), (8, 4096), (8, 16384)):
+        query, key, value = qkv((1, 32, 1, 128), kv_shape=(1, kv_heads, tokens, 128))
+        calls = attention_calls(query, key, value, causal=False)
+        if torch is not None:  # PyTorch's own products read a group's keys once
+            q, k, v = (torch.from_numpy(a) for a in (query, key, value))
+            calls["torch matmul"] = functools.partial(_grouped_products, torch, q, k, v)
+        if probe is not None:
+            probe.limits["read"] = probe.read(key, value)
+        large = tokens == 16384
+        targets: dict[str, float] = {"percent": 85, "best peer": 1.25 if kv_heads == 32 else 2.7} if large else {}
+        yield Case(
+            f"T_k={tokens}, {kv_heads} key-value heads of 32", calls, "read", float(key.nbytes + value.nbytes), targets,
+            {"T": tokens, "kv_heads": kv_heads},
+        )  # fmt: skip
+
+
+def _grouped_products(torch: Any, q: Any, k: Any, v: Any) -> Any:
+    grouped = q.reshape(1, k.shape[1], -1, q.shape[-1])
+    weights = torch.softmax(grouped @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
+    return (weights @ v).reshape(q.shape)
+
+
+def calls(probe: Probe | None) -> Cases:
+    """Small inputs, with every check."""
+    for shape, most in (((6, 2), 1.0), ((1, 4, 16, 16), 2.5), ((8, 12, 64, 64), 1000.0)):
+        yield Case(str(shape), attention_calls(*qkv(shape)), targets={"microseconds": most}, facts={"shape": shape})
+
+
+def window(probe: Probe | None) -> Cases:
+    """Slide a window of 256 over 16384 tokens: time against that of its own flops at the rate of T=4096."""
+    long, short = qkv((1, 2, 16384, 64)), qkv((1, 2, 4096, 64))
+    out, short_out = np.empty_like(long[0]), np.empty_like(short[0])
+    seen, all_seen = 256 * 257 / 2 + (16384 - 256) * 256, 4096 * 4097 / 2
+    yield Case(
+        "T=16384, window of 256",
+        {
+            "cattn": lambda: cattn.causal_attention(*long, window_size=(255, 0), out=out),
+            "T=4096 in full": lambda: cattn.causal_attention(*short, out=short_out),
+        },
+        targets={"T=4096 in full": all_seen / seen / 1.6},
+    )
+
+
+def classes(probe: Probe | None) -> Cases:
+    """Load a GPT-2-sized module of the book's form in PyTorch into cattn's: time of both."""
+    torch = torch_or_none()
+    if torch is None:
+        return
+    torch.manual_seed(0)
+    eager, fused = (book_module(torch, 768, 1024, 12, kind) for kind in (False, True))
+    fused.load_state_dict(eager.state_dict())
+    ours = cattn.MultiHeadAttention(768, 768, 1024, 0.1, 12).eval()
+    ours.load_state_dict(eager.state_dict())
+    for batch in (1, 4):
+        x = torch.randn(batch, 1024, 768)
+        array = x.numpy()
+
+        def without_tape(module: Any, x: Any = x) -> Any:
+            with torch.no_grad():
+                return module(x)
+
+        contestants: dict[str, Callable[[], object]] = {
+            "cattn": functools.partial(ours, array),
+            "torch, eager": functools.partial(without_tape, eager),
+            "torch, SDPA": functools.partial(without_tape, fused),
+        }
+        yield Case(f"batch of {batch}", agreeing(contestants), targets={"torch, eager": 2.5})
+
+
+def memory(probe: Probe | None) -> Iterator[dict[str, Any]]:
+    """Memory beyond inputs and outputs: the high-water mark of a process of its own."""
+    for tokens in (1024, 2048, 4096):
+        peaks = {}
+        for name in ("cattn", "torch", "numpy"):
+            command = [sys.executable, str(CHILD), "memory", name, "12", str(tokens), "64"]
+            found = subprocess.run(command, capture_output=True, text=True, check=False)
+            if found.returncode == 0:
+                peaks[name] = int(found.stdout)
+        mib = peaks["cattn"] / 2**20
+        yield {
+            "name": f"(1, 12, {tokens}, 64) float32", "T": tokens, "bytes": peaks,
+            "targets": {"MiB": {"target": 1, "measured": mib, "met": mib <= 1}},
+        }  # fmt: skip
+
+
+def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
+    """Time of the import beyond NumPy's, and what lies on the disk."""
+    seconds: dict[str, list[float]] = {"numpy": [], "cattn": []}
+    for _ in range(7):
+        for name, times in seconds.items():
+            command = [sys.executable, str(CHILD), "import", name]
+            times.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    beyond = 1e3 * (float(np.median(seconds["cattn"])) - float(np.median(seconds["numpy"])))
+    package = Path(cattn.__file__).parent
+    size = sum(p.stat().st_size for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts) / 2**20
+    yield {"name": "import beyond NumPy", "targets": {"ms": {"target": 10, "measured": beyond, "met": beyond <= 10}}}
+    yield {"name": "installed size", "targets": {"MiB": {"target": 2, "measured": size, "met": size <= 2}}}
+
+
+GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
+    group.__name__: group
+    for group in (
+        prefill, threads, decode, softmax, dropout, dropout_fused, calls, window, classes, memory, footprint,
+    )
+}  # fmt: skip

@@ -1,0 +1,63 @@
+"""What a result belongs to: the machine, the versions, the date; and the folder where results are kept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import cattn
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = ("numpy", "torch", "jax", "onnxruntime")
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def facts() -> dict[str, Any]:
+    """Describe the machine and the versions."""
+    versions = {peer: version(peer) for peer in PEERS}
+    return {
+        "cpu": cpu_name(),
+        "cpus": os.cpu_count(),
+        "instruction_set": cattn.show_config("dicts")["instruction_set"],
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cattn": cattn.__version__,
+        **{peer: number for peer, number in versions.items() if number is not None},
+    }
+
+
+def save(folder: Path, group: str, rows: list[dict[str, Any]]) -> Path:
+    """Keep the rows of a group as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{group}.json"
+    path.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def load(folder: Path, group: str) -> dict[str, Any] | None:
+    """Return what was kept of a group."""
+    path = folder / f"{group}.json"
+    return json.loads(path.read_text()) if path.exists() else None

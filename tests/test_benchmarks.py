@@ -1,0 +1,141 @@
+"""The benchmark suite, without looking at a clock: rows, files, agreement of contestants, the probe, the model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+_environment = dict(os.environ)
+
+from benchmarks import __main__ as suite  # noqa: E402
+from benchmarks import contestants, groups, report, scaling, timing  # noqa: E402
+from benchmarks.probe import Probe, check_sum  # noqa: E402
+
+os.environ.clear()  # the package asks for pools of one thread: not for the processes that other tests start
+os.environ.update(_environment)
+
+
+def has_compiler() -> bool:
+    return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--list"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == list(groups.GROUPS)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["calls", "--rounds", "0"]])
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        suite.main(arguments)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert "unknown group nonsense; there are prefill" in told or "--rounds must be at least 1, got 0" in told
+
+
+def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["calls", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
+    kept = json.loads((tmp_path / "calls.json").read_text())
+    assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
+    assert [row["name"] for row in kept["rows"]] == ["(6, 2)", "(1, 4, 16, 16)", "(8, 12, 64, 64)"]
+    for row in kept["rows"]:
+        assert set(row["seconds"]["cattn"]) == {"median", "best", "spread"}
+        assert row["ratios"].keys() >= {"torch", "numpy"}
+        assert row["targets"]["microseconds"]["met"] in (True, False)
+    assert "(1, 4, 16, 16)" in capsys.readouterr().out
+
+
+def small_prefill(probe: Any) -> Any:
+    for shape in ((1, 2, 16, 64), (1, 2, 32, 64)):
+        calls = contestants.attention_calls(*groups.qkv(shape))
+        facts = {"dtype": "float32", "shape": shape, "T": shape[2]}
+        yield timing.Case(str(shape), calls, "float32", groups.causal_flops(*shape), {"percent": 1.0}, facts)
+
+
+def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(groups.GROUPS, "prefill", small_prefill)
+    assert suite.main(["prefill", "--rounds", "2", "-o", str(tmp_path)]) == 0
+    table = report.markdown(tmp_path)
+    assert "| float32 (1, 2, 16, 64) |" in table
+    assert "NumPy textbook" in table
+    assert (tmp_path / "ratios.png").stat().st_size > 1000
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
+    assert suite.main(["report", "-o", str(tmp_path), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("above\n<!-- benchmarks: begin -->\nOne thread")
+    assert text.endswith("<!-- benchmarks: end -->\nbelow\n")
+    assert "old" not in text
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="has no marks"):
+        report.write_into(page, table)
+
+
+def test_the_readme_has_the_marks() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    assert text.index("<!-- benchmarks: begin -->") < text.index("<!-- benchmarks: end -->")
+
+
+def test_contestants_agree_or_are_refused() -> None:
+    query, key, value = groups.qkv((1, 2, 40, 8))
+    calls = contestants.attention_calls(query, key, value)
+    assert {"cattn", "torch", "numpy"} <= calls.keys()
+    with pytest.raises(AssertionError):
+        contestants.agreeing(calls | {"wrong": lambda: np.zeros_like(query)})
+    decode = contestants.attention_calls(*groups.qkv((1, 4, 1, 8), kv_shape=(1, 2, 30, 8)), causal=False)
+    assert decode.keys() >= {"cattn", "torch"}
+
+
+def test_the_module_of_the_book_is_ours() -> None:
+    torch = pytest.importorskip("torch")
+    eager = contestants.book_module(torch, 32, 16, 4, fused=False)
+    ours = cattn.MultiHeadAttention(32, 32, 16, 0.1, 4).eval()
+    ours.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad():
+        np.testing.assert_allclose(ours(x.numpy()), eager(x).numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler")
+def test_the_probe_reads_everything_and_counts_flops() -> None:
+    probe = Probe()
+    array = np.arange(8 * 64, dtype=np.uint64)
+    assert check_sum(probe, array) == array.sum()
+    assert probe.read(array, array)() == 2 * array.nbytes
+    for name in ("float32", "float64"):
+        assert probe.limits[name]() > 0
+    with pytest.raises((OSError, subprocess.CalledProcessError)):
+        Probe("no-such-compiler")
+
+
+def test_the_model_finds_its_constants() -> None:
+    points = list(scaling.grid())
+    constants = np.array([2e-6, 8e-6, 1e-6, 5e-12, 2e-10, 6e-11])
+    seconds = np.array([point.terms() @ constants for point in points])
+    np.testing.assert_allclose(scaling.fit(points, seconds), constants, rtol=1e-6)
+
+
+def test_the_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "measure", lambda point: float(point.terms().sum()))
+    found = scaling.run(tmp_path, list(scaling.grid())[:9], show=False)
+    assert abs(found["worst"]) < 1e-6
+    assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text()
+
+
+def test_targets_are_judged() -> None:
+    row = {"percent": 70.0, "ratios": {"torch": 2.0, "numpy": 5.0}}
+    assert timing.judge("percent", 60, row, 1.0) == {"measured": 70.0, "met": True}
+    assert timing.judge("best peer", 2.5, row, 1.0) == {"measured": 2.0, "met": False}
+    assert timing.judge("jax", 8, row, 1.0) == {"measured": None, "met": None}
+    assert timing.judge("microseconds", 1, row, 2e-6)["met"] is False
