@@ -43,13 +43,21 @@ static void pack_query_tile(struct cattn_rows *rows) {
     const int padded = (int)round_up(rows->n_rows, PANEL);
     for (int r0 = 0; r0 < padded; r0 += LANES) {
         real *panel = (real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
+        const void *const *query = rows->query + r0;
         for (int64_t d = 0; d < depth; d += LANES) {
             const int n = (int)min64(LANES, depth - d);
             vf v[LANES];
-            for (int i = 0; i < LANES; i++) {
-                v[i] = vf_set1(0);
-                if (r0 + i < rows->n_rows)
-                    v[i] = load_strided((const real *)rows->query[r0 + i] + d * col, col, n) * scale;
+            if (col == 1 && n == LANES && r0 + LANES <= rows->n_rows) {
+                /* nothing between the loads, so that they wait for memory together */
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++)
+                    v[i] = vf_loadu((const real *)query[i] + d) * scale;
+            } else {
+                for (int i = 0; i < LANES; i++) {
+                    v[i] = vf_set1(0);
+                    if (r0 + i < rows->n_rows)
+                        v[i] = load_strided((const real *)query[i] + d * col, col, n) * scale;
+                }
             }
             vf_transpose(v);
             for (int i = 0; i < n; i++)
