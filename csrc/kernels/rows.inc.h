@@ -7,6 +7,11 @@
 
 /* keys of a block are visited in steps of this, so that every table leaves the same elements defined */
 #define ROW_STEP 16
+/* accumulators of P V: as many as leave registers for the operands */
+#define VALUE_ACCS (MR * NR >= 16 ? 16 : 8)
+/* How many keys ahead K and V are asked for. Tiles of K jump from row to row, which processors do not foresee. */
+#define KEY_AHEAD 24
+#define VALUE_AHEAD 32
 
 static void pack_query_rows(struct cattn_rows *rows) {
     const int64_t depth = rows->head_dim, col = rows->query_col;
@@ -23,16 +28,21 @@ static void pack_query_rows(struct cattn_rows *rows) {
 INLINE void score_keys(struct cattn_rows *rows, int many, int64_t key, int n, vf acc[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim, col = rows->key_col;
     const real *query = rows->packed_query, *k = (const real *)rows->key + key * rows->key_row;
+    const uintptr_t next = ahead(k, KEY_AHEAD, rows->key_row);
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
     for (int64_t d = 0; d < depth; d += LANES) {
         const int nd = (int)min64(LANES, depth - d);
+        const bool new_line = starts_line(d);
         vf kt[LANES];
         if (n == LANES && nd == LANES && col == 1) {
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
+            for (int i = 0; i < LANES; i++) {
                 kt[i] = vf_loadu(k + i * rows->key_row + d);
+                if (new_line)
+                    prefetch(next, i * rows->key_row + d);
+            }
         } else {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
@@ -152,6 +162,7 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, const real 
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const real *value, int64_t value_row,
                        int begin, int end, int64_t k0, int64_t c) {
     const real *score = rows->score, *alpha = rows->alpha;
+    const uintptr_t next = ahead(value, VALUE_AHEAD, value_row);
     for (int i = 0; i < 2; i++) {
         const struct run run = run_of(i, begin, end);
         if (i > 0 && run_is_empty(run))
@@ -166,8 +177,11 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
             const real *row = value + k * value_row + c;
             vf val[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
+            for (int v = 0; v < vectors; v++) {
                 val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
+                if ((size_t)v * sizeof(vf) % LINE_BYTES == 0)
+                    prefetch(next, k * value_row + c + v * LANES);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < many; r++) {
                 vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
@@ -195,7 +209,7 @@ INLINE void value_columns(struct cattn_rows *rows, int many, const real *value, 
                           int64_t k0) {
     int64_t c = 0, left = rows->d_v;
 #define WHILE_FULL(vectors)                                                                                            \
-    if (many * (vectors) <= CATTN_FEW_ROWS)                                                                            \
+    if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
             value_rows(rows, many, vectors, LANES, value, value_row, begin, end, k0, c);
     WHILE_FULL(8)
@@ -222,7 +236,7 @@ static const real *value_block_rows(struct cattn_rows *rows, int64_t k0, int beg
 }
 
 INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
-    real *score = rows->score, *row_sum = rows->row_sum;
+    real *score = rows->score, *row_sum = rows->row_sum, sum[CATTN_PAD] = {0};
     score_rows(rows, many, k0, n_keys, begin, end);
     if (rows->weights[0])
         for (int r = 0; r < rows->n_rows; r++)
@@ -233,14 +247,14 @@ INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n
         update_max(rows, r);
     for (int r = 0; r < many; r++) {
         real *s = score + r * CATTN_BLOCK_KEYS;
-        real sum = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
-        vf folded = vf_fma(vf_set1(row_sum[r]), vf_set1(((const real *)rows->alpha)[r]), vf_set1(sum));
-        vf_storeu_n(row_sum + r, folded, 1);
+        sum[r] = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
         if (r < rows->n_rows && rows->kept[0])
             drop_keys_drawn(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
     }
+    for (int r = 0; r < many; r += LANES)
+        vf_storeu(row_sum + r, vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->alpha + r), vf_loadu(sum + r)));
     if (rows->d_v) {
         int64_t stride;
         end = (int)min64(end, n_keys);

@@ -36,6 +36,21 @@ INLINE void store_strided(real *p, int64_t stride, vf v, int n) {
         p[i * stride] = lanes[i];
 }
 
+#define LINE_BYTES 64
+
+/* Where p lies so many rows further on, as a number: behind the last row there is nothing to point at. Asking for it is
+ * harmless. */
+INLINE uintptr_t ahead(const real *p, int64_t rows, int64_t row) {
+    return (uintptr_t)p + (uintptr_t)(rows * row * (int64_t)sizeof(real));
+}
+INLINE void prefetch(uintptr_t base, int64_t element) {
+    __builtin_prefetch((const void *)(base + (uintptr_t)(element * (int64_t)sizeof(real))));
+}
+/* does every vector, or the one at this element, start a cache line? */
+INLINE bool starts_line(int64_t element) {
+    return LANES * sizeof(real) >= LINE_BYTES || (size_t)element * sizeof(real) % LINE_BYTES == 0;
+}
+
 INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 
 /* May row r see this key? The slow, plain form, for what vector code leaves over. */
