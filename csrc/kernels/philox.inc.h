@@ -18,17 +18,19 @@
 #define PHILOX_M1 0xcd9e8d57u
 
 INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
-    const vu m0 = vu_set1(PHILOX_M0), m1 = vu_set1(PHILOX_M1);
+    vw w0 = vw_from(c[0]), w1 = vw_from(c[1]), w2 = vw_from(c[2]), w3 = vw_from(c[3]);
 #pragma GCC unroll 10
     for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
-        vu hi0, lo0, hi1, lo1;
-        vu_mul(c[0], m0, &hi0, &lo0);
-        vu_mul(c[2], m1, &hi1, &lo1);
-        c[0] = vu_xor(vu_xor(hi1, c[1]), vu_set1(key[round][0]));
-        c[1] = lo1;
-        c[2] = vu_xor(vu_xor(hi0, c[3]), vu_set1(key[round][1]));
-        c[3] = lo0;
+        vw p0 = vw_mul(w0, PHILOX_M0), p1 = vw_mul(w2, PHILOX_M1);
+        w0 = vw_xor(vw_high(p1), w1, key[round][0]);
+        w1 = p1;
+        w2 = vw_xor(vw_high(p0), w3, key[round][1]);
+        w3 = p0;
     }
+    c[0] = vw_low(w0);
+    c[1] = vw_low(w1);
+    c[2] = vw_low(w2);
+    c[3] = vw_low(w3);
 }
 
 /* The same for one counter and one digit; for ties and ragged ends. */

@@ -7,6 +7,7 @@
  *   real  vf           element, vector of LANES elements
  *   vm                 one truth value per lane
  *   vu                 LANES unsigned 32-bit integers
+ *   vw                 the same in 64 bits each, for products
  *
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
  *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing behind p[n-1]
@@ -24,7 +25,9 @@
  *   vf_from_bytes_n(p, n)
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
- *   vu_mul(a, b, &hi, &lo)                halves of the 64-bit products
+ *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; only the low 32 count, the others hold anything
+ *   vw_mul(w, m)  vw_high(w)              the 64-bit product with a number; a product's high 32 bits moved low
+ *   vw_xor(a, b, c)                       of two and a number
  *   vu_lt(a, b)  vu_eq(a, b)              -> vm of the same lanes
  *   vu_digits(words, r)  16-bit digits of LANES consecutive elements, see philox.inc.h
  *

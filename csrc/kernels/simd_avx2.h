@@ -79,12 +79,20 @@ INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    vu even = _mm256_mul_epu32(a, b);
-    vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
-    *hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    *lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, _mm256_srli_epi64(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){_mm256_mul_epu32(a.even, k), _mm256_mul_epu32(a.odd, k)};
 }
+INLINE vw vw_high(vw a) { return (vw){_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) {
+    const vu k = vu_set1(c);
+    return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
+}
+INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xaa); }
 /* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
@@ -119,12 +127,20 @@ INLINE vu vu_add(vu a, vu b) { return _mm_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm_xor_si128(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm_and_si128(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm_srli_epi32(a, 16); }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    vu even = _mm_mul_epu32(a, b);
-    vu odd = _mm_mul_epu32(_mm_srli_epi64(a, 32), _mm_srli_epi64(b, 32));
-    *hi = _mm_blend_epi32(_mm_srli_epi64(even, 32), odd, 0xa);
-    *lo = _mm_blend_epi32(even, _mm_slli_epi64(odd, 32), 0xa);
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, _mm_srli_epi64(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){_mm_mul_epu32(a.even, k), _mm_mul_epu32(a.odd, k)};
 }
+INLINE vw vw_high(vw a) { return (vw){_mm_srli_epi64(a.even, 32), _mm_srli_epi64(a.odd, 32)}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) {
+    const vu k = vu_set1(c);
+    return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
+}
+INLINE vu vw_low(vw a) { return _mm_blend_epi32(a.even, _mm_slli_epi64(a.odd, 32), 0xa); }
 /* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpgt_epi32(b, a))); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(a, b))); }

@@ -91,12 +91,20 @@ INLINE vu vu_add(vu a, vu b) { return _mm512_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm512_xor_si512(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm512_and_si512(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm512_srli_epi32(a, 16); }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    vu even = _mm512_mul_epu32(a, b);
-    vu odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
-    *hi = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-    *lo = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, _mm512_srli_epi64(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){_mm512_mul_epu32(a.even, k), _mm512_mul_epu32(a.odd, k)};
 }
+INLINE vw vw_high(vw a) { return (vw){_mm512_srli_epi64(a.even, 32), _mm512_srli_epi64(a.odd, 32)}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) {
+    const vu k = vu_set1(c);
+    return (vw){_mm512_ternarylogic_epi32(a.even, b.even, k, 0x96), _mm512_ternarylogic_epi32(a.odd, b.odd, k, 0x96)};
+}
+INLINE vu vw_low(vw a) { return _mm512_mask_blend_epi32(0xaaaa, a.even, _mm512_slli_epi64(a.odd, 32)); }
 INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
@@ -147,12 +155,20 @@ INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    vu even = _mm256_mul_epu32(a, b);
-    vu odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
-    *hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-    *lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, _mm256_srli_epi64(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){_mm256_mul_epu32(a.even, k), _mm256_mul_epu32(a.odd, k)};
 }
+INLINE vw vw_high(vw a) { return (vw){_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) {
+    const vu k = vu_set1(c);
+    return (vw){_mm256_ternarylogic_epi32(a.even, b.even, k, 0x96), _mm256_ternarylogic_epi32(a.odd, b.odd, k, 0x96)};
+}
+INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xaa); }
 INLINE vm vu_lt(vu a, vu b) { return _mm256_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {

@@ -22,6 +22,9 @@ typedef int64_t vi __attribute__((vector_size(VECTOR_BYTES)));
 #define FMA fma
 #endif
 typedef uint64_t vu_wide __attribute__((vector_size(LANES * 8)));
+typedef struct {
+    vu low, high;
+} vw;
 
 #define EACH_LANE(i) for (int i = 0; i < LANES; i++)
 
@@ -93,11 +96,14 @@ INLINE vu vu_add(vu a, vu b) { return a + b; }
 INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
 INLINE vu vu_and(vu a, vu b) { return a & b; }
 INLINE vu vu_shr16(vu a) { return a >> 16; }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    vu_wide product = __builtin_convertvector(a, vu_wide) * __builtin_convertvector(b, vu_wide);
-    *hi = __builtin_convertvector(product >> 32, vu);
-    *lo = __builtin_convertvector(product, vu);
+INLINE vw vw_from(vu a) { return (vw){a, a}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    vu_wide product = __builtin_convertvector(a.low, vu_wide) * m;
+    return (vw){__builtin_convertvector(product, vu), __builtin_convertvector(product >> 32, vu)};
 }
+INLINE vw vw_high(vw a) { return (vw){a.high, a.high}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) { return (vw){a.low ^ b.low ^ c, a.high}; }
+INLINE vu vw_low(vw a) { return a.low; }
 #if REAL_BITS == 32
 INLINE vm vu_lt(vu a, vu b) { return (vm)(a < b); }
 INLINE vm vu_eq(vu a, vu b) { return (vm)(a == b); }

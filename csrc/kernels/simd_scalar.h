@@ -5,6 +5,7 @@
 typedef real vf;
 typedef bool vm;
 typedef uint32_t vu;
+typedef uint64_t vw;
 
 INLINE vf vf_set1(real x) { return x; }
 INLINE vf vf_loadu(const real *p) { return *p; }
@@ -48,11 +49,11 @@ INLINE vu vu_add(vu a, vu b) { return a + b; }
 INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
 INLINE vu vu_and(vu a, vu b) { return a & b; }
 INLINE vu vu_shr16(vu a) { return a >> 16; }
-INLINE void vu_mul(vu a, vu b, vu *hi, vu *lo) {
-    uint64_t product = (uint64_t)a * b;
-    *hi = (uint32_t)(product >> 32);
-    *lo = (uint32_t)product;
-}
+INLINE vw vw_from(vu a) { return a; }
+INLINE vw vw_mul(vw a, uint32_t m) { return (a & 0xffffffffu) * m; }
+INLINE vw vw_high(vw a) { return a >> 32; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) { return a ^ b ^ c; }
+INLINE vu vw_low(vw a) { return (vu)a; }
 INLINE vm vu_lt(vu a, vu b) { return a < b; }
 INLINE vm vu_eq(vu a, vu b) { return a == b; }
 INLINE vu vu_digits(const uint32_t *words, int r) {
