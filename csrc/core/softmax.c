@@ -13,6 +13,8 @@ struct softmax_run {
     int64_t bundle; /* rows copied to scratch together, 0: none */
 };
 
+/* Columns from which on it pays to ask for the next row ahead of time. */
+#define LONG_ROW 128
 /* Rows of a bundle: a cache line of floats. */
 #define BUNDLE 16
 #define BUNDLE_SCRATCH ((int64_t)512 << 10)
@@ -51,11 +53,13 @@ static void softmax_one(const struct softmax_run *run, int64_t row, const void *
         const struct cattn_sight sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row);
         visible = cattn_visible_keys(&sight, i);
     }
+    const bool has_next = p->x.col == 1 && p->n_cols >= LONG_ROW && row + 1 < p->n_rows;
     const struct cattn_softmax_row args = {
         .n = p->n_cols,
         .lo = visible.lo,
         .hi = visible.hi,
         .x = x,
+        .next = has_next ? cattn_row_at(&p->x, p->n_lead, p->lead_shape, row + 1, cattn_element_size(p->dtype)) : x,
         .x_stride = x_stride,
         .out = out,
         .out_stride = out_stride,
@@ -95,11 +99,12 @@ static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_
     return rows;
 }
 
+/* Over in some ten microseconds, or one row: nothing to interrupt. */
 static void softmax_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct softmax_run *run = context;
     const int64_t first = task * run->rows_per_task, left = run->params->n_rows - first;
     const int64_t n = left < run->rows_per_task ? left : run->rows_per_task;
-    for (int64_t i = 0; i < n && !cattn_should_stop(worker);)
+    for (int64_t i = 0; i < n;)
         i += run->bundle ? softmax_bundle(run, first + i, n - i, cattn_worker_scratch(worker))
                          : softmax_in_place(run, first + i);
 }
@@ -114,5 +119,7 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
         scratch = (size_t)(run.bundle * bundle_stride(p->n_cols)) * cattn_element_size(p->dtype);
     }
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, run.rows_per_task);
-    return cattn_parallel_for(n_tasks, p->num_threads, scratch, softmax_task, &run, &p->poll);
+    /* a second thread that finds less than a whole task costs more than it brings */
+    const bool alone = p->n_rows < 2 * run.rows_per_task && p->n_cols < CATTN_TASK_ELEMENTS;
+    return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, scratch, softmax_task, &run, &p->poll);
 }

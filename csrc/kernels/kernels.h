@@ -93,6 +93,7 @@ struct cattn_softmax_row {
     int64_t n;
     int64_t lo, hi; /* columns in range */
     const void *x;
+    const void *next; /* the row that comes next, asked for while this one is computed; or x */
     int64_t x_stride;
     void *out;
     int64_t out_stride;

@@ -28,10 +28,22 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
     return x;
 }
 
+/* Also asks for the lines that the exponentials will be written to. */
 static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
-    vf max = vf_set1(NEG_INF);
-    for (int64_t k = lo; k < hi; k += LANES)
+    const uintptr_t out = (uintptr_t)(row->out_stride == 1 ? row->out : row->x);
+    vf max = vf_set1(NEG_INF), odd = max;
+    int64_t k = lo;
+    for (; k + 2 * LANES <= hi; k += 2 * LANES) {
+        max = vf_max(softmax_load(row, k, LANES, masked), max);
+        odd = vf_max(softmax_load(row, k + LANES, LANES, masked), odd);
+        if (starts_line(k))
+            prefetch(out, k);
+        if (starts_line(k + LANES))
+            prefetch(out, k + LANES);
+    }
+    for (; k < hi; k += LANES)
         max = vf_max(softmax_load(row, k, (int)min64(LANES, hi - k), masked), max);
+    max = vf_max(odd, max);
     real lanes[LANES], best = NEG_INF;
     vf_storeu(lanes, max);
     for (int i = 0; i < LANES; i++)
@@ -61,22 +73,29 @@ static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t
         const int64_t from = max64(lo, run), to = min64(hi, run + SUM_RUN);
         real *out = (real *)row->out + from * row->out_stride;
         real *e = row->out_stride == 1 ? out : buffer;
-        for (int64_t k = from; k < to; k += LANES) {
-            int n = (int)min64(LANES, to - k);
-            store_strided(e + (k - from), 1, exp_full(softmax_load(row, k, n, masked) - shift), n);
+        int64_t k = from;
+        for (; k + LANES <= to; k += LANES) {
+            vf_storeu(e + (k - from), exp_full(softmax_load(row, k, LANES, masked) - shift));
+            if (starts_line(k))
+                prefetch((uintptr_t)row->next, k);
         }
+        if (k < to)
+            vf_storeu_n(e + (k - from), exp_full(softmax_load(row, k, (int)(to - k), masked) - shift), (int)(to - k));
         total += sum_run(e, from, to - from);
         if (row->out_stride != 1)
-            for (int64_t k = 0; k < to - from; k++)
-                out[k * row->out_stride] = buffer[k];
+            for (int64_t i = 0; i < to - from; i++)
+                out[i * row->out_stride] = buffer[i];
     }
     return total;
 }
 
-static void row_fill(const struct cattn_softmax_row *row, int64_t from, int64_t to, real value) {
+/* Hidden columns become 0. */
+static void row_clear(const struct cattn_softmax_row *row, int64_t from, int64_t to) {
     real *out = row->out;
-    for (int64_t k = from; k < to; k += LANES)
-        store_strided(out + k * row->out_stride, row->out_stride, vf_set1(value), (int)min64(LANES, to - k));
+    if (row->out_stride == 1 && from < to)
+        memset(out + from, 0, (size_t)(to - from) * sizeof(real));
+    for (int64_t k = from; k < to && row->out_stride != 1; k++)
+        out[k * row->out_stride] = 0;
 }
 
 static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
@@ -93,7 +112,10 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
             out[k * stride] = column_visible(row, k) ? CANONICAL_NAN : 0;
         return;
     }
-    for (int64_t k = lo; k < hi; k += LANES) {
+    int64_t k = lo;
+    for (; stride == 1 && k + LANES <= hi; k += LANES)
+        vf_storeu(out + k, vf_div(vf_loadu(out + k), vf_set1(sum)));
+    for (; k < hi; k += LANES) {
         int n = (int)min64(LANES, hi - k);
         store_strided(out + k * stride, stride, vf_div(load_strided(out + k * stride, stride, n), vf_set1(sum)), n);
     }
@@ -120,8 +142,8 @@ static void softmax_literal(const struct cattn_softmax_row *row, real max) {
     real *out = row->out;
     real sum = softmax_exp(row, 0, row->n, max, false), kept = 0;
     const vf total = vf_set1(sum);
-    row_fill(row, 0, row->lo, 0);
-    row_fill(row, row->hi, row->n, 0);
+    row_clear(row, 0, row->lo);
+    row_clear(row, row->hi, row->n);
     for (int64_t run = row->lo / SUM_RUN * SUM_RUN; run < row->hi; run += SUM_RUN) {
         const int64_t from = max64(row->lo, run), to = min64(row->hi, run + SUM_RUN);
         real weight[SUM_RUN];
@@ -152,8 +174,8 @@ static void softmax_row(const struct cattn_softmax_row *row) {
     }
     real max = softmax_max(row, row->lo, row->hi, true);
     real sum = softmax_exp(row, row->lo, row->hi, max == NEG_INF ? 0 : max, true);
-    row_fill(row, 0, row->lo, 0);
-    row_fill(row, row->hi, row->n, 0);
+    row_clear(row, 0, row->lo);
+    row_clear(row, row->hi, row->n);
     softmax_divide(row, row->lo, row->hi, sum);
 }
 
@@ -182,6 +204,9 @@ static void keep_row(const struct cattn_drop *drop, uint32_t position, uint32_t 
     }
 }
 
+/* Elements asked for ahead of time: the random bits take so long that the processor does not get there by itself. */
+#define DROPOUT_AHEAD 1024
+
 /* Elements first .. first+n-1 of a flat array; the runs of 64 count from element 0, so the ends may be ragged. */
 static void dropout_row(const struct cattn_dropout_row *row) {
     const uint32_t domain = 0xd0d0;
@@ -197,7 +222,12 @@ static void dropout_row(const struct cattn_dropout_row *row) {
         if (plain && base >= first && base + 128 <= end) {
             x += base - first;
             out += base - first;
+            const uintptr_t x_ahead = ahead(x, DROPOUT_AHEAD, 1), out_ahead = ahead(out, DROPOUT_AHEAD, 1);
             for (int r = 0; r < 128; r += LANES) {
+                if (starts_line(r)) {
+                    prefetch(x_ahead, r);
+                    prefetch(out_ahead, r);
+                }
                 vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
                 vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));
             }
