@@ -18,6 +18,11 @@
 /* Partial results of the split path that may wait for their turn, in bytes. */
 #define SPLIT_BUDGET ((size_t)512 << 10)
 
+/* Multiply-adds below which other threads would wake up too late to help: some 30 us, of which the row path, which
+ * waits for memory, does fewer. */
+#define POOL_WORK_TILE 2500000.0
+#define POOL_WORK_ROWS 600000.0
+
 struct run {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
@@ -401,7 +406,9 @@ static enum cattn_status run_blocks(struct run *run) {
         return run_tiny(run, n_blocks);
     if (run->plan.path == CATTN_PATH_SPLIT)
         return run_split(run, n_blocks);
-    return cattn_parallel_for(n_blocks, p->num_threads, run->plan.scratch_size, block_task, run, &p->poll);
+    const double least = run->plan.path == CATTN_PATH_TILE ? POOL_WORK_TILE : POOL_WORK_ROWS;
+    const bool alone = p->path == CATTN_PATH_AUTO && cattn_attention_work(p) < least;
+    return cattn_parallel_for(n_blocks, alone ? 1 : p->num_threads, run->plan.scratch_size, block_task, run, &p->poll);
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {

@@ -18,6 +18,8 @@ struct cattn_drop cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead
         .threshold_hi = (uint32_t)(threshold >> 16),
         .threshold_lo = (uint32_t)(threshold & 0xffff),
     };
+    if (!spec->enabled)
+        return drop;
     /* the key schedule: each round adds a Weyl constant to each half */
     uint32_t key0 = (uint32_t)spec->seed, key1 = (uint32_t)(spec->seed >> 32);
     for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
@@ -81,13 +83,14 @@ static void dropout_one(const struct dropout_run *run, int64_t row, int64_t begi
 
 static void dropout_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct dropout_run *run = context;
+    (void)worker; /* a task is too short to be interrupted */
     if (run->pieces > 1) {
         const int64_t begin = task % run->pieces * DROPOUT_PIECE, end = begin + DROPOUT_PIECE;
         dropout_one(run, task / run->pieces, begin, end < run->n_cols ? end : run->n_cols);
         return;
     }
     const int64_t first = task * run->rows_per_task, left = run->n_rows - first;
-    for (int64_t i = 0; i < run->rows_per_task && i < left && !cattn_should_stop(worker); i++)
+    for (int64_t i = 0; i < run->rows_per_task && i < left; i++)
         dropout_one(run, first + i, 0, run->n_cols);
 }
 

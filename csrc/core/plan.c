@@ -9,6 +9,8 @@
 
 /* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
 #define TINY_WORK 100000.0
+/* Key chunks are worth handing to other threads from here on: some 30 us of work. */
+#define SPLIT_WORK 600000.0
 /* Up to this many rows a unit, streaming keys past rows beats tiles that would be mostly empty. */
 #define FEW_ROWS 16
 
@@ -112,7 +114,8 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
     }
     /* few rows: give key chunks to the threads where units alone would leave some idle */
     int64_t tasks = plan.n_units * plan.blocks_per_unit;
-    bool split = plan.n_chunks > 1 && p->num_threads > 1 && tasks < 4 * (int64_t)p->num_threads;
+    bool split = plan.n_chunks > 1 && p->num_threads > 1 && cattn_attention_work(p) >= SPLIT_WORK &&
+                 tasks < 4 * (int64_t)p->num_threads;
     cut(&plan, p, kernels, split ? CATTN_PATH_SPLIT : CATTN_PATH_ROWS);
     return plan;
 }
