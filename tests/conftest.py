@@ -1,6 +1,7 @@
 """What all tests share: instruction sets, dtypes, paths and threads as fixtures; a watch on the floating-point mode."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -91,3 +92,11 @@ def floating_point_mode() -> Iterator[None]:
     third = np.ones(1) / np.full(1, 3.0)
     assert third[0] == 1 / 3, "the test left another rounding mode"
     assert (np.ones(1) + np.full(1, 2.0**-53))[0] == 1.0, "the test left another rounding mode"
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C works here and in child processes: what a shell starts in the background inherits that it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -405,6 +405,7 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
     return run
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "kill"])
 def test_a_stopped_run_leaves_nothing(folder: Path, number: int, code: int) -> None:
     run = start_long_run(folder)
@@ -420,6 +421,7 @@ def test_a_stopped_run_leaves_nothing(folder: Path, number: int, code: int) -> N
         assert errors.splitlines()[-1] == "cattn: interrupted; nothing was written"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_long_run_shows_progress(folder: Path) -> None:
     run = start_long_run(folder)
     time.sleep(1.5)
@@ -428,6 +430,7 @@ def test_a_long_run_shows_progress(folder: Path) -> None:
     assert "%" in errors
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_quiet_long_run_shows_nothing(folder: Path) -> None:
     run = start_long_run(folder, "--quiet")
     time.sleep(1.0)

@@ -202,6 +202,7 @@ def long_calls() -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax"])
 def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
