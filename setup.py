@@ -26,7 +26,7 @@ X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 if X86_64:
-    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma"], "avx512": AVX512}
+    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": AVX512}
 
 
 def switch(name: str) -> str:

@@ -11,9 +11,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
+#include "dtype.h"
 
-enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
+enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
 
 /* How attention is computed. The results have the same bits on every path; AUTO picks the fastest. */
 enum cattn_path {
@@ -72,7 +72,8 @@ struct cattn_ranges {
 };
 
 struct cattn_attention_params {
-    enum cattn_dtype dtype; /* of query, key, value, bias, out, weights and lse */
+    enum cattn_dtype dtype;     /* computed in; of bias, slopes, sinks and lse */
+    enum cattn_storage storage; /* of query, key, value, out and weights */
     int n_lead;
     int64_t lead_shape[CATTN_MAX_LEAD];
     int64_t n_batch;    /* product of lead_shape */
@@ -114,6 +115,7 @@ enum cattn_softmax_method {
  * axis, and the ranges say what its row i sees. */
 struct cattn_softmax_params {
     enum cattn_dtype dtype;
+    enum cattn_storage storage; /* of x and out */
     enum cattn_softmax_method method;
     int n_lead;
     int64_t lead_shape[CATTN_MAX_LEAD];
@@ -131,6 +133,7 @@ struct cattn_softmax_params {
 /* out = keep ? x * keep_scale : +0, the keep bit drawn for the element's index in C order. */
 struct cattn_dropout_params {
     enum cattn_dtype dtype;
+    enum cattn_storage storage; /* of x and out */
     int n_lead;
     int64_t lead_shape[CATTN_MAX_LEAD];
     int64_t n_rows, n_cols;

@@ -209,7 +209,7 @@ def test_truncate_refuses(n: Any, error: type[Exception], message: str, normal: 
         ((2, 0, 4, 8), ValueError, "num_kv_heads must be at least 1"),
         ((2, 1, -4, 8), ValueError, "max_len"),
         ((2, 1, True, 8), TypeError, "max_len must be an int, got bool"),
-        ((2, 1, 4, 8, None, "float16"), TypeError, "dtype must be float32 or float64, got float16"),
+        ((2, 1, 4, 8, None, "int8"), TypeError, "dtype must be float16, bfloat16, float32 or float64, got int8"),
     ],
 )
 def test_sizes_are_checked(args: tuple[Any, ...], error: type[Exception], message: str) -> None:

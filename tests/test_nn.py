@@ -445,7 +445,7 @@ def test_cache_errors(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: mha(6, 8, 4, 0.1, 4)(np.ones(6)), ValueError, r"x has shape \(6,\), wanted \(T, 6\) or \(B, T, 6\)"),
         (lambda: mha(6, 8, 4, 0.1, 4)(np.ones((3, 5))), ValueError, r"x has shape \(3, 5\), wanted \(T, 6\)"),
         (lambda: mha(6, 8, 4, 0.1, 4)(np.ones((1, 1, 3, 6))), ValueError, "x has shape"),
-        (lambda: mha(6, 8, 4, 0.1, 4)(np.ones((3, 6), "f2")), TypeError, "x has dtype float16"),
+        (lambda: mha(6, 8, 4, 0.1, 4)(np.ones((3, 6), "c8")), TypeError, "x has dtype complex64"),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:

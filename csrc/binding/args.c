@@ -82,10 +82,23 @@ static int log2_itemsize(PyArrayObject *array) {
         return 0;
     case NPY_FLOAT:
         return 2;
-    default: /* double, int64 */
+    case NPY_DOUBLE:
+    case NPY_LONG:
+    case NPY_LONGLONG: /* int64 is one of the two */
         return 3;
+    default:
+        return 1;
     }
 }
+
+/* A type number beyond NumPy's own belongs to bfloat16: no other gets here. */
+enum cattn_storage cattn_arg_storage(int type) {
+    return type == NPY_HALF ? CATTN_STORED_F16 : PyTypeNum_ISUSERDEF(type) ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
+}
+
+enum cattn_dtype cattn_arg_dtype(int type) { return type == NPY_DOUBLE ? CATTN_F64 : CATTN_F32; }
+
+int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : NPY_FLOAT; }
 
 /* Native, aligned, and every stride that matters a whole number of elements. */
 static bool layout_fits(PyArrayObject *array, int log2_size) {
@@ -102,40 +115,68 @@ static bool layout_fits(PyArrayObject *array, int log2_size) {
     return true;
 }
 
-/* helper(object, name, "f" or "d") of cattn._arrays, which must give an exact ndarray of one of two types. */
-static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
+/* helper(object, name, "f" or "d") of cattn._arrays, which must give an exact ndarray that kernels can read. */
+static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *name, int type) {
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
     PyObject *result = PyObject_CallFunction(helper, "Oss", object, name, type == NPY_FLOAT ? "f" : "d");
     cattn_fp_leave(mode);
-    if (result == NULL)
-        return NULL;
-    PyArrayObject *array = (PyArrayObject *)result;
-    if (!PyArray_CheckExact(result) || (PyArray_TYPE(array) != type && PyArray_TYPE(array) != other_type) ||
-        !layout_fits(array, log2_itemsize(array))) {
+    if (result != NULL && (!PyArray_CheckExact(result) ||
+                           !layout_fits((PyArrayObject *)result, log2_itemsize((PyArrayObject *)result)))) {
         PyErr_Format(PyExc_SystemError, "%s was converted to something unexpected", name);
-        Py_DECREF(result);
-        return NULL;
+        Py_CLEAR(result);
+    }
+    return (PyArrayObject *)result;
+}
+
+/* The same, of one of two types. */
+static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
+    PyArrayObject *array = helped(helper, object, name, type);
+    if (array != NULL && PyArray_TYPE(array) != type && PyArray_TYPE(array) != other_type) {
+        PyErr_Format(PyExc_SystemError, "%s was converted to an unexpected type", name);
+        Py_CLEAR(array);
     }
     return array;
 }
+
+static bool is_half(const struct binding_state *state, int type) { return type == NPY_HALF || type == state->bfloat16; }
 
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name) {
     if (PyArray_CheckExact(object)) {
         PyArrayObject *array = (PyArrayObject *)object;
         const int type = PyArray_TYPE(array);
-        if ((type == NPY_FLOAT && layout_fits(array, 2)) || (type == NPY_DOUBLE && layout_fits(array, 3))) {
+        if ((type == NPY_FLOAT && layout_fits(array, 2)) || (type == NPY_DOUBLE && layout_fits(array, 3)) ||
+            (is_half(state, type) && layout_fits(array, 1))) {
             Py_INCREF(object);
             return array;
         }
     }
-    return converted(state->as_array, object, name, NPY_DOUBLE, NPY_FLOAT);
+    PyArrayObject *array = helped(state->as_array, object, name, NPY_DOUBLE);
+    if (array == NULL)
+        return NULL;
+    const int type = PyArray_TYPE(array);
+    if (PyTypeNum_ISUSERDEF(type))
+        state->bfloat16 = type; /* as_array lets no other such type through */
+    if (type == NPY_FLOAT || type == NPY_DOUBLE || is_half(state, type))
+        return array;
+    PyErr_Format(PyExc_SystemError, "%s was converted to an unexpected type", name);
+    Py_DECREF((PyObject *)array);
+    return NULL;
 }
 
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
-    int type = NPY_FLOAT;
+    int type = -1;
     for (int i = 0; i < n; i++) {
-        if (arrays[i] != NULL && PyArray_TYPE(arrays[i]) == NPY_DOUBLE)
-            type = NPY_DOUBLE;
+        const int own = arrays[i] != NULL ? PyArray_TYPE(arrays[i]) : type;
+        if (type < 0 || own == NPY_DOUBLE) {
+            type = own;
+        } else if (own != type && type != NPY_DOUBLE) {
+            if (own != NPY_FLOAT && type != NPY_FLOAT) {
+                PyErr_SetString(PyExc_TypeError, "query, key and value mix float16 and bfloat16, which have no common "
+                                                 "dtype in NumPy: convert them to one, or to float32");
+                return -1;
+            }
+            type = NPY_FLOAT;
+        }
     }
     for (int i = 0; i < n; i++) {
         if (arrays[i] == NULL || PyArray_TYPE(arrays[i]) == type)

@@ -19,10 +19,15 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
 bool cattn_arg_is(PyObject *object, PyObject *interned);
 
 /* ---- arrays ---- */
-/* float32 or float64, native, aligned, strides in whole elements. */
+/* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
-/* Bring every array of the list that is not NULL to one type: float64 if any is. Returns the type, or -1. */
+/* Bring every array of the list that is not NULL to one type, as NumPy promotes. Returns the type, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
+/* What NumPy's type number of such arrays means to the core. */
+enum cattn_dtype cattn_arg_dtype(int type);
+enum cattn_storage cattn_arg_storage(int type);
+/* NPY_FLOAT or NPY_DOUBLE: what is computed in, and the type of masks, numbers of each head and LSE. */
+int cattn_arg_compute_type(int type);
 
 enum cattn_mask_kind {
     CATTN_MASK_ANY,  /* bool, or float in the compute type */

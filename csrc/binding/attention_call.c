@@ -36,9 +36,13 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         if (nd > call->nd)
             call->nd = nd;
     }
-    call->type = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
-    call->params->dtype = call->type == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
-    return call->type >= 0;
+    call->stored = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
+    if (call->stored < 0)
+        return false;
+    call->type = cattn_arg_compute_type(call->stored);
+    call->params->dtype = cattn_arg_dtype(call->stored);
+    call->params->storage = cattn_arg_storage(call->stored);
+    return true;
 }
 
 static bool sizes_differ(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {

@@ -48,7 +48,9 @@ struct cattn_call {
     bool as_tuple; /* the result is an AttentionOutput */
     bool has_seed; /* dropout_seed draws the same mask again */
     bool heads;    /* axis -3 of the call is heads */
-    int type, n_lead;
+    int type;      /* NumPy's number, of what is computed in */
+    int stored;    /* the same of query, key, value, out and weights */
+    int n_lead;
     int nd;         /* of dims */
     npy_intp *dims; /* (*lead, [H], T_q, T_k) */
 };

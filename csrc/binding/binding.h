@@ -29,6 +29,7 @@ struct binding_state {
     PyObject *torch_stream; /* the type TorchStream of py_torch_random.c */
     /* interned names that arguments are compared with */
     PyObject *upper_left, *lower_right, *neg_inf, *renormalize;
+    int bfloat16;         /* type number of ml_dtypes.bfloat16, -1 before the first such array */
     enum cattn_path path; /* a test hook: AUTO unless a test forces one */
 };
 

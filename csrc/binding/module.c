@@ -210,6 +210,7 @@ static int module_exec(PyObject *module) {
     struct binding_state *state = cattn_state(module);
     if (PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
         return -1;
+    state->bfloat16 = -1;
     state->path = CATTN_PATH_AUTO;
     state->torch_stream = cattn_torch_type(module);
     return state->torch_stream != NULL ? 0 : -1;

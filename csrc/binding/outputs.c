@@ -12,11 +12,9 @@ PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
     return tuple;
 }
 
-static const char *type_name(int type) {
-    return type == NPY_FLOAT ? "float32" : type == NPY_DOUBLE ? "float64" : "bool";
+static npy_intp type_size(int type) {
+    return type == NPY_BOOL ? 1 : (npy_intp)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
 }
-
-static npy_intp type_size(int type) { return type == NPY_FLOAT ? 4 : type == NPY_DOUBLE ? 8 : 1; }
 
 static PyArrayObject *new_array(const struct cattn_output_spec *spec) {
     const npy_intp size = PyArray_OverflowMultiplyList(spec->dims, spec->nd);
@@ -43,8 +41,11 @@ static bool check_type(struct binding_state *state, PyObject *given, const struc
     }
     PyArrayObject *array = (PyArrayObject *)given;
     if (PyArray_TYPE(array) != spec->type) {
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S, the result has %s", spec->name, PyArray_DESCR(array),
-                     type_name(spec->type));
+        PyArray_Descr *wanted = PyArray_DescrFromType(spec->type);
+        if (wanted != NULL)
+            PyErr_Format(PyExc_TypeError, "%s has dtype %S, the result has %S", spec->name, PyArray_DESCR(array),
+                         wanted);
+        Py_XDECREF((PyObject *)wanted);
         return false;
     }
     if (!PyArray_ISALIGNED(array) || !PyArray_ISNOTSWAPPED(array)) {

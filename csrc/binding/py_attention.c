@@ -39,6 +39,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
     const int head = call->heads ? CATTN_AXIS_HEAD : 0;
     const npy_intp seqlen_k = call->dims[call->nd - 1];
+    const int types[N_OUTPUTS] = {call->stored, call->stored, call->type, NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         tensors[i]->data = NULL;
         if (!call->wants[i])
@@ -46,7 +47,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         /* out's last axis is d_v where the call's is T_k */
         call->dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : seqlen_k;
         const struct cattn_output_spec spec = {.name = names[i],
-                                               .type = i == DROPOUT_MASK ? NPY_BOOL : call->type,
+                                               .type = types[i],
                                                .nd = i == LSE ? call->nd - 1 : call->nd,
                                                .dims = call->dims,
                                                .inputs = call->inputs,

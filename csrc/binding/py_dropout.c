@@ -40,7 +40,8 @@ static bool copy(struct call *call) {
 static bool run(struct call *call) {
     struct cattn_dropout_params *params = call->params;
     const int nd = PyArray_NDIM(call->x) > 0 ? PyArray_NDIM(call->x) : 1;
-    params->dtype = PyArray_TYPE(call->x) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
+    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
     params->n_lead = nd - 1;
     for (int axis = 0; axis < nd - 1; axis++)
         params->lead_shape[axis] = PyArray_DIM(call->x, axis);

@@ -91,7 +91,8 @@ static bool make_output(struct call *call, PyObject *out) {
                                            .in_place = call->inputs[X]};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
-    params->dtype = call->type == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->dtype = cattn_arg_dtype(call->type);
+    params->storage = cattn_arg_storage(call->type);
     params->n_lead = call->nd - 1;
     params->n_cols = call->dims[call->axis];
     params->n_rows = 1;

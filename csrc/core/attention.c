@@ -27,7 +27,7 @@ struct run {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_plan plan;
-    size_t element;
+    size_t element, stored; /* bytes of a number computed with, and of one in query, key, value, out or weights */
     /* split path: states of tasks first_task .. first_task + wave - 1 */
     int64_t first_task;
     char *partials;
@@ -37,6 +37,9 @@ struct run {
 
 static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
     return (char *)tensor->data + offset * (int64_t)run->element;
+}
+static void *stored_at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
+    return (char *)tensor->data + offset * (int64_t)run->stored;
 }
 
 /* Where each tensor starts for one leading index. */
@@ -94,19 +97,21 @@ static void set_common(const struct run *run, struct cattn_rows *rows, const str
     rows->has_slopes = p->slopes.data;
     rows->has_sinks = p->sinks.data;
     rows->raw_weights = p->raw_weights;
-    rows->key = at(run, &p->key, lead->key + kv_head * p->key.head);
+    rows->storage = p->storage;
+    rows->key = stored_at(run, &p->key, lead->key + kv_head * p->key.head);
     rows->key_row = p->key.row;
     rows->key_col = p->key.col;
     rows->value = NULL;
     if (p->value.data) {
-        rows->value = at(run, &p->value, lead->value + kv_head * p->value.head);
+        rows->value = stored_at(run, &p->value, lead->value + kv_head * p->value.head);
         rows->value_row = p->value.row;
         rows->value_col = p->value.col;
     }
     rows->query_col = p->query.col;
     rows->keep_col = p->attn_mask.data ? p->attn_mask.col : 0;
     rows->out_col = p->out.data ? p->out.col : 0;
-    rows->weights_col = p->weights.data ? p->weights.col : 0;
+    rows->weights_out_col = p->weights.data ? p->weights.col : 0;
+    rows->weights_col = p->storage == CATTN_STORED_PLAIN ? rows->weights_out_col : 1;
     rows->n_bias = p->n_bias;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias_col[b] = p->bias[b].col;
@@ -126,7 +131,7 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
     const struct cattn_range visible = cattn_visible_keys(&lead->sight, i);
     rows->lo[r] = visible.lo;
     rows->hi[r] = visible.hi;
-    rows->query[r] = at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
+    rows->query[r] = stored_at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
     rows->keep[r] = NULL;
     if (p->attn_mask.data)
         rows->keep[r] =
@@ -146,9 +151,12 @@ static void set_row(const struct run *run, struct cattn_rows *rows, const struct
         return;
     }
     if (p->out.data)
-        rows->out[r] = at(run, &p->out, lead->out + head * p->out.head + i * p->out.row);
-    if (p->weights.data)
-        rows->weights[r] = at(run, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
+        rows->out[r] = stored_at(run, &p->out, lead->out + head * p->out.head + i * p->out.row);
+    if (p->weights.data) {
+        rows->weights_out[r] = stored_at(run, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
+        rows->weights[r] =
+            p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r] : (float *)rows->weight_rows + r * p->seqlen_k;
+    }
     if (p->lse.data)
         rows->lse[r] = at(run, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
 }
@@ -414,7 +422,8 @@ static enum cattn_status run_blocks(struct run *run) {
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     struct cattn_drawn drawn;
-    run.element = params->dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
+    run.element = cattn_element_size(params->dtype);
+    run.stored = cattn_stored_size(params->dtype, params->storage);
     run.plan = cattn_plan(params, run.kernels);
     if (run.plan.drawn) {
         cattn_drawn_begin(&drawn, params->dropout.torch, params->dropout.keep_probability);

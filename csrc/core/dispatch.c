@@ -15,7 +15,7 @@ static bool any_cpu(const struct cattn_cpu *cpu) {
     return true;
 }
 #if defined(CATTN_HAVE_AVX2) || defined(CATTN_HAVE_GNU512)
-static bool cpu_avx2(const struct cattn_cpu *cpu) { return cpu->avx2 && cpu->fma; }
+static bool cpu_avx2(const struct cattn_cpu *cpu) { return cpu->avx2 && cpu->fma && cpu->f16c; }
 #endif
 #ifdef CATTN_HAVE_AVX512
 static bool cpu_avx512(const struct cattn_cpu *cpu) { return cpu->avx512; }

@@ -59,10 +59,35 @@ static void merge_rows(struct dropout_run *run) {
     }
 }
 
+/* Halves are computed in pieces of this: whole runs of Philox counters. */
+#define WIDE_PIECE 1024
+
+static void dropout_row(const struct dropout_run *run, const struct cattn_dropout_row *row) {
+    const enum cattn_storage storage = run->params->storage;
+    if (storage == CATTN_STORED_PLAIN) {
+        run->kernels->dropout_row(row);
+        return;
+    }
+    float wide[WIDE_PIECE];
+    struct cattn_dropout_row piece = *row;
+    piece.x = piece.out = wide;
+    piece.x_stride = piece.out_stride = 1;
+    for (int64_t done = 0; done < row->n; done += piece.n) {
+        const int64_t to_boundary = WIDE_PIECE - (int64_t)(piece.first % WIDE_PIECE);
+        piece.n = row->n - done < to_boundary ? row->n - done : to_boundary;
+        run->kernels->widen_row(storage, (const uint16_t *)row->x + done * row->x_stride, row->x_stride, piece.n, wide);
+        run->kernels->dropout_row(&piece);
+        run->kernels->narrow_row(storage, wide, piece.n, (uint16_t *)row->out + done * row->out_stride,
+                                 row->out_stride);
+        piece.first += (uint64_t)piece.n;
+        piece.mask = piece.mask ? piece.mask + piece.n * piece.mask_stride : NULL;
+    }
+}
+
 /* Columns begin .. end-1 of one row. */
 static void dropout_one(const struct dropout_run *run, int64_t row, int64_t begin, int64_t end) {
     const struct cattn_dropout_params *p = run->params;
-    const size_t element = cattn_element_size(p->dtype);
+    const size_t element = cattn_stored_size(p->dtype, p->storage);
     const char *x = cattn_row_at(&p->x, run->n_lead, p->lead_shape, row, element);
     char *out = cattn_row_at(&p->out, run->n_lead, p->lead_shape, row, element);
     uint8_t *mask = p->mask.data ? cattn_row_at(&p->mask, run->n_lead, p->lead_shape, row, 1) : NULL;
@@ -78,7 +103,7 @@ static void dropout_one(const struct dropout_run *run, int64_t row, int64_t begi
         .keep_scale = p->dropout.keep_scale,
         .drop = run->drop,
     };
-    run->kernels->dropout_row(&args);
+    dropout_row(run, &args);
 }
 
 static void dropout_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -131,16 +156,31 @@ static void torch_apply_f64(int64_t n, const double *x, int64_t x_stride, const 
         out[i * out_stride] = kept[i] ? x[i * x_stride] * scale : 0.0;
 }
 
+static void torch_apply_halves(const struct torch_run *run, int64_t n, const uint16_t *x, const uint8_t *kept,
+                               uint16_t *out) {
+    const struct cattn_dropout_params *p = run->rows->params;
+    const struct cattn_kernels *kernels = run->rows->kernels;
+    float wide[WIDE_PIECE];
+    for (int64_t done = 0; done < n; done += WIDE_PIECE) {
+        const int64_t piece = n - done < WIDE_PIECE ? n - done : WIDE_PIECE;
+        kernels->widen_row(p->storage, x + done * p->x.col, p->x.col, piece, wide);
+        torch_apply_f32(piece, wide, 1, kept + done, (float)run->scale, wide, 1);
+        kernels->narrow_row(p->storage, wide, piece, out + done * p->out.col, p->out.col);
+    }
+}
+
 /* n columns of one row, from `begin` on. */
 static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin, int64_t n, const uint8_t *kept) {
     const struct dropout_run *rows = run->rows;
     const struct cattn_dropout_params *p = rows->params;
-    const size_t element = cattn_element_size(p->dtype);
+    const size_t element = cattn_stored_size(p->dtype, p->storage);
     const char *x = cattn_row_at(&p->x, rows->n_lead, p->lead_shape, row, element);
     char *out = cattn_row_at(&p->out, rows->n_lead, p->lead_shape, row, element);
     x += begin * p->x.col * (int64_t)element;
     out += begin * p->out.col * (int64_t)element;
-    if (p->dtype == CATTN_F32)
+    if (p->storage != CATTN_STORED_PLAIN)
+        torch_apply_halves(run, n, (const uint16_t *)x, kept, (uint16_t *)out);
+    else if (p->dtype == CATTN_F32)
         torch_apply_f32(n, (const float *)x, p->x.col, kept, (float)run->scale, (float *)out, p->out.col);
     else
         torch_apply_f64(n, (const double *)x, p->x.col, kept, run->scale, (double *)out, p->out.col);
@@ -157,6 +197,13 @@ static void torch_task(void *context, int64_t task, struct cattn_worker *worker)
     const double q = p->dropout.keep_probability;
     const int64_t n_cols = run->rows->n_cols, total = run->rows->n_rows * n_cols;
     run->scale = p->dtype == CATTN_F32 ? 1.0f / (float)q : 1.0 / q;
+    if (p->storage != CATTN_STORED_PLAIN) {
+        float scale = (float)run->scale;
+        uint16_t half;
+        run->rows->kernels->narrow_row(p->storage, &scale, 1, &half, 1);
+        run->rows->kernels->widen_row(p->storage, &half, 1, 1, &scale);
+        run->scale = scale;
+    }
     uint8_t kept[TORCH_PIECE];
     (void)task; /* the only one */
     for (int64_t done = 0; done < total && !cattn_should_stop(worker); done += TORCH_PIECE) {

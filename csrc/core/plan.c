@@ -29,7 +29,12 @@ int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return round_up(pl
 
 static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
 
-static size_t element_size(const struct cattn_attention_params *p) { return p->dtype == CATTN_F32 ? 4 : 8; }
+static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+
+/* Must the kernels copy its rows to read them? */
+static bool is_copied(const struct cattn_attention_params *p, const struct cattn_tensor *tensor) {
+    return tensor->data && (p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
+}
 
 /* Hands out `memory`, or only counts where it is NULL. */
 struct arena {
@@ -47,16 +52,20 @@ static void *carve(struct arena *arena, size_t bytes) {
 static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
                     const struct cattn_kernels *kernels, struct cattn_rows *r, struct arena *arena) {
     const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
-    const size_t size = element_size(p), slots = (size_t)cattn_plan_row_slots(plan);
+    const size_t size = cattn_element_size(p->dtype), slots = (size_t)cattn_plan_row_slots(plan);
     const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
     const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
     const size_t panel = (size_t)(kernels->lanes * kernels->nr);
-    const bool copy_values = !tile && p->value.data && p->value.col != 1;
+    const size_t copied_key = is_copied(p, &p->key) ? depth : 0;
+    const size_t copied_value = is_copied(p, &p->value) ? (size_t)p->d_v : 0;
+    const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
     r->kept[0] = plan->drawn ? carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
     r->packed_query = carve(arena, rows * depth * size);
     r->score = carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    r->value_panel = carve(arena, CATTN_BLOCK_KEYS * (tile ? panel : copy_values ? (size_t)p->d_v : 0) * size);
-    r->key_rows = carve(arena, tile ? (size_t)kernels->mr * depth * size : 0);
+    r->value_panel = carve(arena, CATTN_RUN_KEYS * (tile ? panel : copied_value) * size);
+    r->key_rows = carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
+    r->block_rows = carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
+    r->weight_rows = carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
     r->block_max = carve(arena, slots * size);
     r->alpha = carve(arena, slots * size);
     r->row_max = carve(arena, slots * size);
@@ -79,8 +88,9 @@ struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struc
 
 static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p, const struct cattn_kernels *kernels,
                 enum cattn_path path) {
-    /* key chunks of the same rows cannot take turns in row-major order */
-    plan->path = plan->drawn && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
+    /* key chunks of the same rows cannot take turns in row-major order, nor share rows of weights in scratch */
+    const bool together = plan->drawn || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
+    plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
     struct arena count = {NULL, 0};

@@ -17,10 +17,6 @@ static inline int64_t cattn_rows_per_task(int64_t n_cols) {
     return n_cols >= CATTN_TASK_ELEMENTS ? 1 : CATTN_TASK_ELEMENTS / (n_cols + 1) + 1;
 }
 
-static inline size_t cattn_element_size(enum cattn_dtype dtype) {
-    return dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
-}
-
 /* Where a row of `tensor` starts, its elements of the given size. */
 static inline void *cattn_row_at(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t row,
                                  size_t element) {

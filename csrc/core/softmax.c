@@ -2,7 +2,7 @@
  *
  * A row of any length is one kernel call. Softmax along an axis that is not contiguous (axis=0 of a C array) would
  * touch a new cache line with every element: there rows that are neighbours in memory are copied to scratch together,
- * and back.
+ * and back. Halves become floats in scratch, a row at a time.
  */
 #include "rowwise.h"
 
@@ -11,6 +11,7 @@ struct softmax_run {
     const struct cattn_kernels *kernels;
     int64_t rows_per_task;
     int64_t bundle; /* rows copied to scratch together, 0: none */
+    size_t element; /* bytes of one in x and out */
 };
 
 /* Columns from which on it pays to ask for the next row ahead of time. */
@@ -25,7 +26,7 @@ static int64_t find_bundle(const struct cattn_softmax_params *p) {
     const int last = p->n_lead - 1;
     if (last < 0 || p->x.col == 1 || p->x.lead[last] != 1 || p->lead_shape[last] < 2)
         return 0;
-    const int64_t row_bytes = bundle_stride(p->n_cols) * (int64_t)cattn_element_size(p->dtype);
+    const int64_t row_bytes = bundle_stride(p->n_cols) * (int64_t)cattn_stored_size(p->dtype, p->storage);
     return row_bytes * BUNDLE <= BUNDLE_SCRATCH ? BUNDLE : 0;
 }
 
@@ -36,16 +37,18 @@ static void copy_rows(void *to, int64_t to_row, int64_t to_col, const void *from
     for (int64_t k = 0; k < n_cols; k++)
         for (int64_t r = 0; r < n_rows; r++) {
             const int64_t at = k * to_col + r * to_row, source = k * from_col + r * from_row;
-            if (element == sizeof(uint32_t))
+            if (element == sizeof(uint16_t))
+                ((uint16_t *)to)[at] = ((const uint16_t *)from)[source];
+            else if (element == sizeof(uint32_t))
                 ((uint32_t *)to)[at] = ((const uint32_t *)from)[source];
             else
                 ((uint64_t *)to)[at] = ((const uint64_t *)from)[source];
         }
 }
 
-/* One row, from x to out at these strides. */
-static void softmax_one(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
-                        int64_t out_stride) {
+/* One row, from x to out at these strides, in the type that is computed in. */
+static void softmax_plain(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
+                          int64_t out_stride) {
     const struct cattn_softmax_params *p = run->params;
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
@@ -53,13 +56,14 @@ static void softmax_one(const struct softmax_run *run, int64_t row, const void *
         const struct cattn_sight sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row);
         visible = cattn_visible_keys(&sight, i);
     }
-    const bool has_next = p->x.col == 1 && p->n_cols >= LONG_ROW && row + 1 < p->n_rows;
+    const bool plain = p->storage == CATTN_STORED_PLAIN;
+    const bool has_next = plain && p->x.col == 1 && p->n_cols >= LONG_ROW && row + 1 < p->n_rows;
     const struct cattn_softmax_row args = {
         .n = p->n_cols,
         .lo = visible.lo,
         .hi = visible.hi,
         .x = x,
-        .next = has_next ? cattn_row_at(&p->x, p->n_lead, p->lead_shape, row + 1, cattn_element_size(p->dtype)) : x,
+        .next = has_next ? cattn_row_at(&p->x, p->n_lead, p->lead_shape, row + 1, run->element) : x,
         .x_stride = x_stride,
         .out = out,
         .out_stride = out_stride,
@@ -71,30 +75,48 @@ static void softmax_one(const struct softmax_run *run, int64_t row, const void *
     run->kernels->softmax_row(&args);
 }
 
-/* Row by row, where they lie. */
-static int64_t softmax_in_place(const struct softmax_run *run, int64_t row) {
+/* The same from any storage; `wide` is scratch for a row of halves. */
+static void softmax_one(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
+                        int64_t out_stride, void *wide) {
     const struct cattn_softmax_params *p = run->params;
-    const size_t element = cattn_element_size(p->dtype);
-    softmax_one(run, row, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), p->x.col,
-                cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.col);
+    if (p->storage == CATTN_STORED_PLAIN) {
+        softmax_plain(run, row, x, x_stride, out, out_stride);
+        return;
+    }
+    run->kernels->widen_row(p->storage, x, x_stride, p->n_cols, wide);
+    softmax_plain(run, row, wide, 1, wide, 1);
+    run->kernels->narrow_row(p->storage, wide, p->n_cols, out, out_stride);
+}
+
+/* Bytes of scratch for one row of halves. */
+static size_t wide_size(const struct cattn_softmax_params *p) {
+    return p->storage == CATTN_STORED_PLAIN ? 0 : ((size_t)p->n_cols * sizeof(float) + 63) / 64 * 64;
+}
+
+/* Row by row, where they lie. */
+static int64_t softmax_in_place(const struct softmax_run *run, int64_t row, char *scratch) {
+    const struct cattn_softmax_params *p = run->params;
+    softmax_one(run, row, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, run->element), p->x.col,
+                cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, run->element), p->out.col, scratch);
     return 1;
 }
 
 /* Up to `most` rows from `row` on, as far as they are neighbours, by way of scratch. Returns how many. */
 static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_t most, char *scratch) {
     const struct cattn_softmax_params *p = run->params;
-    const size_t element = cattn_element_size(p->dtype);
+    const size_t element = run->element;
+    char *copies = scratch + wide_size(p);
     const int last = p->n_lead - 1;
     const int64_t stride = bundle_stride(p->n_cols), together = p->lead_shape[last] - row % p->lead_shape[last];
     int64_t rows = run->bundle < most ? run->bundle : most;
     rows = rows < together ? rows : together;
-    copy_rows(scratch, stride, 1, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), 1, p->x.col, rows,
+    copy_rows(copies, stride, 1, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), 1, p->x.col, rows,
               p->n_cols, element);
     for (int64_t r = 0; r < rows; r++) {
-        char *at = scratch + r * stride * (int64_t)element;
-        softmax_one(run, row + r, at, 1, at, 1);
+        char *at = copies + r * stride * (int64_t)element;
+        softmax_one(run, row + r, at, 1, at, 1, scratch);
     }
-    copy_rows(cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.lead[last], p->out.col, scratch,
+    copy_rows(cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.lead[last], p->out.col, copies,
               stride, 1, rows, p->n_cols, element);
     return rows;
 }
@@ -106,17 +128,18 @@ static void softmax_task(void *context, int64_t task, struct cattn_worker *worke
     const int64_t n = left < run->rows_per_task ? left : run->rows_per_task;
     for (int64_t i = 0; i < n;)
         i += run->bundle ? softmax_bundle(run, first + i, n - i, cattn_worker_scratch(worker))
-                         : softmax_in_place(run, first + i);
+                         : softmax_in_place(run, first + i, cattn_worker_scratch(worker));
 }
 
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
-    struct softmax_run run = {p, cattn_kernels_for(p->dtype), cattn_rows_per_task(p->n_cols), find_bundle(p)};
-    size_t scratch = 0;
+    struct softmax_run run = {p, cattn_kernels_for(p->dtype), cattn_rows_per_task(p->n_cols), find_bundle(p),
+                              cattn_stored_size(p->dtype, p->storage)};
+    size_t scratch = wide_size(p);
     if (run.bundle) {
         run.rows_per_task = cattn_ceil_div(run.rows_per_task, run.bundle) * run.bundle;
-        scratch = (size_t)(run.bundle * bundle_stride(p->n_cols)) * cattn_element_size(p->dtype);
+        scratch += (size_t)(run.bundle * bundle_stride(p->n_cols)) * run.element;
     }
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, run.rows_per_task);
     /* a second thread that finds less than a whole task costs more than it brings */

@@ -47,7 +47,7 @@ static void pack_query_tile(struct cattn_rows *rows) {
         for (int64_t d = 0; d < depth; d += LANES) {
             const int n = (int)min64(LANES, depth - d);
             vf v[LANES];
-            if (col == 1 && n == LANES && r0 + LANES <= rows->n_rows) {
+            if (rows->storage == CATTN_STORED_PLAIN && col == 1 && n == LANES && r0 + LANES <= rows->n_rows) {
                 /* nothing between the loads, so that they wait for memory together */
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++)
@@ -56,7 +56,7 @@ static void pack_query_tile(struct cattn_rows *rows) {
                 for (int i = 0; i < LANES; i++) {
                     v[i] = vf_set1(0);
                     if (r0 + i < rows->n_rows)
-                        v[i] = load_strided((const real *)query[i] + d * col, col, n) * scale;
+                        v[i] = load_stored(rows->storage, query[i], d * col, col, n) * scale;
                 }
             }
             vf_transpose(v);
@@ -66,43 +66,34 @@ static void pack_query_tile(struct cattn_rows *rows) {
     }
 }
 
-/* MR keys from `key` on as rows of unit stride: K itself where it has that form, else a copy padded with zero rows.
- * Returns the first row, its stride in *stride. */
-static const real *key_rows(struct cattn_rows *rows, int64_t key, int64_t end, int64_t *stride) {
-    const real *k = (const real *)rows->key + key * rows->key_row;
-    if (rows->key_col == 1 && key + MR <= end) {
-        *stride = rows->key_row;
-        return k;
-    }
+/* MR keys of the block from k on: where they lie, else a copy padded with zero rows. */
+static struct source key_rows(const struct cattn_rows *rows, struct source key, int k, int n_keys) {
     const int64_t depth = rows->head_dim;
+    const struct source from = {key.first + k * key.row, key.row};
+    if (k + MR <= n_keys)
+        return from;
     real *copy = rows->key_rows;
-    *stride = depth;
     for (int m = 0; m < MR; m++)
         for (int64_t d = 0; d < depth; d++)
-            copy[m * depth + d] = key + m < end ? k[m * rows->key_row + d * rows->key_col] : 0;
-    return copy;
+            copy[m * depth + d] = k + m < n_keys ? from.first[m * from.row + d] : 0;
+    return (struct source){copy, depth};
 }
 
-/* A run of V for one panel of columns: rows of unit stride, whole vectors. */
-struct value_run {
-    const real *first;
-    int64_t row;
-};
-
-/* Columns c .. c+PANEL-1 of V for keys k0+begin .. k0+end-1: V itself where its rows are whole vectors, else a copy,
- * zero behind the last column. */
-static struct value_run value_run(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t c) {
-    const int64_t col = rows->value_col, n = rows->d_v - c;
-    const real *v = (const real *)rows->value + (k0 + begin) * rows->value_row + c * col;
-    if (col == 1 && (n >= PANEL || n == LANES))
-        return (struct value_run){v, rows->value_row};
+/* Columns c .. c+PANEL-1 of V for the keys begin .. end-1 of the block, whole vectors: V itself where its rows are
+ * such, else a copy, zero behind the last column. */
+static struct source value_run(const struct cattn_rows *rows, struct source value, int begin, int end, int64_t c) {
+    const int64_t n = rows->d_v - c;
+    const struct source from = {value.first + begin * value.row + c, value.row};
+    if (n >= PANEL || n == LANES)
+        return from;
     real *panel = rows->value_panel;
-    for (int k = 0; k < end - begin; k++, v += rows->value_row)
+    for (int k = 0; k < end - begin; k++)
 #pragma GCC unroll 2
         for (int i = 0; i < NR; i++) {
-            int64_t left = n - i * LANES;
+            const int64_t left = n - i * LANES;
+            const real *v = from.first + k * from.row + i * LANES;
             vf_storeu(panel + k * PANEL + i * LANES,
-                      left > 0 ? load_strided(v + i * LANES * col, col, (int)min64(LANES, left)) : vf_set1(0));
+                      left > 0 ? load_strided(v, 1, (int)min64(LANES, left)) : vf_set1(0));
         }
-    return (struct value_run){panel, PANEL};
+    return (struct source){panel, PANEL};
 }

@@ -22,6 +22,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../dtype.h"
+
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
 /* a block of P V is one chain of sums for each of these runs: shorter chains, smaller errors */
@@ -53,7 +55,8 @@ struct cattn_rows {
     double keep_scale; /* 1, or 1/(1-p) under dropout */
     double softcap;    /* > 0, or 0: none */
     bool has_slopes, has_sinks;
-    bool raw_weights; /* weights stay scores, -inf out of range */
+    bool raw_weights;           /* weights stay scores, -inf out of range */
+    enum cattn_storage storage; /* of query, key, value, out and weights_out */
 
     const void *key, *value; /* of this key-value head */
     int64_t key_row, key_col, value_row, value_col;
@@ -61,7 +64,7 @@ struct cattn_rows {
     int n_bias;
     int64_t bias_col[2];
     struct cattn_drop drop;
-    int64_t query_col, out_col, weights_col;
+    int64_t query_col, out_col, weights_col, weights_out_col;
 
     /* per row */
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
@@ -71,17 +74,20 @@ struct cattn_rows {
     int64_t position[CATTN_TILE_ROWS];                    /* of the query among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS];
-    uint8_t *kept[CATTN_TILE_ROWS]; /* or all NULL: one bit a key, lowest first, instead of Philox */
-    void *out[CATTN_TILE_ROWS];     /* or all NULL */
-    void *lse[CATTN_TILE_ROWS];     /* or all NULL */
-    void *weights[CATTN_TILE_ROWS]; /* or all NULL */
-    int64_t seqlen_k, n_keys;       /* of the weights' last axis; that are there */
+    uint8_t *kept[CATTN_TILE_ROWS];     /* or all NULL: one bit a key, lowest first, instead of Philox */
+    void *out[CATTN_TILE_ROWS];         /* or all NULL */
+    void *lse[CATTN_TILE_ROWS];         /* or all NULL */
+    void *weights[CATTN_TILE_ROWS];     /* or all NULL; in the kernels' own type */
+    void *weights_out[CATTN_TILE_ROWS]; /* of halves, which weights go to in the end */
+    int64_t seqlen_k, n_keys;           /* of the weights' last axis; that are there */
 
     /* scratch, 64-byte aligned */
     void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim + pad] */
     void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
-    void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key][d_v + pad], only for strided values */
+    void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key of a run][d_v], for strided values and halves */
     void *key_rows;     /* a few key rows made contiguous */
+    void *block_rows;   /* tile: [key][head_dim], then [key][d_v], for strided keys and values and halves */
+    void *weight_rows;  /* for halves: [row][seqlen_k] */
     void *block_max;
     void *row_max, *row_sum, *alpha;         /* the chunk so far, and this block's correction */
     void *acc;                               /* [row][acc_cols] */
@@ -134,6 +140,9 @@ struct cattn_kernels {
     /* keep bits of one row of an attention matrix, keys 0 .. n-1 */
     void (*keep_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
                      int64_t n);
+    /* n halves become numbers, and back */
+    void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
+    void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
 };

@@ -38,6 +38,8 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .chunk_merge = chunk_merge,
     .finish = finish,
     .keep_row = keep_row,
+    .widen_row = widen_row,
+    .narrow_row = narrow_row,
     .softmax_row = softmax_row,
     .dropout_row = dropout_row,
 };

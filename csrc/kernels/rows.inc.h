@@ -18,17 +18,18 @@ static void pack_query_rows(struct cattn_rows *rows) {
     const real scale = (real)rows->scale;
     real *packed = rows->packed_query;
     for (int r = 0; r < CATTN_FEW_ROWS; r++, packed += depth) {
-        const real *query = r < rows->n_rows ? rows->query[r] : NULL;
+        if (r < rows->n_rows)
+            widen_row(rows->storage, rows->query[r], col, depth, packed);
         for (int64_t d = 0; d < depth; d++)
-            packed[d] = query ? query[d * col] * scale : 0;
+            packed[d] = r < rows->n_rows ? packed[d] * scale : 0;
     }
 }
 
-/* Scores of LANES keys from `key` on, the first n of them real, for `many` rows. */
-INLINE void score_keys(struct cattn_rows *rows, int many, int64_t key, int n, vf acc[CATTN_FEW_ROWS]) {
-    const int64_t depth = rows->head_dim, col = rows->key_col;
-    const real *query = rows->packed_query, *k = (const real *)rows->key + key * rows->key_row;
-    const uintptr_t next = ahead(k, KEY_AHEAD, rows->key_row);
+/* Scores of LANES keys, the first n of them real, for `many` rows. */
+INLINE void score_keys(const struct cattn_rows *rows, int many, struct source key, int n, vf acc[CATTN_FEW_ROWS]) {
+    const int64_t depth = rows->head_dim;
+    const real *query = rows->packed_query, *k = key.first;
+    const uintptr_t next = ahead(k, KEY_AHEAD, key.row);
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
@@ -36,17 +37,17 @@ INLINE void score_keys(struct cattn_rows *rows, int many, int64_t key, int n, vf
         const int nd = (int)min64(LANES, depth - d);
         const bool new_line = starts_line(d);
         vf kt[LANES];
-        if (n == LANES && nd == LANES && col == 1) {
+        if (n == LANES && nd == LANES) {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
-                kt[i] = vf_loadu(k + i * rows->key_row + d);
+                kt[i] = vf_loadu(k + i * key.row + d);
                 if (new_line)
-                    prefetch(next, i * rows->key_row + d);
+                    prefetch(next, i * key.row + d);
             }
         } else {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
-                kt[i] = i < n ? load_strided(k + i * rows->key_row + d * col, col, nd) : vf_set1(0);
+                kt[i] = i < n ? load_strided(k + i * key.row + d, 1, nd) : vf_set1(0);
         }
         vf_transpose(kt);
         if (nd == LANES) {
@@ -95,7 +96,10 @@ INLINE void score_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
-        score_keys(rows, many, k0 + k, n, acc);
+        score_keys(
+            rows, many,
+            rows_of(rows->storage, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows),
+            n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
             vf s = neg_inf;
@@ -145,94 +149,88 @@ static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, re
             score[k] = 0;
 }
 
-/* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` is at
- * the vector's columns, n of them. */
-static vf value_vector_visible(const struct cattn_rows *rows, int r, const real *value, int64_t value_row, int n,
-                               struct run run, int64_t k0) {
+/* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` starts
+ * at the run's first key and the vector's columns, n of them. */
+static vf value_vector_visible(const struct cattn_rows *rows, int r, struct source value, int n, struct run run,
+                               int64_t k0) {
     vf block = vf_set1(0);
-    for (int k = run.begin; k < run.end; k++)
+    for (int k = run.begin; k < run.end; k++, value.first += value.row)
         if (key_visible(rows, r, k0 + k)) {
             vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
-            block = vf_fma(w, load_strided(value + k * value_row, 1, n), block);
+            block = vf_fma(w, load_strided(value.first, 1, n), block);
         }
     return block;
 }
 
-/* P V for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. */
-INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const real *value, int64_t value_row,
-                       int begin, int end, int64_t k0, int64_t c) {
-    const real *score = rows->score, *alpha = rows->alpha;
-    const uintptr_t next = ahead(value, VALUE_AHEAD, value_row);
-    for (int i = 0; i < 2; i++) {
-        const struct run run = run_of(i, begin, end);
-        if (i > 0 && run_is_empty(run))
-            break;
-        vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
+/* P V of one run for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. `value`
+ * starts at the run's first key; factor is of each row. */
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct source value, struct run run,
+                       int64_t k0, int64_t c, const real *factor) {
+    const real *score = rows->score, *row = value.first + c;
+    const uintptr_t next = ahead(row, VALUE_AHEAD, value.row);
+    vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < many; r++)
+    for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
-                block[r][v] = vf_set1(0);
-        for (int k = run.begin; k < run.end; k++) {
-            const real *row = value + k * value_row + c;
-            vf val[CATTN_FEW_ROWS];
+        for (int v = 0; v < vectors; v++)
+            block[r][v] = vf_set1(0);
+    for (int k = 0; k < run.end - run.begin; k++, row += value.row) {
+        vf val[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) {
-                val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
-                if ((size_t)v * sizeof(vf) % LINE_BYTES == 0)
-                    prefetch(next, k * value_row + c + v * LANES);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < many; r++) {
-                vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors; v++)
-                    block[r][v] = vf_fma(w, val[v], block[r][v]);
-            }
+        for (int v = 0; v < vectors; v++) {
+            val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
+            if ((size_t)v * sizeof(vf) % LINE_BYTES == 0)
+                prefetch(next, k * value.row + v * LANES);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
-            real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+            vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + run.begin + k]);
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) {
-                if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
-                    block[r][v] = value_vector_visible(rows, r, value + c + v * LANES, value_row,
-                                                       v == vectors - 1 ? n : LANES, run, k0);
-                fold_block(acc + v * LANES, fold_factor(i, alpha[r]), block[r][v]);
-            }
+            for (int v = 0; v < vectors; v++)
+                block[r][v] = vf_fma(w, val[v], block[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++) {
+        real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            const struct source columns = {value.first + c + v * LANES, value.row};
+            if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
+                block[r][v] = value_vector_visible(rows, r, columns, v == vectors - 1 ? n : LANES, run, k0);
+            fold_block(acc + v * LANES, vf_set1(factor[r]), block[r][v]);
         }
     }
 }
 
 /* All columns of V, as many vectors at a time as there are registers for. */
-INLINE void value_columns(struct cattn_rows *rows, int many, const real *value, int64_t value_row, int begin, int end,
-                          int64_t k0) {
+INLINE void value_columns(struct cattn_rows *rows, int many, struct source value, struct run run, int64_t k0,
+                          const real *factor) {
     int64_t c = 0, left = rows->d_v;
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
-            value_rows(rows, many, vectors, LANES, value, value_row, begin, end, k0, c);
+            value_rows(rows, many, vectors, LANES, value, run, k0, c, factor);
     WHILE_FULL(8)
     WHILE_FULL(4)
     WHILE_FULL(2)
     WHILE_FULL(1)
 #undef WHILE_FULL
     if (left > 0)
-        value_rows(rows, many, 1, (int)left, value, value_row, begin, end, k0, c);
+        value_rows(rows, many, 1, (int)left, value, run, k0, c, factor);
 }
 
-/* V with unit stride for the keys begin .. end-1: where it lies, or copied. */
-static const real *value_block_rows(struct cattn_rows *rows, int64_t k0, int begin, int end, int64_t *stride) {
-    const real *value = (const real *)rows->value + k0 * rows->value_row;
-    *stride = rows->value_row;
-    if (rows->value_col == 1)
-        return value;
-    real *copy = rows->value_panel;
-    for (int k = begin; k < end; k++)
-        for (int64_t c = 0; c < rows->d_v; c++)
-            copy[k * rows->d_v + c] = value[k * rows->value_row + c * rows->value_col];
-    *stride = rows->d_v;
-    return copy;
+/* Run by run: copies, where V cannot be read where it lies, stay in the nearest cache. */
+INLINE void value_keys(struct cattn_rows *rows, int many, int64_t k0, int begin, int end) {
+    static const real ones[CATTN_FEW_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
+    for (int i = 0; i < 2; i++) {
+        const struct run run = run_of(i, begin, end);
+        if (i > 0 && run_is_empty(run))
+            break;
+        const struct source value = rows_of(rows->storage, rows->value, rows->value_row, rows->value_col,
+                                            k0 + run.begin, run.end - run.begin, rows->d_v, rows->value_panel);
+        value_columns(rows, many, value, run, k0, i == 0 ? rows->alpha : ones);
+    }
 }
 
 INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
@@ -255,12 +253,8 @@ INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n
     }
     for (int r = 0; r < many; r += LANES)
         vf_storeu(row_sum + r, vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->alpha + r), vf_loadu(sum + r)));
-    if (rows->d_v) {
-        int64_t stride;
-        end = (int)min64(end, n_keys);
-        const real *value = value_block_rows(rows, k0, begin, end, &stride);
-        value_columns(rows, many, value, stride, begin, end, k0);
-    }
+    if (rows->d_v)
+        value_keys(rows, many, k0, begin, (int)min64(end, n_keys));
 }
 
 static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {

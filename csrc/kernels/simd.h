@@ -6,6 +6,7 @@
  *
  *   real  vf           element, vector of LANES elements
  *   vm                 one truth value per lane
+ *   vh                 LANES 16-bit halves; where real is float
  *   vu                 LANES unsigned 32-bit integers
  *   vw                 the same in 64 bits each, for products
  *
@@ -23,6 +24,10 @@
  *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
  *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
  *   vf_from_bytes_n(p, n)
+ *
+ *   vh_loadu(p)  vh_loadu_n(p, n)  vh_storeu(p, a)  vh_storeu_n(p, a, n)
+ *   vf_from_f16(a)  vf_from_bf16(a)       exact
+ *   vh_f16(v)  vh_bf16(v)                 rounded to nearest, ties to even; NaN must be the quiet one without a payload
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; only the low 32 count, the others hold anything

@@ -72,6 +72,30 @@ INLINE vf vf_from_bytes(const uint8_t *p) {
     return _mm256_and_ps(_mm256_castsi256_ps(zero), _mm256_set1_ps(-INFINITY));
 }
 
+typedef __m128i vh;
+INLINE vh vh_loadu(const uint16_t *p) { return _mm_loadu_si128((const void *)p); }
+INLINE vh vh_loadu_n(const uint16_t *p, int n) {
+    uint16_t lanes[LANES] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof *p);
+    return vh_loadu(lanes);
+}
+INLINE void vh_storeu(uint16_t *p, vh a) { _mm_storeu_si128((void *)p, a); }
+INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
+    uint16_t lanes[LANES];
+    vh_storeu(lanes, a);
+    memcpy(p, lanes, (size_t)n * sizeof *p);
+}
+INLINE vf vf_from_f16(vh a) { return _mm256_cvtph_ps(a); }
+INLINE vf vf_from_bf16(vh a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)); }
+INLINE vh vh_f16(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vh vh_bf16(vf v) {
+    const __m256i w = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(w, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i high = _mm256_srli_epi32(rounded, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+
 INLINE vu vu_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
 INLINE vu vu_loadu(const uint32_t *p) { return _mm256_loadu_si256((const void *)p); }
 INLINE void vu_storeu(uint32_t *p, vu a) { _mm256_storeu_si256((void *)p, a); }

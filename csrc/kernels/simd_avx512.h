@@ -84,6 +84,21 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
     return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
 }
 
+typedef __m256i vh;
+INLINE vh vh_loadu(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
+INLINE vh vh_loadu_n(const uint16_t *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
+INLINE void vh_storeu(uint16_t *p, vh a) { _mm256_storeu_si256((void *)p, a); }
+INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { _mm256_mask_storeu_epi16(p, lanes_below(n), a); }
+INLINE vf vf_from_f16(vh a) { return _mm512_cvtph_ps(a); }
+INLINE vf vf_from_bf16(vh a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
+INLINE vh vh_f16(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vh vh_bf16(vf v) {
+    const __m512i w = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
 INLINE vu vu_set1(uint32_t x) { return _mm512_set1_epi32((int)x); }
 INLINE vu vu_loadu(const uint32_t *p) { return _mm512_loadu_si512(p); }
 INLINE void vu_storeu(uint32_t *p, vu a) { _mm512_storeu_si512(p, a); }

@@ -85,6 +85,42 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
 }
 INLINE vf vf_from_bytes(const uint8_t *p) { return vf_from_bytes_n(p, LANES); }
 
+#if REAL_BITS == 32
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+INLINE vh vh_loadu(const uint16_t *p) {
+    vh a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+INLINE vh vh_loadu_n(const uint16_t *p, int n) {
+    vh a = {0};
+    memcpy(&a, p, (size_t)n * sizeof *p);
+    return a;
+}
+INLINE void vh_storeu(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
+INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { memcpy(p, &a, (size_t)n * sizeof *p); }
+INLINE vf vf_from_f16(vh a) {
+    const vu w = __builtin_convertvector(a, vu), magnitude = (w & 0x7fff) << 13;
+    const vu finite = (vu)((vf)magnitude * vf_set1(0x1p112f)); /* a new exponent bias, subnormals made normal */
+    const vu special = (vu)((w & 0x7c00) == 0x7c00);
+    return (vf)((special & (magnitude | 0x7f800000)) | (~special & finite) | (w & 0x8000) << 16);
+}
+INLINE vf vf_from_bf16(vh a) { return (vf)(__builtin_convertvector(a, vu) << 16); }
+INLINE vh vh_f16(vf v) {
+    const vu w = (vu)v, a = w & 0x7fffffff;
+    const vu subnormal = (vu)((vf)a + vf_set1(0.5f)) - 0x3f000000; /* the sum rounds to multiples of 2^-24 */
+    const vu normal = (a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13;
+    const vu special = (vu)(a > 0x7f800000) & 0x200;
+    const vu small = (vu)(a < 0x38800000), large = (vu)(a >= 0x47800000);
+    const vu r = (small & subnormal) | (~small & ~large & normal) | (large & (special | 0x7c00));
+    return __builtin_convertvector(r | (w >> 16 & 0x8000), vh);
+}
+INLINE vh vh_bf16(vf v) {
+    const vu w = (vu)v;
+    return __builtin_convertvector((w + 0x7fff + (w >> 16 & 1)) >> 16, vh);
+}
+#endif
+
 INLINE vu vu_set1(uint32_t x) { return x - (vu){0}; }
 INLINE vu vu_loadu(const uint32_t *p) {
     vu a;

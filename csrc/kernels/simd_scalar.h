@@ -42,6 +42,46 @@ INLINE void vf_transpose(vf v[LANES]) { (void)v; }
 INLINE vf vf_from_bytes(const uint8_t *p) { return *p ? (real)0 : -(real)INFINITY; }
 INLINE vf vf_from_bytes_n(const uint8_t *p, int n) { return n > 0 ? vf_from_bytes(p) : (real)0; }
 
+#if REAL_BITS == 32
+typedef uint16_t vh;
+INLINE vh vh_loadu(const uint16_t *p) { return *p; }
+INLINE vh vh_loadu_n(const uint16_t *p, int n) { return n > 0 ? *p : 0; }
+INLINE void vh_storeu(uint16_t *p, vh a) { *p = a; }
+INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
+    if (n > 0)
+        *p = a;
+}
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+INLINE uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+INLINE vf vf_from_f16(vh a) {
+    const uint32_t magnitude = (a & 0x7fffu) << 13, sign = (a & 0x8000u) << 16;
+    if ((a & 0x7c00) == 0x7c00)
+        return from_bits(sign | magnitude | 0x7f800000u);
+    return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f)); /* a new exponent bias, subnormals made normal */
+}
+INLINE vf vf_from_bf16(vh a) { return from_bits((uint32_t)a << 16); }
+INLINE vh vh_f16(vf v) {
+    const uint32_t w = to_bits(v), a = w & 0x7fffffffu, sign = w >> 16 & 0x8000u;
+    if (a < 0x38800000u) /* the sum rounds to multiples of 2^-24 */
+        return (vh)(sign | (to_bits(from_bits(a) + 0.5f) - 0x3f000000u));
+    if (a >= 0x47800000u)
+        return (vh)(sign | (a > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    return (vh)(sign | (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
+}
+INLINE vh vh_bf16(vf v) {
+    const uint32_t w = to_bits(v);
+    return (vh)((w + 0x7fffu + (w >> 16 & 1u)) >> 16);
+}
+#endif
+
 INLINE vu vu_set1(uint32_t x) { return x; }
 INLINE vu vu_loadu(const uint32_t *p) { return *p; }
 INLINE void vu_storeu(uint32_t *p, vu a) { *p = a; }

@@ -36,6 +36,107 @@ INLINE void store_strided(real *p, int64_t stride, vf v, int n) {
         p[i * stride] = lanes[i];
 }
 
+/* ---- elements as they are stored: the kernels' own type, or halves of float ---- */
+
+INLINE const void *stored_at(enum cattn_storage storage, const void *base, int64_t i) {
+    if (storage == CATTN_STORED_PLAIN)
+        return (const real *)base + i;
+    return (const uint16_t *)base + i;
+}
+
+#if REAL_BITS == 32
+
+/* n <= LANES halves at any stride; other lanes 0 */
+INLINE vf load_half(enum cattn_storage storage, const uint16_t *p, int64_t stride, int n) {
+    uint16_t lanes[LANES] = {0};
+    vh h;
+    if (stride == 1) {
+        h = n == LANES ? vh_loadu(p) : vh_loadu_n(p, n);
+    } else {
+        for (int i = 0; i < n; i++)
+            lanes[i] = p[i * stride];
+        h = vh_loadu(lanes);
+    }
+    return storage == CATTN_STORED_F16 ? vf_from_f16(h) : vf_from_bf16(h);
+}
+
+INLINE void store_half(enum cattn_storage storage, uint16_t *p, int64_t stride, vf v, int n) {
+    const vh h = storage == CATTN_STORED_F16 ? vh_f16(v) : vh_bf16(v);
+    if (stride == 1 && n == LANES) {
+        vh_storeu(p, h);
+    } else if (stride == 1) {
+        vh_storeu_n(p, h, n);
+    } else {
+        uint16_t lanes[LANES];
+        vh_storeu(lanes, h);
+        for (int i = 0; i < n; i++)
+            p[i * stride] = lanes[i];
+    }
+}
+
+#endif
+
+/* n <= LANES elements from index i on, other lanes 0. */
+INLINE vf load_stored(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int n) {
+#if REAL_BITS == 32
+    if (storage != CATTN_STORED_PLAIN)
+        return load_half(storage, (const uint16_t *)base + i, stride, n);
+#endif
+    (void)storage;
+    return load_strided((const real *)base + i, stride, n);
+}
+
+/* Any NaN becomes the canonical one. */
+INLINE void store_stored(enum cattn_storage storage, void *base, int64_t i, int64_t stride, vf v, int n) {
+    v = vf_select(vf_eq(v, v), v, vf_set1(CANONICAL_NAN));
+#if REAL_BITS == 32
+    if (storage != CATTN_STORED_PLAIN) {
+        store_half(storage, (uint16_t *)base + i, stride, v, n);
+        return;
+    }
+#endif
+    (void)storage;
+    store_strided((real *)base + i, stride, v, n);
+}
+
+static void widen_row(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to) {
+    int64_t k = 0;
+    for (; k + LANES <= n && stride == 1; k += LANES)
+        vf_storeu((real *)to + k, load_stored(storage, from, k, 1, LANES));
+    for (; k < n; k += LANES) {
+        const int left = (int)min64(LANES, n - k);
+        vf_storeu_n((real *)to + k, load_stored(storage, from, k * stride, stride, left), left);
+    }
+}
+
+static void narrow_row(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride) {
+    int64_t k = 0;
+    for (; k + LANES <= n && stride == 1; k += LANES)
+        store_stored(storage, to, k, 1, vf_loadu((const real *)from + k), LANES);
+    for (; k < n; k += LANES) {
+        const int left = (int)min64(LANES, n - k);
+        store_stored(storage, to, k * stride, stride, vf_loadu_n((const real *)from + k, left), left);
+    }
+}
+
+/* Rows of keys or values in the kernels' own type, unit stride. */
+struct source {
+    const real *first;
+    int64_t row;
+};
+
+/* n_rows rows of n_cols elements of a stored matrix from `first_row` on: where they lie if the kernels can read them
+ * there, else copied to `scratch`, one after the other. */
+static struct source rows_of(enum cattn_storage storage, const void *base, int64_t row, int64_t col, int64_t first_row,
+                             int n_rows, int64_t n_cols, void *scratch) {
+    const void *from = stored_at(storage, base, first_row * row);
+    if (storage == CATTN_STORED_PLAIN && col == 1)
+        return (struct source){from, row};
+    for (int r = 0; r < n_rows; r++)
+        widen_row(storage, stored_at(storage, from, r * row), col, n_cols, (real *)scratch + r * n_cols);
+    return (struct source){scratch, n_cols};
+}
+
 #define LINE_BYTES 64
 
 /* Where p lies so many rows further on, as a number: behind the last row there is nothing to point at. Asking for it is
@@ -166,9 +267,10 @@ INLINE struct run run_of(int run, int begin, int end) {
 }
 INLINE bool run_is_empty(struct run r) { return r.begin == r.end; }
 
-/* acc = acc * alpha + block, of the first run; later runs are added: alpha is 1 for them, exactly */
-INLINE void fold_block(real *acc, vf alpha, vf block) { vf_storeu(acc, vf_fma(vf_loadu(acc), alpha, block)); }
-INLINE vf fold_factor(int run, real alpha) { return vf_set1(run == 0 ? alpha : 1); }
+/* acc = acc * factor + block: the first run of a block corrects what was summed before, by alpha, later ones add, with
+ * 1
+ */
+INLINE void fold_block(real *acc, vf factor, vf block) { vf_storeu(acc, vf_fma(vf_loadu(acc), factor, block)); }
 
 static void chunk_merge(struct cattn_rows *rows) {
     const real *m2 = rows->row_max, *l2 = rows->row_sum, *o2 = rows->acc;
@@ -194,13 +296,10 @@ static void chunk_merge(struct cattn_rows *rows) {
 /* One output row: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
 static void finish_out(const struct cattn_rows *rows, int r, real factor) {
     const real *acc = (const real *)rows->total_acc + r * rows->acc_cols;
-    real *out = rows->out[r];
-    const vf nan = vf_set1(CANONICAL_NAN), zero = vf_set1(0);
-    for (int64_t c = 0; c < rows->d_v; c += LANES) {
-        vf v = vf_loadu(acc + c) * vf_set1(factor) + zero;
-        v = vf_select(vf_eq(v, v), v, nan);
-        store_strided(out + c * rows->out_col, rows->out_col, v, (int)min64(LANES, rows->d_v - c));
-    }
+    const vf zero = vf_set1(0);
+    for (int64_t c = 0; c < rows->d_v; c += LANES)
+        store_stored(rows->storage, rows->out[r], c * rows->out_col, rows->out_col,
+                     vf_loadu(acc + c) * vf_set1(factor) + zero, (int)min64(LANES, rows->d_v - c));
 }
 
 /* The raw scores of one row become weights, in place; keys out of range get 0, or -inf where scores are asked for. */
@@ -262,5 +361,7 @@ static void finish(struct cattn_rows *rows) {
             *(real *)rows->lse[r] = log_sum_exp(max, sum);
         if (rows->weights[r])
             finish_weights(rows, r, max, inverse);
+        if (rows->weights[r] && rows->storage != CATTN_STORED_PLAIN)
+            narrow_row(rows->storage, rows->weights[r], rows->seqlen_k, rows->weights_out[r], rows->weights_out_col);
     }
 }

@@ -20,6 +20,7 @@ struct tile {
     struct cattn_rows *rows;
     int64_t k0;
     int n_keys;
+    struct source key, value; /* by place in the block */
     int n_vectors, n_groups;
     struct extent all; /* of the whole block */
     struct extent vector[N_VECTORS], group[N_GROUPS];
@@ -58,6 +59,15 @@ static void find_extents(struct tile *t) {
     }
 }
 
+/* The rows of K or V that this block of keys needs, by place in the block; copies of V replace those of K. */
+static struct source block_rows(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
+    const int first = t->all.begin / MR * MR, last = (int)min64(t->all.end, t->n_keys);
+    struct source rows = rows_of(t->rows->storage, base, row, col, t->k0 + first, last - first, n_cols,
+                                 (real *)t->rows->block_rows + first * n_cols);
+    rows.first -= first * rows.row;
+    return rows;
+}
+
 /* Puts the masks per element where the scores of LANES rows from r on will go. */
 static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
@@ -74,11 +84,11 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
 
 /* MR keys from k on against nr vectors of queries from vector v on, inside one panel: scores with every mask applied,
  * and the running block maximum. */
-INLINE void score_tile(const struct tile *t, int v, int nr, int k, const real *key, int64_t key_stride) {
+INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source key) {
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    micro_tile(nr, rows->head_dim, key, key_stride, 1,
+    micro_tile(nr, rows->head_dim, key.first, key.row, 1,
                (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
@@ -119,10 +129,9 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, const real *k
 INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
 
 static void score_block(const struct tile *t) {
-    struct cattn_rows *rows = t->rows;
+    const struct cattn_rows *rows = t->rows;
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
-        int64_t stride;
-        const real *key = key_rows(rows, t->k0 + k, t->k0 + t->n_keys, &stride);
+        const struct source key = key_rows(rows, t->key, k, t->n_keys);
         for (int v = 0; v < t->n_vectors; v += NR) {
             /* at the edge of what a panel sees, a vector alone may be left */
             int first = v, last = (int)min64(v + NR, t->n_vectors);
@@ -131,9 +140,9 @@ static void score_block(const struct tile *t) {
             while (first < last && !meets(&t->vector[last - 1], k))
                 last--;
             if (last - first == NR)
-                score_tile(t, first, NR, k, key, stride);
+                score_tile(t, first, NR, k, key);
             else if (first < last)
-                score_tile(t, first, 1, k, key, stride);
+                score_tile(t, first, 1, k, key);
         }
     }
 }
@@ -223,7 +232,7 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
 }
 
 /* One row of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. */
-static void value_row_visible(const struct tile *t, int r, int nr, struct run run, struct value_run value, vf *block) {
+static void value_row_visible(const struct tile *t, int r, int nr, struct run run, struct source value, vf *block) {
     const struct cattn_rows *rows = t->rows;
     for (int n = 0; n < nr; n++)
         block[n] = vf_set1(0);
@@ -238,7 +247,7 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct run ru
 
 /* MR rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
 INLINE void value_tile(const struct tile *t, int r, int64_t c, int nr, bool partial, struct run run,
-                       struct value_run value, const real *factor) {
+                       struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
     vf block[MR][NR];
@@ -280,7 +289,7 @@ static void value_block(const struct tile *t) {
         if (i > 0 && run_is_empty(all))
             break;
         for (int64_t c = 0; c < rows->d_v; c += PANEL) {
-            const struct value_run value = value_run(rows, t->k0, all.begin, all.end, c);
+            const struct source value = value_run(rows, t->value, all.begin, all.end, c);
             for (int g = 0; g < t->n_groups; g++) {
                 const struct extent *e = &t->group[g];
                 const struct run run = run_of(i, e->begin, e->end);
@@ -288,7 +297,7 @@ static void value_block(const struct tile *t) {
                     continue;
                 const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
-                const struct value_run from = {value.first + (run.begin - all.begin) * value.row, value.row};
+                const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
                 if (rows->d_v - c > LANES)
                     value_tile(t, g * MR, c, NR, partial, run, from, factor);
                 else
@@ -315,6 +324,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     }
     for (int v = 0; v < t.n_vectors && !rows->fully_ranged; v++)
         fill_bias(&t, &t.vector[v], v * LANES);
+    t.key = block_rows(&t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
     score_block(&t);
     for (int v = 0; v < t.n_vectors; v++) {
         const struct extent *e = &t.vector[v];
@@ -330,6 +340,8 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     /* the last group's rows behind the last vector: what an earlier tile left there may not be finite */
     for (int r = t.n_vectors * LANES; r < t.n_groups * MR; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
-    if (rows->d_v)
+    if (rows->d_v) {
+        t.value = block_rows(&t, rows->value, rows->value_row, rows->value_col, rows->d_v);
         value_block(&t);
+    }
 }

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
 
@@ -26,11 +26,37 @@ def refuse_masked(obj: object, name: str) -> None:
         raise TypeError(f"{name} is a masked array (numpy.ma): pass {name}.data and {keep}=~x.mask (True = keep)")
 
 
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Whether dtype is the bfloat16 of the package ml_dtypes, which is not imported for the question."""
+    ml_dtypes = sys.modules.get("ml_dtypes")
+    return ml_dtypes is not None and dtype == ml_dtypes.bfloat16
+
+
+def load_bfloat16(asked: str) -> Any:
+    """Return the type bfloat16 of ml_dtypes; `asked` says in the message who wants it."""
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise TypeError(f"{asked}, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')") from None
+    return bfloat16
+
+
+def _from_torch_bfloat16(obj: Any, name: str) -> Array:
+    """Return a PyTorch tensor of bfloat16 as an array on the same memory: NumPy has no such type to read it with."""
+    bfloat16 = load_bfloat16(f"{name} is a tensor of bfloat16")
+    if obj.requires_grad:
+        raise TypeError(f"{name} is a tensor that requires grad: pass {name}.detach()")
+    return np.asarray(obj.view(sys.modules["torch"].int16)).view(bfloat16)
+
+
 def _asarray(obj: Any, name: str) -> Array:
     """Return obj as an exact ndarray of whatever dtype, without a copy where that is possible."""
     refuse_masked(obj, name)
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
+    torch = sys.modules.get("torch")  # not imported: there are no tensors
+    if torch is not None and isinstance(obj, torch.Tensor) and obj.dtype is torch.bfloat16:
+        return _from_torch_bfloat16(obj, name)
     dlpack_only = hasattr(obj, "__dlpack__") and not any(
         hasattr(obj, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
     )
@@ -68,7 +94,7 @@ _quiet = np.errstate(all="ignore")  # NaN, overflow and underflow are values her
 
 
 @_quiet
-def cast(array: Array, name: str, dtype: str) -> Array:
+def cast(array: Array, name: str, dtype: DTypeLike) -> Array:
     """Convert to dtype; what is broadcast stays broadcast."""
     return _broadcast(_once(array).astype(dtype), array.shape)
 
@@ -80,29 +106,29 @@ def _behaved(array: Array, name: str) -> Array:
     )
     if whole and array.flags.aligned and array.dtype.isnative:
         return array
-    return cast(array, name, array.dtype.newbyteorder("=").char)
+    return cast(array, name, array.dtype.newbyteorder("="))
 
 
 def _refuse_dtype(array: Array, name: str) -> TypeError:
     """Name the dtype, and what would do instead."""
     dtype = array.dtype
-    if dtype == np.float16 or dtype.name == "bfloat16":
-        cure = f"pass {name}.astype(np.float32)"
-    elif dtype.kind == "f":
+    if dtype.kind == "f":
         cure = f"pass {name}.astype(np.float64)"
     elif dtype.kind == "c":
         cure = f"pass {name}.real or abs({name})"
+    elif dtype.name.startswith("float"):  # the small ones of ml_dtypes
+        cure = f"pass {name}.astype(np.float32)"
     else:
         cure = "it must hold real numbers"
-    return TypeError(f"{name} has dtype {dtype}; cattn computes in float32 and float64: {cure}")
+    return TypeError(f"{name} has dtype {dtype}; cattn takes float16, bfloat16, float32 and float64: {cure}")
 
 
 def as_array(obj: object, name: str, dtype: str = "d") -> Array:
-    """Return obj in float32 or float64; booleans, integers and lists of them become float64."""
+    """Return obj in one of the dtypes that attention takes; booleans, integers and lists of them become float64."""
     array = _asarray(obj, name)
     if array.dtype.kind in "biu":
         return cast(array, name, "d")
-    if array.dtype.type is not np.float32 and array.dtype.type is not np.float64:
+    if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
         raise _refuse_dtype(array, name)
     return _behaved(array, name)
 
@@ -110,8 +136,8 @@ def as_array(obj: object, name: str, dtype: str = "d") -> Array:
 @_quiet
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
-    if array.dtype.type not in (np.float16, np.float32, np.float64):
-        raise TypeError(f"{name} has dtype {array.dtype}; additive masks are float16, float32 or float64")
+    if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
+        raise TypeError(f"{name} has dtype {array.dtype}; additive masks are float16, bfloat16, float32 or float64")
     if array.dtype == np.dtype(dtype):
         return _behaved(array, name)
     once = _once(array)

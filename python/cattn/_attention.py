@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
@@ -92,9 +93,10 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        float32 or float64, as key and value; mixed, all become float64, as do booleans and integers. Leading dimensions
-        of the three broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim); from four on, axis -3
-        counts heads.
+        float16, bfloat16 (of ``ml_dtypes``), float32 or float64, as key and value; mixed, all become the wider one, and
+        booleans and integers float64. Halves are computed in float32 and the result is rounded once. Leading
+        dimensions of the three broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim); from four on,
+        axis -3 counts heads.
     key : array_like, shape (..., T_k, head_dim)
         A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
         ``h // (H_q // H_kv)``.
@@ -158,7 +160,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError
-        An argument has a type or dtype that is not supported: integer masks, float16, ``numpy.ma`` arrays and others.
+        An argument has a type or dtype that is not supported: integer masks, complex numbers, ``numpy.ma`` arrays and
+        others.
     ValueError
         Shapes that do not fit, numbers out of range, a read-only out, "lower_right" together with query_offset.
 
@@ -341,6 +344,8 @@ def attention_weights(
     if stage != "dropout":
         return cast(NDArray[Any], result)
     weights: NDArray[Any] = result.weights
-    weights *= 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    keep_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    wide = weights.dtype.type if weights.itemsize > 2 else np.float32  # halves are rounded once, at the end
+    np.multiply(weights, wide(keep_scale), out=weights, casting="unsafe")
     weights[~result.dropout_mask] = 0  # not a product: what is dropped is 0, whatever it was
     return weights

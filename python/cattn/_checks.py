@@ -8,6 +8,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ._arrays import is_bfloat16, load_bfloat16
+
 
 def as_size(value: object, name: str, minimum: int = 1) -> int:
     """Return value as an int of at least `minimum`."""
@@ -19,10 +21,15 @@ def as_size(value: object, name: str, minimum: int = 1) -> int:
     return size
 
 
-def as_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return dtype, one of the two that cattn computes in."""
+def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
+    """Return dtype, one of the two that cattn computes in, or also of those that it stores."""
     wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
+    if halves and isinstance(wanted, str) and wanted == "bfloat16":
+        wanted = load_bfloat16("dtype is bfloat16")
     result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
-    if result is None or result.type not in (np.float32, np.float64):
-        raise TypeError(f"dtype must be float32 or float64, got {result}")
-    return result.newbyteorder("=")
+    if result is not None and (
+        result.type in (np.float32, np.float64) or (halves and (result.type is np.float16 or is_bfloat16(result)))
+    ):
+        return result.newbyteorder("=")
+    allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
+    raise TypeError(f"dtype must be {allowed}, got {result}")

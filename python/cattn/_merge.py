@@ -20,14 +20,15 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     Parameters
     ----------
     outs : sequence of array_like, shape (..., T_q, d_v)
-        The output over each part, float32 or float64.
+        The output over each part.
     lses : sequence of array_like, shape (..., T_q)
         The log-sum-exp over each part.
 
     Returns
     -------
     out : ndarray, shape (..., T_q, d_v)
-        The output over all parts, equal to rounding. A part of which a query saw no key (lse -inf) changes no bit.
+        The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
+        of which a query saw no key (lse -inf) changes no bit.
     lse : ndarray, shape (..., T_q)
         The log-sum-exp over all parts.
 
@@ -65,7 +66,8 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         if lse.shape != out.shape[:-1]:
             raise ValueError(f"lses[{n}] has shape {lse.shape}, its output wants {out.shape[:-1]}")
 
-    dtype = np.result_type(*all_outs, *all_lses)
+    stored = np.result_type(*all_outs)
+    dtype = np.result_type(stored, *all_lses, np.float32)
     stacked = np.stack(all_lses).astype(dtype, copy=False)
     top = stacked.max(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -76,4 +78,6 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
             # not a product where the share is 0: what an empty part holds does not count
             merged += np.where(share[..., None] == 0, dtype.type(0), share[..., None] * out)
         merged /= np.where(total == 0, dtype.type(1), total)[..., None]
+        if stored.itemsize < np.dtype(np.float32).itemsize:
+            merged = merged.astype(stored)
         return merged, top + np.log(np.where(total == 0, dtype.type(1), total))

@@ -28,7 +28,7 @@ def softmax(
     Parameters
     ----------
     x : array_like
-        float32 or float64 of any shape; booleans and integers are converted to float64.
+        float16, bfloat16, float32 or float64 of any shape; booleans and integers are converted to float64.
     axis : int, tuple of ints or None
         The axis, or axes, over which the result sums to 1; None means all.
     where : array_like of bool, optional
@@ -126,7 +126,7 @@ def masked_softmax(
     Parameters
     ----------
     scores : array_like, shape (..., T_q, T_k)
-        float32 or float64; booleans and integers are converted to float64.
+        float16, bfloat16, float32 or float64; booleans and integers are converted to float64.
     mask : array_like of bool, optional
         True = keep; broadcasts to scores.
     is_causal : bool or {"upper_left", "lower_right"}
@@ -208,7 +208,7 @@ def dropout(
     Parameters
     ----------
     x : array_like
-        float32 or float64 of any shape; booleans and integers are converted to float64.
+        float16, bfloat16, float32 or float64 of any shape; booleans and integers are converted to float64.
     p : float
         Probability of an element to be dropped, in [0, 1].
     training : bool

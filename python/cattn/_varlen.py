@@ -44,7 +44,7 @@ def varlen_attention(
     Parameters
     ----------
     query : array_like, shape (total_q, H, head_dim)
-        The queries of all sequences; float32 or float64, as key and value.
+        The queries of all sequences; float16, bfloat16, float32 or float64, as key and value.
     key : array_like, shape (total_k, H_kv, head_dim)
         The keys; H is a multiple of H_kv.
     value : array_like, shape (total_k, H_kv, d_v)

@@ -34,7 +34,7 @@ class KVCache:
     v_head_dim : int, optional
         Length of a value. Default head_dim.
     dtype : dtype
-        float32 or float64.
+        float16, bfloat16 (of ``ml_dtypes``), float32 or float64.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class KVCache:
         self.max_len = as_size(max_len, "max_len", 0)
         self.head_dim = as_size(head_dim, "head_dim", 0)
         self.v_head_dim = self.head_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 0)
-        self.dtype = as_dtype(dtype)
+        self.dtype = as_dtype(dtype, halves=True)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -135,7 +135,7 @@ class KVCache:
         Parameters
         ----------
         key : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``
-            In the cache's dtype, or float32 for a float64 cache.
+            In the cache's dtype, or a narrower one.
         value : array_like, shape ``(*batch_shape, num_kv_heads, T, v_head_dim)``
             As key.
 
@@ -180,7 +180,7 @@ class KVCache:
             raise ValueError(f"{name} has shape {result.shape}, the cache takes {text}")
         if not np.can_cast(result.dtype, self.dtype, "safe"):
             raise TypeError(
-                f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(np.{self.dtype}), "
+                f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
                 f"or make the cache with dtype={str(result.dtype)!r}"
             )
         return result

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn import attention_weights, scaled_dot_product_attention
+from cattn._arrays import is_bfloat16
 
 try:
     from onnx import TensorProto
@@ -70,7 +71,7 @@ def attention(
     Parameters
     ----------
     Q : array_like, shape (B, H, T_q, head_dim) or (B, T_q, H * head_dim)
-        float16, bfloat16 (``ml_dtypes``), float32 or float64. Halves are computed in float32.
+        float16, bfloat16 (``ml_dtypes``), float32 or float64.
     K, V : array_like, shape (B, H_kv, T, head_dim) or (B, T, H_kv * head_dim)
         The new keys and values; those of V may have another length.
     attn_mask : array_like, optional
@@ -124,8 +125,8 @@ def attention(
     >>> attention(x, x[..., :4], x[..., :4], q_num_heads=4, kv_num_heads=2, is_causal=1).Y.shape
     (1, 3, 8)
     """
-    q, dtype = _computable(Q, "Q", softmax_precision)
-    k, v = (_computable(a, name, softmax_precision)[0] for a, name in ((K, "K"), (V, "V")))
+    dtype = np.asarray(Q).dtype
+    q, k, v = (_computable(a, name, softmax_precision) for a, name in ((Q, "Q"), (K, "K"), (V, "V")))
     joined = q.ndim == 3
     q, k, v = (
         _split_heads(a, count, name, argument)
@@ -142,15 +143,15 @@ def attention(
     if past_key is not None and past_value is not None:
         if nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen must not be given together with past_key and past_value")
-        k = np.concatenate([_computable(past_key, "past_key", softmax_precision)[0], k], axis=2)
-        v = np.concatenate([_computable(past_value, "past_value", softmax_precision)[0], v], axis=2)
+        k = np.concatenate([_computable(past_key, "past_key", softmax_precision), k], axis=2)
+        v = np.concatenate([_computable(past_value, "past_value", softmax_precision), v], axis=2)
         offset = np.shape(past_key)[2]
         present_key, present_value = k.astype(dtype), v.astype(dtype)
     elif nonpad_kv_seqlen is not None:
         offset = np.asarray(nonpad_kv_seqlen) - q.shape[2]
 
     options: dict[str, Any] = {
-        "attn_mask": _whole_mask(attn_mask, k.shape[2], q.dtype),
+        "attn_mask": _whole_mask(attn_mask, k.shape[2]),
         "is_causal": "upper_left" if is_causal else False,
         "scale": scale,
         "softcap": softcap,
@@ -169,14 +170,12 @@ def attention(
     return AttentionOutputs(y.astype(dtype), present_key, present_value, qk)
 
 
-def _computable(array: ArrayLike, name: str, softmax_precision: int | None) -> tuple[Array, np.dtype[Any]]:
-    """Return the array in a dtype that is computed in, and its own dtype."""
+def _computable(array: ArrayLike, name: str, softmax_precision: int | None) -> Array:
+    """Return the array, in float64 where that precision is asked for."""
     given = np.asarray(array)
-    half = given.dtype == np.float16 or given.dtype.name == "bfloat16"
-    if not half and given.dtype not in (np.float32, np.float64):
+    if given.dtype not in (np.float16, np.float32, np.float64) and not is_bfloat16(given.dtype):
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {given.dtype}")
-    dtype = np.float64 if softmax_precision == TensorProto.DOUBLE else np.float32 if half else given.dtype
-    return given.astype(dtype, copy=False), given.dtype
+    return given.astype(np.float64) if softmax_precision == TensorProto.DOUBLE else given
 
 
 def _split_heads(array: Array, num_heads: int | None, name: str, argument: str) -> Array:
@@ -190,13 +189,11 @@ def _split_heads(array: Array, num_heads: int | None, name: str, argument: str) 
     return array.reshape(*array.shape[:2], num_heads, -1).swapaxes(1, 2)
 
 
-def _whole_mask(mask: ArrayLike | None, seqlen_k: int, dtype: np.dtype[Any]) -> Array | None:
+def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
     """Return the mask with a last axis of all keys: what it does not reach is hidden."""
     if mask is None:
         return None
     given = np.asarray(mask)
-    if given.dtype != np.bool_:
-        given = given.astype(dtype, copy=False)
     missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
     if missing <= 0:
         return given

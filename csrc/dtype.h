@@ -1,0 +1,20 @@
+/* dtype.h -- the element types: those that are computed in, and those that large arrays may be stored in. */
+#ifndef CATTN_DTYPE_H
+#define CATTN_DTYPE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
+
+/* How large arrays lie in memory: in the type that is computed in, or as halves, which are computed in float32. */
+enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16 };
+
+static inline size_t cattn_element_size(enum cattn_dtype dtype) {
+    return dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
+}
+static inline size_t cattn_stored_size(enum cattn_dtype dtype, enum cattn_storage storage) {
+    return storage == CATTN_STORED_PLAIN ? cattn_element_size(dtype) : sizeof(uint16_t);
+}
+
+#endif

@@ -1,0 +1,368 @@
+"""float16 and bfloat16 are ways to store: the bits are those of a float32 call on the same numbers, rounded once."""
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cattn
+from cattn import reference
+from cattn.integrations import onnx
+from support import INF, NAN, assert_same_bits, bits, every_way, everything, forced, in_contract, table
+
+BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
+KINDS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+EXTRAS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+
+Call = dict[str, Any]
+
+
+@pytest.fixture(params=KINDS)
+def half(request: pytest.FixtureRequest) -> np.dtype:
+    return KINDS[request.param]
+
+
+def quiet(a: np.ndarray, dtype: Any) -> np.ndarray:
+    """NumPy's own conversion, which rounds to nearest, ties to even."""
+    with np.errstate(all="ignore"):
+        return a.astype(dtype)
+
+
+def is_half(a: Any) -> bool:
+    return isinstance(a, np.ndarray) and a.dtype in KINDS.values()
+
+
+def widened(call: Call) -> Call:
+    return {name: quiet(a, np.float32) if is_half(a) else a for name, a in call.items()}
+
+
+def rounded(result: cattn.AttentionOutput, half: np.dtype) -> cattn.AttentionOutput:
+    return result._replace(out=quiet(result.out, half), weights=quiet(result.weights, half))
+
+
+def all_numbers(half: np.dtype) -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16).view(half)
+
+
+# ---- conversions ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["tile", "rows", "tiny"])
+def test_every_number_comes_through(isa: str, path: str, half: np.dtype) -> None:
+    """One key: the output is the value, whatever it is; NaN is the canonical one."""
+    value = all_numbers(half).reshape(-1, 1, 64)
+    one = np.ones((len(value), 1, 3), half)
+    with forced(path):
+        out = cattn.scaled_dot_product_attention(one, one, value)
+    wide = quiet(value, np.float32)
+    expected = np.where(wide == 0, 0, wide)  # no -0: paths could not agree on it
+    assert_same_bits(out, quiet(np.where(np.isnan(wide), NAN, expected).astype(np.float32), half))
+
+
+def test_every_rounding(isa: str, half: np.dtype) -> None:
+    """Doubling, halving and other factors: subnormals, ties and overflow, as NumPy rounds them."""
+    x = all_numbers(half)
+    x = x[np.isfinite(quiet(x, np.float32))]
+    for p in (0.5, 0.75, 1 / 3, 0.999):
+        out, kept = cattn.dropout(x, p, rng=1, return_mask=True)
+        scale = np.float32(1 / (1 - p))
+        with np.errstate(over="ignore"):
+            assert_same_bits(out[kept], quiet(quiet(x, np.float32)[kept] * scale, half))
+        assert not bits(out[~kept]).any()
+    # the mean of neighbours lies half way between them: a tie
+    for a, b in ((x[:-1], x[1:]), (x[:-2], x[2:])):
+        value = np.stack([a, b]).T[:, :, None]
+        zero = np.zeros((len(a), 1, 1), half)
+        mean = cattn.scaled_dot_product_attention(zero, np.zeros((len(a), 2, 1), half), np.ascontiguousarray(value))
+        with np.errstate(over="ignore"):
+            wide = quiet(a, np.float32) + quiet(b, np.float32)
+        same = np.isfinite(wide)
+        assert (bits(mean[:, 0, 0])[same] == bits(quiet(wide * np.float32(0.5) + np.float32(0), half))[same]).all()
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+def inputs(
+    generator: np.random.Generator, half: np.dtype, T_q: int, T_k: int, *, heads: int = 4, **options: Any
+) -> Call:
+    shapes = {"query": (2, heads, T_q, 11), "key": (2, 2, T_k, 11), "value": (2, 2, T_k, 19)}
+    return {name: generator.standard_normal(shape).astype(half) for name, shape in shapes.items()} | options
+
+
+def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
+    long = 3 * BLOCK + 20
+    mask = rng.random((2, 1, 101, long)) < 0.7
+    bias = rng.standard_normal((4, 101, long)).astype(np.float32)
+    return {
+        "causal": inputs(rng, half, 101, long, is_causal="upper_left"),
+        "one query": inputs(rng, half, 1, CHUNK + 77, is_causal="lower_right"),
+        "few queries": inputs(rng, half, 7, 2 * CHUNK + 3),
+        "short": inputs(rng, half, 5, 6),
+        "masks": inputs(rng, half, 101, long, attn_mask=mask, bias=bias),
+        "half bias": inputs(rng, half, 101, long, bias=bias.astype(half)),
+        "window": inputs(rng, half, 130, long, window_size=(40, 3), query_offset=200),
+        "shapers": inputs(rng, half, 101, long, softcap=2.0, alibi_slopes=[0.5, 0.25, 0.1, 0], sinks=[0, 1, -1, 2.0]),
+        "dropout": inputs(rng, half, 101, long, dropout_p=0.3, rng=5, is_causal="lower_right"),
+        "lengths": inputs(rng, half, 40, long, query_seq_lengths=[40, 3], key_value_seq_lengths=[long, 100]),
+        "one head of many": inputs(rng, half, 9, 50, heads=6),
+        "no key": inputs(rng, half, 5, 0),
+        "large": inputs(rng, half, 33, 70, scale=50.0),
+    }
+
+
+@pytest.mark.parametrize("name", cases(np.random.default_rng(0), KINDS["float16"]))
+def test_bits_are_those_of_float32(name: str, isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    call = cases(rng, half)[name]
+    with table("scalar" if in_contract(isa) else isa), forced("rows"):
+        expected = rounded(cattn.scaled_dot_product_attention(**widened(call), **EXTRAS), half)
+    for way, result in every_way(lambda: everything(**call), tiny=False):
+        assert result.out.dtype == half
+        assert result.lse.dtype == np.float32
+        assert_same_bits(result, expected, way)
+
+
+def layouts(a: np.ndarray) -> dict[str, np.ndarray]:
+    """The same numbers, laid out in other ways."""
+    swapped = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
+    wide = np.zeros((*a.shape[:-1], 3 * a.shape[-1]), a.dtype)
+    wide[..., ::3] = a
+    unaligned = np.zeros(a.nbytes + 1, np.uint8)[1:].view(a.dtype).reshape(a.shape)
+    unaligned[...] = a
+    backwards = np.ascontiguousarray(a[..., ::-1, ::-1])[..., ::-1, ::-1]
+    return {"swapped": swapped, "wide": wide[..., ::3], "unaligned": unaligned, "backwards": backwards}
+
+
+def test_strides(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    call = inputs(rng, half, 30, BLOCK + 10, is_causal="lower_right")
+    expected = everything(**call)
+    for name in layouts(call["query"]):
+        other = call | {array: layouts(call[array])[name] for array in ("query", "key", "value")}
+        for way, result in every_way(lambda other=other: everything(**other), tiny=False):
+            assert_same_bits(result, expected, f"{name}, {way}")
+    out = np.zeros((2, 4, 30, 38), half)[..., ::2]
+    assert cattn.scaled_dot_product_attention(**call, out=out) is out
+    assert_same_bits(np.ascontiguousarray(out), expected.out)
+    if half == np.float16:
+        other = call | {"key": call["key"].astype(">f2")}
+        assert_same_bits(cattn.scaled_dot_product_attention(**other), expected.out)
+
+
+def test_what_is_hidden_stays_hidden(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    """NaN, inf, the largest and the smallest numbers where no query looks."""
+    call = inputs(rng, half, 101, 101, is_causal=True)
+    mask = rng.random(101) < 0.5
+    mask[0] = True
+    call["attn_mask"] = mask
+    expected = everything(**call)
+    for poison in (NAN, INF, -INF, float(ml_dtypes.finfo(half).max), float(ml_dtypes.finfo(half).smallest_subnormal)):
+        key, value = call["key"].copy(), call["value"].copy()
+        key[..., ~mask, :] = poison
+        value[..., ~mask, :] = poison
+        for way, result in every_way(
+            lambda key=key, value=value: everything(**call | {"key": key, "value": value}), tiny=False
+        ):
+            assert_same_bits(result, expected, f"{poison}, {way}")
+
+
+@given(data=st.data())
+def test_any_combination(data: st.DataObject) -> None:
+    half = KINDS[data.draw(st.sampled_from(sorted(KINDS)), "half")]
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    T_q, T_k = data.draw(st.integers(1, 130), "T_q"), data.draw(st.integers(0, 2 * BLOCK + 9), "T_k")
+    call = inputs(rng, half, T_q, T_k)
+    options: dict[str, Any] = {
+        "is_causal": st.sampled_from(["upper_left", "lower_right"]),
+        "window_size": st.tuples(st.integers(-1, 60), st.integers(-1, 60)),
+        "softcap": st.floats(0.5, 5),
+        "alibi_slopes": st.just([0.5, 0.1, 0.0, 1.0]),
+        "sinks": st.just([0.0, -INF, 2.0, -3.0]),
+        "dropout_p": st.sampled_from([0.1, 0.5, 1.0]),
+        "scale": st.floats(0.01, 3),
+        "attn_mask": st.just(rng.random((T_q, T_k)) < 0.6),
+        "bias": st.just(rng.standard_normal((2, 1, T_q, T_k)).astype(half)),
+        "key_value_seq_lengths": st.just([T_k // 2, T_k]),
+    }
+    for name in data.draw(st.sets(st.sampled_from(sorted(options))), "options"):
+        call[name] = data.draw(options[name], name)
+    if "window_size" in call and call.get("is_causal") != "lower_right":
+        call["query_offset"] = 0
+    call["rng"] = 3
+    expected = rounded(cattn.scaled_dot_product_attention(**widened(call), **EXTRAS), half)
+    for isa in (name for name in ("avx2", "avx512", "gnu128") if usable(name) and in_contract(name)):
+        with table(isa):
+            for way, result in every_way(lambda: everything(**call), tiny=False):
+                assert_same_bits(result, expected, f"{isa}, {way}")
+
+
+def usable(name: str) -> bool:
+    return any(t["name"] == name and t["usable"] for t in cattn.show_config("dicts")["tables"])
+
+
+def test_the_reference_takes_them(half: np.dtype, rng: np.random.Generator) -> None:
+    """And is met within half a unit in the last place of the result, and a little for float32's own errors."""
+    call = inputs(rng, half, 60, 90, is_causal="lower_right")
+    out = cattn.scaled_dot_product_attention(**call).astype(np.float64)
+    right = reference.scaled_dot_product_attention(**call)
+    eps = float(ml_dtypes.finfo(half).eps)
+    unit = eps * 2.0 ** np.floor(np.log2(np.abs(right) + 1e-30))
+    assert (np.abs(out - right) <= 0.51 * unit + 1e-6).all()
+
+
+# ---- the other functions -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", ["qk", "softcap", "bias", "mask", "softmax"])
+def test_stages(stage: str, half: np.dtype, rng: np.random.Generator) -> None:
+    call = inputs(
+        rng, half, 40, 50, is_causal="lower_right", softcap=2.0, bias=rng.standard_normal((40, 50)).astype(np.float32)
+    )
+    del call["value"]
+    expected = cattn.attention_weights(**widened(call), stage=stage)
+    assert_same_bits(cattn.attention_weights(**call, stage=stage), quiet(expected, half))
+
+
+def test_dropped_weights(half: np.dtype, rng: np.random.Generator) -> None:
+    """The last stage starts from stored weights: two roundings."""
+    call = inputs(rng, half, 40, 50, dropout_p=0.3, rng=1)
+    del call["value"]
+    result = cattn.attention_weights(**call, stage="dropout")
+    exact = cattn.attention_weights(**widened(call), stage="dropout")
+    assert result.dtype == half
+    eps = float(ml_dtypes.finfo(half).eps)
+    np.testing.assert_allclose(result.astype(np.float64), exact, rtol=1.01 * eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["neg_inf", "renormalize"])
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
+def test_softmax(method: str, axis: Any, isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    x = (4 * rng.standard_normal((20, 33, 70))).astype(half)
+    mask = rng.random((33, 70)) < 0.8
+    for a in (x, x[::2, ::-1, 1::3], x.swapaxes(0, 2)):
+        keep = mask if a.shape == x.shape else None
+        expected = cattn.softmax(quiet(a, np.float32), axis=axis, where=keep, scale=0.3)
+        assert_same_bits(cattn.softmax(a, axis=axis, where=keep, scale=0.3), quiet(expected, half))
+    expected = cattn.masked_softmax(quiet(x, np.float32), mask, method=method)
+    assert_same_bits(cattn.masked_softmax(x, mask, method=method), quiet(expected, half))
+    itself = x.copy()
+    assert cattn.masked_softmax(itself, mask, method=method, out=itself) is itself
+    assert_same_bits(itself, quiet(expected, half))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 1000), (2, 70001), (130, 3, 5)])
+def test_dropout(shape: tuple[int, ...], isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    x = np.asarray(rng.standard_normal(shape)).astype(half)
+    for a in (x, x.T, x[..., ::-2] if shape else x):
+        expected, mask = cattn.dropout(quiet(a, np.float32), 0.3, rng=4, return_mask=True)
+        out, kept = cattn.dropout(a, 0.3, rng=4, return_mask=True)
+        assert_same_bits(np.ascontiguousarray(out), np.ascontiguousarray(quiet(expected, half)))
+        assert_same_bits(kept, mask)
+        assert_same_bits(np.ascontiguousarray(cattn.dropout(a, 0.3, rng=4)), np.ascontiguousarray(out))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("shape", [(7,), (50, 41), (3, 40, 40)])
+def test_dropout_as_pytorch(p: float, shape: tuple[int, ...], half: np.dtype, rng: np.random.Generator) -> None:
+    """PyTorch rounds 1 / (1 - p) to the tensor's dtype first."""
+    x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+    x = x.half() if half == np.float16 else x.bfloat16()
+    torch.manual_seed(123)
+    expected = torch.dropout(x, p, True).view(torch.int16).numpy()
+    ours = cattn.dropout(x.view(torch.int16).numpy().view(half), p, rng=cattn.TorchGenerator(123))
+    assert (ours == expected.view(half)).all()  # but for the sign of 0
+
+
+def test_varlen_and_merge(half: np.dtype, rng: np.random.Generator) -> None:
+    packed = [rng.standard_normal((60, 2, 8)).astype(half) for _ in range(3)]
+    lengths = [0, 10, 10, 60], [0, 10, 10, 60]
+    out = cattn.varlen_attention(*packed, *lengths, is_causal=True)
+    wide = cattn.varlen_attention(*(quiet(a, np.float32) for a in packed), *lengths, is_causal=True)
+    assert_same_bits(out, quiet(wide, half))
+    query, key, value = (a.swapaxes(0, 1) for a in packed)
+    parts = [
+        cattn.scaled_dot_product_attention(query, key[:, here], value[:, here], return_lse=True)
+        for here in (slice(0, 20), slice(20, 60))
+    ]
+    merged, lse = cattn.merge_attention([part.out for part in parts], [part.lse for part in parts])
+    assert (merged.dtype, lse.dtype) == (half, np.float32)
+    whole = cattn.scaled_dot_product_attention(query, key, value).astype(np.float64)
+    np.testing.assert_allclose(merged.astype(np.float64), whole, atol=2 * float(ml_dtypes.finfo(half).eps))
+
+
+def test_cache(half: np.dtype, rng: np.random.Generator) -> None:
+    """Decoding from a cache of halves has the bits of the full pass."""
+    call = inputs(rng, half, 300, 300)
+    full = cattn.causal_attention(**call)
+    cache = cattn.KVCache(2, 2, 300, 11, 19, dtype=half)
+    for t in range(300):
+        here = (slice(None), slice(None), slice(t, t + 1))
+        cache.append(call["key"][here], call["value"][here])
+        step = cattn.causal_attention(call["query"][here], cache.k, cache.v)
+        assert_same_bits(step, np.ascontiguousarray(full[here]))
+    assert cache.dtype == half
+    assert cattn.KVCache(1, 1, 1, 1, dtype=half.name).dtype == half
+    with pytest.raises(TypeError, match=r"key has dtype float32, the cache holds \w*float16: pass key\.astype\(cache"):
+        cattn.KVCache(1, 1, 1, 1, dtype=half).append(np.ones((1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), half))
+
+
+def test_modules_compute_in_their_own_dtype(half: np.dtype, rng: np.random.Generator) -> None:
+    module = cattn.MultiHeadAttention(6, 8, 10, 0.0, 2, rng=0)
+    x = rng.standard_normal((2, 5, 6)).astype(half)
+    assert_same_bits(module(x), module(x.astype(np.float32)))
+
+
+# ---- dtypes that meet ----------------------------------------------------------------------------------------------
+def test_promotion(half: np.dtype) -> None:
+    for dtypes in itertools.product([half, np.dtype("f4"), np.dtype("f8")], repeat=3):
+        arrays = [np.ones((3, 4), dtype) for dtype in dtypes]
+        assert cattn.scaled_dot_product_attention(*arrays).dtype == np.result_type(*dtypes), dtypes
+    both = np.ones((3, 4), np.float16), np.ones((3, 4), ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match="mix float16 and bfloat16"):
+        cattn.scaled_dot_product_attention(both[0], both[1], both[1])
+
+
+def test_errors(half: np.dtype) -> None:
+    x = np.ones((3, 4), half)
+    with pytest.raises(TypeError, match=f"out has dtype float32, the result has {half.name}"):
+        cattn.causal_attention(x, x, x, out=np.empty((3, 4), np.float32))
+    with pytest.raises(TypeError, match=f"out has dtype {half.name}, the result has float32"):
+        cattn.softmax(x.astype(np.float32), out=np.empty((3, 4), half))
+    with pytest.raises(TypeError, match="query has dtype float8_e4m3fn; cattn takes float16, bfloat16"):
+        cattn.causal_attention(x.astype(ml_dtypes.float8_e4m3fn), x, x)
+
+
+def test_torch_tensors(half: np.dtype) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    x = x.half() if half == np.float16 else x.bfloat16()
+    array = x.view(torch.int16).numpy().view(half)
+    out = cattn.causal_attention(x, x, x)
+    assert_same_bits(out, cattn.causal_attention(array, array, array))
+    with pytest.raises((TypeError, RuntimeError), match="detach"):
+        cattn.causal_attention(x.clone().requires_grad_(), x, x)
+
+
+def test_onnx(half: np.dtype, rng: np.random.Generator) -> None:
+    q, k, v = (rng.standard_normal((2, 3, 7, 8)).astype(half) for _ in range(3))
+    outputs = onnx.attention(q, k, v, is_causal=1, past_key=k, past_value=v, return_qk=True)
+    assert {a.dtype for a in outputs} == {half}
+    assert_same_bits(outputs.present_key, np.concatenate([k, k], axis=2))
+
+
+def test_ml_dtypes_is_not_imported() -> None:
+    """Nor needed, before somebody comes with such an array, or asks for one."""
+    code = (
+        "import sys; sys.modules['ml_dtypes'] = None\n"
+        "import numpy as np, cattn\n"
+        "x = np.ones((3, 4), np.float16)\n"
+        "assert cattn.causal_attention(x, x, x).dtype == np.float16\n"
+        "try: cattn.KVCache(1, 1, 1, 1, dtype='bfloat16')\n"
+        "except TypeError as error: print(error)\n"
+        "import torch\n"
+        "try: cattn.softmax(torch.ones(3, dtype=torch.bfloat16))\n"
+        "except TypeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "dtype is bfloat16, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')"
+    assert second.startswith("x is a tensor of bfloat16, which NumPy does not have: install ml_dtypes")
