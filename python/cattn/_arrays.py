@@ -112,12 +112,12 @@ def _behaved(array: Array, name: str) -> Array:
 def _refuse_dtype(array: Array, name: str) -> TypeError:
     """Name the dtype, and what would do instead."""
     dtype = array.dtype
-    if dtype.kind == "f":
+    if dtype.name.startswith("float") and dtype.itemsize < 4:  # the small ones of ml_dtypes, whatever their kind
+        cure = f"pass {name}.astype(np.float32)"
+    elif dtype.kind == "f":
         cure = f"pass {name}.astype(np.float64)"
     elif dtype.kind == "c":
         cure = f"pass {name}.real or abs({name})"
-    elif dtype.name.startswith("float"):  # the small ones of ml_dtypes
-        cure = f"pass {name}.astype(np.float32)"
     else:
         cure = "it must hold real numbers"
     return TypeError(f"{name} has dtype {dtype}; cattn takes float16, bfloat16, float32 and float64: {cure}")
