@@ -25,29 +25,51 @@ static void pack_query_rows(struct cattn_rows *rows) {
     }
 }
 
+/* Rows of keys or values, unit stride: where they lie, in whatever storage, or copied. A constant `storage`, once
+ * everything is inlined. */
+struct stored {
+    enum cattn_storage storage;
+    const void *first;
+    int64_t row;
+};
+
+INLINE vf load_row(struct stored from, int64_t r, int64_t c, int n) {
+    return load_stored(from.storage, from.first, r * from.row + c, 1, n);
+}
+
+/* `direct` is the storage that the caller was made for: plain for copies too. */
+INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage direct, const void *base, int64_t row,
+                               int64_t col, int64_t first_row, int n_rows, int64_t n_cols, void *scratch) {
+    if (direct != CATTN_STORED_PLAIN)
+        return (struct stored){direct, stored_at(direct, base, first_row * row), row};
+    const struct source from = rows_of(rows->storage, base, row, col, first_row, n_rows, n_cols, scratch);
+    return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
+}
+
 /* Scores of LANES keys, the first n of them real, for `many` rows. */
-INLINE void score_keys(const struct cattn_rows *rows, int many, struct source key, int n, vf acc[CATTN_FEW_ROWS]) {
+INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf acc[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
-    const real *query = rows->packed_query, *k = key.first;
-    const uintptr_t next = ahead(k, KEY_AHEAD, key.row);
+    const size_t size = stored_size(key.storage);
+    const real *query = rows->packed_query;
+    const uintptr_t next = ahead(key.first, KEY_AHEAD * key.row, size);
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
     for (int64_t d = 0; d < depth; d += LANES) {
         const int nd = (int)min64(LANES, depth - d);
-        const bool new_line = starts_line(d);
+        const bool new_line = starts_line(d, size);
         vf kt[LANES];
         if (n == LANES && nd == LANES) {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
-                kt[i] = vf_loadu(k + i * key.row + d);
+                kt[i] = load_row(key, i, d, LANES);
                 if (new_line)
-                    prefetch(next, i * key.row + d);
+                    prefetch(next, i * key.row + d, size);
             }
         } else {
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
-                kt[i] = i < n ? load_strided(k + i * key.row + d, 1, nd) : vf_set1(0);
+                kt[i] = i < n ? load_row(key, i, d, nd) : vf_set1(0);
         }
         vf_transpose(kt);
         if (nd == LANES) {
@@ -84,7 +106,8 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
 }
 
 /* Scores of the keys begin .. end-1 of the block, masked, -inf behind the last key; block maxima. */
-INLINE void score_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
+INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys, int begin,
+                       int end) {
     real lane[LANES], *score = rows->score, *block_max = rows->block_max;
     for (int i = 0; i < LANES; i++)
         lane[i] = (real)i;
@@ -98,7 +121,7 @@ INLINE void score_rows(struct cattn_rows *rows, int many, int64_t k0, int n_keys
         vf acc[CATTN_FEW_ROWS];
         score_keys(
             rows, many,
-            rows_of(rows->storage, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows),
+            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows),
             n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
@@ -150,37 +173,38 @@ static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, re
 }
 
 /* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` starts
- * at the run's first key and the vector's columns, n of them. */
-static vf value_vector_visible(const struct cattn_rows *rows, int r, struct source value, int n, struct run run,
-                               int64_t k0) {
+ * at the run's first key; the vector has n columns from c on. */
+static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
+                               struct run run, int64_t k0) {
     vf block = vf_set1(0);
-    for (int k = run.begin; k < run.end; k++, value.first += value.row)
+    for (int k = run.begin; k < run.end; k++)
         if (key_visible(rows, r, k0 + k)) {
             vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
-            block = vf_fma(w, load_strided(value.first, 1, n), block);
+            block = vf_fma(w, load_row(value, k - run.begin, c, n), block);
         }
     return block;
 }
 
 /* P V of one run for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. `value`
  * starts at the run's first key; factor is of each row. */
-INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct source value, struct run run,
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value, struct run run,
                        int64_t k0, int64_t c, const real *factor) {
-    const real *score = rows->score, *row = value.first + c;
-    const uintptr_t next = ahead(row, VALUE_AHEAD, value.row);
+    const real *score = rows->score;
+    const size_t size = stored_size(value.storage);
+    const uintptr_t next = ahead(value.first, VALUE_AHEAD * value.row, size);
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             block[r][v] = vf_set1(0);
-    for (int k = 0; k < run.end - run.begin; k++, row += value.row) {
+    for (int k = 0; k < run.end - run.begin; k++) {
         vf val[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
-            val[v] = v == vectors - 1 && n < LANES ? vf_loadu_n(row + v * LANES, n) : vf_loadu(row + v * LANES);
-            if ((size_t)v * sizeof(vf) % LINE_BYTES == 0)
-                prefetch(next, k * value.row + v * LANES);
+            val[v] = load_row(value, k, c + v * LANES, v == vectors - 1 ? n : LANES);
+            if ((size_t)v * LANES * size % LINE_BYTES == 0)
+                prefetch(next, k * value.row + c + v * LANES, size);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
@@ -195,16 +219,16 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
         real *acc = (real *)rows->acc + r * rows->acc_cols + c;
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
-            const struct source columns = {value.first + c + v * LANES, value.row};
             if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
-                block[r][v] = value_vector_visible(rows, r, columns, v == vectors - 1 ? n : LANES, run, k0);
+                block[r][v] =
+                    value_vector_visible(rows, r, value, c + v * LANES, v == vectors - 1 ? n : LANES, run, k0);
             fold_block(acc + v * LANES, vf_set1(factor[r]), block[r][v]);
         }
     }
 }
 
 /* All columns of V, as many vectors at a time as there are registers for. */
-INLINE void value_columns(struct cattn_rows *rows, int many, struct source value, struct run run, int64_t k0,
+INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct run run, int64_t k0,
                           const real *factor) {
     int64_t c = 0, left = rows->d_v;
 #define WHILE_FULL(vectors)                                                                                            \
@@ -221,21 +245,22 @@ INLINE void value_columns(struct cattn_rows *rows, int many, struct source value
 }
 
 /* Run by run: copies, where V cannot be read where it lies, stay in the nearest cache. */
-INLINE void value_keys(struct cattn_rows *rows, int many, int64_t k0, int begin, int end) {
+INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int begin, int end) {
     static const real ones[CATTN_FEW_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int i = 0; i < 2; i++) {
         const struct run run = run_of(i, begin, end);
         if (i > 0 && run_is_empty(run))
             break;
-        const struct source value = rows_of(rows->storage, rows->value, rows->value_row, rows->value_col,
-                                            k0 + run.begin, run.end - run.begin, rows->d_v, rows->value_panel);
+        const struct stored value = find_rows(rows, direct, rows->value, rows->value_row, rows->value_col,
+                                              k0 + run.begin, run.end - run.begin, rows->d_v, rows->value_panel);
         value_columns(rows, many, value, run, k0, i == 0 ? rows->alpha : ones);
     }
 }
 
-INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n_keys, int begin, int end) {
+INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys,
+                            int begin, int end) {
     real *score = rows->score, *row_sum = rows->row_sum, sum[CATTN_PAD] = {0};
-    score_rows(rows, many, k0, n_keys, begin, end);
+    score_rows(rows, direct, many, k0, n_keys, begin, end);
     if (rows->weights[0])
         for (int r = 0; r < rows->n_rows; r++)
             for (int k = begin; k < min64(end, n_keys); k += LANES)
@@ -254,7 +279,19 @@ INLINE void rows_block_many(struct cattn_rows *rows, int many, int64_t k0, int n
     for (int r = 0; r < many; r += LANES)
         vf_storeu(row_sum + r, vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->alpha + r), vf_loadu(sum + r)));
     if (rows->d_v)
-        value_keys(rows, many, k0, begin, (int)min64(end, n_keys));
+        value_keys(rows, direct, many, k0, begin, (int)min64(end, n_keys));
+}
+
+INLINE void rows_block_stored(struct cattn_rows *rows, enum cattn_storage direct, int64_t k0, int n_keys, int begin,
+                              int end) {
+    if (rows->n_rows == 1)
+        rows_block_many(rows, direct, 1, k0, n_keys, begin, end);
+    else if (rows->n_rows == 2 && direct == CATTN_STORED_PLAIN)
+        rows_block_many(rows, direct, 2, k0, n_keys, begin, end);
+    else if (rows->n_rows <= 4)
+        rows_block_many(rows, direct, 4, k0, n_keys, begin, end);
+    else
+        rows_block_many(rows, direct, 8, k0, n_keys, begin, end);
 }
 
 static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
@@ -268,12 +305,16 @@ static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     const int end = (int)round_up(relative(min64(hi, k1), k0), ROW_STEP);
     if (begin >= end)
         return;
-    if (rows->n_rows == 1)
-        rows_block_many(rows, 1, k0, n_keys, begin, end);
-    else if (rows->n_rows == 2)
-        rows_block_many(rows, 2, k0, n_keys, begin, end);
-    else if (rows->n_rows <= 4)
-        rows_block_many(rows, 4, k0, n_keys, begin, end);
-    else
-        rows_block_many(rows, 8, k0, n_keys, begin, end);
+#ifdef HALVES_ARE_QUICK /* else it is better to convert once, to scratch */
+    const bool direct = rows->key_col == 1 && (rows->value_col == 1 || !rows->d_v);
+    if (direct && rows->storage == CATTN_STORED_F16) {
+        rows_block_stored(rows, CATTN_STORED_F16, k0, n_keys, begin, end);
+        return;
+    }
+    if (direct && rows->storage == CATTN_STORED_BF16) {
+        rows_block_stored(rows, CATTN_STORED_BF16, k0, n_keys, begin, end);
+        return;
+    }
+#endif
+    rows_block_stored(rows, CATTN_STORED_PLAIN, k0, n_keys, begin, end);
 }

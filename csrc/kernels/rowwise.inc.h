@@ -36,10 +36,10 @@ static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t
     for (; k + 2 * LANES <= hi; k += 2 * LANES) {
         max = vf_max(softmax_load(row, k, LANES, masked), max);
         odd = vf_max(softmax_load(row, k + LANES, LANES, masked), odd);
-        if (starts_line(k))
-            prefetch(out, k);
-        if (starts_line(k + LANES))
-            prefetch(out, k + LANES);
+        if (starts_line(k, sizeof(real)))
+            prefetch(out, k, sizeof(real));
+        if (starts_line(k + LANES, sizeof(real)))
+            prefetch(out, k + LANES, sizeof(real));
     }
     for (; k < hi; k += LANES)
         max = vf_max(softmax_load(row, k, (int)min64(LANES, hi - k), masked), max);
@@ -76,8 +76,8 @@ static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t
         int64_t k = from;
         for (; k + LANES <= to; k += LANES) {
             vf_storeu(e + (k - from), exp_full(softmax_load(row, k, LANES, masked) - shift));
-            if (starts_line(k))
-                prefetch((uintptr_t)row->next, k);
+            if (starts_line(k, sizeof(real)))
+                prefetch((uintptr_t)row->next, k, sizeof(real));
         }
         if (k < to)
             vf_storeu_n(e + (k - from), exp_full(softmax_load(row, k, (int)(to - k), masked) - shift), (int)(to - k));
@@ -222,11 +222,12 @@ static void dropout_row(const struct cattn_dropout_row *row) {
         if (plain && base >= first && base + 128 <= end) {
             x += base - first;
             out += base - first;
-            const uintptr_t x_ahead = ahead(x, DROPOUT_AHEAD, 1), out_ahead = ahead(out, DROPOUT_AHEAD, 1);
+            const uintptr_t x_ahead = ahead(x, DROPOUT_AHEAD, sizeof(real)),
+                            out_ahead = ahead(out, DROPOUT_AHEAD, sizeof(real));
             for (int r = 0; r < 128; r += LANES) {
-                if (starts_line(r)) {
-                    prefetch(x_ahead, r);
-                    prefetch(out_ahead, r);
+                if (starts_line(r, sizeof(real))) {
+                    prefetch(x_ahead, r, sizeof(real));
+                    prefetch(out_ahead, r, sizeof(real));
                 }
                 vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
                 vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));

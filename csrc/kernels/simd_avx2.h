@@ -73,6 +73,7 @@ INLINE vf vf_from_bytes(const uint8_t *p) {
 }
 
 typedef __m128i vh;
+#define HALVES_ARE_QUICK
 INLINE vh vh_loadu(const uint16_t *p) { return _mm_loadu_si128((const void *)p); }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) {
     uint16_t lanes[LANES] = {0};

@@ -85,6 +85,7 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
 }
 
 typedef __m256i vh;
+#define HALVES_ARE_QUICK
 INLINE vh vh_loadu(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
 INLINE void vh_storeu(uint16_t *p, vh a) { _mm256_storeu_si256((void *)p, a); }

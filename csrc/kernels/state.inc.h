@@ -119,6 +119,10 @@ static void narrow_row(enum cattn_storage storage, const void *from, int64_t n, 
     }
 }
 
+INLINE size_t stored_size(enum cattn_storage storage) {
+    return storage == CATTN_STORED_PLAIN ? sizeof(real) : sizeof(uint16_t);
+}
+
 /* Rows of keys or values in the kernels' own type, unit stride. */
 struct source {
     const real *first;
@@ -132,6 +136,10 @@ static struct source rows_of(enum cattn_storage storage, const void *base, int64
     const void *from = stored_at(storage, base, first_row * row);
     if (storage == CATTN_STORED_PLAIN && col == 1)
         return (struct source){from, row};
+    if (col == 1 && row == n_cols) {
+        widen_row(storage, from, 1, n_rows * n_cols, scratch);
+        return (struct source){scratch, n_cols};
+    }
     for (int r = 0; r < n_rows; r++)
         widen_row(storage, stored_at(storage, from, r * row), col, n_cols, (real *)scratch + r * n_cols);
     return (struct source){scratch, n_cols};
@@ -139,17 +147,17 @@ static struct source rows_of(enum cattn_storage storage, const void *base, int64
 
 #define LINE_BYTES 64
 
-/* Where p lies so many rows further on, as a number: behind the last row there is nothing to point at. Asking for it is
- * harmless. */
-INLINE uintptr_t ahead(const real *p, int64_t rows, int64_t row) {
-    return (uintptr_t)p + (uintptr_t)(rows * row * (int64_t)sizeof(real));
+/* Where p lies so many elements further on, as a number: behind the last row there is nothing to point at. Asking for
+ * it is harmless. */
+INLINE uintptr_t ahead(const void *p, int64_t elements, size_t size) {
+    return (uintptr_t)p + (uintptr_t)(elements * (int64_t)size);
 }
-INLINE void prefetch(uintptr_t base, int64_t element) {
-    __builtin_prefetch((const void *)(base + (uintptr_t)(element * (int64_t)sizeof(real))));
+INLINE void prefetch(uintptr_t base, int64_t element, size_t size) {
+    __builtin_prefetch((const void *)ahead((const void *)base, element, size));
 }
 /* does every vector, or the one at this element, start a cache line? */
-INLINE bool starts_line(int64_t element) {
-    return LANES * sizeof(real) >= LINE_BYTES || (size_t)element * sizeof(real) % LINE_BYTES == 0;
+INLINE bool starts_line(int64_t element, size_t size) {
+    return LANES * size >= LINE_BYTES || (size_t)element * size % LINE_BYTES == 0;
 }
 
 INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
