@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import cattn
@@ -68,6 +69,28 @@ def everything(**call: Any) -> cattn.AttentionOutput:
     result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True, return_dropout_mask=True)
     assert_same_bits(cattn.scaled_dot_product_attention(**call), result.out, "output without extras")
     return result
+
+
+# ---- halves --------------------------------------------------------------------------------------------------------
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+
+def quiet(a: np.ndarray, dtype: Any) -> np.ndarray:
+    """NumPy's own conversion, which rounds to nearest, ties to even."""
+    with np.errstate(all="ignore"):
+        return a.astype(dtype)
+
+
+def widened(call: Call) -> dict[str, Any]:
+    """The call with float32 in the place of halves."""
+    halves = {name: a for name, a in call.items() if isinstance(a, np.ndarray) and a.dtype in HALVES}
+    return dict(call) | {name: quiet(a, np.float32) for name, a in halves.items()}
+
+
+def rounded(result: cattn.AttentionOutput, half: np.dtype) -> cattn.AttentionOutput:
+    """What a call on halves must give where this is what float32 gave."""
+    weights = None if result.weights is None else quiet(result.weights, half)
+    return result._replace(out=quiet(result.out, half), weights=weights)
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------

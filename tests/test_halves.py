@@ -9,16 +9,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
 from cattn.integrations import onnx
-from support import INF, NAN, assert_same_bits, bits, every_way, everything, forced, in_contract, table
+from support import (
+    HALVES,
+    INF,
+    NAN,
+    assert_same_bits,
+    bits,
+    every_way,
+    everything,
+    forced,
+    in_contract,
+    quiet,
+    rounded,
+    table,
+    widened,
+)
 
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
-KINDS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+KINDS = {dtype.name: dtype for dtype in HALVES}
 EXTRAS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 Call = dict[str, Any]
@@ -27,24 +39,6 @@ Call = dict[str, Any]
 @pytest.fixture(params=KINDS)
 def half(request: pytest.FixtureRequest) -> np.dtype:
     return KINDS[request.param]
-
-
-def quiet(a: np.ndarray, dtype: Any) -> np.ndarray:
-    """NumPy's own conversion, which rounds to nearest, ties to even."""
-    with np.errstate(all="ignore"):
-        return a.astype(dtype)
-
-
-def is_half(a: Any) -> bool:
-    return isinstance(a, np.ndarray) and a.dtype in KINDS.values()
-
-
-def widened(call: Call) -> Call:
-    return {name: quiet(a, np.float32) if is_half(a) else a for name, a in call.items()}
-
-
-def rounded(result: cattn.AttentionOutput, half: np.dtype) -> cattn.AttentionOutput:
-    return result._replace(out=quiet(result.out, half), weights=quiet(result.weights, half))
 
 
 def all_numbers(half: np.dtype) -> np.ndarray:
@@ -166,40 +160,6 @@ def test_what_is_hidden_stays_hidden(isa: str, half: np.dtype, rng: np.random.Ge
             lambda key=key, value=value: everything(**call | {"key": key, "value": value}), tiny=False
         ):
             assert_same_bits(result, expected, f"{poison}, {way}")
-
-
-@given(data=st.data())
-def test_any_combination(data: st.DataObject) -> None:
-    half = KINDS[data.draw(st.sampled_from(sorted(KINDS)), "half")]
-    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
-    T_q, T_k = data.draw(st.integers(1, 130), "T_q"), data.draw(st.integers(0, 2 * BLOCK + 9), "T_k")
-    call = inputs(rng, half, T_q, T_k)
-    options: dict[str, Any] = {
-        "is_causal": st.sampled_from(["upper_left", "lower_right"]),
-        "window_size": st.tuples(st.integers(-1, 60), st.integers(-1, 60)),
-        "softcap": st.floats(0.5, 5),
-        "alibi_slopes": st.just([0.5, 0.1, 0.0, 1.0]),
-        "sinks": st.just([0.0, -INF, 2.0, -3.0]),
-        "dropout_p": st.sampled_from([0.1, 0.5, 1.0]),
-        "scale": st.floats(0.01, 3),
-        "attn_mask": st.just(rng.random((T_q, T_k)) < 0.6),
-        "bias": st.just(rng.standard_normal((2, 1, T_q, T_k)).astype(half)),
-        "key_value_seq_lengths": st.just([T_k // 2, T_k]),
-    }
-    for name in data.draw(st.sets(st.sampled_from(sorted(options))), "options"):
-        call[name] = data.draw(options[name], name)
-    if "window_size" in call and call.get("is_causal") != "lower_right":
-        call["query_offset"] = 0
-    call["rng"] = 3
-    expected = rounded(cattn.scaled_dot_product_attention(**widened(call), **EXTRAS), half)
-    for isa in (name for name in ("avx2", "avx512", "gnu128") if usable(name) and in_contract(name)):
-        with table(isa):
-            for way, result in every_way(lambda: everything(**call), tiny=False):
-                assert_same_bits(result, expected, f"{isa}, {way}")
-
-
-def usable(name: str) -> bool:
-    return any(t["name"] == name and t["usable"] for t in cattn.show_config("dicts")["tables"])
 
 
 def test_the_reference_takes_them(half: np.dtype, rng: np.random.Generator) -> None:

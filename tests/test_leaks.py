@@ -8,12 +8,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
+from any_call import calls
 from cattn.reference._attention import score
 from support import INF, NAN, assert_same_bits, every_way, everything, part, ranges_of
 
@@ -32,10 +34,9 @@ POISONS = {
 
 
 def poison_of(kind: str, dtype: type) -> Any:
-    number = POISONS[kind]
-    if dtype == np.float64:  # as large, or small, for it
-        number = {"1e38": 1e308, "-1e38": -1e308, "subnormal": 5e-324}.get(kind, number)
-    return dtype(number)
+    limits = ml_dtypes.finfo(dtype)  # as large, or small, for each
+    extreme = {"1e38": limits.max, "-1e38": limits.min, "subnormal": limits.smallest_subnormal}
+    return dtype(extreme.get(kind, POISONS[kind]))
 
 
 def visible(call: Call) -> np.ndarray:
@@ -368,3 +369,36 @@ def test_anything(isa: str, data: st.DataObject) -> None:
     for way, result in every_way(lambda: everything(**dirty), tiny=False):
         assert_same_bits(part(result, untouched), part(right, untouched), way)
         assert not result.weights[~sees].any(), way
+
+
+def unseen_keys(call: Call) -> list[np.ndarray]:
+    """Which rows of key, and of value, no query sees, in the leading shape of each."""
+    sees = visible(call).any(axis=-2)  # (*lead, H, T_k)
+    rank = max(call[name].ndim for name in ("query", "key", "value"))
+    kv_heads = max(call[name].shape[-3] if call[name].ndim > 3 else 1 for name in ("key", "value"))
+    if rank > 3 and 1 < kv_heads < sees.shape[-2]:
+        sees = sees.reshape(*sees.shape[:-2], kv_heads, -1, sees.shape[-1]).any(axis=-2)
+    elif rank < 4:
+        sees = sees[..., 0, :]
+    found = []
+    for name in ("key", "value"):
+        lead = call[name].shape[:-2]
+        own = sees.any(axis=tuple(range(sees.ndim - 1 - len(lead))))
+        shared = tuple(axis for axis, size in enumerate(lead) if size == 1)
+        found.append(np.broadcast_to(~own.any(axis=shared, keepdims=True), (*lead, own.shape[-1])))
+    return found
+
+
+@given(st.data())
+@settings(max_examples=max(60, settings().max_examples))
+def test_any_call(isa: str, data: st.DataObject) -> None:
+    """Every option, rank, stride and dtype: what no query sees is overwritten, and not a bit changes."""
+    call, _ = data.draw(calls())
+    stored = call["key"].dtype.type
+    poison = poison_of(data.draw(st.sampled_from(list(POISONS))), stored)
+    dirty = dict(call)
+    for name, unseen in zip(("key", "value"), unseen_keys(call), strict=True):
+        dirty[name] = np.where(unseen[..., None], poison, call[name])
+    right = everything(**call)
+    for way, result in every_way(lambda: everything(**dirty), tiny=False):
+        assert_same_bits(result, right, way)

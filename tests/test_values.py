@@ -11,7 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from support import ACCURACY_DTYPES, PATHS, Expected, Textbook, every_way, everything, expected, forced, textbook
+from any_call import HEAD_DIMS, KEYS, LONG, ROWS, calls
+from support import (
+    ACCURACY_DTYPES,
+    PATHS,
+    Expected,
+    Textbook,
+    assert_same_bits,
+    every_way,
+    everything,
+    expected,
+    forced,
+    rounded,
+    textbook,
+    widened,
+)
 
 INF = np.inf
 Build = Callable[[Callable[..., np.ndarray], np.random.Generator], dict[str, Any]]
@@ -221,15 +235,6 @@ def test_attention_weights(name: str, isa: str, dtype: type) -> None:
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
-# Around one vector, one panel of two vectors, micro-tiles of 6 and 12, 32 rows, a tile of 96, ...
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 95, 96, 97, 191, 192]
-# ... the 8 chains of a sum, 64 keys of dropout, runs of 96 in P V, a block of 192 keys and a chunk of 1536.
-KEYS = [1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 383, 384]
-KEYS += [95, 96, 97, 287, 288, 289, 385, 575, 577]
-LONG = [1535, 1536, 1537, 1729, 3071, 3072, 3073, 4700]
-HEAD_DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300]
-
-
 @functools.cache
 def sized(T_q: int, T_k: int, D: int, D_v: int, causal: bool, dtype: type) -> tuple[dict[str, Any], Expected]:
     rng = np.random.default_rng([T_q, T_k, D, D_v])
@@ -298,91 +303,21 @@ def test_out_of_any_strides(isa: str, dtype: type, path: str) -> None:
 
 
 # ---- combinations --------------------------------------------------------------------------------------------------
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
-    """Any mix of shapes, strides and options."""
-    dtype = draw(st.sampled_from([np.float32, np.float64]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    T_q, T_k = draw(st.sampled_from(ROWS)), draw(st.sampled_from([0, *KEYS]))
-    D, D_v = draw(st.sampled_from(HEAD_DIMS[:20])), draw(st.sampled_from(HEAD_DIMS[:20]))
-    lead = draw(st.lists(st.integers(1, 2), max_size=2))
-    group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    heads = len(lead) > 0 and draw(st.booleans())
-
-    def thinned(shape: list[int]) -> list[int]:
-        return [1 if draw(st.integers(0, 4)) == 0 else n for n in shape]
-
-    def laid(a: np.ndarray) -> np.ndarray:
-        kind = draw(st.sampled_from(["C", "F", "reversed", "apart", "swapped"]))
-        if kind == "F":
-            return np.asfortranarray(a)
-        if kind == "reversed":
-            return a[..., ::-1, ::-1]
-        if kind == "apart":
-            return np.repeat(np.repeat(a, 2, axis=-1), 3, axis=-2)[..., ::3, ::2]
-        return a if kind == "C" else np.ascontiguousarray(a.swapaxes(0, -2)).swapaxes(0, -2)
-
-    def array(*shape: int) -> np.ndarray:
-        return laid(rng.standard_normal(shape).astype(dtype))
-
-    q_lead, kv_lead = [*lead, *[group * kv_heads] * heads], [*lead, *[kv_heads] * heads]
-    k_lead = thinned(lead) + kv_lead[len(lead) :]
-    v_lead = thinned(lead) + kv_lead[len(lead) :]
-    call: dict[str, Any] = {"query": array(*q_lead, T_q, D), "key": array(*k_lead, T_k, D)}
-    call["value"] = array(*v_lead, T_k, D_v)
-
-    def mask_shape() -> list[int]:
-        shape = thinned([*q_lead, T_q, T_k])
-        return shape[draw(st.integers(0, len(shape))) :]
-
-    kind = draw(st.sampled_from(["none", "bool", "float"]))
-    if kind == "bool":
-        call["attn_mask"] = laid_or_whole(rng.random(mask_shape()) < draw(st.sampled_from([0.05, 0.5, 0.95])), laid)
-    elif kind == "float":
-        shape = mask_shape()
-        mask = np.where(rng.random(shape) < 0.2, -INF, rng.standard_normal(shape) + 3).astype(dtype)
-        call["attn_mask"] = laid_or_whole(mask, laid)
-    if draw(st.booleans()):
-        call["bias"] = rng.standard_normal(mask_shape()).astype(dtype)
-    num_heads = (q_lead[-1] if heads or len(lead) == 2 else 1,)
-    if draw(st.booleans()):
-        call["softcap"] = draw(st.sampled_from([0, 0.7, 5.0, 50]))
-    if draw(st.booleans()):
-        call["alibi_slopes"] = rng.random(num_heads)
-    if draw(st.booleans()):
-        call["sinks"] = np.where(rng.random(num_heads) < 0.2, -INF, rng.standard_normal(num_heads) * 4)
-    batch = lead if heads or len(lead) < 2 else lead[:-1]  # axis -3 of four is heads, said or not
-    causal = draw(st.sampled_from([False, "upper_left", "lower_right", "offset", "offsets"]))
-    call["is_causal"] = causal if causal in (False, "upper_left", "lower_right") else True
-    if causal == "offset":
-        call["query_offset"] = draw(st.integers(-T_q, T_k))
-    elif causal == "offsets":
-        call["query_offset"] = rng.integers(-T_q, T_k + 1, thinned(batch))
-    else:
-        call |= {"query_offset": 0} if call["is_causal"] is False else {}
-    if draw(st.booleans()):
-        call["window_size"] = tuple(draw(st.sampled_from([-1, None, 0, 1, 2, 30, 150])) for _ in range(2))
-    if draw(st.booleans()):
-        call["query_seq_lengths"] = rng.integers(0, T_q + 1, thinned(batch))
-        call["key_value_seq_lengths"] = rng.integers(0, T_k + 1, thinned(batch))
-    if draw(st.booleans()):
-        call |= {"dropout_p": draw(st.sampled_from([0.1, 0.5, 1.0])), "rng": draw(st.integers(0, 2**64 - 1))}
-    if draw(st.booleans()):
-        call["scale"] = draw(st.floats(-1, 1))
-    return call, dtype
-
-
-def laid_or_whole(mask: np.ndarray, laid: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    return laid(mask) if mask.ndim > 1 else mask
-
-
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings().max_examples))
 def test_combinations(isa: str, data: st.DataObject) -> None:
+    """Halves have the bits of float32, rounded; float32 and float64 meet the reference."""
     call, dtype = data.draw(calls())
-    right = expected(call, dtype)
-    for way, result in every_way(lambda: everything(**call), tiny=fits_tiny(call)):
-        right.check(result, way)
+    stored = call["query"].dtype
+    wide = widened(call)
+    right = expected(wide, dtype)
+    whole = everything(**wide)
+    right.check(whole, "by itself")
+    for way, result in every_way(lambda: everything(**call), tiny=False):
+        if stored == dtype:
+            right.check(result, way)
+        else:
+            assert_same_bits(result, rounded(whole, stored), way)
 
 
 # ---- accuracy ------------------------------------------------------------------------------------------------------
