@@ -50,6 +50,20 @@ def jax_or_none() -> Any:
     return jax
 
 
+def as_tensor(torch: Any, array: Array) -> Any:
+    """Return a tensor on the array's memory; NumPy and PyTorch exchange bfloat16 as integers."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def as_floats(result: Any) -> Array:
+    """Return anybody's result as an array that NumPy can compare."""
+    if getattr(result, "is_cpu", False):  # a tensor, maybe of bfloat16
+        result = result.double().numpy()
+    return np.asarray(result).astype(np.float64)
+
+
 def attention_calls(query: Array, key: Array, value: Array, *, numpy: bool = True, causal: bool = True) -> Calls:
     """Causal attention (or full, for decoding) by everyone, on inputs of each one's own kind."""
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
@@ -58,7 +72,7 @@ def attention_calls(query: Array, key: Array, value: Array, *, numpy: bool = Tru
     grouped = query.shape[-3] != key.shape[-3] if query.ndim > 2 else False
     torch = torch_or_none()
     if torch is not None:
-        tensors = [torch.from_numpy(array) for array in (query, key, value)]
+        tensors = [as_tensor(torch, array) for array in (query, key, value)]
         fused = torch.nn.functional.scaled_dot_product_attention
         calls["torch"] = lambda: fused(*tensors, is_causal=causal, enable_gqa=grouped)
     if numpy and not grouped:
@@ -97,10 +111,12 @@ def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Ca
 
 def agreeing(calls: Calls) -> Calls:
     """Return the calls after a look at their results: a wrong contestant would be no contest."""
-    right = np.asarray(calls["cattn"]())
+    ours = calls["cattn"]()
+    right = as_floats(ours)
+    half = 2.0 ** (-10 if np.asarray(ours).dtype == np.float16 else -7)  # their spacing at 1
+    tolerance = (TOLERANCE if np.asarray(ours).itemsize > 2 else 2 * half) * max(1.0, np.abs(right).max())
     for name, call in calls.items():
-        result = np.asarray(call())
-        np.testing.assert_allclose(result, right, rtol=0, atol=TOLERANCE * max(1.0, np.abs(right).max()), err_msg=name)
+        np.testing.assert_allclose(as_floats(call()), right, rtol=0, atol=tolerance, err_msg=name)
     return calls
 
 

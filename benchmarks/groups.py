@@ -169,6 +169,42 @@ def decode(probe: Probe | None) -> Cases:
         )  # fmt: skip
 
 
+def halves(probe: Probe | None) -> Cases:
+    """Measure float16 and bfloat16 (with ml_dtypes) against PyTorch's and against our own float32."""
+    dtypes = [(np.dtype(np.float16), 2.3)]
+    try:
+        import ml_dtypes
+    except ImportError:
+        print("bfloat16 is left out: ml_dtypes is not installed")
+    else:
+        dtypes.append((np.dtype(ml_dtypes.bfloat16), 1.9))
+    for dtype, ratio in dtypes:
+        for shape in ((1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64), (1, 4, 4096, 64)):
+            targets: dict[str, float] = {"float32": 1.0}
+            if shape[2] == 1024:
+                targets |= {"GF/s": 70, "torch": ratio}
+            calls = _beside_float32(qkv(shape), dtype, {"is_causal": True})
+            yield Case(f"{dtype} {shape}", calls, "float32", causal_flops(*shape), targets, {"dtype": dtype.name})
+        for kv_heads, tokens in ((32, 1024), (32, 16384), (8, 1024), (8, 16384)):
+            wide = qkv((1, 32, 1, 128), kv_shape=(1, kv_heads, tokens, 128))
+            key, value = (a.astype(dtype) for a in wide[1:])
+            if probe is not None:
+                probe.limits["read"] = probe.read(key.view(np.uint16), value.view(np.uint16))
+            targets = {"float32": 1.0} | ({"GB/s": 12, "torch": 3.0} if tokens == 16384 else {})
+            yield Case(
+                f"{dtype}, T_k={tokens}, {kv_heads} key-value heads of 32", _beside_float32(wide, dtype, {}), "read",
+                float(key.nbytes + value.nbytes), targets, {"dtype": dtype.name},
+            )  # fmt: skip
+
+
+def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    narrow = [a.astype(dtype) for a in wide]
+    calls = attention_calls(*narrow, numpy=False, causal=bool(options))
+    out = np.empty(wide[0].shape, np.float32)
+    calls["float32"] = lambda: cattn.scaled_dot_product_attention(*wide, out=out, **options)
+    return calls
+
+
 def _grouped_products(torch: Any, q: Any, k: Any, v: Any) -> Any:
     grouped = q.reshape(1, k.shape[1], -1, q.shape[-1])
     weights = torch.softmax(grouped @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
@@ -255,6 +291,6 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
-        prefill, threads, decode, softmax, dropout, dropout_fused, calls, window, classes, memory, footprint,
+        prefill, threads, decode, halves, softmax, dropout, dropout_fused, calls, window, classes, memory, footprint,
     )
 }  # fmt: skip

@@ -30,7 +30,9 @@ class Case:
     contestants: dict[str, Callable[[], object]]  # "cattn" among them
     limit: str | None = None  # a key of Probe.limits
     work: float = 0.0  # flops or bytes of one call of cattn, in units of the limit
-    targets: dict[str, float] = field(default_factory=dict)  # "percent", "microseconds", or the least ratio to a peer
+    targets: dict[str, float] = field(
+        default_factory=dict
+    )  # "percent", "microseconds", "GF/s", "GB/s", or the least ratio to a peer
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,15 +87,18 @@ def run(case: Case, limits: dict[str, Callable[[], float]], rounds: int | None =
         row["limit"] = {"kind": case.limit, "per_second": rate}
         row["percent"] = 100 * case.work / ours / rate
     aims = case.targets.items()
-    row["targets"] = {name: {"target": target, **judge(name, target, row, ours)} for name, target in aims}
+    row["targets"] = {name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in aims}
     return row
 
 
-def judge(name: str, target: float, row: dict[str, Any], ours: float) -> dict[str, Any]:
+def judge(name: str, target: float, row: dict[str, Any], ours: float, work: float) -> dict[str, Any]:
     """Compare one target with what was measured; nothing to compare with gives None."""
     if name == "microseconds":
         return {"measured": ours * 1e6, "met": ours * 1e6 <= target}
-    if name == "percent":
+    measured: float | None
+    if name in ("GF/s", "GB/s"):
+        measured = work / ours / 1e9
+    elif name == "percent":
         measured = row.get("percent")
     elif name == "best peer":
         measured = min(row["ratios"].values(), default=None)
