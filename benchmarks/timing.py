@@ -30,9 +30,8 @@ class Case:
     contestants: dict[str, Callable[[], object]]  # "cattn" among them
     limit: str | None = None  # a key of Probe.limits
     work: float = 0.0  # flops or bytes of one call of cattn, in units of the limit
-    targets: dict[str, float] = field(
-        default_factory=dict
-    )  # "percent", "microseconds", "GF/s", "GB/s", or the least ratio to a peer
+    # "percent", "microseconds", "GF/s", "GB/s", or the least ratio to a peer
+    targets: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,7 +90,7 @@ def run(case: Case, limits: dict[str, Callable[[], float]], rounds: int | None =
     return row
 
 
-def judge(name: str, target: float, row: dict[str, Any], ours: float, work: float) -> dict[str, Any]:
+def judge(name: str, target: float, row: dict[str, Any], ours: float, work: float = 0.0) -> dict[str, Any]:
     """Compare one target with what was measured; nothing to compare with gives None."""
     if name == "microseconds":
         return {"measured": ours * 1e6, "met": ours * 1e6 <= target}

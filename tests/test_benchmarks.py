@@ -139,3 +139,4 @@ def test_targets_are_judged() -> None:
     assert timing.judge("best peer", 2.5, row, 1.0) == {"measured": 2.0, "met": False}
     assert timing.judge("jax", 8, row, 1.0) == {"measured": None, "met": None}
     assert timing.judge("microseconds", 1, row, 2e-6)["met"] is False
+    assert timing.judge("GB/s", 12, row, 0.5, 8e9) == {"measured": 16.0, "met": True}
