@@ -177,7 +177,7 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
     sinks = np.asarray(-INF if call.get("sinks") is None else call["sinks"], dtype)[..., None, None]
     row_max = np.maximum(row_max, sinks)
     row_max = np.where(row_max == -INF, 0, row_max)
-    e = np.where(visible, np.exp(np.where(visible, scores, 0) - row_max), 0)
+    e = np.exp(np.where(visible, scores - row_max, -INF))
     total = e.sum(axis=-1, keepdims=True) + np.exp(sinks - row_max)
     weights = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):

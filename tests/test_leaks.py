@@ -377,7 +377,8 @@ def unseen_keys(call: Call) -> list[np.ndarray]:
     rank = max(call[name].ndim for name in ("query", "key", "value"))
     kv_heads = max(call[name].shape[-3] if call[name].ndim > 3 else 1 for name in ("key", "value"))
     if rank > 3 and 1 < kv_heads < sees.shape[-2]:
-        sees = sees.reshape(*sees.shape[:-2], kv_heads, -1, sees.shape[-1]).any(axis=-2)
+        group = sees.shape[-2] // kv_heads
+        sees = sees.reshape(*sees.shape[:-2], kv_heads, group, sees.shape[-1]).any(axis=-2)
     elif rank < 4:
         sees = sees[..., 0, :]
     found = []
