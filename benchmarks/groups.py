@@ -112,6 +112,34 @@ def dropout_fused(probe: Probe | None) -> Cases:
         yield Case(f"T={tokens}, p=0.1", calls, targets=targets, facts={"T": tokens})
 
 
+def training(probe: Probe | None) -> Cases:
+    """Forward and backward pass of causal attention, one thread; flops counted as 3.5 times the forward pass's."""
+    torch = torch_or_none()
+    for tokens, ratio in ((512, 2.6), (1024, 1.9), (2048, 1.5), (4096, 1.35)):
+        for p in (0.0, 0.1):
+            arrays = [*qkv((1, 12, tokens, 64)), normal(1, 12, tokens, 64, seed=3)]
+            calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(_train, *arrays, p)}
+            if torch is not None and (p == 0 or tokens <= 1024):
+                tensors = [torch.tensor(a, requires_grad=i < 3) for i, a in enumerate(arrays)]
+                calls["torch"] = functools.partial(_train_torch, torch, *tensors, p)
+            targets = {"percent": 65.0 if p == 0 else 50.0, "torch": ratio if p == 0 else 4.0}
+            flops = 3.5 * causal_flops(1, 12, tokens, 64)
+            yield Case(f"T={tokens}, p={p}", calls, "float32", flops, targets, {"T": tokens})
+
+
+def _train(query: Any, key: Any, value: Any, grad_out: Any, p: float) -> Any:
+    options: dict[str, Any] = {"is_causal": True, "dropout_p": p, "rng": 1}
+    result = cattn.scaled_dot_product_attention(query, key, value, return_lse=True, **options)
+    return cattn.attention_backward(grad_out, query, key, value, result.out, result.lse, **options)
+
+
+def _train_torch(torch: Any, query: Any, key: Any, value: Any, grad_out: Any, p: float) -> Any:
+    query.grad = key.grad = value.grad = None
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+    out.backward(grad_out)
+    return query.grad
+
+
 def dropout(probe: Probe | None) -> Cases:
     """Dropout alone."""
     x = normal(16 * 2**20)
@@ -291,6 +319,7 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
-        prefill, threads, decode, halves, softmax, dropout, dropout_fused, calls, window, classes, memory, footprint,
+        prefill, threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory,
+        footprint,
     )
 }  # fmt: skip

@@ -106,6 +106,24 @@ struct cattn_attention_params {
     struct cattn_poll poll;
 };
 
+/* Which axes of the scores the gradient of the bias is summed over while it is computed. */
+enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
+
+/* Gradients of a scalar function of attention's output. Of `forward`, out and lse are inputs: what it computed with the
+ * same arguments; weights and dropout_mask are absent. grad_out is stored as out. The gradients are of the dtype
+ * computed in and have unit column strides; all but grad_query are 0 on entry. */
+struct cattn_backward_params {
+    struct cattn_attention_params forward;
+    struct cattn_tensor grad_out;             /* (lead, head, row, col) */
+    struct cattn_tensor grad_query;           /* (lead, head, row, col) */
+    struct cattn_tensor grad_key, grad_value; /* (lead, key-value head, row, col) */
+    /* Or absent. NO_SUM: (lead, head, row, col), where leading indices and heads with stride 0 share one matrix.
+     * SUM_ROWS: (lead, head, col). SUM_COLS: (lead, head, row); no stride is 0 in either. */
+    struct cattn_tensor grad_bias;
+    enum cattn_bias_sum bias_sum;
+    struct cattn_tensor grad_sinks; /* (lead, head), or absent */
+};
+
 enum cattn_softmax_method {
     CATTN_SOFTMAX_PLAIN = 0,   /* hidden elements take no part: 0; if all visible ones are -inf they are NaN */
     CATTN_SOFTMAX_RENORMALIZE, /* softmax over everything, zero the masked, divide by what is left */
@@ -147,6 +165,7 @@ struct cattn_dropout_params {
 /* False where a forced params->path cannot run this problem (CATTN_PATH_TINY beyond its size). */
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
+enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 

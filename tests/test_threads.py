@@ -199,12 +199,19 @@ def long_calls() -> dict[str, Callable[[], object]]:
             long[: 1 << 18], long, long, dropout_p=0.5, rng=cattn.TorchGenerator(1), out=out
         ),
         "softmax": lambda: cattn.softmax(scores[:, : 1 << 20], axis=-1),
-    }
+        "gradients": lambda: cattn.attention_backward(
+            long[: 1 << 18], long[: 1 << 18], long, long, out, np.zeros(1 << 18, np.float32)
+        ),
+        "gradients, drawn": lambda: cattn.attention_backward(
+            long[: 1 << 18], long[: 1 << 18], long, long, out, np.zeros(1 << 18, np.float32), dropout_p=0.5,
+            rng=cattn.TorchGenerator(1),
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax"])
+@pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax", "gradients", "gradients, drawn"])
 def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
     """The promise is 0.1 s. A loaded machine may be late by itself, but not five times in a row."""
     call = long_calls()[name]

@@ -74,6 +74,17 @@ bool cattn_arg_is(PyObject *object, PyObject *interned) {
     return PyUnicode_Check(object) && PyUnicode_Compare(object, interned) == 0;
 }
 
+/* ---- types ---- */
+
+/* A type number beyond NumPy's own belongs to bfloat16: no other gets here. */
+enum cattn_storage cattn_arg_storage(int type) {
+    return type == NPY_HALF ? CATTN_STORED_F16 : PyTypeNum_ISUSERDEF(type) ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
+}
+
+enum cattn_dtype cattn_arg_dtype(int type) { return type == NPY_DOUBLE ? CATTN_F64 : CATTN_F32; }
+
+int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : NPY_FLOAT; }
+
 /* ---- arrays ---- */
 
 static int log2_itemsize(PyArrayObject *array) {
@@ -90,15 +101,6 @@ static int log2_itemsize(PyArrayObject *array) {
         return 1;
     }
 }
-
-/* A type number beyond NumPy's own belongs to bfloat16: no other gets here. */
-enum cattn_storage cattn_arg_storage(int type) {
-    return type == NPY_HALF ? CATTN_STORED_F16 : PyTypeNum_ISUSERDEF(type) ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
-}
-
-enum cattn_dtype cattn_arg_dtype(int type) { return type == NPY_DOUBLE ? CATTN_F64 : CATTN_F32; }
-
-int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : NPY_FLOAT; }
 
 /* Native, aligned, and every stride that matters a whole number of elements. */
 static bool layout_fits(PyArrayObject *array, int log2_size) {

@@ -48,6 +48,7 @@ PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t
 PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

@@ -7,11 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention_rows.h"
 #include "cpu_features.h"
 #include "dispatch.h"
 #include "drawn.h"
-#include "dropout.h"
-#include "mask.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -27,139 +26,13 @@ struct run {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_plan plan;
-    size_t element, stored; /* bytes of a number computed with, and of one in query, key, value, out or weights */
+    size_t element; /* bytes of a number computed with */
     /* split path: states of tasks first_task .. first_task + wave - 1 */
     int64_t first_task;
     char *partials;
     size_t partial_size;
     struct cattn_drawn *drawn; /* serial dropout bits, or NULL */
 };
-
-static void *at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
-    return (char *)tensor->data + offset * (int64_t)run->element;
-}
-static void *stored_at(const struct run *run, const struct cattn_tensor *tensor, int64_t offset) {
-    return (char *)tensor->data + offset * (int64_t)run->stored;
-}
-
-/* Where each tensor starts for one leading index. */
-struct lead {
-    int64_t index;
-    struct cattn_sight sight;
-    int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights, lse;
-};
-
-static int64_t lead_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index) {
-    return tensor->data ? cattn_lead_offset(tensor, p->n_lead, p->lead_shape, index) : 0;
-}
-
-static struct lead find_lead(const struct cattn_attention_params *p, int64_t index) {
-    struct lead lead = {
-        .index = index,
-        .sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, index),
-        .query = lead_of(p, &p->query, index),
-        .key = lead_of(p, &p->key, index),
-        .value = lead_of(p, &p->value, index),
-        .attn_mask = lead_of(p, &p->attn_mask, index),
-        .slopes = lead_of(p, &p->slopes, index),
-        .sinks = lead_of(p, &p->sinks, index),
-        .out = lead_of(p, &p->out, index),
-        .weights = lead_of(p, &p->weights, index),
-        .lse = lead_of(p, &p->lse, index),
-    };
-    for (int b = 0; b < p->n_bias; b++)
-        lead.bias[b] = lead_of(p, &p->bias[b], index);
-    if (p->query_starts.data) {
-        const int64_t query = cattn_lead_number(&p->query_starts, 0, p->n_lead, p->lead_shape, index);
-        const int64_t key = cattn_lead_number(&p->key_starts, 0, p->n_lead, p->lead_shape, index);
-        lead.query += query * p->query.row;
-        lead.out += query * p->out.row;
-        lead.lse += p->lse.data ? query * p->lse.row : 0;
-        lead.key += key * p->key.row;
-        lead.value += key * p->value.row;
-    }
-    return lead;
-}
-
-/* What all rows of the call have in common. */
-static void set_common(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int64_t kv_head) {
-    const struct cattn_attention_params *p = run->params;
-    const struct cattn_dropout_spec *dropout = &p->dropout;
-    rows->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
-    rows->head_dim = p->head_dim;
-    rows->d_v = p->d_v;
-    rows->acc_cols = cattn_plan_acc_cols(p);
-    rows->seqlen_k = p->seqlen_k;
-    rows->n_keys = lead->sight.n_keys;
-    rows->scale = p->scale;
-    rows->keep_scale = dropout->enabled ? dropout->keep_scale : 1;
-    rows->softcap = p->softcap;
-    rows->has_slopes = p->slopes.data;
-    rows->has_sinks = p->sinks.data;
-    rows->raw_weights = p->raw_weights;
-    rows->storage = p->storage;
-    rows->key = stored_at(run, &p->key, lead->key + kv_head * p->key.head);
-    rows->key_row = p->key.row;
-    rows->key_col = p->key.col;
-    rows->value = NULL;
-    if (p->value.data) {
-        rows->value = stored_at(run, &p->value, lead->value + kv_head * p->value.head);
-        rows->value_row = p->value.row;
-        rows->value_col = p->value.col;
-    }
-    rows->query_col = p->query.col;
-    rows->keep_col = p->attn_mask.data ? p->attn_mask.col : 0;
-    rows->out_col = p->out.data ? p->out.col : 0;
-    rows->weights_out_col = p->weights.data ? p->weights.col : 0;
-    rows->weights_col = p->storage == CATTN_STORED_PLAIN ? rows->weights_out_col : 1;
-    rows->n_bias = p->n_bias;
-    for (int b = 0; b < p->n_bias; b++)
-        rows->bias_col[b] = p->bias[b].col;
-    rows->drop = cattn_drop(dropout, lead->index);
-}
-
-/* A number of each head, in the call's own dtype. */
-static double number_at(const struct run *run, const struct cattn_tensor *numbers, int64_t offset) {
-    const void *number = at(run, numbers, offset);
-    return run->params->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
-}
-
-/* Row r of the task is query i of one query head. */
-static void set_row(const struct run *run, struct cattn_rows *rows, const struct lead *lead, int r, int64_t head,
-                    int64_t i) {
-    const struct cattn_attention_params *p = run->params;
-    const struct cattn_range visible = cattn_visible_keys(&lead->sight, i);
-    rows->lo[r] = visible.lo;
-    rows->hi[r] = visible.hi;
-    rows->query[r] = stored_at(run, &p->query, lead->query + head * p->query.head + i * p->query.row);
-    rows->keep[r] = NULL;
-    if (p->attn_mask.data)
-        rows->keep[r] =
-            (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
-    for (int b = 0; b < p->n_bias; b++)
-        rows->bias[b][r] = at(run, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
-    rows->position[r] = i + lead->sight.offset;
-    if (p->slopes.data)
-        rows->slope[r] = number_at(run, &p->slopes, lead->slopes + head * p->slopes.head);
-    if (p->sinks.data)
-        rows->sink[r] = number_at(run, &p->sinks, lead->sinks + head * p->sinks.head);
-    rows->drop_position[r] = (uint32_t)rows->position[r];
-    rows->drop_head[r] = (uint32_t)head;
-    rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
-    if (p->query_starts.data && i >= lead->sight.n_queries) { /* where another sequence lies: not ours to touch */
-        rows->query[r] = p->query.data;
-        return;
-    }
-    if (p->out.data)
-        rows->out[r] = stored_at(run, &p->out, lead->out + head * p->out.head + i * p->out.row);
-    if (p->weights.data) {
-        rows->weights_out[r] = stored_at(run, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
-        rows->weights[r] =
-            p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r] : (float *)rows->weight_rows + r * p->seqlen_k;
-    }
-    if (p->lse.data)
-        rows->lse[r] = at(run, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
-}
 
 /* Scratch and rows for one block of rows, the last blocks first: under a causal mask they are the longest, and a long
  * task at the end would leave the other threads idle. Where dropout bits are drawn one after the other, in order. */
@@ -170,31 +43,20 @@ static struct cattn_rows *set_up(const struct run *run, int64_t block, void *mem
     const int64_t unit = block / plan->blocks_per_unit;
     const int64_t index = block % plan->blocks_per_unit;
     const int64_t first = (plan->drawn ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
-    const struct lead lead = find_lead(p, unit / plan->units_per_lead);
+    const struct cattn_lead lead = cattn_lead(p, unit / plan->units_per_lead);
     const int64_t first_head = unit % plan->units_per_lead * plan->heads_per_unit;
     const int64_t left = plan->unit_rows - first;
     rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
-    set_common(run, rows, &lead, first_head / p->group_size);
+    cattn_rows_common(rows, p, &lead, first_head / p->group_size);
     for (int r = 1; r < rows->n_rows && plan->drawn; r++)
         rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
     for (int r = 0; r < rows->n_rows; r++)
-        set_row(run, rows, &lead, r, first_head + (first + r) / p->seqlen_q, (first + r) % p->seqlen_q);
+        cattn_rows_row(rows, p, &lead, r, first_head + (first + r) / p->seqlen_q, (first + r) % p->seqlen_q);
     if (plan->path == CATTN_PATH_TILE)
         run->kernels->pack_query_tile(rows);
     else
         run->kernels->pack_query_rows(rows);
     return rows;
-}
-
-/* First and last key that any row of the task sees. */
-static struct cattn_range keys_of(const struct cattn_rows *rows) {
-    struct cattn_range all = {INT64_MAX, 0};
-    for (int r = 0; r < rows->n_rows; r++)
-        if (rows->lo[r] < rows->hi[r]) {
-            all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
-            all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;
-        }
-    return all.lo < all.hi ? all : (struct cattn_range){0, 0};
 }
 
 /* The part of `keys` that lies in one chunk. False: asked to stop. worker is NULL on the tiny path. */
@@ -237,7 +99,7 @@ static void pass_keys(const struct run *run, int64_t block, void *memory, struct
     struct cattn_rows *rows = set_up(run, block, memory);
     if (run->drawn && !cattn_drawn_take(run->drawn, block, rows->n_rows, run->params->seqlen_k, rows->kept[0], worker))
         return;
-    const struct cattn_range keys = keys_of(rows);
+    const struct cattn_range keys = cattn_rows_keys(rows);
     const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
     int64_t chunk = first;
     do {
@@ -255,7 +117,7 @@ static bool lies_behind(const struct run *run, int64_t block) {
     if (!run->params->query_starts.data || plan->heads_per_unit > 1)
         return false;
     const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
-    const struct lead lead = find_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    const struct cattn_lead lead = cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
     return first >= lead.sight.n_queries;
 }
 
@@ -289,7 +151,7 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
     const int64_t task = run->first_task + index;
     struct cattn_rows *rows = set_up(run, task / run->plan.n_chunks, cattn_worker_scratch(worker));
     const struct partial to = find_partial(run, index);
-    if (!pass_chunk(run, rows, keys_of(rows), task % run->plan.n_chunks, worker))
+    if (!pass_chunk(run, rows, cattn_rows_keys(rows), task % run->plan.n_chunks, worker))
         return;
     memcpy(to.max, rows->row_max, to.stats_size);
     memcpy(to.sum, rows->row_sum, to.stats_size);
@@ -358,10 +220,10 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     const struct cattn_attention_params *p = run->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t head = task % p->num_heads;
-    const struct lead lead = find_lead(p, task / p->num_heads);
+    const struct cattn_lead lead = cattn_lead(p, task / p->num_heads);
     struct cattn_rows common;
-    set_common(run, &common, &lead, 0);
-    uint8_t *to = (uint8_t *)mask->data + lead_of(p, mask, lead.index) + head * mask->head;
+    cattn_rows_common(&common, p, &lead, 0);
+    uint8_t *to = (uint8_t *)mask->data + cattn_lead_start(p, mask, lead.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
         run->kernels->keep_row(&common.drop, (uint32_t)(i + lead.sight.offset), (uint32_t)head, to + i * mask->row,
                                mask->col, p->seqlen_k);
@@ -379,7 +241,7 @@ static void drawn_mask_task(void *context, int64_t task, struct cattn_worker *wo
     for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
         const int64_t head = row / p->seqlen_q % p->num_heads, lead = row / p->seqlen_q / p->num_heads;
         uint8_t *to =
-            (uint8_t *)mask->data + lead_of(p, mask, lead) + head * mask->head + row % p->seqlen_q * mask->row;
+            (uint8_t *)mask->data + cattn_lead_start(p, mask, lead) + head * mask->head + row % p->seqlen_q * mask->row;
         for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
             const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
             cattn_torch_keep_next(&cursor, n, kept);
@@ -423,7 +285,6 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     struct cattn_drawn drawn;
     run.element = cattn_element_size(params->dtype);
-    run.stored = cattn_stored_size(params->dtype, params->storage);
     run.plan = cattn_plan(params, run.kernels);
     if (run.plan.drawn) {
         cattn_drawn_begin(&drawn, params->dropout.torch, params->dropout.keep_probability);
@@ -442,7 +303,7 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
 /* The keys of one block of rows, and how many its rows see together. */
 static struct cattn_range explain_block(const struct run *run, int64_t block, int64_t *n_keys) {
     const struct cattn_plan *plan = &run->plan;
-    const struct lead lead = find_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    const struct cattn_lead lead = cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
     const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
     const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
     struct cattn_range all = {INT64_MAX, 0};

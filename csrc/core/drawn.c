@@ -2,10 +2,8 @@
 #include "drawn.h"
 
 #include <string.h>
-#include <time.h>
 
-/* How long a task waits for its turn before it asks whether the call has been stopped. */
-#define WAIT_NANOSECONDS 10000000L
+#include "turns.h"
 
 void cattn_drawn_begin(struct cattn_drawn *drawn, const struct cattn_torch_random *random, double keep_probability) {
     pthread_mutex_init(&drawn->lock, NULL);
@@ -34,24 +32,9 @@ static void draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *b
 
 /* With the lock held: true when it is this task's turn. */
 static bool wait_for_turn(struct cattn_drawn *drawn, int64_t task, struct cattn_worker *worker) {
-    while (drawn->next != task) {
-        struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += WAIT_NANOSECONDS;
-        if (until.tv_nsec >= 1000000000L) {
-            until.tv_nsec -= 1000000000L;
-            until.tv_sec++;
-        }
-        pthread_cond_timedwait(&drawn->turn, &drawn->lock, &until);
-        if (drawn->next == task)
-            break;
-        /* the poll may run Python: not under the lock */
-        pthread_mutex_unlock(&drawn->lock);
-        const bool stop = cattn_should_stop(worker);
-        pthread_mutex_lock(&drawn->lock);
-        if (stop)
+    while (drawn->next != task)
+        if (!cattn_wait_briefly(&drawn->turn, &drawn->lock, worker) && drawn->next != task)
             return false;
-    }
     return true;
 }
 

@@ -3,9 +3,8 @@
 
 #include <assert.h>
 
+#include "arena.h"
 #include "drawn.h"
-
-#define ALIGNMENT 64
 
 /* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
 #define TINY_WORK 100000.0
@@ -31,56 +30,44 @@ static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
-/* Must the kernels copy its rows to read them? */
-static bool is_copied(const struct cattn_attention_params *p, const struct cattn_tensor *tensor) {
+bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor) {
     return tensor->data && (p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
-}
-
-/* Hands out `memory`, or only counts where it is NULL. */
-struct arena {
-    char *memory;
-    size_t used;
-};
-
-static void *carve(struct arena *arena, size_t bytes) {
-    void *slice = arena->memory ? arena->memory + arena->used : NULL;
-    arena->used += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return slice;
 }
 
 /* One place for the layout: called without memory to measure it, with memory to cut it. */
 static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
-                    const struct cattn_kernels *kernels, struct cattn_rows *r, struct arena *arena) {
+                    const struct cattn_kernels *kernels, struct cattn_rows *r, struct cattn_arena *arena) {
     const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
     const size_t size = cattn_element_size(p->dtype), slots = (size_t)cattn_plan_row_slots(plan);
     const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
     const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
     const size_t panel = (size_t)(kernels->lanes * kernels->nr);
-    const size_t copied_key = is_copied(p, &p->key) ? depth : 0;
-    const size_t copied_value = is_copied(p, &p->value) ? (size_t)p->d_v : 0;
+    const size_t copied_key = cattn_plan_copies(p, &p->key) ? depth : 0;
+    const size_t copied_value = cattn_plan_copies(p, &p->value) ? (size_t)p->d_v : 0;
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
-    r->kept[0] = plan->drawn ? carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
-    r->packed_query = carve(arena, rows * depth * size);
-    r->score = carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    r->value_panel = carve(arena, CATTN_RUN_KEYS * (tile ? panel : copied_value) * size);
-    r->key_rows = carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
-    r->block_rows = carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
-    r->weight_rows = carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
-    r->block_max = carve(arena, slots * size);
-    r->alpha = carve(arena, slots * size);
-    r->row_max = carve(arena, slots * size);
-    r->row_sum = carve(arena, slots * size);
-    r->acc = carve(arena, acc * size);
+    r->kept[0] = plan->drawn ? cattn_carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
+    r->packed_query = cattn_carve(arena, rows * depth * size);
+    r->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    r->cap_slope = NULL;
+    r->value_panel = cattn_carve(arena, CATTN_RUN_KEYS * (tile ? panel : copied_value) * size);
+    r->key_rows = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
+    r->block_rows = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
+    r->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
+    r->block_max = cattn_carve(arena, slots * size);
+    r->alpha = cattn_carve(arena, slots * size);
+    r->row_max = cattn_carve(arena, slots * size);
+    r->row_sum = cattn_carve(arena, slots * size);
+    r->acc = cattn_carve(arena, acc * size);
     /* a single chunk is the total: the second set of pointers is never written */
-    r->total_max = one_chunk ? r->row_max : carve(arena, slots * size);
-    r->total_sum = one_chunk ? r->row_sum : carve(arena, slots * size);
-    r->total_acc = one_chunk ? r->acc : carve(arena, acc * size);
+    r->total_max = one_chunk ? r->row_max : cattn_carve(arena, slots * size);
+    r->total_sum = one_chunk ? r->row_sum : cattn_carve(arena, slots * size);
+    r->total_acc = one_chunk ? r->acc : cattn_carve(arena, acc * size);
 }
 
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory) {
-    struct arena arena = {memory, 0};
-    struct cattn_rows *rows = carve(&arena, sizeof *rows);
+    struct cattn_arena arena = {memory, 0};
+    struct cattn_rows *rows = cattn_carve(&arena, sizeof *rows);
     lay_out(plan, params, kernels, rows, &arena);
     assert(arena.used == plan->scratch_size);
     return rows;
@@ -93,9 +80,9 @@ static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p,
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
-    struct arena count = {NULL, 0};
+    struct cattn_arena count = {NULL, 0};
     struct cattn_rows unused;
-    carve(&count, sizeof unused);
+    cattn_carve(&count, sizeof unused);
     lay_out(plan, p, kernels, &unused, &count);
     plan->scratch_size = count.used;
 }

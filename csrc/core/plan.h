@@ -32,6 +32,9 @@ int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 
 struct cattn_plan cattn_plan(const struct cattn_attention_params *params, const struct cattn_kernels *kernels);
 
+/* Must the kernels copy its rows to read them? Keys and values as they are stored. */
+bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor);
+
 /* The task's struct and all its scratch arrays, laid out in `memory` of scratch_size bytes. */
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);

@@ -84,6 +84,7 @@ struct cattn_rows {
     /* scratch, 64-byte aligned */
     void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim + pad] */
     void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
+    void *cap_slope;    /* as score, or NULL: the derivative of softcap (tile path, for the backward pass) */
     void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key of a run][d_v], for strided values and halves */
     void *key_rows;     /* a few key rows made contiguous */
     void *block_rows;   /* tile: [key][head_dim], then [key][d_v], for strided keys and values and halves */
@@ -92,6 +93,34 @@ struct cattn_rows {
     void *row_max, *row_sum, *alpha;         /* the chunk so far, and this block's correction */
     void *acc;                               /* [row][acc_cols] */
     void *total_max, *total_sum, *total_acc; /* the chunks before; used from the second chunk on */
+};
+
+/* Gradients: a block of queries on its way past the keys. Three views share masks and ranges: in `scores` are the
+ * queries and keys of the forward pass, in `grads` grad_out takes the place of the queries and the values that of the
+ * keys, in `keys` the gradients of the scores take the place of the weights and the keys that of the values. A driver
+ * calls
+ *
+ *     backward_begin            once
+ *       backward_scores         for each key block: the weights, and the gradients of the biased scores
+ *       backward_bias           the gradient of the bias, from those; if asked for
+ *       backward_query          from here on they are the gradients of the products; what they add to the query's
+ *       backward_keys           what the block of queries adds to the gradients of the keys and values
+ *     backward_sink, backward_finish
+ */
+struct cattn_backward {
+    struct cattn_rows scores, grads, keys;
+    /* scratch: scaled queries and grad_out once more, row by row, zero behind the last row and column */
+    void *query_rows, *grad_rows;
+    int64_t query_cols, grad_cols;     /* multiples of CATTN_PAD */
+    void *lse, *delta, *bias_sum;      /* per row; delta: grad_out . out; bias_sum: of the gradients of its scores */
+    void *bias_part;                   /* [CATTN_BLOCK_KEYS]: sums over the rows */
+    void *grad_query[CATTN_TILE_ROWS]; /* unit stride, as all gradients */
+    void *grad_key, *grad_value;       /* of this key-value head: added to */
+    int64_t grad_key_row, grad_value_row;
+    /* at most one of the three: added to, row by row; added to, for all rows together; one number a row, written */
+    void *grad_bias[CATTN_TILE_ROWS];
+    void *grad_bias_keys;
+    void *grad_bias_row[CATTN_TILE_ROWS];
 };
 
 /* Softmax over one row of n elements, lanes across the row. */
@@ -137,6 +166,14 @@ struct cattn_kernels {
     void (*chunk_merge)(struct cattn_rows *rows);
     /* from the total; with weights, turns the raw scores left there into weights */
     void (*finish)(struct cattn_rows *rows);
+    void (*backward_begin)(struct cattn_backward *b);
+    void (*backward_scores)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    void (*backward_bias)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    void (*backward_query)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    void (*backward_keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    /* sum over the rows of (weight of the sink) * delta */
+    double (*backward_sink)(struct cattn_backward *b);
+    void (*backward_finish)(struct cattn_backward *b);
     /* keep bits of one row of an attention matrix, keys 0 .. n-1 */
     void (*keep_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
                      int64_t n);

@@ -14,6 +14,8 @@
 #include "rowwise.inc.h"
 #include "tile.inc.h"
 
+#include "backward.inc.h"
+
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile is whole panels");
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile is whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block is whole micro-tiles");
@@ -37,6 +39,13 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .rows_block = rows_block,
     .chunk_merge = chunk_merge,
     .finish = finish,
+    .backward_begin = backward_begin,
+    .backward_scores = backward_scores,
+    .backward_bias = backward_bias,
+    .backward_query = backward_query,
+    .backward_keys = backward_keys,
+    .backward_sink = backward_sink,
+    .backward_finish = backward_finish,
     .keep_row = keep_row,
     .widen_row = widen_row,
     .narrow_row = narrow_row,

@@ -97,3 +97,20 @@ INLINE vm philox_decide(const struct cattn_drop *drop, vu digits, uint64_t j, in
     }
     return vu_lt(digits, vu_set1(drop->threshold_hi));
 }
+
+/* First draws for LANES queries: keys j, j+8 .. j+56, where j is one of the first 8 of a run of 64. */
+INLINE void philox_lanes(const struct cattn_drop *drop, uint64_t j, const uint32_t *c1, const uint32_t *c2,
+                         vu words[4]) {
+    words[0] = vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7));
+    words[1] = vu_loadu(c1);
+    words[2] = vu_loadu(c2);
+    words[3] = vu_set1(drop->lead2);
+    philox(words, drop->key);
+}
+
+/* The decisions for key j + 8 * d of those. */
+INLINE vm philox_lanes_keep(const struct cattn_drop *drop, const vu words[4], int d, uint64_t j, const uint32_t *c1,
+                            const uint32_t *c2) {
+    vu digits = d & 1 ? vu_shr16(words[d >> 1]) : vu_and(words[d >> 1], vu_set1(0xffff));
+    return philox_decide(drop, digits, j + (uint64_t)(8 * d), 0, c1, c2);
+}

@@ -219,6 +219,12 @@ static __attribute__((noinline)) vf cap_score(vf score, double softcap) {
     return cap * tanh_full(vf_div(score, cap));
 }
 
+/* What the derivative of softcap is where it has made this of a score. */
+static __attribute__((noinline)) vf cap_slope(vf capped, double softcap) {
+    const vf t = vf_div(capped, vf_set1((real)softcap));
+    return vf_fma(-t, t, vf_set1(1));
+}
+
 /* ALiBi: the score sinks by slope for each key between the query and this one. Both places count from the block's
  * first key, so that they are exact wherever the block lies. */
 INLINE vf slope_score(vf score, vf slope, vf query, vf key) {

@@ -101,6 +101,9 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++)
                 acc[m][n] = cap_score(acc[m][n], rows->softcap);
+        if (rows->cap_slope)
+            for (int m = 0; m < MR; m++)
+                vf_storeu((real *)rows->cap_slope + (k + m) * CATTN_TILE_ROWS + r, cap_slope(acc[m][n], rows->softcap));
         if (rows->has_slopes)
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++)
@@ -192,15 +195,13 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
     for (int run = e->begin / 64 * 64; run < e->end; run += 64)
         for (int c = 0; c < 8; c++) {
             const uint64_t j = (uint64_t)(t->k0 + run + c);
-            vu words[4] = {vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)c), vu_loadu(position), vu_loadu(head),
-                           vu_set1(drop->lead2)};
-            philox(words, drop->key);
+            vu words[4];
+            philox_lanes(drop, j, position, head, words);
             for (int d = 0; d < 8; d++) {
                 const int k = run + 8 * d + c;
                 if (k < e->begin || k >= e->end)
                     continue;
-                vu digits = d & 1 ? vu_shr16(words[d >> 1]) : vu_and(words[d >> 1], vu_set1(0xffff));
-                vm kept = philox_decide(drop, digits, j + (uint64_t)(8 * d), 0, position, head);
+                vm kept = philox_lanes_keep(drop, words, d, j, position, head);
                 real *w = (real *)rows->score + k * CATTN_TILE_ROWS + r;
                 vf_storeu(w, vf_select(kept, vf_loadu(w), vf_set1(0)));
             }
@@ -307,25 +308,42 @@ static void value_block(const struct tile *t) {
     }
 }
 
-static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
-    struct tile t = {.rows = rows, .k0 = k0, .n_keys = (int)(k1 - k0)};
-    t.all = extent_of_rows(rows, k0, 0, rows->n_rows);
-    if (t.all.begin == t.all.end)
-        return;
-    find_extents(&t);
-    for (int r = 0; r < t.n_vectors * LANES; r++) {
-        t.lo[r] = r < rows->n_rows ? (real)relative(rows->lo[r], k0) : 0;
-        t.hi[r] = r < rows->n_rows ? (real)relative(rows->hi[r], k0) : 0;
+/* False: no row sees a key of the block. */
+static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int64_t k1) {
+    t->rows = rows;
+    t->k0 = k0;
+    t->n_keys = (int)(k1 - k0);
+    t->all = extent_of_rows(rows, k0, 0, rows->n_rows);
+    if (t->all.begin == t->all.end)
+        return false;
+    find_extents(t);
+    return true;
+}
+
+/* Scores of the block, with every mask applied. */
+static void tile_scores(struct tile *t) {
+    struct cattn_rows *rows = t->rows;
+    const int64_t k0 = t->k0;
+    for (int r = 0; r < t->n_vectors * LANES; r++) {
+        t->lo[r] = r < rows->n_rows ? (real)relative(rows->lo[r], k0) : 0;
+        t->hi[r] = r < rows->n_rows ? (real)relative(rows->hi[r], k0) : 0;
         ((real *)rows->block_max)[r] = NEG_INF;
     }
-    for (int r = 0; r < t.n_vectors * LANES && rows->has_slopes; r++) {
-        t.slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
-        t.position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
+    for (int r = 0; r < t->n_vectors * LANES && rows->has_slopes; r++) {
+        t->slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
+        t->position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
     }
-    for (int v = 0; v < t.n_vectors && !rows->fully_ranged; v++)
-        fill_bias(&t, &t.vector[v], v * LANES);
-    t.key = block_rows(&t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
-    score_block(&t);
+    for (int v = 0; v < t->n_vectors && !rows->fully_ranged; v++)
+        fill_bias(t, &t->vector[v], v * LANES);
+    t->key = block_rows(t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
+    score_block(t);
+}
+
+static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
+    struct tile t;
+    if (!tile_begin(&t, rows, k0, k1))
+        return;
+    tile_scores(&t);
     for (int v = 0; v < t.n_vectors; v++) {
         const struct extent *e = &t.vector[v];
         if (rows->weights[0])

@@ -13,10 +13,11 @@ from . import reference
 from ._config import show_config
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
-from ._types import AttentionOutput, CausalAlignmentWarning
+from ._types import AttentionGradients, AttentionOutput, CausalAlignmentWarning
 from .cache import KVCache
 from .functional import (
     Explanation,
+    attention_backward,
     attention_weights,
     causal_attention,
     causal_mask,
@@ -45,6 +46,7 @@ from .random import TorchGenerator, manual_seed
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionGradients",
     "AttentionOutput",
     "CausalAlignmentWarning",
     "CausalAttention",
@@ -58,6 +60,7 @@ __all__ = [
     "SelfAttention_v2",
     "TorchGenerator",
     "__version__",
+    "attention_backward",
     "attention_weights",
     "causal_attention",
     "causal_mask",

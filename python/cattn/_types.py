@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .random import TorchGenerator
 
-__all__ = ["AttentionOutput", "CausalAlignmentWarning"]
+__all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
@@ -57,6 +57,39 @@ class AttentionOutput(NamedTuple):
     lse: Any = None
     dropout_mask: Any = None
     dropout_seed: int | None = None
+
+
+class AttentionGradients(NamedTuple):
+    """What `attention_backward` returns: gradients in the shapes of the arguments.
+
+    Attributes
+    ----------
+    query, key, value : ndarray
+        Gradients of the three inputs.
+    bias : ndarray or None
+        Gradient of `bias` or, where there is none, of a float `attn_mask`. None where neither was given.
+    sinks : ndarray or None
+        Gradient of `sinks`; None without them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(2)
+    >>> result = cattn.causal_attention(x, x, x, return_lse=True)
+    >>> grads = cattn.attention_backward(x, x, x, x, result.out, result.lse, is_causal=True)
+    >>> grads.value.round(2)
+    array([[1.  , 0.33],
+           [0.  , 0.67]])
+    >>> grads.bias is None
+    True
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    sinks: Any = None
 
 
 class CausalAlignmentWarning(UserWarning):

@@ -1,6 +1,7 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from ._attention import attention_weights, scaled_dot_product_attention
+from ._backward import attention_backward
 from ._causal import causal_attention
 from ._explain import Explanation, explain
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
@@ -10,6 +11,7 @@ from ._varlen import varlen_attention
 
 __all__ = [
     "Explanation",
+    "attention_backward",
     "attention_weights",
     "causal_attention",
     "causal_mask",

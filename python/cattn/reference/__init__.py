@@ -20,11 +20,13 @@ References
 """
 
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
+from ._backward import attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
 
 __all__ = [
+    "attention_backward",
     "attention_weights",
     "causal_attention",
     "causal_mask",

@@ -1,0 +1,35 @@
+/* attention_rows.h -- from a call's tensors to the rows of one task: what the forward and the backward pass share.
+ */
+#ifndef CATTN_ATTENTION_ROWS_H
+#define CATTN_ATTENTION_ROWS_H
+
+#include "../kernels/kernels.h"
+#include "mask.h"
+
+/* Where each tensor starts for one leading index. */
+struct cattn_lead {
+    int64_t index;
+    struct cattn_sight sight;
+    int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights, lse;
+};
+
+struct cattn_lead cattn_lead(const struct cattn_attention_params *p, int64_t index);
+
+/* Elements from a tensor's start to its part for one leading index; 0 where it is absent. */
+int64_t cattn_lead_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index);
+
+/* The element `offset` elements behind the first; of query, key, value, out and weights as they are stored. */
+void *cattn_tensor_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
+void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
+
+/* What all rows of the call have in common. */
+void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
+                       int64_t kv_head);
+/* Row r of the task is query i of one query head. */
+void cattn_rows_row(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
+                    int r, int64_t head, int64_t i);
+
+/* First and last key that any row of the task sees. */
+struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);
+
+#endif

@@ -1,0 +1,64 @@
+/* turns.c -- turns at places; see turns.h. */
+#include "turns.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+/* How long a task waits for its turn before it asks whether the call has been stopped. */
+#define WAIT_NANOSECONDS 10000000L
+/* Looks at a place before sleeping: some ten microseconds, what waking up costs. */
+#define LOOKS 2000
+
+bool cattn_turns_begin(struct cattn_turns *turns, int64_t n_places) {
+    turns->next = calloc((size_t)n_places + 1, sizeof *turns->next);
+    if (!turns->next)
+        return false;
+    pthread_mutex_init(&turns->lock, NULL);
+    pthread_cond_init(&turns->passed, NULL);
+    return true;
+}
+
+void cattn_turns_end(struct cattn_turns *turns) {
+    pthread_cond_destroy(&turns->passed);
+    pthread_mutex_destroy(&turns->lock);
+    free(turns->next);
+}
+
+bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct cattn_worker *worker) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += WAIT_NANOSECONDS;
+    if (until.tv_nsec >= 1000000000L) {
+        until.tv_nsec -= 1000000000L;
+        until.tv_sec++;
+    }
+    pthread_cond_timedwait(condition, lock, &until);
+    /* the poll may run Python: not under the lock */
+    pthread_mutex_unlock(lock);
+    const bool stop = cattn_should_stop(worker);
+    pthread_mutex_lock(lock);
+    return !stop;
+}
+
+static bool has_turn(struct cattn_turns *turns, int64_t place, int64_t turn) {
+    return atomic_load_explicit(&turns->next[place], memory_order_acquire) == (int)turn;
+}
+
+bool cattn_turns_wait(struct cattn_turns *turns, int64_t place, int64_t turn, struct cattn_worker *worker) {
+    for (int look = 0; look < LOOKS; look++)
+        if (has_turn(turns, place, turn))
+            return true;
+    bool go_on = true;
+    pthread_mutex_lock(&turns->lock);
+    while (go_on && !has_turn(turns, place, turn))
+        go_on = cattn_wait_briefly(&turns->passed, &turns->lock, worker);
+    pthread_mutex_unlock(&turns->lock);
+    return go_on;
+}
+
+void cattn_turns_pass(struct cattn_turns *turns, int64_t place) {
+    pthread_mutex_lock(&turns->lock);
+    atomic_fetch_add_explicit(&turns->next[place], 1, memory_order_release);
+    pthread_cond_broadcast(&turns->passed);
+    pthread_mutex_unlock(&turns->lock);
+}

@@ -1,0 +1,29 @@
+/* turns.h -- tasks that run in parallel take turns at places: a place is visited by its first task, then its second.
+ *
+ * Tasks must be started in an order in which nobody waits for a task that starts later (parallel.h starts them in
+ * ascending order).
+ */
+#ifndef CATTN_TURNS_H
+#define CATTN_TURNS_H
+
+#include <pthread.h>
+
+#include "parallel.h"
+
+struct cattn_turns {
+    pthread_mutex_t lock;
+    pthread_cond_t passed;
+    atomic_int *next; /* of each place: whose turn it is */
+};
+
+bool cattn_turns_begin(struct cattn_turns *turns, int64_t n_places);
+void cattn_turns_end(struct cattn_turns *turns);
+/* False: asked to stop. */
+bool cattn_turns_wait(struct cattn_turns *turns, int64_t place, int64_t turn, struct cattn_worker *worker);
+void cattn_turns_pass(struct cattn_turns *turns, int64_t place);
+
+/* For a lock that guards what is waited for: sleeps until the condition is signalled, at most some milliseconds; then
+ * asks, without the lock, whether the call has been stopped. */
+bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct cattn_worker *worker);
+
+#endif

@@ -1,0 +1,123 @@
+"""Gradients of attention, with full matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cattn._types import AttentionGradients, Window
+
+from ._attention import Problem, _kept, _weighted_sum, match_heads, score
+from ._masks import Causal, Ranges
+from ._shared import Floats, probability, quiet
+
+
+@quiet
+def attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Causal = False,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    rng: int | None = None,
+) -> AttentionGradients:
+    """Gradients of the arguments of `scaled_dot_product_attention`, from that of its output.
+
+    With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0) and the gradient dO of the output O::
+
+        dV = (P * Z).T @ dO        dP = Z * (dO @ V.T)        dS = P * (dP - sum(dO * O, axis=-1))
+        dQ = scale * dS @ K        dK = scale * dS.T @ Q      d bias = dS        d sink = -sum(P_sink * sum(dO * O))
+
+    where dS of a capped score t = tanh(s / softcap) takes the factor 1 - t**2 on its way to Q and K, and each gradient
+    is summed over what its argument was broadcast along. Arguments are those of the forward pass, `out` and `lse` what
+    it returned. Hidden pairs take no part, whatever they hold.
+
+    Examples
+    --------
+    >>> x = np.eye(2)
+    >>> attention_backward(x, x, x, x, out=0.5 * np.ones((2, 2)), lse=np.log([2.0, 2.0]), scale=0.0).value
+    array([[0.5, 0.5],
+           [0.5, 0.5]])
+    """
+    p = probability(dropout_p, "dropout_p")
+    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
+    inputs = (query, key, value)
+    problem = score(inputs, (attn_mask, bias), ranges, scale, enable_gqa, softcap, alibi_slopes)
+    visible = problem.visible
+    q, k, v = _with_heads(inputs, problem, enable_gqa)
+    grads_out, outs, row_lse = (np.asarray(a, np.float64) for a in (grad_out, out, lse))
+    if problem.one_head:
+        grads_out, outs, row_lse = grads_out[..., None, :, :], outs[..., None, :, :], row_lse[..., None, :]
+    scale = 1.0 / np.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+
+    visible_mass = visible & (problem.scores != -np.inf)  # a score of -inf has weight 0 and passes nothing on
+    weights = np.where(visible_mass, np.exp(problem.scores - row_lse[..., None]), 0.0)
+    factor = np.zeros(visible.shape)
+    if p < 1:
+        factor[_kept(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
+    delta = (grads_out * outs).sum(axis=-1)
+    dP = np.where(factor != 0, factor * (grads_out @ np.swapaxes(v, -1, -2)), 0.0)
+    dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
+    dS_scaled = dS * scale
+    if softcap:
+        raw = score(inputs, (None, None), ranges, scale, enable_gqa, softcap).scores
+        dS_scaled = np.where(dS != 0, dS_scaled * (1 - (raw / softcap) ** 2), 0.0)
+
+    grad_q = _weighted_sum(dS_scaled, k, visible)
+    transposed = np.swapaxes(visible, -1, -2)
+    grad_k = _weighted_sum(np.swapaxes(dS_scaled, -1, -2), q, transposed)
+    grad_v = _weighted_sum(np.swapaxes(np.where(factor != 0, weights * factor, 0.0), -1, -2), grads_out, transposed)
+    grad_bias, grad_sinks = None, None
+    additive = bias if bias is not None else attn_mask
+    if additive is not None and np.asarray(additive).dtype.kind == "f":
+        grad_bias = _sum_to(dS[..., 0, :, :] if problem.one_head else dS, np.shape(additive))
+    if sinks is not None:
+        sink = np.asarray(sinks, np.float64)[..., None]
+        mass = np.where(visible.any(axis=-1) & (sink != -np.inf), np.exp(sink - row_lse) * delta, 0.0)
+        grad_sinks = _sum_to(-mass.sum(axis=-1), np.shape(sinks))
+    grads = []
+    for grad, given in zip((grad_q, grad_k, grad_v), inputs, strict=True):
+        grads.append(_sum_groups(grad[..., 0, :, :] if problem.one_head else grad, np.shape(given)))
+    return AttentionGradients(grads[0], grads[1], grads[2], grad_bias, grad_sinks)
+
+
+def _with_heads(inputs: tuple[ArrayLike, ...], problem: Problem, enable_gqa: bool | None) -> list[Floats]:
+    """Return the inputs with all leading axes and heads of the call, repeated where they are shared."""
+    arrays = [np.asarray(a, np.float64) for a in inputs]
+    rank = max(a.ndim for a in arrays)
+    arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
+    if problem.one_head:
+        arrays = [np.expand_dims(a, -3) for a in arrays]
+    arrays = list(match_heads(arrays[0], arrays[1], arrays[2], enable_gqa))
+    return [np.broadcast_to(a, problem.visible.shape[:-2] + a.shape[-2:]) for a in arrays]
+
+
+def _sum_groups(grad: Floats, shape: tuple[int, ...]) -> Any:
+    """Sum the query heads that share a key-value head, then over what was broadcast."""
+    heads, own = (grad.shape[-3], shape[-3]) if len(shape) > 2 and grad.ndim > 2 else (1, 1)
+    if own > 1 and heads != own:
+        grad = grad.reshape(*grad.shape[:-3], own, heads // own, *grad.shape[-2:]).sum(axis=-3)
+    return _sum_to(grad, shape)
+
+
+def _sum_to(grad: Floats, shape: tuple[int, ...]) -> Any:
+    missing = grad.ndim - len(shape)
+    axes = [i for i in range(grad.ndim) if i < missing or shape[i - missing] != grad.shape[i]]
+    return grad.sum(axis=tuple(axes)).reshape(shape)
