@@ -21,8 +21,7 @@ def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
     missing = gradient.ndim - len(shape)
     sizes = zip(gradient.shape[missing:], shape, strict=True)
     axes = (*range(missing), *(missing + i for i, (full, own) in enumerate(sizes) if full != own))
-    with np.errstate(all="ignore"):
-        return np.asarray(gradient.sum(axis=axes)).reshape(shape)
+    return np.asarray(gradient.sum(axis=axes)).reshape(shape)
 
 
 def attention_backward(
@@ -131,7 +130,7 @@ def attention_backward(
     array([[0.   , 0.851],
            [0.173, 0.505]])
     """
-    *grads, dtype = _cattn.attention_backward(
+    d_query, d_key, d_value, d_bias, d_sinks, dtype = _cattn.attention_backward(
         query,
         key,
         value,
@@ -158,8 +157,11 @@ def attention_backward(
         lse,
     )
     additive = attn_mask if bias is None else bias
-    both = zip(grads, (query, key, value, additive, sinks), strict=True)
-    sums = [None if gradient is None else _sum_to(gradient, argument) for gradient, argument in both]
     with np.errstate(all="ignore"):
-        sums[:3] = [gradient.astype(dtype, copy=False) for gradient in sums[:3]]
-    return AttentionGradients(*sums)
+        return AttentionGradients(
+            _sum_to(d_query, query).astype(dtype, copy=False),
+            _sum_to(d_key, key).astype(dtype, copy=False),
+            _sum_to(d_value, value).astype(dtype, copy=False),
+            None if d_bias is None else _sum_to(d_bias, additive),
+            None if d_sinks is None else _sum_to(d_sinks, sinks),
+        )
