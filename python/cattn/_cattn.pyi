@@ -111,9 +111,7 @@ def attention_backward(
     forward_out: object,
     forward_lse: object,
     /,
-) -> tuple[
-    NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, np.dtype[Any]
-]: ...
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, np.dtype[Any]]: ...
 def varlen_attention(
     query: object,
     key: object,

@@ -1,0 +1,273 @@
+"""PyTorch: attention by cattn on CPU tensors, with gradients, under ``torch.compile``, in the place of PyTorch's own.
+
+Two custom operators, forward and backward, both of which PyTorch can trace. Memory is shared, not copied: PyTorch's
+tensors are read where they lie, and NumPy's results become tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import cattn
+from cattn._arrays import load_bfloat16
+
+__all__ = ["scaled_dot_product_attention", "use_cattn"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_theirs = torch.nn.functional.scaled_dot_product_attention
+
+
+def _as_array(tensor: Tensor) -> NDArray[Any]:
+    """Return the tensor's memory as an array."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(load_bfloat16("a tensor is of bfloat16"))
+    return tensor.numpy()
+
+
+def _as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return the array's memory as a tensor."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _options(
+    attn_mask: Tensor | None, seed: Tensor, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> dict[str, Any]:
+    return {
+        "attn_mask": None if attn_mask is None else _as_array(attn_mask),
+        "dropout_p": dropout_p,
+        "is_causal": "upper_left" if is_causal else False,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "rng": int(seed) % 2**64 if dropout_p else None,
+    }
+
+
+@torch.library.custom_op("cattn::attention", mutates_args=(), device_types="cpu")
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and its log-sum-exp."""
+    result = cattn.scaled_dot_product_attention(
+        _as_array(query),
+        _as_array(key),
+        _as_array(value),
+        return_lse=True,
+        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa),
+    )
+    assert result.out is not None
+    assert result.lse is not None
+    return _as_tensor(result.out, query.dtype), torch.from_numpy(result.lse)
+
+
+@torch.library.custom_op("cattn::attention_backward", mutates_args=(), device_types="cpu")
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and an additive mask (else an empty tensor)."""
+    grads = cattn.attention_backward(
+        *map(_as_array, (grad_out, query, key, value, out, lse)),
+        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa),
+    )
+    mask = torch.empty(0) if grads.bias is None else torch.from_numpy(grads.bias)
+    if attn_mask is not None and grads.bias is not None:
+        mask = mask.to(attn_mask.dtype)
+    return (*(_as_tensor(grad, query.dtype) for grad in grads[:3]), mask)  # type: ignore[return-value]
+
+
+@_attention.register_fake
+def _shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor]:
+    heads = enable_gqa and query.ndim > 2
+    shared = 3 if heads else 2  # grouped heads are those of the query
+    broadcast_shapes: Any = torch.broadcast_shapes  # has no types
+    lead = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
+    rows = (*lead, *query.shape[-shared:-1])
+    wide = query.dtype if query.dtype is torch.float64 else torch.float32
+    return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=wide)
+
+
+@_attention_backward.register_fake
+def _gradient_shapes(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    additive = attn_mask is not None and attn_mask.dtype is not torch.bool
+    mask = attn_mask.new_empty(attn_mask.shape) if additive and attn_mask is not None else torch.empty(0)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), mask
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, attn_mask, seed, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+    query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
+    grads = _attention_backward(grad_out, query, key, value, attn_mask, out, lse, seed, *ctx.options)
+    mask = grads[3] if ctx.needs_input_grad[3] else None
+    return (*grads[:3], mask, None, None, None, None, None)
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute attention of CPU tensors: PyTorch's function of this name, by cattn.
+
+    Parameters
+    ----------
+    query : Tensor, shape (..., T_q, head_dim)
+        On the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, as key and value.
+    key : Tensor, shape (..., T_k, head_dim)
+        Keys.
+    value : Tensor, shape (..., T_k, d_v)
+        Values.
+    attn_mask : Tensor, optional
+        Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal.
+    dropout_p : float
+        Probability of a weight to be dropped. The key of the mask is drawn from PyTorch's default generator, so that
+        ``torch.manual_seed`` and checkpointing repeat it; the mask itself is cattn's, not PyTorch's.
+    is_causal : bool
+        Query i sees the keys j <= i.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool
+        Heads (axis -3) of query may be a multiple of those of key and value.
+
+    Returns
+    -------
+    Tensor, shape (..., T_q, d_v)
+        Differentiable once, in query, key, value and an additive mask. A query that sees no key gets 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes.
+
+    Notes
+    -----
+    Threads are those of `cattn.set_num_threads`. Gradients have the same bits for any number of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import scaled_dot_product_attention
+    >>> x = torch.eye(3, requires_grad=True)
+    >>> out = scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> out.sum().backward()
+    >>> x.grad.shape
+    torch.Size([3, 3])
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+        if tensor.dtype not in _DTYPES or tensor.dtype is not query.dtype:
+            wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {query.dtype}"
+            raise TypeError(f"{name} has dtype {tensor.dtype}; {wanted}")
+    if dropout_p > 0.0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    else:
+        seed = torch.zeros((), dtype=torch.int64)
+    out: Tensor = _attention(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa)[0]
+    return out
+
+
+def _is_ours(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> bool:
+    return all(
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.dtype in _DTYPES
+        for tensor in (query, key, value)
+    )
+
+
+@functools.wraps(_theirs)
+def _dispatch(*args: Any, **kwargs: Any) -> Any:
+    return (scaled_dot_product_attention if _is_ours(*args, **kwargs) else _theirs)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def use_cattn() -> Iterator[None]:
+    """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
+
+    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them; other devices and
+    dtypes go to PyTorch as before. The name is the process's, so threads share it. What was computed inside has cattn's
+    backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
+
+    Yields
+    ------
+    None
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import use_cattn
+    >>> x = torch.ones(1, 2, 4, 8)
+    >>> with use_cattn():
+    ...     out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> out.shape
+    torch.Size([1, 2, 4, 8])
+    """
+    before = torch.nn.functional.scaled_dot_product_attention
+    torch.nn.functional.scaled_dot_product_attention = _dispatch
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = before

@@ -1,0 +1,229 @@
+"""cattn inside PyTorch: the operator's contract, gradients, compilation, random numbers, and the swap."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cattn
+from cattn.integrations import torch as bridge
+
+attention = bridge.scaled_dot_product_attention
+theirs = torch.nn.functional.scaled_dot_product_attention
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+CASES: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
+    "plain": lambda: (tensors((2, 4, 50, 8), (2, 4, 60, 8), (2, 4, 60, 5)), {}),
+    "causal": lambda: (tensors(*[(3, 2, 40, 8)] * 3), {"is_causal": True}),
+    "groups": lambda: (tensors((2, 4, 50, 8), (2, 2, 60, 8), (2, 2, 60, 5)), {"enable_gqa": True, "scale": 0.3}),
+    "two dimensions": lambda: (tensors((7, 3), (9, 3), (9, 4)), {}),
+    "three dimensions": lambda: (tensors((2, 7, 3), (2, 9, 3), (2, 9, 4)), {"scale": -0.5}),
+    "float mask": lambda: (tensors(*[(2, 3, 20, 8)] * 3, (20, 20)), {}),
+    "mask for each head": lambda: (tensors(*[(2, 3, 20, 8)] * 3, (3, 1, 20)), {}),
+    "boolean mask": lambda: ([*tensors(*[(2, 3, 20, 8)] * 3), torch.ones(20, 20).tril(3) > 0], {}),
+    "transposed": lambda: ([t.transpose(1, 2) for t in tensors(*[(2, 20, 3, 8)] * 3)], {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str) -> None:
+    """Against PyTorch's function in float64, which differs by rounding."""
+    inputs, options = CASES[name]()
+    ours, right = attention(*inputs, **options), theirs(*inputs, **options)
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+    grad = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(1))
+    wanted = [t for t in inputs if t.requires_grad]
+    for a, b in zip(torch.autograd.grad(ours, wanted, grad), torch.autograd.grad(right, wanted, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_the_operators_contract(name: str, dropout_p: float) -> None:
+    inputs, options = CASES[name]()
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaves, of the same strides
+    mask = inputs[3] if len(inputs) > 3 else None
+    seed = torch.tensor(-5)
+    rest = (dropout_p, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
+    args = (*inputs[:3], mask, seed, *rest)
+    torch.library.opcheck(torch.ops.cattn.attention.default, args)
+    with torch.no_grad():
+        out, lse = torch.ops.cattn.attention(*args)
+        still = [None if t is None else t.detach() for t in (*inputs[:3], mask)]
+    backward = (torch.ones_like(out), *still, out, lse, *args[4:])
+    torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward)
+
+
+def test_gradcheck_with_dropout() -> None:
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return attention(*inputs, dropout_p=0.3, is_causal=True)
+
+    assert torch.autograd.gradcheck(call, tensors((2, 5, 3), (2, 5, 3), (2, 5, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    inputs = tensors(*[(2, 3, 40, 16)] * 3, dtype=dtype)
+    out = attention(*inputs, is_causal=True)
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert {out.dtype, *(grad.dtype for grad in grads)} == {dtype}
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    right = theirs(*wide, is_causal=True)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), right, rtol=2 * eps, atol=2 * eps)
+    for a, b in zip(grads, torch.autograd.grad(right.sum(), wide), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=8 * eps, atol=8 * eps)
+
+
+def test_memory_is_shared() -> None:
+    x = torch.randn(1, 2, 8, 4)
+    assert bridge._as_array(x).ctypes.data == x.data_ptr()
+    array = np.ones((3, 4), np.float32)
+    assert bridge._as_tensor(array, torch.float32).data_ptr() == array.ctypes.data
+    half = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert bridge._as_array(half).ctypes.data == half.data_ptr()
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+def test_dropout_follows_pytorchs_seed() -> None:
+    q, k, v = tensors(*[(2, 3, 40, 16)] * 3)
+
+    def call() -> torch.Tensor:
+        return attention(q, k, v, dropout_p=0.5)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(2)
+    assert not torch.equal(call(), first)
+
+
+def test_checkpointing_draws_the_same_mask() -> None:
+    x = torch.randn(1, 2, 30, 8, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return attention(x, x, x, dropout_p=0.4).square().sum()
+
+    torch.manual_seed(7)
+    (plain,) = torch.autograd.grad(loss(x), x)
+    torch.manual_seed(7)
+    (again,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
+    assert torch.equal(plain, again)
+
+
+# ---- compilation ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic: bool) -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q * 2, k, v, dropout_p=0.2, is_causal=True).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (20, 33):
+        inputs = tensors(*[(1, 2, tokens, 8)] * 3)
+        torch.manual_seed(0)
+        right = loss(*inputs)
+        torch.manual_seed(0)
+        ours = compiled(*inputs)
+        assert torch.equal(ours, right)
+        for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(right, inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+# ---- the swap ------------------------------------------------------------------------------------------------------
+def test_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.dtype] = []
+
+    def noting(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(query.dtype)
+        return attention(query, *args, **options)
+
+    monkeypatch.setattr(bridge, "scaled_dot_product_attention", noting)
+    x = torch.randn(2, 5, 16)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    right, _ = module(x, x, x, need_weights=False)
+    with bridge.use_cattn():
+        ours, _ = module(x, x, x, need_weights=False)
+        assert calls == [torch.float32]
+        meta = torch.empty(2, 5, 16, device="meta")
+        assert torch.nn.functional.scaled_dot_product_attention(meta, meta, meta).shape == (2, 5, 16)
+        with bridge.use_cattn():
+            torch.nn.functional.scaled_dot_product_attention(x.double(), x.double(), x.double())
+        assert calls == [torch.float32, torch.float64]
+    assert torch.nn.functional.scaled_dot_product_attention is theirs
+    torch.testing.assert_close(ours, right)
+    with pytest.raises(ZeroDivisionError), bridge.use_cattn():
+        raise ZeroDivisionError
+    assert torch.nn.functional.scaled_dot_product_attention is theirs
+
+
+def test_the_swap_compiles() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 16, 8)
+    with bridge.use_cattn():
+        assert torch.equal(
+            torch.compile(call, fullgraph=True, backend="aot_eager")(x), attention(x, x, x, is_causal=True)
+        )
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+def test_errors() -> None:
+    x = torch.ones(2, 3, 4)
+    with pytest.raises(ValueError, match="key is on meta, cattn computes on the CPU"):
+        attention(x, x.to("meta"), x)
+    with pytest.raises(TypeError, match=r"query has dtype torch\.int64; float16, bfloat16, float32 or float64"):
+        attention(x.long(), x, x)
+    with pytest.raises(TypeError, match=r"value has dtype torch\.float64; query has torch\.float32"):
+        attention(x, x, x.double())
+    with pytest.raises(ValueError, match="key has head_dim 3, query has 4"):
+        attention(x, x[..., :3], x)
+
+
+def test_training_a_small_model_gives_the_same_losses() -> None:
+    """Two layers, some steps, without dropout: the losses are those of PyTorch's function, to rounding."""
+
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(20, 32), torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            torch.nn.Linear(32, 20),
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.randint(0, 20, (4, 17))
+        found = []
+        for _ in range(8):
+            loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    right = losses()
+    with bridge.use_cattn():
+        ours = losses()
+    assert right[-1] < 0.7 * right[0]
+    np.testing.assert_allclose(ours, right, rtol=1e-3)
+
+
+def test_threads_change_no_bit() -> None:
+    q, k, v = tensors(*[(1, 2, 300, 16)] * 3, dtype=torch.float32)
+    results = []
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            out = attention(q, k, v, is_causal=True)
+            results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    assert all(map(torch.equal, *results))
