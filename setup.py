@@ -5,6 +5,7 @@ Switches of the environment:
   CATTN_WERROR=1        warnings are errors
   CATTN_DEBUG=1         no optimisation, debug information, assertions
   CATTN_SANITIZE=...    address,undefined or thread
+  CATTN_TABLES=...      names of the tables to compile besides scalar, with commas (default: all)
   CATTN_COVERAGE=1      gcov counters
 """
 
@@ -44,10 +45,11 @@ def compile_flags() -> list[str]:
     flags = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
     flags += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
-    flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O3"]
+    flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O1" if switch("SANITIZE") else "-O3"]
     flags += ["-Werror"] * bool(switch("WERROR")) + ["--coverage"] * bool(switch("COVERAGE"))
     if sanitizers := switch("SANITIZE"):
-        flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-U_FORTIFY_SOURCE"]
+        flags += [f"-fsanitize={sanitizers}", "-g1", "-fno-omit-frame-pointer", "-U_FORTIFY_SOURCE"]
+        flags += ["-fno-sanitize-recover=undefined"] * ("undefined" in sanitizers)
     elif not switch("DEBUG"):
         flags += ["-g0"]  # many Pythons hand -g down, which makes the module ten times as large
         flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
@@ -66,6 +68,8 @@ class BuildTables(build_ext):
         tables = {"scalar": list[str]()} if msvc else dict(TABLES)
         if not (self.for_tests or self.editable_mode):
             tables.pop("gnu512", None)  # for the tests only
+        if wanted := switch("TABLES"):
+            tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
         flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]

@@ -1,0 +1,164 @@
+"""Threads that use everything at once: short calls, for ThreadSanitizer (`tools/sanitize thread`) as well as by bits.
+
+Each test compares with the same work done by one thread, and each makes threads share what the C code guards: the pool,
+its scratch, the turns at a serial stream of dropout bits, a generator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import _cattn
+from support import assert_same_bits, forced
+
+CALLERS = 3
+QUERY, KEY, VALUE = np.random.default_rng(1).standard_normal((3, 2, 3, 300, 8), dtype=np.float32)
+LONG = np.random.default_rng(2).standard_normal((3, 1, 1, 12000, 8), dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def default_threads() -> Iterator[None]:
+    yield
+    cattn.set_num_threads(None)
+
+
+def attend(**keywords: Any) -> np.ndarray:
+    return np.asarray(cattn.scaled_dot_product_attention(QUERY, KEY, VALUE, **keywords))
+
+
+CALLS: dict[str, Callable[[], np.ndarray]] = {
+    "tile": lambda: attend(is_causal=True),
+    "rows": lambda: np.asarray(cattn.causal_attention(QUERY[:, :, -8:], KEY, VALUE, query_offset=292)),
+    "split": lambda: np.asarray(cattn.scaled_dot_product_attention(LONG[0, :, :, :5], LONG[1], LONG[2])),
+    "dropout inside": lambda: attend(dropout_p=0.3, rng=5),
+    "stream inside": lambda: attend(dropout_p=0.3, rng=cattn.TorchGenerator(5)),
+    "varlen": lambda: np.asarray(
+        cattn.varlen_attention(*(a[0].swapaxes(0, 1) for a in (QUERY, KEY, VALUE)), [0, 90, 300], [0, 90, 300])
+    ),
+    "softmax": lambda: cattn.softmax(LONG, axis=-2),
+    "masked softmax": lambda: cattn.masked_softmax(QUERY @ KEY.swapaxes(-1, -2), is_causal=True),
+    "dropout": lambda: cattn.dropout(LONG, 0.5, rng=3),
+    "stream": lambda: cattn.dropout(LONG, 0.5, rng=cattn.TorchGenerator(3)),
+}
+
+
+def together(work: Callable[[int], None], n: int = CALLERS) -> None:
+    """Call work(0) to work(n - 1) in threads that start at one moment; raise what any of them raised."""
+    start, errors = threading.Barrier(n), []
+
+    def run(i: int) -> None:
+        start.wait()
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_on_many_threads(name: str) -> None:
+    """The pool itself: short calls use it only where a path is forced or the work is large."""
+    with cattn.num_threads(1):
+        expected = CALLS[name]()
+    for path in ("auto", "tile", "split"):
+        with forced(path), cattn.num_threads(4):
+            assert_same_bits(CALLS[name](), expected, f"{name}, {path}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_many_callers(name: str) -> None:
+    with cattn.num_threads(1):
+        expected = CALLS[name]()
+    cattn.set_num_threads(2)
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            assert_same_bits(CALLS[name](), expected, f"{name}, caller {i}")
+
+    with forced("tile"):
+        together(work)
+
+
+def test_callers_of_different_things() -> None:
+    """Scratch of one size goes from call to call, and the pool grows under way."""
+    with cattn.num_threads(1):
+        expected = {name: call() for name, call in CALLS.items()}
+
+    def work(i: int) -> None:
+        names = list(CALLS)
+        for step in range(len(names)):
+            name = names[(step + i * 3) % len(names)]
+            with cattn.num_threads(1 + (step + i) % 4):
+                assert_same_bits(CALLS[name](), expected[name], name)
+
+    with forced("tile"):
+        together(work)
+
+
+def test_one_generator_for_all() -> None:
+    """Turns at one generator: together they draw what one would, whoever comes first."""
+    n, p = 1000, 0.5
+    generator, kept = cattn.TorchGenerator(7), [np.empty(0, bool)] * CALLERS
+    x = np.ones(n, np.float32)
+
+    def work(i: int) -> None:
+        kept[i] = cattn.dropout(x, p, rng=generator) != 0
+        attend(dropout_p=p, rng=generator)
+
+    with cattn.num_threads(3), forced("tile"):
+        together(work)
+    after = generator.get_state()
+    alone = cattn.TorchGenerator(7)
+    for _ in range(CALLERS):
+        cattn.dropout(x, p, rng=alone)
+        attend(dropout_p=p, rng=alone)
+    assert_same_bits(after, alone.get_state(), "any order of these calls leaves the stream at the same place")
+    assert len({row.tobytes() for row in kept}) == CALLERS, "nobody draws what another drew"
+
+
+def test_settings_change_meanwhile() -> None:
+    """Thread counts and tables may be set while others compute."""
+    with cattn.num_threads(1):
+        expected = CALLS["tile"]()
+    table = _cattn._get_isa()
+
+    def work(i: int) -> None:
+        for step in range(6):
+            if i == 0:
+                cattn.set_num_threads(1 + step % 3)
+                _cattn._set_isa(table)
+                cattn.show_config("dicts")
+            else:
+                assert_same_bits(CALLS["tile"](), expected)
+
+    together(work)
+
+
+def test_memory_is_given_back_meanwhile() -> None:
+    """The pool's workers end and start again between calls of others."""
+    with cattn.num_threads(1):
+        expected = CALLS["tile"]()
+    cattn.set_num_threads(3)
+
+    def work(i: int) -> None:
+        for _ in range(4):
+            if i == 0:
+                _cattn._release()
+            else:
+                assert_same_bits(CALLS["tile"](), expected)
+
+    with forced("tile"):
+        together(work)
