@@ -364,6 +364,8 @@ TABLE = [
     # softcap, slopes and sinks
     *rows_for_numbers(ALL_THREE, "softcap"),
     wrong_value(ALL_THREE, "softcap must be positive, or None or 0 for none, got -1.5", softcap=-1.5),
+    wrong_value(ALL_THREE, "softcap must round to a positive finite float32, got 1e-50", softcap=1e-50),
+    wrong_value(ALL_THREE, r"softcap must round to a positive finite float32, got 1e\+39", softcap=1e39),
     *[
         row
         for name in ("alibi_slopes", "sinks")

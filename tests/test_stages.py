@@ -125,3 +125,13 @@ def test_a_hidden_key_changes_nothing_from_mask_on(stage: Any, dtype: type) -> N
         assert_same_bits(results[1], results[0])
     else:
         assert np.isnan(results[1][:, 30:]).all(), "scores of hidden keys are shown as they are"
+
+
+def test_softcaps_at_the_ends_of_the_range(isa: str, dtype: type, path: str) -> None:
+    """The smallest and the largest that the dtype has: a score of 0 stays 0, others become the cap or stay."""
+    smallest, largest = np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max
+    query, key = np.array([[1.0]], dtype), np.array([[0.0], [3.0], [-2.0]], dtype)
+    small = cattn.attention_weights(query, key, softcap=float(smallest), stage="softcap")
+    np.testing.assert_array_equal(small, np.array([[0, smallest, -smallest]], dtype))
+    large = cattn.attention_weights(query, key, softcap=float(largest), stage="softcap")
+    np.testing.assert_allclose(large, key.T, rtol=1e-5)  # a score divided by the largest number is subnormal

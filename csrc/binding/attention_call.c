@@ -216,6 +216,9 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     return true;
 }
 
+/* Whether a positive number is neither 0 nor inf in float32, rounded to nearest whatever the caller has set. */
+static bool rounds_to_float(double number) { return number > 0x1p-150 && number < 0x1.ffffffp127; }
+
 static bool parse_shapers(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
     params->softcap = 0;
@@ -224,6 +227,11 @@ static bool parse_shapers(struct cattn_call *call, PyObject *const *args) {
             return false;
         if (params->softcap < 0) {
             PyErr_Format(PyExc_ValueError, "softcap must be positive, or None or 0 for none, got %R",
+                         args[ARG_SOFTCAP]);
+            return false;
+        }
+        if (call->type == NPY_FLOAT && params->softcap != 0 && !rounds_to_float(params->softcap)) {
+            PyErr_Format(PyExc_ValueError, "softcap must round to a positive finite float32, got %R",
                          args[ARG_SOFTCAP]);
             return false;
         }
