@@ -19,7 +19,7 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
         number = PyFloat_AsDouble(object);
         if (number == -1.0 && PyErr_Occurred()) {
             const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
-            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError))
+            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
                 return false;
             PyErr_Clear();
             if (!large)
@@ -38,10 +38,19 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
     return true;
 }
 
+PyObject *cattn_arg_index(PyObject *object, const char *name) {
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
+        PyObject *number = PyNumber_Index(object);
+        if (number != NULL || !PyErr_ExceptionMatches(PyExc_TypeError))
+            return number;
+        PyErr_Clear(); /* arrays have the method, and use it only where they hold one integer */
+    }
+    cattn_error_type(name, "an int", object);
+    return NULL;
+}
+
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value) {
-    if (PyBool_Check(object) || !PyIndex_Check(object))
-        return cattn_error_type(name, "an int", object);
-    PyObject *number = PyNumber_Index(object);
+    PyObject *number = cattn_arg_index(object, name);
     if (number == NULL)
         return false;
     int overflow;
@@ -58,13 +67,17 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
     return fits;
 }
 
-bool cattn_arg_flag(PyObject *object, bool *value) {
+bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
     if (object == Py_False || object == Py_True) {
         *value = object == Py_True;
         return true;
     }
     const int truth = PyObject_IsTrue(object);
     *value = truth > 0;
+    if (truth < 0 && (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
+        PyErr_Clear(); /* an array of several elements: its sentence does not name the argument */
+        return cattn_error_type(name, "True or False", object);
+    }
     return truth >= 0;
 }
 

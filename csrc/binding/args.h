@@ -11,8 +11,10 @@
 /* ---- numbers and flags ---- */
 /* A finite real number that is not a bool. */
 bool cattn_arg_real(PyObject *object, const char *name, double *value);
+/* An int, a new reference; TypeError for a bool and for what is no integer. */
+PyObject *cattn_arg_index(PyObject *object, const char *name);
 /* Truth, quick for True and False. */
-bool cattn_arg_flag(PyObject *object, bool *value);
+bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
 /* An int (no bool) between two bounds. */
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
 /* Is `object` the str `interned`? */

@@ -198,9 +198,9 @@ static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stag
 
     call.wants[OUT] = !weights_only;
     if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_RNG]) ||
-        !cattn_arg_flag(args[ARG_NEED_WEIGHTS], &call.wants[WEIGHTS]) ||
-        !cattn_arg_flag(args[ARG_RETURN_LSE], &call.wants[LSE]) ||
-        !cattn_arg_flag(args[ARG_RETURN_DROPOUT_MASK], &call.wants[DROPOUT_MASK]))
+        !cattn_arg_flag(args[ARG_NEED_WEIGHTS], "need_weights", &call.wants[WEIGHTS]) ||
+        !cattn_arg_flag(args[ARG_RETURN_LSE], "return_lse", &call.wants[LSE]) ||
+        !cattn_arg_flag(args[ARG_RETURN_DROPOUT_MASK], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
         goto done;
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
     if (stage == STAGE_DROPOUT)

@@ -96,8 +96,8 @@ PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     call.x = cattn_arg_floats(call.state, args[0], "x");
     if (call.x == NULL || !cattn_dropout_spec_from(args[1], "p", &params.dropout) ||
-        !cattn_arg_flag(args[2], &training) || !cattn_rng_check(args[3]) || !cattn_arg_flag(args[4], &return_mask) ||
-        !make_outputs(&call, args[5], return_mask))
+        !cattn_arg_flag(args[2], "training", &training) || !cattn_rng_check(args[3]) ||
+        !cattn_arg_flag(args[4], "return_mask", &return_mask) || !make_outputs(&call, args[5], return_mask))
         goto done;
     if (!training || !params.dropout.enabled) {
         if (!copy(&call))

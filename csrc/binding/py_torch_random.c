@@ -236,9 +236,7 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t n_args
 
 /* -2**63 .. 2**64 - 1; negative numbers in two's complement */
 static bool parse_seed(PyObject *object, uint64_t *seed) {
-    if (PyBool_Check(object) || PyArray_IsScalar(object, Bool) || !PyIndex_Check(object))
-        return cattn_error_type("seed", "an int", object);
-    PyObject *number = PyNumber_Index(object);
+    PyObject *number = cattn_arg_index(object, "seed");
     if (number == NULL)
         return false;
     *seed = PyLong_AsUnsignedLongLong(number);

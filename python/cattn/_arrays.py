@@ -70,6 +70,11 @@ def _asarray(obj: Any, name: str) -> Array:
         raise ValueError(f"{name} cannot be read as an array: {error}") from error
 
 
+def shape_of(obj: Any, name: str) -> tuple[int, ...]:
+    """Return the shape of what an argument holds, () where it is None."""
+    return () if obj is None else _asarray(obj, name).shape
+
+
 def _from_dlpack(obj: Any, name: str) -> Array:
     try:
         return np.from_dlpack(obj)
@@ -228,6 +233,8 @@ def draw_seed(rng: Any) -> int:
         return operator.index(rng)
     except TypeError:
         pass
+    if isinstance(rng, np.ndarray):  # NumPy recurses without end into the rows of a numpy.matrix
+        rng = np.asarray(rng)
     try:
         generator = np.random.default_rng(rng)
     except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -11,13 +12,23 @@ from numpy.typing import DTypeLike
 from ._arrays import is_bfloat16, load_bfloat16
 
 
+def as_int(value: object, name: str) -> int:
+    """Return value as an int."""
+    if not isinstance(value, (bool, np.bool_)) and isinstance(value, SupportsIndex):
+        try:
+            return operator.index(value)
+        except TypeError:  # arrays have the method, and use it only where they hold one integer
+            pass
+    raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
 def as_size(value: object, name: str, minimum: int = 1) -> int:
-    """Return value as an int of at least `minimum`."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    size = operator.index(value)
+    """Return value as an int of at least `minimum` that may be the size of an array."""
+    size = as_int(value, name)
     if size < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {size}")
+    if size > sys.maxsize:
+        raise ValueError(f"{name} must be at most {sys.maxsize}, got {size}")
     return size
 
 
@@ -26,10 +37,13 @@ def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
     wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
     if halves and isinstance(wanted, str) and wanted == "bfloat16":
         wanted = load_bfloat16("dtype is bfloat16")
-    result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
+    allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
+    try:
+        result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype must be {allowed}, got {dtype!r}") from None
     if result is not None and (
         result.type in (np.float32, np.float64) or (halves and (result.type is np.float16 or is_bfloat16(result)))
     ):
         return result.newbyteorder("=")
-    allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
     raise TypeError(f"dtype must be {allowed}, got {result}")

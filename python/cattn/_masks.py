@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
+from ._arrays import shape_of
 from ._attention import attention_weights
 from ._checks import as_size
 from ._types import Alignment, Window
@@ -187,9 +188,16 @@ def show_mask(
     """
     T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
     batch = np.broadcast_shapes(
-        *(np.shape(a) for a in (query_offset, query_seq_lengths, key_value_seq_lengths) if a is not None)
+        *(
+            shape_of(a, name)
+            for a, name in (
+                (query_offset, "query_offset"),
+                (query_seq_lengths, "query_seq_lengths"),
+                (key_value_seq_lengths, "key_value_seq_lengths"),
+            )
+        )
     )
-    mask_lead = () if attn_mask is None else np.shape(attn_mask)[:-2]
+    mask_lead = shape_of(attn_mask, "attn_mask")[:-2]
     lead = batch if len(mask_lead) <= len(batch) else mask_lead  # the mask may have heads as well
     scores = attention_weights(
         np.zeros((*lead, T_q, 1), np.float32),

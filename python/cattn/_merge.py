@@ -56,8 +56,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     >>> bool(np.allclose(out, cattn.scaled_dot_product_attention(query, key, value)))
     True
     """
-    all_outs = [as_array(out, f"outs[{n}]") for n, out in enumerate(outs)]
-    all_lses = [as_array(lse, f"lses[{n}]") for n, lse in enumerate(lses)]
+    all_outs, all_lses = _parts(outs, "outs"), _parts(lses, "lses")
     if not all_outs or len(all_outs) != len(all_lses):
         raise ValueError(f"outs and lses must be as many, at least 1, got {len(all_outs)} and {len(all_lses)}")
     for n, (out, lse) in enumerate(zip(all_outs, all_lses, strict=True)):
@@ -81,3 +80,9 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)
         return merged, top + np.log(np.where(total == 0, dtype.type(1), total))
+
+
+def _parts(parts: Iterable[ArrayLike], name: str) -> list[NDArray[Any]]:
+    if not isinstance(parts, Iterable):
+        raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
+    return [as_array(part, f"{name}[{n}]") for n, part in enumerate(parts)]

@@ -34,10 +34,12 @@ def as_generator(rng: RNG) -> Generator:
         return rng
     if isinstance(rng, (bool, np.bool_)):
         raise TypeError("rng must be None, an int, a TorchGenerator or a numpy.random.Generator, got bool")
-    if isinstance(rng, SupportsIndex):
+    if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
         return TorchGenerator(operator.index(rng))
+    # as an exact array: NumPy recurses without end into the rows of a numpy.matrix
+    seed: Any = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
     try:
-        return np.random.default_rng(rng)
+        return np.random.default_rng(seed)
     except (TypeError, ValueError) as error:
         raise type(error)(f"rng must be None, an int, a TorchGenerator or a numpy.random.Generator: {error}") from error
 
@@ -319,9 +321,12 @@ class Dropout(Module):
         super().__init__()
         if isinstance(p, (bool, np.bool_, str)) or not hasattr(p, "__float__"):
             raise TypeError(f"dropout probability must be a number, got {type(p).__name__}")
-        if not 0.0 <= float(p) <= 1.0:
+        try:
+            self.p = float(p)
+        except (TypeError, ValueError):  # an array of several
+            raise TypeError(f"dropout probability must be a number, got {type(p).__name__}") from None
+        if not 0.0 <= self.p <= 1.0:
             raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-        self.p = float(p)
         self.rng = as_generator(rng)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,8 @@ def plot_attention(
     axes = _axes(ax, panels.shape)
     hidden = (panels == 0) | np.isneginf(panels)
     finite = panels[np.isfinite(panels)]
+    if not (vmax is None or isinstance(vmax, (int, float, np.integer, np.floating))):
+        raise TypeError(f"vmax must be a number, got {type(vmax).__name__}")
     low, high = min(0.0, finite.min(initial=0.0)), finite.max(initial=0.0) if vmax is None else vmax
     norm = mpl.colors.Normalize(low, high if high > low else low + 1)
     if annotate is None:
@@ -147,6 +149,8 @@ def _panels(weights: ArrayLike) -> NDArray[Any]:
 def _strings(labels: Sequence[str], name: str, length: int) -> list[str]:
     if isinstance(labels, (str, bytes)):
         raise TypeError(f"{name} must be a sequence of str, got one {type(labels).__name__}: split it, or list() it")
+    if not isinstance(labels, Iterable):
+        raise TypeError(f"{name} must be a sequence of str, got {type(labels).__name__}")
     strings = [str(label) for label in labels]
     if len(strings) != length:
         raise ValueError(f"{name} must name {length} tokens, got {len(strings)}")
@@ -166,6 +170,8 @@ def _labels(tokens: Labels, query_tokens: Labels, seqlen_q: int, seqlen_k: int) 
 def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[str]:
     if titles is None:
         return [""] if one else [f"head {h}" for h in range(heads)]
+    if not isinstance(titles, Iterable):
+        raise TypeError(f"titles must be a str or a sequence of them, got {type(titles).__name__}")
     names = [titles] if isinstance(titles, str) else [str(title) for title in titles]
     if len(names) != heads:
         raise ValueError(f"titles must have one str for each of {heads} heads, got {len(names)}")

@@ -80,7 +80,10 @@ def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
     for entry in given:
         if isinstance(entry, (bool, np.bool_)) or not hasattr(entry, "__index__"):
             raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
-        index = operator.index(entry)
+        try:
+            index = operator.index(entry)
+        except TypeError:  # an array of anything but one integer
+            raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
         if not -max(ndim, 1) <= index < max(ndim, 1):
             raise ValueError(f"axis {index} is out of bounds for x with {ndim} dimensions")
         axes.append(index % max(ndim, 1))

@@ -113,7 +113,7 @@ def varlen_attention(
     if isinstance(rng, TorchGenerator):
         raise TypeError("rng must be None, an int or what numpy.random.default_rng takes, got TorchGenerator")
     lower_right = isinstance(is_causal, str) and is_causal == "lower_right"
-    if not lower_right and not isinstance(is_causal, str) and not np.array_equal(lengths_q, lengths_k):
+    if isinstance(is_causal, (bool, np.bool_)) and not np.array_equal(lengths_q, lengths_k):
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
 
@@ -181,7 +181,8 @@ def _sequences(
 
 def _warn_alignment(is_causal: bool, window_size: Window) -> None:
     """Warn where queries and keys of a sequence can be lined up in two ways, and nothing says which."""
-    windowed = window_size is not None and any(side is not None and side != -1 for side in window_size)
+    sides: Any = window_size if isinstance(window_size, (tuple, list)) else ()  # anything else is refused later
+    windowed = any(side is not None and not (isinstance(side, (int, np.integer)) and side == -1) for side in sides)
     if is_causal or windowed:
         text = "queries and keys of a sequence differ in number, and query i stands at key i: name is_causal "
         text += "'upper_left' for that, 'lower_right' if the last query belongs to the last key"

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import _cattn
 from ._arrays import as_array
+from ._checks import as_dtype, as_int, as_size
 
 __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
 
@@ -39,18 +40,15 @@ def _shape(size: tuple[Size, ...]) -> tuple[int, ...]:
 
 def _empty(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Return an array to fill, float32 or float64."""
-    wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
-    kind = None if wanted is None else np.dtype(wanted)
-    if kind != np.float32 and kind != np.float64:
-        raise TypeError(f"dtype must be float32 or float64, got {kind}")
+    kind = as_dtype(dtype)
+    if np.dtype(dtype) != kind:  # another byte order
+        raise TypeError(f"dtype must be float32 or float64, got {np.dtype(dtype)}")
     return np.empty(_shape(size), kind)
 
 
 def _integer(value: object, name: str) -> int:
     """Return value as an int of 64 bits."""
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    number = operator.index(value)
+    number = as_int(value, name)
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name} must be in -2**63 <= {name} < 2**63, got {number}")
     return number
@@ -286,7 +284,7 @@ class TorchGenerator(_cattn.TorchStream):
             return self._bernoulli(_empty(size, dtype), p)
         if size:
             raise TypeError("size is that of p where p is an array: leave it out")
-        each = np.array(as_array(p, "p"), order="C", copy=None)
+        each = np.require(as_array(p, "p"), requirements=["C", "W"])  # what C fills is checked as what it reads
         if not np.all((each >= 0) & (each <= 1)):
             raise ValueError("p must be in [0, 1] everywhere")
         return self._bernoulli(np.empty(each.shape, each.dtype), each)
@@ -331,8 +329,9 @@ class TorchGenerator(_cattn.TorchStream):
         >>> bias.shape
         (2,)
         """
-        weight = _empty((out_features, in_features), dtype)
-        offset = _empty((out_features,), dtype) if bias else None
+        rows, columns = as_size(out_features, "out_features", 0), as_size(in_features, "in_features", 0)
+        weight = _empty((rows, columns), dtype)
+        offset = _empty((rows,), dtype) if bias else None
         return self._linear(weight, offset)
 
     def dropout_mask(self, p: float, *size: Size) -> NDArray[np.bool_]:

@@ -1,0 +1,119 @@
+"""Arguments that a newcomer gets wrong: every message names the argument, and what it got where that is short.
+
+Beside test_errors.py, which has a row for each rule: here are arrays and tensors where one number is wanted, and
+objects of no use at all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cattn
+
+X = np.ones((4, 3), np.float32)
+PACKED = np.ones((5, 1, 2), np.float32)
+SEVERAL = {"array": np.ones(4), "tensor": torch.ones(4), "integers": np.arange(4)}
+
+Call = Callable[[Any], object]
+NUMBERS: dict[str, Call] = {
+    "scale": lambda x: cattn.softmax(X, scale=x),
+    "dropout_p": lambda x: cattn.causal_attention(X, X, X, dropout_p=x),
+    "softcap": lambda x: cattn.attention_weights(X, X, softcap=x),
+    "p": lambda x: cattn.dropout(X, x),
+    "dropout probability": cattn.Dropout,
+    "T_q": cattn.causal_mask,
+    "T_k": lambda x: cattn.causal_mask(3, x),
+    "total": cattn.sliding_window,
+    "num_heads": cattn.get_alibi_slopes,
+    "n": cattn.set_num_threads,
+    "seed": cattn.TorchGenerator,
+    "max_len": lambda x: cattn.KVCache(2, 2, x, 4),
+    "in_features": lambda x: cattn.TorchGenerator(1).linear(x, 3),
+    "axis": lambda x: cattn.softmax(X, axis=x),
+    "max_seqlen_q": lambda x: cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 5], [0, 5], max_seqlen_q=x),
+    "window_size": lambda x: cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 2, 5], [0, 3, 5], window_size=(x, 0)),
+    "vmax": lambda x: cattn.plot_attention(np.eye(3), vmax=x),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.filterwarnings("ignore::cattn.CausalAlignmentWarning")
+def test_several_numbers_for_one(name: str, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        NUMBERS[name](SEVERAL[kind])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("need_weights", lambda x: cattn.causal_attention(X, X, X, need_weights=x)),
+        ("return_lse", lambda x: cattn.scaled_dot_product_attention(X, X, X, return_lse=x)),
+        ("training", lambda x: cattn.dropout(X, training=x)),
+        ("return_mask", lambda x: cattn.dropout(X, return_mask=x)),
+    ],
+)
+def test_several_truth_values_for_one(name: str, call: Call) -> None:
+    for several in (np.ones(2), np.ones(0)):
+        with pytest.raises(TypeError, match=f"^{name} must be True or False, got ndarray"):
+            call(several)
+
+
+USELESS: dict[str, tuple[str, Call]] = {
+    "parts": ("outs must be a sequence of arrays, got object", lambda x: cattn.merge_attention(x, [X])),
+    "their sums": ("lses must be a sequence of arrays, got object", lambda x: cattn.merge_attention([X], x)),
+    "tokens": ("tokens must be a sequence of str, got object", lambda x: cattn.plot_attention(np.eye(3), x)),
+    "titles": ("titles must be a str or a sequence", lambda x: cattn.plot_attention(np.eye(3), titles=x)),
+    "dtype": ("dtype must be float32 or float64, got <object", lambda x: cattn.KVCache(2, 2, 2, 2, dtype=x)),
+    "dtype of numbers": ("dtype must be float32 or float64", lambda x: cattn.TorchGenerator(1).rand(2, dtype=x)),
+    "window": (
+        "window_size must be",
+        lambda x: cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 2, 5], [0, 3, 5], window_size=x),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", USELESS)
+def test_objects_of_no_use(what: str) -> None:
+    says, call = USELESS[what]
+    with pytest.raises(TypeError, match=f"^{says}"):
+        call(object())
+
+
+def test_is_causal_means_the_same_for_sequences_of_any_length() -> None:
+    for edges in ([0, 2, 5], [0, 3, 5]):
+        for wrong in (1, np.ones(2), "left"):
+            with pytest.raises(ValueError, match=r"^is_causal must be False, True, 'upper_left' or 'lower_right'"):
+                cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 2, 5], edges, is_causal=wrong)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths"])
+def test_a_mask_to_show_that_is_no_array(name: str) -> None:
+    ragged: Any = [[1], [1, 2]]
+    with pytest.raises(ValueError, match=f"^{name} cannot be read as an array"):
+        cattn.show_mask(3, **{name: ragged})
+
+
+@pytest.mark.parametrize("name", ["max_len", "head_dim", "num_kv_heads", "v_head_dim"])
+def test_sizes_beyond_every_array(name: str) -> None:
+    sizes = {"batch_shape": (), "num_kv_heads": 1, "max_len": 1, "head_dim": 1}
+    with pytest.raises(ValueError, match=f"^{name} must be at most "):
+        cattn.KVCache(**sizes | {name: 2**70})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_a_matrix_is_a_seed_like_any_array() -> None:
+    """numpy.random.default_rng alone never comes back from the rows of a numpy.matrix."""
+    matrix = np.matrix([[1, 2]])
+    for draw in (lambda rng: cattn.dropout(X, rng=rng), lambda rng: cattn.Linear(2, 2, rng=rng).weight):
+        np.testing.assert_array_equal(draw(matrix), draw(np.asarray(matrix)))
+
+
+def test_probabilities_may_be_read_only() -> None:
+    p = np.full((2, 5), 0.5, np.float32)
+    expected = cattn.TorchGenerator(1).bernoulli(p)
+    p.flags.writeable = False
+    np.testing.assert_array_equal(cattn.TorchGenerator(1).bernoulli(p), expected)
