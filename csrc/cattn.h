@@ -148,6 +148,19 @@ struct cattn_softmax_params {
     struct cattn_poll poll;
 };
 
+/* The gradient of a softmax over the `col` axis, given its result and the gradient of that. */
+struct cattn_softmax_backward_params {
+    enum cattn_dtype dtype;
+    int n_lead;
+    int64_t lead_shape[CATTN_MAX_LEAD];
+    int64_t n_rows; /* product of lead_shape */
+    int64_t n_cols;
+    double scale;
+    struct cattn_tensor grad, weights, out; /* lead and col strides; out may be either of the others, same strides */
+    int num_threads;
+    struct cattn_poll poll;
+};
+
 /* out = keep ? x * keep_scale : +0, the keep bit drawn for the element's index in C order. */
 struct cattn_dropout_params {
     enum cattn_dtype dtype;
@@ -167,6 +180,7 @@ bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
+enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 
 /* How cattn_attention would go about it. */

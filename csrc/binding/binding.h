@@ -52,6 +52,7 @@ PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, P
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 

@@ -264,6 +264,7 @@ static PyMethodDef methods[] = {
     FASTCALL("attention_weights", cattn_py_attention_weights),
     FASTCALL("varlen_attention", cattn_py_varlen_attention),
     FASTCALL("attention_backward", cattn_py_attention_backward),
+    FASTCALL("softmax_backward", cattn_py_softmax_backward),
     FASTCALL("explain", cattn_py_explain),
     FASTCALL("causal_mask", cattn_py_causal_mask),
     FASTCALL("softmax", cattn_py_softmax),

@@ -1,6 +1,7 @@
-/* py_backward.c -- attention_backward(...): parse, check what the forward pass gave, allocate, run the core.
+/* py_backward.c -- attention_backward(...) and softmax_backward(...): parse, check what the forward pass gave,
+ * allocate, run the core.
  *
- * Gradients come back in the shapes of the whole call: cattn._backward sums them over what was broadcast.
+ * Gradients of attention come back in the shapes of the whole call: cattn._backward sums them over what was broadcast.
  */
 #include "attention_call.h"
 #include "error.h"
@@ -228,5 +229,85 @@ done:
     for (int i = 0; i < N_GRADIENTS; i++)
         Py_XDECREF((PyObject *)b.gradients[i]);
     cattn_ranges_clear(&b.call.ranges);
+    return result;
+}
+
+/* ---- softmax ---- */
+
+static bool run_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *out) {
+    params->num_threads = cattn_get_num_threads();
+    params->poll.stop = NULL;
+    params->poll.context = NULL;
+    if (PyArray_SIZE(out) <= CATTN_GIL_ELEMENTS)
+        return cattn_error_status(cattn_softmax_backward(params));
+    PyThreadState *thread;
+    cattn_gil_release(&params->poll, &thread);
+    const enum cattn_status status = cattn_softmax_backward(params);
+    PyEval_RestoreThread(thread);
+    return cattn_error_status(status);
+}
+
+static void fill_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs,
+                         PyArrayObject *out) {
+    const int nd = PyArray_NDIM(out);
+    params->dtype = PyArray_TYPE(out) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->n_lead = nd - 1;
+    params->n_rows = 1;
+    for (int axis = 0; axis < nd - 1; axis++) {
+        params->lead_shape[axis] = PyArray_DIM(out, axis);
+        params->n_rows *= PyArray_DIM(out, axis);
+    }
+    params->n_cols = PyArray_DIM(out, nd - 1);
+    cattn_tensor_rows(&params->grad, inputs[0], nd, nd - 1);
+    cattn_tensor_rows(&params->weights, inputs[1], nd, nd - 1);
+    cattn_tensor_rows(&params->out, out, nd, nd - 1);
+    if (params->n_cols == 1)
+        params->grad.col = params->weights.col = params->out.col = 1;
+}
+
+/* softmax_backward(grad_out, weights, scale, out) over the last axis; at least one dimension */
+PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    static const char *const names[] = {"grad_out", "weights"};
+    struct binding_state *state = cattn_state(module);
+    struct cattn_softmax_backward_params params;
+    PyArrayObject *inputs[2] = {NULL, NULL};
+    struct cattn_output output = {NULL, NULL};
+    PyObject *result = NULL;
+    if (!cattn_error_count("softmax_backward", n_args, 4))
+        return NULL;
+    for (int i = 0; i < 2; i++) {
+        inputs[i] = cattn_arg_floats(state, args[i], names[i]);
+        if (inputs[i] == NULL)
+            goto done;
+    }
+    const int nd = PyArray_NDIM(inputs[1]), type = cattn_arg_promote(state, inputs, 2);
+    if (type < 0 || !check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])) ||
+        !cattn_arg_real(args[2], "scale", &params.scale))
+        goto done;
+    if (type != cattn_arg_compute_type(type)) { /* cattn._backward has widened halves */
+        PyErr_SetString(PyExc_SystemError, "weights are halves");
+        goto done;
+    }
+    if (nd == 0) {
+        PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
+        goto done;
+    }
+    const bool first = args[3] == (PyObject *)inputs[0]; /* in place of one or the other */
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = type,
+                                           .nd = nd,
+                                           .dims = PyArray_DIMS(inputs[1]),
+                                           .inputs = inputs,
+                                           .n_inputs = 2,
+                                           .in_place = inputs[first ? 0 : 1]};
+    if (!cattn_arg_output(state, args[3], &spec, &output))
+        goto done;
+    fill_softmax(&params, inputs, output.array);
+    if (run_softmax(&params, output.array) && cattn_output_finish(&output))
+        result = cattn_output_result(&output);
+done:
+    Py_XDECREF((PyObject *)inputs[0]);
+    Py_XDECREF((PyObject *)inputs[1]);
+    cattn_output_clear(&output);
     return result;
 }

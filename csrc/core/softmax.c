@@ -121,7 +121,7 @@ static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_
     return rows;
 }
 
-/* Over in some ten microseconds, or one row: nothing to interrupt. */
+/* Tasks are over in some ten microseconds, or one row: nothing to interrupt. */
 static void softmax_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct softmax_run *run = context;
     const int64_t first = task * run->rows_per_task, left = run->params->n_rows - first;
@@ -145,4 +145,34 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
     /* a second thread that finds less than a whole task costs more than it brings */
     const bool alone = p->n_rows < 2 * run.rows_per_task && p->n_cols < CATTN_TASK_ELEMENTS;
     return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, scratch, softmax_task, &run, &p->poll);
+}
+
+/* ---- gradients ---- */
+
+static void gradient_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct cattn_softmax_backward_params *p = context;
+    const size_t element = cattn_element_size(p->dtype);
+    const int64_t each = cattn_rows_per_task(p->n_cols), last = (task + 1) * each;
+    (void)worker;
+    for (int64_t row = task * each; row < last && row < p->n_rows; row++) {
+        const struct cattn_softmax_gradient args = {
+            .n = p->n_cols,
+            .grad = cattn_row_at(&p->grad, p->n_lead, p->lead_shape, row, element),
+            .weights = cattn_row_at(&p->weights, p->n_lead, p->lead_shape, row, element),
+            .out = cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element),
+            .grad_stride = p->grad.col,
+            .weights_stride = p->weights.col,
+            .out_stride = p->out.col,
+            .scale = p->scale,
+        };
+        cattn_kernels_for(p->dtype)->softmax_gradient(&args);
+    }
+}
+
+enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *p) {
+    if (p->n_rows == 0 || p->n_cols == 0)
+        return CATTN_OK;
+    const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));
+    struct cattn_softmax_backward_params run = *p;
+    return cattn_parallel_for(n_tasks, p->num_threads, 0, gradient_task, &run, &p->poll);
 }

@@ -138,6 +138,16 @@ struct cattn_softmax_row {
     bool renormalize;
 };
 
+/* The gradient of a softmax over one row of n elements. */
+struct cattn_softmax_gradient {
+    int64_t n;
+    const void *grad, *weights; /* of the softmax's result; that result */
+    int64_t grad_stride, weights_stride;
+    void *out;
+    int64_t out_stride;
+    double scale;
+};
+
 /* n elements from flat index `first` on. */
 struct cattn_dropout_row {
     int64_t n;
@@ -181,6 +191,7 @@ struct cattn_kernels {
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
+    void (*softmax_gradient)(const struct cattn_softmax_gradient *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
 };
 

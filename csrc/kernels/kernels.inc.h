@@ -50,5 +50,6 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .widen_row = widen_row,
     .narrow_row = narrow_row,
     .softmax_row = softmax_row,
+    .softmax_gradient = softmax_gradient,
     .dropout_row = dropout_row,
 };

@@ -244,3 +244,33 @@ static void dropout_row(const struct cattn_dropout_row *row) {
         }
     }
 }
+
+/* ---- gradients ---- */
+
+/* n columns from k on: the weights, and the products with the gradient of the result; what has weight 0 takes no part,
+ * whatever its gradient is. */
+INLINE vf gradient_load(const struct cattn_softmax_gradient *row, int64_t k, int n, vf *weights, vf *grad) {
+    *weights = load_strided((const real *)row->weights + k * row->weights_stride, row->weights_stride, n);
+    *grad = load_strided((const real *)row->grad + k * row->grad_stride, row->grad_stride, n);
+    return vf_select(vf_eq(*weights, vf_set1(0)), vf_set1(0), *weights * *grad);
+}
+
+/* weights * (grad - sum of weights * grad) * scale; the sum in the order of softmax's own. */
+static void softmax_gradient(const struct cattn_softmax_gradient *row) {
+    const vf zero = vf_set1(0), nan = vf_set1(CANONICAL_NAN), scale = vf_set1((real)row->scale);
+    real buffer[SUM_RUN], total = 0;
+    vf weights, grad;
+    for (int64_t run = 0; run < row->n; run += SUM_RUN) {
+        const int64_t n = min64(SUM_RUN, row->n - run);
+        for (int64_t k = 0; k < n; k += LANES)
+            vf_storeu(buffer + k, gradient_load(row, run + k, (int)min64(LANES, n - k), &weights, &grad));
+        total += sum_run(buffer, run, n);
+    }
+    for (int64_t k = 0; k < row->n; k += LANES) {
+        const int n = (int)min64(LANES, row->n - k);
+        gradient_load(row, k, n, &weights, &grad);
+        vf v = weights * (grad - vf_set1(total)) * scale;
+        v = vf_select(vf_eq(weights, zero), zero, vf_select(vf_eq(v, v), v, nan));
+        store_strided((real *)row->out + k * row->out_stride, row->out_stride, v, n);
+    }
+}

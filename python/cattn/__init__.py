@@ -22,6 +22,7 @@ from .functional import (
     causal_attention,
     causal_mask,
     dropout,
+    dropout_backward,
     explain,
     get_alibi_slopes,
     masked_softmax,
@@ -30,6 +31,7 @@ from .functional import (
     show_mask,
     sliding_window,
     softmax,
+    softmax_backward,
     varlen_attention,
 )
 from .nn import (
@@ -65,6 +67,7 @@ __all__ = [
     "causal_attention",
     "causal_mask",
     "dropout",
+    "dropout_backward",
     "explain",
     "get_alibi_slopes",
     "get_num_threads",
@@ -80,5 +83,6 @@ __all__ = [
     "show_mask",
     "sliding_window",
     "softmax",
+    "softmax_backward",
     "varlen_attention",
 ]

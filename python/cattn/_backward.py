@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
+from ._arrays import as_array, as_bool
 from ._types import RNG, Alignment, AttentionGradients, Window
+from .random import TorchGenerator
 
-__all__ = ["attention_backward"]
+__all__ = ["attention_backward", "dropout_backward", "softmax_backward"]
 
 
 def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
@@ -165,3 +167,124 @@ def attention_backward(
             None if d_bias is None else _sum_to(d_bias, additive),
             None if d_sinks is None else _sum_to(d_sinks, sinks),
         )
+
+
+def softmax_backward(
+    grad_out: ArrayLike,
+    weights: ArrayLike,
+    axis: int = -1,
+    *,
+    scale: float = 1.0,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Return the gradient of the scores of `softmax` or `masked_softmax`, given that of the weights.
+
+    Parameters
+    ----------
+    grad_out : array_like
+        Gradient of the weights; shape of weights.
+    weights : array_like
+        What softmax returned.
+    axis : int
+        The axis over which they sum to 1.
+    scale : float
+        That of the softmax.
+    out : ndarray, optional
+        Takes the result: exact shape and dtype, any strides. It may be grad_out or weights itself.
+
+    Returns
+    -------
+    ndarray
+        ``scale * weights * (grad_out - (weights * grad_out).sum(axis))``, and exactly 0 where the weight is 0: neither
+        masked elements nor what their gradient holds have any influence. The method of `masked_softmax` does not
+        matter: both are the same function.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dtypes that are not supported, shapes that differ, an axis out of bounds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> weights = cattn.masked_softmax(np.zeros((2, 2)), is_causal=True)
+    >>> cattn.softmax_backward([[5.0, np.nan], [1.0, 3.0]], weights)
+    array([[ 0. ,  0. ],
+           [-0.5,  0.5]])
+    """
+    grad, result = as_array(grad_out, "grad_out"), as_array(weights, "weights")
+    dtype = np.result_type(grad, result)
+    if dtype.itemsize == 2:  # computed in float32, rounded once
+        with np.errstate(all="ignore"):
+            wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
+            narrow = wide.astype(dtype)
+        return narrow if out is None else _cattn._store(narrow, out)
+    if axis == -1:
+        return _cattn.softmax_backward(grad, result, scale, out)
+    moved_out = None if out is None else np.moveaxis(out, axis, -1)
+    moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
+    return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out
+
+
+def dropout_backward(
+    grad_out: ArrayLike,
+    p: float = 0.5,
+    *,
+    mask: ArrayLike | None = None,
+    rng: RNG = None,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Return the gradient of what went into `dropout`, given that of what came out.
+
+    Parameters
+    ----------
+    grad_out : array_like
+        Gradient of the result.
+    p : float
+        Probability with which elements were dropped, in [0, 1].
+    mask : array_like of bool, optional
+        True where an element was kept (``return_mask=True``); broadcasts to grad_out.
+    rng : int or TorchGenerator, optional
+        Instead of the mask: what draws it again, as in `attention_backward`.
+    out : ndarray, optional
+        Takes the result: shape and dtype of grad_out, any strides. It may be grad_out itself.
+
+    Returns
+    -------
+    ndarray
+        ``grad_out / (1 - p)`` where an element was kept, and 0 where it was dropped, whatever its gradient is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `dropout`; also without, or with both, mask and rng, and for an rng that cannot repeat itself.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> y, kept = cattn.dropout(np.ones(6), 0.5, rng=123, return_mask=True)
+    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, mask=kept) == y).all())
+    True
+    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, rng=123) == y).all())
+    True
+    """
+    if mask is None:
+        if p != 0 and not (isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")):
+            raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
+        result: NDArray[Any] = _cattn.dropout(grad_out, p, True, rng, False, out)
+        return result
+    if rng is not None:
+        raise ValueError("pass either mask or rng")
+    kept = as_bool(mask, "mask", "")
+    result = _cattn.dropout(grad_out, 0.0, True, None, False, None)  # a copy, and the checks of it
+    if np.broadcast_shapes(kept.shape, result.shape) != result.shape:
+        raise ValueError(f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"p must be in [0, 1], got {p}")
+    with np.errstate(all="ignore"):
+        wide = result.astype(np.float32) if result.itemsize == 2 else result
+        result = (wide * (1 / (1 - p) if p < 1 else 0.0)).astype(result.dtype)
+    result[np.broadcast_to(~kept, result.shape)] = 0  # not a product: what is dropped is 0, whatever it was
+    return result if out is None else _cattn._store(result, out)

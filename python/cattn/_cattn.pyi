@@ -112,6 +112,7 @@ def attention_backward(
     forward_lse: object,
     /,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, np.dtype[Any]]: ...
+def softmax_backward(grad_out: object, weights: object, scale: object, out: object, /) -> NDArray[Any]: ...
 def varlen_attention(
     query: object,
     key: object,

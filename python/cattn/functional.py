@@ -1,7 +1,7 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from ._attention import attention_weights, scaled_dot_product_attention
-from ._backward import attention_backward
+from ._backward import attention_backward, dropout_backward, softmax_backward
 from ._causal import causal_attention
 from ._explain import Explanation, explain
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
@@ -16,6 +16,7 @@ __all__ = [
     "causal_attention",
     "causal_mask",
     "dropout",
+    "dropout_backward",
     "explain",
     "get_alibi_slopes",
     "masked_softmax",
@@ -24,5 +25,6 @@ __all__ = [
     "show_mask",
     "sliding_window",
     "softmax",
+    "softmax_backward",
     "varlen_attention",
 ]

@@ -10,8 +10,9 @@ from numpy.typing import ArrayLike
 from cattn._types import AttentionGradients, Window
 
 from ._attention import Problem, _kept, _weighted_sum, match_heads, score
+from ._dropout import apply_dropout, dropout
 from ._masks import Causal, Ranges
-from ._shared import Floats, probability, quiet
+from ._shared import Floats, boolean, deliver, probability, quiet
 
 
 @quiet
@@ -96,6 +97,50 @@ def attention_backward(
     for grad, given in zip((grad_q, grad_k, grad_v), inputs, strict=True):
         grads.append(_sum_groups(grad[..., 0, :, :] if problem.one_head else grad, np.shape(given)))
     return AttentionGradients(grads[0], grads[1], grads[2], grad_bias, grad_sinks)
+
+
+@quiet
+def softmax_backward(
+    grad_out: ArrayLike, weights: ArrayLike, axis: int = -1, *, scale: float = 1.0, out: Floats | None = None
+) -> Floats:
+    """Gradient of the scores, given that of their softmax: ``scale * P * (dP - sum(P * dP))``.
+
+    It is that of `masked_softmax` as well; what has weight 0 takes no part.
+
+    Examples
+    --------
+    >>> softmax_backward([1.0, 3.0, np.nan], [0.5, 0.5, 0.0])
+    array([-0.5,  0.5,  0. ])
+    """
+    P, dP = np.asarray(weights, np.float64), np.asarray(grad_out, np.float64)
+    total = np.where(P == 0, 0.0, P * dP).sum(axis=axis, keepdims=True)
+    return deliver(np.where(P == 0, 0.0, scale * P * (dP - total)), out)
+
+
+@quiet
+def dropout_backward(
+    grad_out: ArrayLike,
+    p: float = 0.5,
+    *,
+    mask: ArrayLike | None = None,
+    rng: int | None = None,
+    out: Floats | None = None,
+) -> Floats:
+    """Gradient of what went into `dropout`, given that of what came out.
+
+    `mask` says what was kept, or `rng` is the seed that draws it again.
+
+    Examples
+    --------
+    >>> dropout_backward([1.0, 2.0], 0.5, mask=[True, False])
+    array([2., 0.])
+    """
+    if mask is None:
+        result = dropout(grad_out, p, rng=rng)
+        assert not isinstance(result, tuple)
+    else:
+        result = apply_dropout(np.asarray(grad_out, np.float64), boolean(mask, "mask"), probability(p, "p"))
+    return deliver(result, out)
 
 
 def _with_heads(inputs: tuple[ArrayLike, ...], problem: Problem, enable_gqa: bool | None) -> list[Floats]:
