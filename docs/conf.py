@@ -67,7 +67,7 @@ numpydoc_validation_checks = {
 # Written as prose, and two whose parameters are nobody's concern.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
-    r"^cattn\.(AttentionOutput|CausalAlignmentWarning|Explanation)$",
+    r"^cattn\.(AttentionGradients|AttentionOutput|CausalAlignmentWarning|Explanation)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
 }
 

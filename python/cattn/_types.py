@@ -67,9 +67,9 @@ class AttentionGradients(NamedTuple):
     query, key, value : ndarray
         Gradients of the three inputs.
     bias : ndarray or None
-        Gradient of `bias` or, where there is none, of a float `attn_mask`. None where neither was given.
+        Gradient of bias or, where there is none, of a float attn_mask. None where neither was given.
     sinks : ndarray or None
-        Gradient of `sinks`; None without them.
+        Gradient of sinks; None without them.
 
     Examples
     --------
