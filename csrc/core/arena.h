@@ -1,20 +1,31 @@
-/* arena.h -- cuts one piece of scratch into aligned slices, or only counts what they need. */
+/* arena.h -- cuts one piece of scratch into aligned slices, or only counts what they need.
+ *
+ * Under AddressSanitizer a zone that may not be touched lies behind each slice, so that it finds what runs over.
+ */
 #ifndef CATTN_ARENA_H
 #define CATTN_ARENA_H
 
-#include <stddef.h>
+#include "scratch.h"
 
-#define CATTN_ALIGNMENT 64
-
-/* Hands out `memory`, or only counts where it is NULL. */
 struct cattn_arena {
-    char *memory;
+    char *memory; /* handed out; NULL: only counted */
     size_t used;
+    bool guarded;
 };
+
+/* Over `size` bytes. guarded: not the stack, where what is forbidden would stay so. */
+static inline struct cattn_arena cattn_arena(void *memory, size_t size, bool guarded) {
+    if (memory && guarded)
+        CATTN_ALLOW(memory, size);
+    return (struct cattn_arena){memory, 0, memory && guarded};
+}
 
 static inline void *cattn_carve(struct cattn_arena *arena, size_t bytes) {
     void *slice = arena->memory ? arena->memory + arena->used : NULL;
-    arena->used += (bytes + CATTN_ALIGNMENT - 1) / CATTN_ALIGNMENT * CATTN_ALIGNMENT;
+    const size_t aligned = (bytes + CATTN_SCRATCH_ALIGNMENT - 1) / CATTN_SCRATCH_ALIGNMENT * CATTN_SCRATCH_ALIGNMENT;
+    if (arena->guarded)
+        CATTN_FORBID((char *)slice + bytes, aligned + CATTN_RED_ZONE - bytes);
+    arena->used += aligned + CATTN_RED_ZONE;
     return slice;
 }
 

@@ -35,6 +35,7 @@ struct run {
     struct cattn_turns *turns; /* NULL: one thread */
     struct cattn_drawn *drawn; /* serial dropout bits, or NULL */
     double *sinks;             /* [lead][head][block], or NULL */
+    size_t scratch_size;       /* bytes a thread */
 };
 
 /* Where a task stands. */
@@ -150,7 +151,7 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
 static struct cattn_backward *set_up(const struct run *run, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = run->params;
     const struct cattn_attention_params *p = &params->forward;
-    struct cattn_arena arena = {memory, 0};
+    struct cattn_arena arena = cattn_arena(memory, run->scratch_size, true);
     struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
     lay_out(run, b, &arena);
     const struct cattn_lead lead = cattn_lead(p, step->lead);
@@ -357,19 +358,21 @@ static struct run plan(const struct cattn_backward_params *params) {
 
 static enum cattn_status run_steps(struct run *run) {
     const struct cattn_attention_params *p = &run->params->forward;
-    struct cattn_arena count = {NULL, 0};
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
     struct cattn_backward unused;
     cattn_carve(&count, sizeof unused);
     lay_out(run, &unused, &count);
+    run->scratch_size = count.used;
     if (run->num_threads == 1 || (!run->shares_bias && !run->drawn && run->n_units >= PLENTY * run->num_threads))
-        return cattn_parallel_for(run->n_units, run->num_threads, count.used, unit_task, run, &p->poll);
+        return cattn_parallel_for(run->n_units, run->num_threads, run->scratch_size, unit_task, run, &p->poll);
     cattn_task_fn *const task = run->shares_bias || run->drawn ? ordered_step_task : step_task;
     const int64_t n_steps = run->n_units * run->steps_per_unit;
     struct cattn_turns turns;
     if (!cattn_turns_begin(&turns, count_places(run)))
         return CATTN_NO_MEMORY;
     run->turns = &turns;
-    const enum cattn_status status = cattn_parallel_for(n_steps, run->num_threads, count.used, task, run, &p->poll);
+    const enum cattn_status status =
+        cattn_parallel_for(n_steps, run->num_threads, run->scratch_size, task, run, &p->poll);
     cattn_turns_end(&turns);
     return status;
 }

@@ -66,7 +66,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
 
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory) {
-    struct cattn_arena arena = {memory, 0};
+    struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, plan->path != CATTN_PATH_TINY);
     struct cattn_rows *rows = cattn_carve(&arena, sizeof *rows);
     lay_out(plan, params, kernels, rows, &arena);
     assert(arena.used == plan->scratch_size);
@@ -80,7 +80,7 @@ static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p,
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
-    struct cattn_arena count = {NULL, 0};
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
     struct cattn_rows unused;
     cattn_carve(&count, sizeof unused);
     lay_out(plan, p, kernels, &unused, &count);

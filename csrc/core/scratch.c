@@ -18,6 +18,7 @@ static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static _Thread_local size_t kept_size; /* of the key's value, if there is one */
 
 bool cattn_scratch_grow(struct cattn_scratch *scratch, size_t size) {
+    CATTN_ALLOW(scratch->data, scratch->size);
     if (size <= scratch->size)
         return true;
     cattn_scratch_free(scratch); /* first: the old contents are not kept, so both need not fit at once */

@@ -17,6 +17,18 @@
 /* An arena above this size goes back to the system at the end of the call that needed it. */
 #define CATTN_SCRATCH_KEEP ((size_t)4 << 20)
 
+/* Under AddressSanitizer the parts of an arena lie apart, and what is between them may not be touched. */
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define CATTN_RED_ZONE CATTN_SCRATCH_ALIGNMENT
+#define CATTN_FORBID(memory, size) ASAN_POISON_MEMORY_REGION(memory, size)
+#define CATTN_ALLOW(memory, size) ASAN_UNPOISON_MEMORY_REGION(memory, size)
+#else
+#define CATTN_RED_ZONE 0
+#define CATTN_FORBID(memory, size) ((void)(memory), (void)(size))
+#define CATTN_ALLOW(memory, size) ((void)(memory), (void)(size))
+#endif
+
 /* All zero is a valid, empty arena. */
 struct cattn_scratch {
     void *data;
