@@ -67,7 +67,10 @@ USELESS: dict[str, tuple[str, Call]] = {
     "their sums": ("lses must be a sequence of arrays, got object", lambda x: cattn.merge_attention([X], x)),
     "tokens": ("tokens must be a sequence of str, got object", lambda x: cattn.plot_attention(np.eye(3), x)),
     "titles": ("titles must be a str or a sequence", lambda x: cattn.plot_attention(np.eye(3), titles=x)),
-    "dtype": ("dtype must be float16, bfloat16, float32 or float64, got <object", lambda x: cattn.KVCache(2, 2, 2, 2, dtype=x)),
+    "dtype": (
+        "dtype must be float16, bfloat16, float32 or float64, got <object",
+        lambda x: cattn.KVCache(2, 2, 2, 2, dtype=x),
+    ),
     "dtype of numbers": ("dtype must be float32 or float64", lambda x: cattn.TorchGenerator(1).rand(2, dtype=x)),
     "window": (
         "window_size must be",
