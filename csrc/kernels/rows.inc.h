@@ -14,14 +14,19 @@
 #define VALUE_AHEAD 32
 
 static void pack_query_rows(struct cattn_rows *rows) {
-    const int64_t depth = rows->head_dim, col = rows->query_col;
+    const int64_t depth = rows->head_dim;
     const real scale = (real)rows->scale;
     real *packed = rows->packed_query;
     for (int r = 0; r < CATTN_FEW_ROWS; r++, packed += depth) {
-        if (r < rows->n_rows)
-            widen_row(rows->storage, rows->query[r], col, depth, packed);
+        const real *query = r < rows->n_rows ? rows->query[r] : NULL;
+        int64_t col = rows->query_col;
+        if (query && rows->storage != CATTN_STORED_PLAIN) {
+            widen_row(rows->storage, query, col, depth, packed);
+            query = packed;
+            col = 1;
+        }
         for (int64_t d = 0; d < depth; d++)
-            packed[d] = r < rows->n_rows ? packed[d] * scale : 0;
+            packed[d] = query ? query[d * col] * scale : 0;
     }
 }
 
