@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn import _module, cache, nn
+from cattn import _layers, _module, cache, nn
 from support import assert_same_bits
 
 torch = pytest.importorskip("torch")
@@ -483,7 +483,7 @@ def test_repr() -> None:
         assert repr(eval(text.replace(")", ", rng=numpy_rng())"), vars(cattn) | {"numpy_rng": numpy_rng})) == text, name
 
 
-@pytest.mark.parametrize("module", [nn, cache, _module])
+@pytest.mark.parametrize("module", [nn, cache, _layers, _module])
 def test_doctests(module: Any) -> None:
     failed, run = doctest.testmod(module)
     assert run > 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ._arrays import as_array
+from ._backward import attention_backward
 from ._checks import as_dtype, as_size
-from ._module import Dropout, Module
+from ._layers import Dropout, as_gradient, to_replay
+from ._module import Module
 from ._types import AttentionOutput
 from .cache import KVCache
 from .functional import causal_attention, scaled_dot_product_attention
+from .random import TorchGenerator
 
 Array = NDArray[Any]
 
@@ -26,32 +29,90 @@ def _as_batch(x: ArrayLike, d_in: int) -> tuple[Array, bool]:
     return (array, True) if array.ndim == 3 else (array[None], False)
 
 
+class _Drawn(NamedTuple):
+    """The dropout of some heads: which, how much, and what draws their mask again."""
+
+    heads: slice
+    p: float
+    rng: Any
+
+
+class _Pass(NamedTuple):
+    """A forward pass of attention, as backward needs it."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array  # (B, T, H, d_v)
+    lse: Array
+    causal: bool
+    drawn: list[_Drawn]
+
+    def backward(self, grad: Array) -> tuple[Array, Array, Array]:
+        """Return the gradients of q, k and v, given that of the context (B, T, H * d_v)."""
+        grad, out = grad.reshape(self.out.shape).swapaxes(1, 2), self.out.swapaxes(1, 2)
+        parts = [
+            attention_backward(
+                grad[:, heads], self.q[:, heads], self.k[:, heads], self.v[:, heads], out[:, heads],
+                self.lse[:, heads], is_causal=self.causal, dropout_p=p,
+                rng=to_replay(rng) if isinstance(rng, TorchGenerator) else rng,
+            )
+            for heads, p, rng in self.drawn
+        ]  # fmt: skip
+        if len(parts) == 1:
+            return parts[0].query, parts[0].key, parts[0].value
+        d_q, d_k, d_v = (np.concatenate(grads, axis=1) for grads in zip(*(part[:3] for part in parts), strict=True))
+        return d_q, d_k, d_v
+
+
+class _Kept(NamedTuple):
+    """What a class keeps of a forward pass."""
+
+    x: Array  # (B, T, d_in)
+    attended: _Pass
+    shape: tuple[int, ...]  # of what was returned
+    batched: bool
+
+
 def _attend(
-    q: Array, k: Array, v: Array, offset: Any, dropouts: Sequence[Dropout], need_weights: bool
-) -> tuple[Array, Array | None]:
+    q: Array, k: Array, v: Array, offset: Any, dropouts: Sequence[Dropout], need_weights: bool, keep: bool = False
+) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
-    One of `dropouts` for all heads, or one for each: these draw one after the other.
+    One of `dropouts` for all heads, or one for each: these draw one after the other. If `keep`, also return what the
+    way back needs; its `out` is the memory of the context.
     """
     batch, heads, tokens, _ = q.shape
     dtype = np.result_type(q, k, v)
     context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # the heads side by side, as the output has them
     weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if need_weights else None
+    lse = np.empty((batch, heads, tokens), np.result_type(dtype, np.float32)) if keep else None
+    drawn = []
     parts = [(slice(None), dropouts[0] if dropouts else None)]
     if len(dropouts) > 1 and any(dropout.active_p > 0 for dropout in dropouts):
         parts = [(slice(head, head + 1), dropout) for head, dropout in enumerate(dropouts)]
     for part, dropout in parts:
         out = context.swapaxes(1, 2)[:, part]
         keywords: dict[str, Any] = {"out": out}
-        if weights is not None:
-            keywords = {"need_weights": True, "out": AttentionOutput(out, weights[:, part])}
+        if weights is not None or lse is not None:
+            fields = AttentionOutput(
+                out, None if weights is None else weights[:, part], None if lse is None else lse[:, part]
+            )
+            keywords = {"need_weights": need_weights, "return_lse": keep, "out": fields}
+        p, rng = 0.0, None
         if dropout is not None:
-            keywords |= {"dropout_p": dropout.active_p, "rng": dropout.draw_from()}
+            p, rng = dropout.active_p, dropout.draw_from()
+            keywords |= {"dropout_p": p, "rng": rng}
+        replay: Any = to_replay(rng) if keep and p > 0 and isinstance(rng, TorchGenerator) else None
         if offset is None:
-            scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
+            result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
         else:
-            causal_attention(q[:, part], k[:, part], v[:, part], query_offset=offset, **keywords)
-    return context.reshape(batch, tokens, heads * v.shape[-1]), weights
+            result = causal_attention(q[:, part], k[:, part], v[:, part], query_offset=offset, **keywords)
+        if keep and p > 0 and replay is None:
+            replay = result.dropout_seed
+        drawn.append(_Drawn(part, p, replay))
+    attended = None if lse is None else _Pass(q, k, v, context, lse, offset is not None, drawn)
+    return context.reshape(batch, tokens, heads * v.shape[-1]), weights, attended
 
 
 def _result(context: Array, weights: Array | None, batched: bool, one_head: bool) -> Any:
@@ -82,14 +143,88 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
     cache._check_room(x.shape[1])
 
 
-class SelfAttention(Module):
+class _Attention(Module):
+    """The way back, which is the same for all classes."""
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values, (B, heads, T, head_dim)."""
+        raise NotImplementedError
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        """Return the gradient of x, given those of queries, keys and values; add to the parameters' gradients."""
+        raise NotImplementedError
+
+    def _finish(self, context: Array) -> Array:
+        return context
+
+    def _finish_backward(self, context: Array, grad: Array) -> Array:
+        """Return the gradient of the context, given that of the output; add to the parameters' gradients."""
+        return grad
+
+    def _keep(self, x: Array, attended: _Pass | None, output: Array, batched: bool) -> None:
+        """Keep what backward needs; copies of what the caller may change, ``x += layer(x)`` is common."""
+        if attended is None:
+            return
+        if np.may_share_memory(attended.out, output):
+            attended = attended._replace(out=attended.out.copy())
+        self._kept = _Kept(x.copy(), attended, output.shape if batched else output.shape[1:], batched)
+
+    def backward(self, grad_out: ArrayLike) -> Array:
+        """Return the gradient of x of the last call, and add those of the parameters to `grads`.
+
+        Parameters
+        ----------
+        grad_out : array_like, shape (T, width) or (B, T, width)
+            Gradient of the context vectors that the call returned.
+
+        Returns
+        -------
+        ndarray, shape (T, d_in) or (B, T, d_in)
+            In the dtype of what the call returned.
+
+        Raises
+        ------
+        RuntimeError
+            There was no call in training mode, or the last one had a cache.
+        TypeError, ValueError
+            grad_out does not hold real numbers, or has another shape.
+
+        Notes
+        -----
+        The call in training mode keeps x, queries, keys, values, context vectors and a number for each of their rows;
+        matrices of weights are computed again block by block, and the mask of dropout is drawn again. The next call
+        replaces all that, `eval` frees it. The parameters are to be changed after backward, not before.
+
+        Where dropout comes from a `TorchGenerator`, no other thread may draw from it during the call.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> mha = cattn.MultiHeadAttention(4, 4, context_length=8, dropout=0.1, num_heads=2, rng=123)
+        >>> x = np.random.default_rng(0).standard_normal((3, 4), dtype=np.float32)
+        >>> context = mha(x)
+        >>> mha.backward(2 * context).shape  # of the loss (context**2).sum()
+        (3, 4)
+        >>> for name, parameter in mha.parameters().items():
+        ...     parameter -= 0.01 * mha.grads[name]
+        >>> mha.zero_grad()
+        """
+        kept: _Kept = self._recall()
+        dtype = kept.attended.out.dtype
+        grad = as_gradient(grad_out, kept.shape, dtype)
+        grad = grad if kept.batched else grad[None]
+        context = kept.attended.out.reshape(*kept.x.shape[:2], -1)
+        gradients = kept.attended.backward(self._finish_backward(context, grad))
+        grad_x = self._project_backward(kept.x, *gradients)
+        return grad_x if kept.batched else grad_x[0]
+
+
+class SelfAttention(_Attention):
     """What the two classes without a mask have in common."""
 
     d_in: int
     d_out: int
-
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        raise NotImplementedError
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False) -> Any:
         """Return a context vector for each token, which sees every other.
@@ -106,12 +241,14 @@ class SelfAttention(Module):
         ndarray, shape (T, d_out) or (B, T, d_out), or (ndarray, ndarray)
             In the dtype that x and the weights share; the weights are (..., T, T).
         """
+        self._kept = None
         batch, batched = _as_batch(x, self.d_in)
-        q, k, v = (a[:, None] for a in self._project(batch))
-        return _result(*_attend(q, k, v, None, (), return_weights), batched, one_head=True)
+        context, weights, attended = _attend(*self._project(batch), None, (), return_weights, self.training)
+        self._keep(batch, attended, context, batched)
+        return _result(context, weights, batched, one_head=True)
 
 
-class Causal(Module):
+class Causal(_Attention):
     """What the classes with a causal mask have in common; they differ in projections and heads."""
 
     d_in: int
@@ -127,15 +264,8 @@ class Causal(Module):
         self.context_length = as_size(context_length, "context_length")
         self.dtype = as_dtype(dtype)
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values, (B, heads, T, head_dim)."""
-        raise NotImplementedError
-
     def _dropouts(self) -> Sequence[Dropout]:
         raise NotImplementedError
-
-    def _finish(self, context: Array) -> Array:
-        return context
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
         """Return a context vector for each token, which sees itself and those before it.
@@ -163,6 +293,7 @@ class Causal(Module):
             x has another shape, there are more tokens than context_length, or the cache does not fit or is full. The
             cache is unchanged then.
         """
+        self._kept = None
         batch, batched = _as_batch(x, self.d_in)
         tokens, before = batch.shape[1], 0
         if cache is not None:
@@ -174,10 +305,15 @@ class Causal(Module):
             raise ValueError(f"x has {tokens} tokens{behind}, context_length is {self.context_length}")
         q, k, v = self._project(batch)
         if cache is None:
-            context, weights = _attend(q, k, v, 0, self._dropouts(), return_weights)
+            context, weights, attended = _attend(q, k, v, 0, self._dropouts(), return_weights, self.training)
+            output = self._finish(context)
+            self._keep(batch, attended, output, batched)
         else:
             context, weights = self._attend_cached(q, k, v, cache, return_weights)
-        return _result(self._finish(context), weights, batched, self._one_head)
+            output = self._finish(context)
+            if self.training:
+                self._kept = "backward does not go through a cache: call the module without one first"
+        return _result(output, weights, batched, self._one_head)
 
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, need_weights: bool
@@ -188,7 +324,7 @@ class Causal(Module):
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
             all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
-            return _attend(q, all_k, all_v, offset, self._dropouts(), need_weights)
+            return _attend(q, all_k, all_v, offset, self._dropouts(), need_weights)[:2]
         except BaseException:
             cache._set_lengths(*before)
             raise

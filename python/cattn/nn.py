@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ._attend import Causal, SelfAttention
 from ._checks import as_dtype, as_size
-from ._module import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
+from ._layers import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
 from ._types import RNG
 
 __all__ = [
@@ -27,6 +27,29 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+
+
+def _forward(layer: Linear, x: Array) -> Array:
+    """Return the layer's map. A Linear keeps nothing of it: the class around it keeps x once."""
+    return layer._forward(x) if type(layer) is Linear else layer(x)
+
+
+def _backward(layer: Linear, x: Array, grad: Array) -> Array:
+    """Return the gradient of x, given that of its map."""
+    return layer._backward(x, grad) if type(layer) is Linear else layer.backward(grad)
+
+
+def _project_backward(module: Any, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+    """Return the gradient of x, given those of queries, keys and values (B, T, heads * head_dim)."""
+    grad_x = _backward(module.W_query, x, d_q)
+    grad_x += _backward(module.W_key, x, d_k)
+    grad_x += _backward(module.W_value, x, d_v)
+    return grad_x
+
+
+def _merge(heads: Array) -> Array:
+    """Return (B, heads, T, head_dim) as (B, T, heads * head_dim)."""
+    return heads.swapaxes(1, 2).reshape(heads.shape[0], heads.shape[2], -1)
 
 
 class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
@@ -71,8 +94,16 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
         self.W_value = draw_uniform(generator, d_in, d_out, self.dtype)
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (project(x, np.asarray(w), None) for w in (self.W_query, self.W_key, self.W_value))
+        q, k, v = (project(x, np.asarray(w), None)[:, None] for w in (self.W_query, self.W_key, self.W_value))
         return q, k, v
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        grad_x = np.zeros_like(x, dtype=d_q.dtype)
+        for name, grad in zip(self._parameters, (d_q, d_k, d_v), strict=True):
+            rows = grad.reshape(-1, self.d_out)
+            self._add_gradient(name, x.reshape(-1, self.d_in).T @ rows)
+            grad_x += (rows @ np.asarray(getattr(self, name)).T).reshape(x.shape)
+        return grad_x
 
     def __repr__(self) -> str:
         return f"SelfAttention_v1({self.d_in}, {self.d_out}{show_dtype(self.dtype)})"
@@ -125,7 +156,11 @@ class SelfAttention_v2(SelfAttention):  # noqa: N801 - the book's name
         self.W_value = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        return self.W_query(x), self.W_key(x), self.W_value(x)
+        q, k, v = (_forward(layer, x)[:, None] for layer in (self.W_query, self.W_key, self.W_value))
+        return q, k, v
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        return _project_backward(self, x, d_q[:, 0], d_k[:, 0], d_v[:, 0])
 
     def __repr__(self) -> str:
         bias = f", qkv_bias={self.W_query.bias is not None}"
@@ -193,7 +228,11 @@ class CausalAttention(Causal):
         self._kv_heads, self._head_dim = 1, self.d_out
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        return self.W_query(x)[:, None], self.W_key(x)[:, None], self.W_value(x)[:, None]
+        q, k, v = (_forward(layer, x)[:, None] for layer in (self.W_query, self.W_key, self.W_value))
+        return q, k, v
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        return _project_backward(self, x, d_q[:, 0], d_k[:, 0], d_v[:, 0])
 
     def _dropouts(self) -> tuple[Dropout]:
         return (self.dropout,)
@@ -264,6 +303,12 @@ class MultiHeadAttentionWrapper(Causal):
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         q, k, v = (np.concatenate(parts, axis=1) for parts in zip(*(h._project(x) for h in self.heads), strict=True))
         return q, k, v
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        grad_x = np.zeros_like(x, dtype=d_q.dtype)
+        for i, head in enumerate(self.heads):
+            grad_x += head._project_backward(x, *(grad[:, i : i + 1] for grad in (d_q, d_k, d_v)))
+        return grad_x
 
     def _dropouts(self) -> list[Dropout]:
         return [head.dropout for head in self.heads]
@@ -359,16 +404,22 @@ class MultiHeadAttention(Causal):
             return y.reshape(*x.shape[:2], count, self.head_dim).swapaxes(1, 2)
 
         return (
-            heads(self.W_query(x), self.num_heads),
-            heads(self.W_key(x), self.num_kv_groups),
-            heads(self.W_value(x), self.num_kv_groups),
+            heads(_forward(self.W_query, x), self.num_heads),
+            heads(_forward(self.W_key, x), self.num_kv_groups),
+            heads(_forward(self.W_value, x), self.num_kv_groups),
         )
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        return _project_backward(self, x, _merge(d_q), _merge(d_k), _merge(d_v))
 
     def _dropouts(self) -> tuple[Dropout]:
         return (self.dropout,)
 
     def _finish(self, context: Array) -> Array:
-        return self.out_proj(context)
+        return _forward(self.out_proj, context)
+
+    def _finish_backward(self, context: Array, grad: Array) -> Array:
+        return _backward(self.out_proj, context, grad)
 
     def __repr__(self) -> str:
         groups = "" if self.num_kv_groups == self.num_heads else f", num_kv_groups={self.num_kv_groups}"

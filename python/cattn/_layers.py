@@ -1,0 +1,314 @@
+"""The building blocks of the classes: `Linear`, `Dropout`, and what draws their numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from typing import Any, SupportsIndex, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ._arrays import as_array
+from ._checks import as_dtype, as_size
+from ._module import Module
+from ._softmax import dropout
+from ._types import RNG
+from .random import TorchGenerator, default_generator
+
+__all__ = ["Dropout", "Linear"]
+
+Array = NDArray[Any]
+
+
+Generator: TypeAlias = "TorchGenerator | np.random.Generator | None"  # a string: numpy.random is slow to import
+
+
+def as_generator(rng: RNG) -> Generator:
+    """Return what rng stands for in a class: None stays None, the generator of `manual_seed` at each use."""
+    if rng is None or isinstance(rng, TorchGenerator):
+        return rng
+    if isinstance(rng, (bool, np.bool_)):
+        raise TypeError("rng must be None, an int, a TorchGenerator or a numpy.random.Generator, got bool")
+    if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
+        return TorchGenerator(operator.index(rng))
+    # as an exact array: NumPy recurses without end into the rows of a numpy.matrix
+    seed: Any = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rng must be None, an int, a TorchGenerator or a numpy.random.Generator: {error}") from error
+
+
+def draw_uniform(generator: Generator, d_in: int, d_out: int, dtype: np.dtype[Any]) -> Array:
+    """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand``."""
+    generator = default_generator() if generator is None else generator
+    if isinstance(generator, TorchGenerator):
+        return generator.rand(d_in, d_out, dtype=dtype)
+    return generator.random((d_in, d_out), dtype=dtype.type)
+
+
+def _draw_linear(
+    generator: Generator, d_in: int, d_out: int, bias: bool, dtype: np.dtype[Any]
+) -> tuple[Array, Array | None]:
+    """Return weight and bias, uniform in +-1/sqrt(d_in), as ``torch.nn.Linear`` draws them."""
+    generator = default_generator() if generator is None else generator
+    if isinstance(generator, TorchGenerator):
+        return generator.linear(d_in, d_out, bias, dtype=dtype)
+    bound = 1 / math.sqrt(d_in)
+    weight = generator.uniform(-bound, bound, (d_out, d_in)).astype(dtype)
+    return weight, generator.uniform(-bound, bound, d_out).astype(dtype) if bias else None
+
+
+def to_replay(generator: Generator) -> Generator:
+    """Return a generator that will draw once more what this one draws next."""
+    return copy.deepcopy(generator)
+
+
+class Linear(Module):
+    """An affine map of the last axis: ``x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of the last axis before and after.
+    bias : bool
+        Whether there is a bias.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where the parameters are drawn from: uniform in +-1/sqrt(d_in), by a TorchGenerator bit for bit those of
+        ``torch.nn.Linear``. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+
+    Attributes
+    ----------
+    weight : ndarray, shape (d_out, d_in)
+        The matrix.
+    bias : ndarray, shape (d_out,), or None
+        The bias.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> layer = cattn.Linear(3, 2, bias=False, rng=123)
+    >>> layer.weight = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    >>> layer([[1.0, 2.0, 3.0]])
+    array([[1., 5.]])
+    """
+
+    _parameters = ("weight", "bias")
+
+    def __init__(
+        self, d_in: int, d_out: int, bias: bool = True, *, dtype: DTypeLike = np.float32, rng: RNG = None
+    ) -> None:
+        super().__init__()
+        self.d_in = as_size(d_in, "d_in")
+        self.d_out = as_size(d_out, "d_out")
+        self.dtype = as_dtype(dtype)
+        self.weight: Array
+        self.bias: Array | None
+        self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
+
+    def __call__(self, x: ArrayLike) -> Array:
+        """Return the map of x, in the dtype that x and weight share.
+
+        Parameters
+        ----------
+        x : array_like, shape (..., d_in)
+            What is mapped.
+
+        Returns
+        -------
+        ndarray, shape (..., d_out)
+        """
+        self._kept = None
+        array = as_array(x, "x")
+        result = self._forward(array)
+        if self.training:
+            self._kept = array.copy(), result.dtype
+        return result
+
+    def backward(self, grad_out: ArrayLike) -> Array:
+        """Return the gradient of x of the last call, and add those of weight and bias to `grads`.
+
+        Parameters
+        ----------
+        grad_out : array_like, shape (..., d_out)
+            Gradient of what the call returned.
+
+        Returns
+        -------
+        ndarray, shape (..., d_in)
+            In the dtype of what the call returned.
+
+        Raises
+        ------
+        RuntimeError
+            There was no call in training mode.
+        TypeError, ValueError
+            grad_out does not hold real numbers, or has another shape.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> layer = cattn.Linear(3, 2, bias=False, rng=123)
+        >>> y = layer(np.array([[1.0, 2.0, 3.0]]))
+        >>> layer.backward([[1.0, 0.0]]).shape
+        (1, 3)
+        >>> layer.grads["weight"]
+        array([[1., 2., 3.],
+               [0., 0., 0.]], dtype=float32)
+        """
+        x, dtype = self._recall()
+        shape = (*x.shape[:-1], np.shape(self.weight)[0])
+        return self._backward(x, as_gradient(grad_out, shape, dtype))
+
+    def _forward(self, x: Array) -> Array:
+        """Return the map of x, and keep nothing."""
+        return project(x, np.asarray(self.weight).T, self.bias)
+
+    def _backward(self, x: Array, grad: Array) -> Array:
+        """Return the gradient of x, given that of its map; add to the parameters' gradients."""
+        weight = np.asarray(self.weight)
+        rows = grad.reshape(-1, grad.shape[-1])
+        self._add_gradient("weight", rows.T @ x.reshape(-1, x.shape[-1]))
+        if self.bias is not None:
+            self._add_gradient("bias", rows.sum(axis=0))
+        result: Array = (rows @ weight).reshape(x.shape)
+        return result
+
+    def __repr__(self) -> str:
+        return f"Linear({self.d_in}, {self.d_out}, bias={self.bias is not None}{show_dtype(self.dtype)})"
+
+
+class Dropout(Module):
+    """Drops elements in training mode, does nothing in evaluation mode.
+
+    Parameters
+    ----------
+    p : float
+        Probability of an element to be dropped, in [0, 1].
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where the bits come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator of the module:
+        unlike an int for the function `dropout` it drops others in each call.
+
+    Attributes
+    ----------
+    p : float
+        As given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> drop = cattn.Dropout(0.5, rng=123)
+    >>> drop(np.ones((2, 6)))
+    array([[2., 2., 0., 2., 2., 0.],
+           [0., 0., 0., 2., 0., 2.]])
+    >>> drop.eval()(np.ones(3))
+    array([1., 1., 1.])
+    """
+
+    def __init__(self, p: float = 0.5, *, rng: RNG = None) -> None:
+        super().__init__()
+        if isinstance(p, (bool, np.bool_, str)) or not hasattr(p, "__float__"):
+            raise TypeError(f"dropout probability must be a number, got {type(p).__name__}")
+        try:
+            self.p = float(p)
+        except (TypeError, ValueError):  # an array of several
+            raise TypeError(f"dropout probability must be a number, got {type(p).__name__}") from None
+        if not 0.0 <= self.p <= 1.0:
+            raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
+        self.rng = as_generator(rng)
+
+    @property
+    def active_p(self) -> float:
+        """The probability that counts now: 0 outside of training."""
+        return self.p if self.training else 0.0
+
+    def draw_from(self) -> Generator:
+        """Return what ``rng=`` of a function takes now."""
+        return default_generator() if self.rng is None and self.active_p > 0 else self.rng
+
+    def __call__(self, x: ArrayLike) -> Array:
+        """Return x with elements dropped and the others divided by 1 - p; a copy outside of training.
+
+        Parameters
+        ----------
+        x : array_like
+            Of any shape.
+
+        Returns
+        -------
+        ndarray
+            Shape and dtype of x.
+        """
+        self._kept = None
+        rng = self.draw_from()
+        replay = to_replay(rng) if self.active_p > 0 else None
+        result = dropout(x, self.p, training=self.training, rng=rng)
+        if self.training:
+            self._kept = replay, self.p, result.shape, result.dtype
+        return result
+
+    def backward(self, grad_out: ArrayLike) -> Array:
+        """Return the gradient of x of the last call: 0 where it dropped an element, else grad_out / (1 - p).
+
+        Parameters
+        ----------
+        grad_out : array_like
+            Gradient of what the call returned.
+
+        Returns
+        -------
+        ndarray
+            Shape and dtype of what the call returned.
+
+        Raises
+        ------
+        RuntimeError
+            There was no call in training mode.
+        TypeError, ValueError
+            grad_out does not hold real numbers, or has another shape.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> drop = cattn.Dropout(0.5, rng=123)
+        >>> y = drop(np.full(6, 10.0))
+        >>> y, drop.backward(np.ones(6))
+        (array([20., 20.,  0., 20., 20.,  0.]), array([2., 2., 0., 2., 2., 0.]))
+        """
+        replay, p, shape, dtype = self._recall()
+        return dropout(as_gradient(grad_out, shape, dtype), p, training=p > 0, rng=to_replay(replay))
+
+    def __repr__(self) -> str:
+        return f"Dropout({self.p})"
+
+
+def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Array:
+    """Return x @ matrix + bias, all rows of x in one product."""
+    if x.ndim == 0 or x.shape[-1] != matrix.shape[0]:
+        raise ValueError(f"{name} has shape {x.shape}, wanted (..., {matrix.shape[0]})")
+    result: Array = (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[1])
+    if bias is None:
+        return result
+    bias = np.asarray(bias)
+    return np.add(result, bias, out=result if np.result_type(result, bias) == result.dtype else None)
+
+
+def as_gradient(grad_out: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return grad_out as an array of the dtype of what it is the gradient of."""
+    grad = as_array(grad_out, "grad_out")
+    if grad.shape != shape:
+        raise ValueError(f"grad_out has shape {grad.shape}, wanted {shape}")
+    return grad.astype(dtype, copy=False)
+
+
+def show_dtype(dtype: np.dtype[Any]) -> str:
+    """Return what a repr says of a dtype: nothing of the usual one."""
+    return "" if dtype == np.float32 else f", dtype={dtype}"

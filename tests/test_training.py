@@ -1,0 +1,377 @@
+"""The classes' way back: gradients against PyTorch's, what is kept of a forward pass and what is not, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import tracemalloc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from support import assert_same_bits
+from test_nn import ALL_OURS, CAUSAL, MODELS, numpy_rng
+
+torch = pytest.importorskip("torch")
+
+Array = np.ndarray
+Normal = Callable[..., np.ndarray]
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-13}
+
+
+class TorchV1(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("W_query", "W_key", "W_value"):
+            setattr(self, name, torch.nn.Parameter(torch.rand(6, 5)))
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = x @ self.W_query, x @ self.W_key, x @ self.W_value
+        return torch.softmax(q @ k.transpose(-2, -1) / k.shape[-1] ** 0.5, dim=-1) @ v
+
+
+PAIRS = MODELS | {
+    "v1": (ALL_OURS["v1"], TorchV1),
+    "linear": (lambda **k: cattn.Linear(6, 5, **k), lambda: torch.nn.Linear(6, 5)),
+    "linear, no bias": (lambda **k: cattn.Linear(6, 5, False, **k), lambda: torch.nn.Linear(6, 5, bias=False)),
+    "wrapper, bias": (
+        lambda **k: cattn.MultiHeadAttentionWrapper(6, 5, 64, 0.3, 3, True, **k),
+        lambda: MODELS["wrapper"][1]().__class__(3, 6, 5, dropout=0.3, bias=True),
+    ),
+}
+
+
+def pair(name: str, **keywords: Any) -> tuple[Any, Any]:
+    """Ours and PyTorch's, float64 unless said otherwise, with the same weights."""
+    torch.manual_seed(0)
+    theirs = PAIRS[name][1]().double()
+    ours = PAIRS[name][0](**{"dtype": np.float64} | keywords)
+    ours.load_state_dict({key: value for key, value in theirs.state_dict().items() if not key.endswith("mask")})
+    return ours, theirs
+
+
+def loss_weights(shape: tuple[int, ...]) -> Array:
+    return np.random.default_rng(9).standard_normal(shape)
+
+
+def backward_both(ours: Any, theirs: Any, x: Array, seed: int = 7) -> tuple[Array, Array]:
+    """Go forward and back in both; return the gradients of x."""
+    cattn.manual_seed(seed)
+    torch.manual_seed(seed)
+    y = ours(x)
+    tensor = torch.from_numpy(x).requires_grad_()
+    result = theirs(tensor if x.ndim == 3 else tensor[None]).reshape(y.shape)
+    np.testing.assert_allclose(y, result.detach().numpy(), **EXACT)
+    grad_out = loss_weights(y.shape)
+    result.backward(torch.from_numpy(grad_out))
+    return ours.backward(grad_out), tensor.grad.numpy()
+
+
+def assert_grads(ours: Any, theirs: Any) -> None:
+    expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    assert ours.grads.keys() == expected.keys() == ours.parameters().keys()
+    for name, grad in ours.grads.items():
+        np.testing.assert_allclose(grad, expected[name], **EXACT, err_msg=name)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(1, 6), (9, 6), (3, 17, 6), (2, 64, 6)], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_as_torch_with_the_same_dropout(name: str, shape: tuple[int, ...], normal: Normal) -> None:
+    ours, theirs = pair(name)
+    x = normal(*shape).astype(np.float64)
+    for seed in (7, 8):  # gradients add up
+        grad_x, expected = backward_both(ours, theirs, x, seed)
+        np.testing.assert_allclose(grad_x, expected, **EXACT)
+        assert_grads(ours, theirs)
+    ours.zero_grad()
+    theirs.zero_grad()
+    assert ours.grads == {}
+    backward_both(ours, theirs, x)
+    assert_grads(ours, theirs)
+
+
+def set_dropout(ours: Any, p: float, rng: Any = None) -> None:
+    for module in [ours, *getattr(ours, "heads", [])]:
+        if isinstance(getattr(module, "dropout", None), cattn.Dropout):
+            module.dropout.p, module.dropout.rng = p, rng
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_nothing_dropped_and_everything(name: str, p: float, normal: Normal) -> None:
+    ours, theirs = pair(name)
+    set_dropout(ours, p)
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+    grad_x, expected = backward_both(ours, theirs, normal(2, 5, 6).astype(np.float64))
+    np.testing.assert_allclose(grad_x, expected, **EXACT)
+    assert_grads(ours, theirs)
+
+
+def differences(f: Callable[[], float], array: Array, step: float = 1e-5) -> Array:
+    """Central differences of f by each element of array."""
+    result = np.empty_like(array)
+    for i in np.ndindex(array.shape):
+        value = array[i]
+        array[i] = value + step
+        above = f()
+        array[i] = value - step
+        result[i] = (above - f()) / (2 * step)
+        array[i] = value
+    return result
+
+
+@pytest.mark.parametrize("kind", [numpy_rng, cattn.TorchGenerator], ids=["numpy", "torch"])
+@pytest.mark.parametrize("name", ["causal", "wrapper", "groups"])
+def test_finite_differences_with_dropout(name: str, kind: Any, normal: Normal) -> None:
+    ours, _ = pair(name)
+    x = normal(2, 4, 6).astype(np.float64)
+
+    def forward() -> Array:
+        set_dropout(ours, 0.4, kind(3))  # the same numbers again; heads have one generator each here
+        result: Array = ours(x)
+        return result
+
+    weights = loss_weights(forward().shape)
+    grad_x = ours.backward(weights)
+    grads = ours.grads
+
+    def loss() -> float:
+        return float((forward() * weights).sum())
+
+    np.testing.assert_allclose(grad_x, differences(loss, x), rtol=1e-6, atol=1e-8)
+    for key, parameter in ours.parameters().items():
+        np.testing.assert_allclose(grads[key], differences(loss, parameter), rtol=1e-6, atol=1e-8, err_msg=key)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_float32(name: str, normal: Normal) -> None:
+    single, _ = pair(name, dtype=np.float32)
+    double, _ = pair(name)
+    double.load_state_dict(single.state_dict())
+    x = normal(2, 33, 6)
+    grads = []
+    for module, array in ((single, x), (double, x.astype(np.float64))):
+        cattn.manual_seed(1)
+        y = module(array)
+        grads.append({"x": module.backward(loss_weights(y.shape))} | module.grads)
+    largest = max(np.abs(grad).max() for grad in grads[1].values())  # biases of keys have 0 and noise
+    for key, grad in grads[0].items():
+        assert grad.dtype == np.float32
+        np.testing.assert_allclose(grad, grads[1][key], rtol=1e-4, atol=1e-5 * largest, err_msg=key)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("kind", [numpy_rng, cattn.TorchGenerator], ids=["numpy", "torch"])
+def test_dropout(kind: Any, p: float, dtype: Any) -> None:
+    layer = cattn.Dropout(p, rng=kind(3))
+    for _ in range(2):
+        x = np.ones((5, 7), dtype)
+        y = layer(x)
+        for _ in range(2):  # backward draws nothing from the generator
+            assert_same_bits(layer.backward(np.ones((5, 7))), y)
+    assert layer.grads == {}
+
+
+# ---- parameters and gradients ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PAIRS)
+def test_parameters_are_changed_in_place(name: str, normal: Normal) -> None:
+    ours, _ = pair(name)
+    x = normal(2, 5, 6).astype(np.float64)
+    before = {key: value.copy() for key, value in ours.state_dict().items()}
+    losses = []
+    parameters = ours.parameters()
+    set_dropout(ours, 0.0)
+    for _ in range(3):
+        y = ours(x)
+        losses.append(float((y**2).sum()))
+        ours.zero_grad()
+        ours.backward(2 * y)
+        for key, grad in ours.grads.items():
+            assert grad.shape == parameters[key].shape
+            parameters[key] -= 1e-3 * grad
+    assert losses[0] > losses[1] > losses[2]
+    assert any((before[key] != value).any() for key, value in ours.state_dict().items())
+
+
+def test_parameters_given_as_lists() -> None:
+    layer = cattn.Linear(2, 1, bias=False)
+    layer.weight = [[1.0, 2.0]]  # type: ignore[assignment]
+    layer.parameters()["weight"] += 1
+    assert_same_bits(layer([1.0, 1.0]), np.array([5.0]))
+
+
+def test_zero_grad_leaves_what_was_taken_out() -> None:
+    layer = cattn.Linear(2, 1)
+    layer([1.0, 2.0])
+    layer.backward([1.0])
+    taken = layer.grads
+    layer.zero_grad()
+    layer.backward([3.0])
+    assert_same_bits(taken["weight"], np.array([[1, 2]], np.float32))
+    assert_same_bits(layer.grads["weight"], np.array([[3, 6]], np.float32))
+
+
+def test_dtypes_of_wider_inputs(normal: Normal) -> None:
+    ours = cattn.MultiHeadAttention(6, 8, 64, 0.0, 4)
+    y = ours(normal(5, 6).astype(np.float64))
+    assert y.dtype == ours.backward(y).dtype == np.float64
+    assert {grad.dtype for grad in ours.grads.values()} == {np.dtype(np.float32)}
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("single", [False, True])
+def test_forward_has_the_same_bits_in_both_modes(name: str, single: bool, normal: Normal) -> None:
+    ours = PAIRS[name][0](rng=numpy_rng())
+    set_dropout(ours, 0.0)
+    x = normal(6) if single and name.startswith("linear") else normal(*(() if single else (3,)), 40, 6)
+    training = ours(x)
+    assert_same_bits(ours.eval()(x), training)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_weights_do_not_matter(name: str, normal: Normal) -> None:
+    ours, _ = pair(name)
+    x = normal(2, 9, 6).astype(np.float64)
+    grads = []
+    for return_weights in (False, True):
+        cattn.manual_seed(1)
+        y = ours(x, return_weights=return_weights)
+        grads.append(ours.backward(loss_weights((y[0] if return_weights else y).shape)))
+    assert_same_bits(*grads)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_the_caller_changes_afterwards(name: str, normal: Normal) -> None:
+    ours, _ = pair(name)
+    x = normal(2, 5, 6).astype(np.float64)
+    cattn.manual_seed(1)
+    y = ours(x)
+    weights = loss_weights(y.shape)
+    right = ours.backward(weights)
+    x += 1  # as in x += layer(x)
+    y += 1
+    assert_same_bits(ours.backward(weights), right)
+    assert ours.grads.keys() == ours.parameters().keys()
+
+
+def test_calls_of_a_part_in_between(normal: Normal) -> None:
+    ours, _ = pair("heads")
+    x = normal(2, 5, 6).astype(np.float64)
+    cattn.manual_seed(1)
+    y = ours(x)
+    right = ours.backward(y)
+    ours.W_query(x + 1)
+    assert_same_bits(ours.backward(y), right)
+
+
+class Scaled(cattn.Linear):
+    """A layer of somebody else's."""
+
+    def __call__(self, x: Any) -> Any:
+        return 2 * super().__call__(x)
+
+    def backward(self, grad_out: Any) -> Any:
+        return super().backward(2 * np.asarray(grad_out))
+
+
+def test_layers_of_others(normal: Normal) -> None:
+    ours, theirs = pair("heads")
+    for name, layer in (("W_query", ours.W_query), ("out_proj", ours.out_proj)):
+        other = Scaled(layer.d_in, layer.d_out, layer.bias is not None, dtype=np.float64)
+        other.weight, other.bias = layer.weight / 2, None if layer.bias is None else layer.bias / 2
+        setattr(ours, name, other)
+    grad_x, expected = backward_both(ours, theirs, normal(2, 5, 6).astype(np.float64))
+    np.testing.assert_allclose(grad_x, expected, **EXACT)
+    np.testing.assert_allclose(ours.grads["W_query.weight"], 2 * theirs.W_query.weight.grad.numpy(), **EXACT)
+
+
+def test_no_matrix_is_kept(normal: Normal) -> None:
+    ours = cattn.MultiHeadAttention(16, 16, 2048, 0.1, 2, rng=numpy_rng())
+    x = normal(2048, 16)
+    y = ours(x)
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            y = ours(x)
+        kept, peak = tracemalloc.get_traced_memory()
+        grad_x = ours.backward(y)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grad_x.shape == x.shape
+    assert kept < 8 * x.nbytes
+    assert peak < 24 * x.nbytes  # a matrix of booleans would take 32
+
+
+@pytest.mark.parametrize("name", ALL_OURS)
+def test_evaluation_keeps_nothing(name: str, normal: Normal) -> None:
+    ours = ALL_OURS[name](rng=numpy_rng())
+    x = normal(5, 6)
+    ours(x)
+    alive = weakref.ref(ours._kept.attended.q.base if ours._kept.attended.q.base is not None else ours._kept.attended.q)
+    ours.eval()
+    gc.collect()
+    assert alive() is None
+    assert ours._kept is None
+    y = ours(x)
+    with pytest.raises(RuntimeError, match=r"call train\(\) and the module first"):
+        ours.backward(y)
+    ours.train()
+    with pytest.raises(RuntimeError, match=r"call train\(\)"):
+        ours.backward(y)
+
+
+@pytest.mark.parametrize("name", ALL_OURS)
+def test_copies_and_pickles_leave_it_behind(name: str, normal: Normal) -> None:
+    ours = ALL_OURS[name](rng=numpy_rng())
+    y = ours(normal(5, 6))
+    ours.backward(y)
+    for other in (copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours))):
+        assert other.training
+        for key, grad in ours.grads.items():
+            assert_same_bits(other.grads[key], grad)
+        with pytest.raises(RuntimeError, match="none"):
+            other.backward(y)
+    ours.backward(y)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "make", [*ALL_OURS.values(), lambda **k: cattn.Linear(6, 5, **k), lambda **k: cattn.Dropout(**k)]
+)
+def test_errors(make: Any, normal: Normal) -> None:
+    ours = make(rng=numpy_rng())
+    with pytest.raises(RuntimeError, match=r"call train\(\) and the module first"):
+        ours.backward(np.ones((5, 6)))
+    y = ours(normal(5, 6))
+    for shape in ((), (1, *y.shape), (4, y.shape[1]), (5, 1)):
+        with pytest.raises(ValueError, match=r"grad_out has shape .*, wanted \(5, "):
+            ours.backward(np.ones(shape))
+    with pytest.raises(TypeError, match="grad_out"):
+        ours.backward(y * 1j)
+    assert ours.grads == {}
+    with pytest.raises((ValueError, TypeError)):
+        ours(np.ones((5, 7)) * 1j)
+    with pytest.raises(RuntimeError, match="none"):
+        ours.backward(y)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_cache(name: str, normal: Normal) -> None:
+    ours = ALL_OURS[name](rng=numpy_rng())
+    cache = cattn.KVCache((), ours._kv_heads, 10, ours._head_dim)
+    y = ours(normal(5, 6), cache=cache)
+    with pytest.raises(RuntimeError, match="does not go through a cache"):
+        ours.backward(y)
+    ours.eval()(normal(5, 6), cache=cache)
+    with pytest.raises(RuntimeError, match=r"call train\(\)"):
+        ours.backward(y)
