@@ -15,7 +15,7 @@
 /* What one block adds to the first n <= LANES elements. NaN is written as the one NaN. */
 INLINE void add_gradient(real *to, vf part, int n) {
     vf sum = (n == LANES ? vf_loadu(to) : vf_loadu_n(to, n)) + part;
-    sum = vf_select(vf_eq(sum, sum), sum, vf_set1(CANONICAL_NAN));
+    sum = with_one_nan(sum);
     if (n == LANES)
         vf_storeu(to, sum);
     else
@@ -372,12 +372,11 @@ static double backward_sink(struct cattn_backward *b) {
 
 static void backward_finish(struct cattn_backward *b) {
     const struct cattn_rows *keys = &b->keys;
-    const vf scale = vf_set1((real)b->scores.scale), zero = vf_set1(0), nan = vf_set1(CANONICAL_NAN);
+    const vf scale = vf_set1((real)b->scores.scale), zero = vf_set1(0);
     for (int r = 0; r < keys->n_rows; r++) {
         const real *acc = (const real *)keys->acc + r * keys->acc_cols;
         for (int64_t c = 0; c < keys->d_v; c += LANES) {
-            vf v = vf_loadu(acc + c) * scale + zero;
-            v = vf_select(vf_eq(v, v), v, nan);
+            const vf v = with_one_nan(vf_loadu(acc + c) * scale + zero);
             store_strided((real *)b->grad_query[r] + c, 1, v, (int)min64(LANES, keys->d_v - c));
         }
         if (b->grad_bias_row[0]) {

@@ -36,6 +36,13 @@ INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int6
     }
 }
 
+/* LANES scaled columns of LANES queries: nothing between the loads, so that they wait for memory together. */
+INLINE void load_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, vf v[LANES]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        v[i] = load_stored(storage, query[i], d, 1, LANES) * scale;
+}
+
 /* Q^T, scaled (rounded once): panels [head_dim][PANEL], zero in the lanes behind the last row. */
 static void pack_query_tile(struct cattn_rows *rows) {
     const int64_t depth = rows->head_dim, col = rows->query_col;
@@ -46,12 +53,14 @@ static void pack_query_tile(struct cattn_rows *rows) {
         const void *const *query = rows->query + r0;
         for (int64_t d = 0; d < depth; d += LANES) {
             const int n = (int)min64(LANES, depth - d);
+            const bool whole = col == 1 && n == LANES && r0 + LANES <= rows->n_rows;
             vf v[LANES];
-            if (rows->storage == CATTN_STORED_PLAIN && col == 1 && n == LANES && r0 + LANES <= rows->n_rows) {
-                /* nothing between the loads, so that they wait for memory together */
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    v[i] = vf_loadu((const real *)query[i] + d) * scale;
+            if (whole && rows->storage == CATTN_STORED_PLAIN) {
+                load_square(CATTN_STORED_PLAIN, query, d, scale, v);
+            } else if (whole && rows->storage == CATTN_STORED_F16) {
+                load_square(CATTN_STORED_F16, query, d, scale, v);
+            } else if (whole) {
+                load_square(CATTN_STORED_BF16, query, d, scale, v);
             } else {
                 for (int i = 0; i < LANES; i++) {
                     v[i] = vf_set1(0);

@@ -87,8 +87,10 @@ INLINE vf load_stored(enum cattn_storage storage, const void *base, int64_t i, i
 }
 
 /* Any NaN becomes the canonical one. */
+INLINE vf with_one_nan(vf v) { return vf_select(vf_eq(v, v), v, vf_set1(CANONICAL_NAN)); }
+
 INLINE void store_stored(enum cattn_storage storage, void *base, int64_t i, int64_t stride, vf v, int n) {
-    v = vf_select(vf_eq(v, v), v, vf_set1(CANONICAL_NAN));
+    v = with_one_nan(v);
 #if REAL_BITS == 32
     if (storage != CATTN_STORED_PLAIN) {
         store_half(storage, (uint16_t *)base + i, stride, v, n);
@@ -307,13 +309,28 @@ static void chunk_merge(struct cattn_rows *rows) {
     }
 }
 
+/* Whole vectors of an output row of unit stride; returns how many columns that were. */
+INLINE int64_t finish_vectors(enum cattn_storage storage, void *out, const real *acc, int64_t d_v, vf factor) {
+    int64_t c = 0;
+    for (; c + LANES <= d_v; c += LANES)
+        store_stored(storage, out, c, 1, vf_loadu(acc + c) * factor + vf_set1(0), LANES);
+    return c;
+}
+
 /* One output row: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
 static void finish_out(const struct cattn_rows *rows, int r, real factor) {
     const real *acc = (const real *)rows->total_acc + r * rows->acc_cols;
-    const vf zero = vf_set1(0);
-    for (int64_t c = 0; c < rows->d_v; c += LANES)
+    const vf scale = vf_set1(factor);
+    int64_t c = 0;
+    if (rows->out_col == 1 && rows->storage == CATTN_STORED_PLAIN)
+        c = finish_vectors(CATTN_STORED_PLAIN, rows->out[r], acc, rows->d_v, scale);
+    else if (rows->out_col == 1 && rows->storage == CATTN_STORED_F16)
+        c = finish_vectors(CATTN_STORED_F16, rows->out[r], acc, rows->d_v, scale);
+    else if (rows->out_col == 1)
+        c = finish_vectors(CATTN_STORED_BF16, rows->out[r], acc, rows->d_v, scale);
+    for (; c < rows->d_v; c += LANES)
         store_stored(rows->storage, rows->out[r], c * rows->out_col, rows->out_col,
-                     vf_loadu(acc + c) * vf_set1(factor) + zero, (int)min64(LANES, rows->d_v - c));
+                     vf_loadu(acc + c) * scale + vf_set1(0), (int)min64(LANES, rows->d_v - c));
 }
 
 /* The raw scores of one row become weights, in place; keys out of range get 0, or -inf where scores are asked for. */
