@@ -168,6 +168,14 @@ def test_float32(name: str, normal: Normal) -> None:
         np.testing.assert_allclose(grad, grads[1][key], rtol=1e-4, atol=1e-5 * largest, err_msg=key)
 
 
+def test_bias_of_many_rows(normal: Normal) -> None:
+    layer = cattn.Linear(1, 3, rng=numpy_rng())
+    grad_out = 1 + normal(100_000, 3)
+    layer(normal(100_000, 1))
+    layer.backward(grad_out)
+    np.testing.assert_allclose(layer.grads["bias"], grad_out.sum(axis=0, dtype=np.float64), rtol=1e-7)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("kind", [numpy_rng, cattn.TorchGenerator], ids=["numpy", "torch"])
 def test_dropout(kind: Any, p: float, dtype: Any) -> None:

@@ -176,7 +176,7 @@ class Linear(Module):
         rows = grad.reshape(-1, grad.shape[-1])
         self._add_gradient("weight", rows.T @ x.reshape(-1, x.shape[-1]))
         if self.bias is not None:
-            self._add_gradient("bias", rows.sum(axis=0))
+            self._add_gradient("bias", rows.sum(axis=0, dtype=np.float64))  # float32 adds thousands of rows up badly
         result: Array = (rows @ weight).reshape(x.shape)
         return result
 
