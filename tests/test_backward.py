@@ -236,6 +236,27 @@ def test_autograd_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(getattr(grads, n), leaf.grad.numpy(), rtol=1e-11, atol=1e-11, err_msg=n)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_autograd_of_torch_agrees_with_its_own_dropout(p: float, causal: bool) -> None:
+    """PyTorch's function drops by its own generator; a TorchGenerator of the same seed drops the same."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    query, key, value = leaves = [torch.randn(2, 3, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    grad_out = torch.randn(2, 3, 60, 8, dtype=torch.float64)
+    torch.manual_seed(123)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal)
+    right = torch.autograd.grad(out, leaves, grad_out)
+    arrays = [leaf.detach().numpy() for leaf in leaves]
+    options: dict[str, Any] = {"dropout_p": p, "is_causal": causal}
+    result = cattn.scaled_dot_product_attention(*arrays, rng=cattn.TorchGenerator(123), return_lse=True, **options)
+    grads = cattn.attention_backward(
+        grad_out.numpy(), *arrays, result.out, result.lse, rng=cattn.TorchGenerator(123), **options
+    )
+    for ours, theirs in zip(grads[:3], right, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-11, atol=1e-11)
+
+
 def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, threads: int) -> None:
     call = qkv(rng, np.float64, (2, 4, 120, 8), (2, 2, 210, 8), (2, 2, 210, 8)) | {"dropout_p": 0.3}
     generator = cattn.TorchGenerator(3)

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "../core/cpu_features.h"
+#include "../core/torch_random.h"
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
 
@@ -260,4 +261,38 @@ void cattn_call_fill_inputs(struct cattn_call *call) {
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
+}
+
+bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
+                    const void *context) {
+    struct cattn_attention_params *params = call->params;
+    struct cattn_torch_random torch;
+    params->num_threads = cattn_get_num_threads();
+    params->poll.stop = NULL;
+    params->poll.context = NULL;
+    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31) {
+        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
+        return false;
+    }
+    const bool serial = params->dropout.enabled && cattn_torch_check(call->state, rng);
+    if (params->dropout.enabled && !serial && !cattn_rng_seed(call->state, rng, &params->dropout.seed))
+        return false;
+    call->has_seed = params->dropout.enabled && !serial;
+    /* PyTorch draws nothing where all is dropped, or where there is nothing to drop */
+    const bool draws = serial && params->dropout.keep_probability > 0.0;
+    if (draws && !cattn_torch_begin(rng, &torch))
+        return false;
+    params->dropout.torch = draws ? &torch : NULL;
+    enum cattn_status status;
+    if (work < CATTN_GIL_WORK) {
+        status = compute(context);
+    } else {
+        PyThreadState *thread;
+        cattn_gil_release(&params->poll, &thread);
+        status = compute(context);
+        PyEval_RestoreThread(thread);
+    }
+    if (draws)
+        cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
+    return cattn_error_status(status);
 }

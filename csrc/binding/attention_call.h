@@ -59,5 +59,9 @@ struct cattn_call {
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
 /* The inputs' data and strides, once nothing can fail any more. */
 void cattn_call_fill_inputs(struct cattn_call *call);
+/* Everything is checked and allocated: draws dropout's seed, or from the stream, and computes; without the GIL if
+ * `work`, in multiply-adds, is long enough. */
+bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
+                    const void *context);
 
 #endif

@@ -6,8 +6,6 @@
 #include "attention_call.h"
 #include "error.h"
 
-#include "../core/torch_random.h"
-
 /* ---- outputs ---- */
 
 /* out= is None, an array for the one result, or an AttentionOutput: given[] gets borrowed fields. */
@@ -72,43 +70,16 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
 
 /* ---- running ---- */
 
-/* Everything is checked and allocated: draw the seed, compute. */
+static enum cattn_status compute(const void *params) { return cattn_attention(params); }
+
 static bool run(struct cattn_call *call, PyObject *rng) {
     struct cattn_attention_params *params = call->params;
-    params->num_threads = cattn_get_num_threads();
     params->path = call->state->path;
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
     if (params->path != CATTN_PATH_AUTO && !cattn_attention_path_fits(params)) {
         PyErr_SetString(PyExc_ValueError, "the forced path cannot run this call");
         return false;
     }
-    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31) {
-        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
-        return false;
-    }
-    struct cattn_torch_random torch;
-    const bool serial = params->dropout.enabled && cattn_torch_check(call->state, rng);
-    if (params->dropout.enabled && !serial && !cattn_rng_seed(call->state, rng, &params->dropout.seed))
-        return false;
-    /* PyTorch draws nothing where all is dropped, or where there is nothing to drop */
-    const bool draws = serial && params->dropout.keep_probability > 0.0;
-    if (draws && !cattn_torch_begin(rng, &torch))
-        return false;
-    params->dropout.torch = draws ? &torch : NULL;
-    enum cattn_status status;
-    if (cattn_attention_work(params) < CATTN_GIL_WORK) {
-        status = cattn_attention(params);
-    } else {
-        PyThreadState *thread;
-        cattn_gil_release(&params->poll, &thread);
-        status = cattn_attention(params);
-        PyEval_RestoreThread(thread);
-    }
-    if (draws)
-        cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
-    call->has_seed = params->dropout.enabled && !serial;
-    return cattn_error_status(status);
+    return cattn_call_run(call, rng, cattn_attention_work(params), compute, params);
 }
 
 static PyObject *build_result(struct cattn_call *call, int single) {

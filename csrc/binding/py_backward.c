@@ -6,8 +6,6 @@
 #include "attention_call.h"
 #include "error.h"
 
-#include "../core/torch_random.h"
-
 /* Behind the arguments of attention. */
 enum { ARG_GRAD_OUT = N_ARGS, ARG_FORWARD_OUT, ARG_FORWARD_LSE, N_BACKWARD };
 enum { GRAD_OUT, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
@@ -154,36 +152,11 @@ static bool check_rng(const struct backward *b, PyObject *rng) {
     return false;
 }
 
+static enum cattn_status compute(const void *params) { return cattn_attention_backward(params); }
+
 static bool run(struct backward *b, PyObject *rng) {
-    struct cattn_attention_params *params = b->call.params;
-    struct cattn_torch_random torch;
-    params->num_threads = cattn_get_num_threads();
-    params->path = CATTN_PATH_TILE;
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
-    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31) {
-        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
-        return false;
-    }
-    const bool serial = params->dropout.enabled && cattn_torch_check(b->call.state, rng);
-    if (params->dropout.enabled && !serial && !cattn_rng_seed(b->call.state, rng, &params->dropout.seed))
-        return false;
-    const bool draws = serial && params->dropout.keep_probability > 0.0;
-    if (draws && !cattn_torch_begin(rng, &torch))
-        return false;
-    params->dropout.torch = draws ? &torch : NULL;
-    enum cattn_status status;
-    if (3 * cattn_attention_work(params) < CATTN_GIL_WORK) {
-        status = cattn_attention_backward(&b->params);
-    } else {
-        PyThreadState *thread;
-        cattn_gil_release(&params->poll, &thread);
-        status = cattn_attention_backward(&b->params);
-        PyEval_RestoreThread(thread);
-    }
-    if (draws)
-        cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
-    return cattn_error_status(status);
+    b->call.params->path = CATTN_PATH_TILE;
+    return cattn_call_run(&b->call, rng, 3 * cattn_attention_work(b->call.params), compute, &b->params);
 }
 
 /* The gradients, and the dtype that those of query, key and value are to have. */
