@@ -50,8 +50,11 @@ static struct cattn_rows *set_up(const struct run *run, int64_t block, void *mem
     cattn_rows_common(rows, p, &lead, first_head / p->group_size);
     for (int r = 1; r < rows->n_rows && plan->drawn; r++)
         rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
-    for (int r = 0; r < rows->n_rows; r++)
-        cattn_rows_row(rows, p, &lead, r, first_head + (first + r) / p->seqlen_q, (first + r) % p->seqlen_q);
+    int64_t head = first_head + first / p->seqlen_q, i = first % p->seqlen_q;
+    for (int r = 0, n; r < rows->n_rows; r += n, head++, i = 0) {
+        n = (int)(p->seqlen_q - i < rows->n_rows - r ? p->seqlen_q - i : rows->n_rows - r);
+        cattn_rows_of_head(rows, p, &lead, r, n, head, i);
+    }
     if (plan->path == CATTN_PATH_TILE)
         run->kernels->pack_query_tile(rows);
     else

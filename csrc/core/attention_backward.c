@@ -164,10 +164,9 @@ static struct cattn_backward *set_up(const struct run *run, const struct step *s
         rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
     const int64_t start = cattn_lead_start(p, query, step->lead) + step->head * query->head + first * query->row;
-    for (int r = 0; r < rows->n_rows; r++) {
-        cattn_rows_row(rows, p, &lead, r, step->head, first + r);
+    cattn_rows_of_head(rows, p, &lead, 0, rows->n_rows, step->head, first);
+    for (int r = 0; r < rows->n_rows; r++)
         b->grad_query[r] = cattn_tensor_at(p, query, start + r * query->row);
-    }
     const struct cattn_tensor *grad_out = &params->grad_out;
     set_up_grads(params, b,
                  cattn_lead_start(p, grad_out, step->lead) + step->head * grad_out->head + first * grad_out->row);

@@ -86,40 +86,61 @@ static double number_at(const struct cattn_attention_params *p, const struct cat
     return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
 }
 
-void cattn_rows_row(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
-                    int r, int64_t head, int64_t i) {
-    const struct cattn_range visible = cattn_visible_keys(&lead->sight, i);
-    rows->lo[r] = visible.lo;
-    rows->hi[r] = visible.hi;
-    rows->query[r] = cattn_stored_at(p, &p->query, lead->query + head * p->query.head + i * p->query.row);
-    rows->keep[r] = NULL;
-    if (p->attn_mask.data)
-        rows->keep[r] =
-            (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
-    for (int b = 0; b < p->n_bias; b++)
-        rows->bias[b][r] = cattn_tensor_at(p, &p->bias[b], lead->bias[b] + head * p->bias[b].head + i * p->bias[b].row);
-    rows->position[r] = i + lead->sight.offset;
-    if (p->slopes.data)
-        rows->slope[r] = number_at(p, &p->slopes, lead->slopes + head * p->slopes.head);
-    if (p->sinks.data)
-        rows->sink[r] = number_at(p, &p->sinks, lead->sinks + head * p->sinks.head);
-    rows->drop_position[r] = (uint32_t)rows->position[r];
-    rows->drop_head[r] = (uint32_t)head;
-    rows->out[r] = rows->weights[r] = rows->lse[r] = NULL;
-    if (p->query_starts.data && i >= lead->sight.n_queries) { /* where another sequence lies: not ours to touch */
-        rows->query[r] = p->query.data;
-        return;
+void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
+                        int r, int n, int64_t head, int64_t i) {
+    const int64_t element = (int64_t)cattn_element_size(p->dtype);
+    const int64_t stored = (int64_t)cattn_stored_size(p->dtype, p->storage);
+    /* packed sequences: behind the last query lies another one's, not ours to touch */
+    int ours = n;
+    if (p->query_starts.data && i + n > lead->sight.n_queries)
+        ours = i < lead->sight.n_queries ? (int)(lead->sight.n_queries - i) : 0;
+
+    cattn_visible_ranges(&lead->sight, i, n, rows->lo + r, rows->hi + r);
+    for (int k = 0; k < n; k++) {
+        rows->position[r + k] = i + k + lead->sight.offset;
+        rows->drop_position[r + k] = (uint32_t)rows->position[r + k];
+        rows->drop_head[r + k] = (uint32_t)head;
     }
-    if (p->out.data)
-        rows->out[r] = cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row);
+    const char *query = cattn_stored_at(p, &p->query, lead->query + head * p->query.head + i * p->query.row);
+    for (int k = 0; k < n; k++)
+        rows->query[r + k] = k < ours ? query + k * p->query.row * stored : p->query.data;
+    const uint8_t *keep = p->attn_mask.data;
+    if (keep)
+        keep += lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
+    for (int k = 0; k < n; k++)
+        rows->keep[r + k] = keep ? keep + k * p->attn_mask.row : NULL;
+    for (int b = 0; b < p->n_bias; b++) {
+        const struct cattn_tensor *tensor = &p->bias[b];
+        const char *bias = cattn_tensor_at(p, tensor, lead->bias[b] + head * tensor->head + i * tensor->row);
+        for (int k = 0; k < n; k++)
+            rows->bias[b][r + k] = bias + k * tensor->row * element;
+    }
+    for (int k = 0; k < n && p->slopes.data; k++)
+        rows->slope[r + k] = number_at(p, &p->slopes, lead->slopes + head * p->slopes.head);
+    for (int k = 0; k < n && p->sinks.data; k++)
+        rows->sink[r + k] = number_at(p, &p->sinks, lead->sinks + head * p->sinks.head);
+
+    for (int k = 0; k < n; k++)
+        rows->out[r + k] = rows->weights[r + k] = rows->lse[r + k] = NULL;
+    if (p->out.data) {
+        char *out = cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row);
+        for (int k = 0; k < ours; k++)
+            rows->out[r + k] = out + k * p->out.row * stored;
+    }
+    if (p->lse.data) {
+        char *lse = cattn_tensor_at(p, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
+        for (int k = 0; k < ours; k++)
+            rows->lse[r + k] = lse + k * p->lse.row * element;
+    }
     if (p->weights.data) {
-        const int64_t start = lead->weights + head * p->weights.head + i * p->weights.row;
-        rows->weights_out[r] = cattn_stored_at(p, &p->weights, start);
-        rows->weights[r] =
-            p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r] : (float *)rows->weight_rows + r * p->seqlen_k;
+        char *weights = cattn_stored_at(p, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
+        float *scratch = rows->weight_rows;
+        for (int k = 0; k < ours; k++) {
+            rows->weights_out[r + k] = weights + k * p->weights.row * stored;
+            rows->weights[r + k] =
+                p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
+        }
     }
-    if (p->lse.data)
-        rows->lse[r] = cattn_tensor_at(p, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
 }
 
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {

@@ -25,9 +25,9 @@ void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn
 /* What all rows of the call have in common. */
 void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
                        int64_t kv_head);
-/* Row r of the task is query i of one query head. */
-void cattn_rows_row(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
-                    int r, int64_t head, int64_t i);
+/* Rows r .. r+n-1 of the task are queries i .. i+n-1 of one query head. */
+void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
+                        int r, int n, int64_t head, int64_t i);
 
 /* First and last key that any row of the task sees. */
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);

@@ -50,3 +50,11 @@ struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i
     };
     return range;
 }
+
+void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi) {
+    for (int r = 0; r < n; r++) {
+        const struct cattn_range range = cattn_visible_keys(sight, i + r);
+        lo[r] = range.lo;
+        hi[r] = range.hi;
+    }
+}

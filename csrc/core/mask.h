@@ -27,5 +27,7 @@ struct cattn_sight cattn_sight(const struct cattn_ranges *ranges, int n_lead, co
 
 /* The keys that query i sees. */
 struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i);
+/* The same of queries i .. i+n-1, as arrays. */
+void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi);
 
 #endif

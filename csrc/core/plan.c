@@ -10,8 +10,9 @@
 #define TINY_WORK 100000.0
 /* Key chunks are worth handing to other threads from here on: some 30 us of work. */
 #define SPLIT_WORK 600000.0
-/* Up to this many rows a unit, streaming keys past rows beats tiles that would be mostly empty. */
-#define FEW_ROWS 16
+/* Up to this many rows a unit, threads that share out the keys beat tiles that one thread has to itself. With up to
+ * CATTN_FEW_ROWS, one pass of the row kernel, keys stream past faster than tiles that would be mostly empty fill. */
+#define SPLIT_ROWS 16
 
 static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -102,18 +103,15 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
         cut(&plan, p, kernels, p->path);
         return plan;
     }
+    const bool few = plan.unit_rows <= CATTN_FEW_ROWS;
     cut(&plan, p, kernels, CATTN_PATH_TINY);
-    if (cattn_attention_work(p) <= TINY_WORK && tiny_fits(&plan, p))
+    if (few && cattn_attention_work(p) <= TINY_WORK && tiny_fits(&plan, p))
         return plan;
-    if (plan.unit_rows > FEW_ROWS) {
-        cut(&plan, p, kernels, CATTN_PATH_TILE);
-        return plan;
-    }
     /* few rows: give key chunks to the threads where units alone would leave some idle */
-    int64_t tasks = plan.n_units * plan.blocks_per_unit;
-    bool split = plan.n_chunks > 1 && p->num_threads > 1 && cattn_attention_work(p) >= SPLIT_WORK &&
-                 tasks < 4 * (int64_t)p->num_threads;
-    cut(&plan, p, kernels, split ? CATTN_PATH_SPLIT : CATTN_PATH_ROWS);
+    const int64_t tasks = plan.n_units * ceil_div(plan.unit_rows, CATTN_FEW_ROWS);
+    const bool split = plan.unit_rows <= SPLIT_ROWS && plan.n_chunks > 1 && p->num_threads > 1 &&
+                       cattn_attention_work(p) >= SPLIT_WORK && tasks < 4 * (int64_t)p->num_threads;
+    cut(&plan, p, kernels, split ? CATTN_PATH_SPLIT : few ? CATTN_PATH_ROWS : CATTN_PATH_TILE);
     return plan;
 }
 
