@@ -24,26 +24,22 @@ struct tile {
     int n_vectors, n_groups;
     struct extent all; /* of the whole block */
     struct extent vector[N_VECTORS], group[N_GROUPS];
-    real lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];          /* the rows' ranges, relative: exact in any element type */
+    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative; none: the block's end, 0 */
+    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi, for lanes: exact in any element type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
 
-static struct extent extent_of_rows(const struct cattn_rows *rows, int64_t k0, int first, int last) {
-    int64_t lo_min = INT64_MAX, lo_max = 0, hi_min = INT64_MAX, hi_max = 0;
+static struct extent extent_of_rows(const struct tile *t, int first, int last) {
+    int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
     for (int r = first; r < last; r++) {
-        if (rows->lo[r] < rows->hi[r]) {
-            lo_min = min64(lo_min, rows->lo[r]);
-            hi_max = max64(hi_max, rows->hi[r]);
-        }
-        lo_max = max64(lo_max, rows->lo[r]);
-        hi_min = min64(hi_min, rows->hi[r]);
+        begin = t->lo[r] < begin ? t->lo[r] : begin;
+        end = t->hi[r] > end ? t->hi[r] : end;
+        full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
+        full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
     }
-    struct extent e = {relative(lo_min, k0), relative(hi_max, k0), relative(lo_max, k0), relative(hi_min, k0)};
-    e.begin = e.begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
-    e.end = (int)round_up(e.end, CATTN_SUM_CHAINS);
-    if (e.begin >= e.end)
-        e.begin = e.end = 0;
-    return e;
+    begin = begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
+    end = (int)round_up(end, CATTN_SUM_CHAINS);
+    return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
 }
 
 static void find_extents(struct tile *t) {
@@ -52,9 +48,9 @@ static void find_extents(struct tile *t) {
     t->n_vectors = (n_rows + LANES - 1) / LANES;
     t->n_groups = (n_rows + MR - 1) / MR;
     for (int v = 0; v < t->n_vectors; v++)
-        t->vector[v] = full ? t->all : extent_of_rows(t->rows, t->k0, v * LANES, (int)min64((v + 1) * LANES, n_rows));
+        t->vector[v] = full ? t->all : extent_of_rows(t, v * LANES, (int)min64((v + 1) * LANES, n_rows));
     for (int g = 0; g < t->n_groups; g++) {
-        t->group[g] = full ? t->all : extent_of_rows(t->rows, t->k0, g * MR, (int)min64((g + 1) * MR, n_rows));
+        t->group[g] = full ? t->all : extent_of_rows(t, g * MR, (int)min64((g + 1) * MR, n_rows));
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
     }
 }
@@ -117,7 +113,7 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++) {
                 vf at = vf_set1((real)(k + m));
-                vm inside = vm_and(vf_lt(at, vf_loadu(t->hi + r)), vm_not(vf_lt(at, vf_loadu(t->lo + r))));
+                vm inside = vm_and(vf_lt(at, vf_loadu(t->last + r)), vm_not(vf_lt(at, vf_loadu(t->first + r))));
                 acc[m][n] = vf_select(inside, acc[m][n], neg_inf);
             }
 #pragma GCC unroll 16
@@ -313,7 +309,12 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     t->rows = rows;
     t->k0 = k0;
     t->n_keys = (int)(k1 - k0);
-    t->all = extent_of_rows(rows, k0, 0, rows->n_rows);
+    for (int r = 0; r < rows->n_rows; r++) {
+        const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
+        t->lo[r] = lo < hi ? lo : CATTN_BLOCK_KEYS;
+        t->hi[r] = lo < hi ? hi : 0;
+    }
+    t->all = extent_of_rows(t, 0, rows->n_rows);
     if (t->all.begin == t->all.end)
         return false;
     find_extents(t);
@@ -325,8 +326,8 @@ static void tile_scores(struct tile *t) {
     struct cattn_rows *rows = t->rows;
     const int64_t k0 = t->k0;
     for (int r = 0; r < t->n_vectors * LANES; r++) {
-        t->lo[r] = r < rows->n_rows ? (real)relative(rows->lo[r], k0) : 0;
-        t->hi[r] = r < rows->n_rows ? (real)relative(rows->hi[r], k0) : 0;
+        t->first[r] = r < rows->n_rows ? (real)t->lo[r] : 0;
+        t->last[r] = r < rows->n_rows ? (real)t->hi[r] : 0;
         ((real *)rows->block_max)[r] = NEG_INF;
     }
     for (int r = 0; r < t->n_vectors * LANES && rows->has_slopes; r++) {
