@@ -197,6 +197,8 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
     const real *score = rows->score;
     const size_t size = stored_size(value.storage);
     const uintptr_t next = ahead(value.first, VALUE_AHEAD * value.row, size);
+    /* where several rows take several passes, the first one asks for all columns: memory is quicker in order */
+    const bool in_passes = many > 1 && vectors * LANES < rows->d_v;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
@@ -208,9 +210,11 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             val[v] = load_row(value, k, c + v * LANES, v == vectors - 1 ? n : LANES);
-            if ((size_t)v * LANES * size % LINE_BYTES == 0)
+            if (!in_passes && (size_t)v * LANES * size % LINE_BYTES == 0)
                 prefetch(next, k * value.row + c + v * LANES, size);
         }
+        for (int64_t i = 0; in_passes && c == 0 && i < rows->d_v; i += (int64_t)(LINE_BYTES / size))
+            prefetch(next, k * value.row + i, size);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
             vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + run.begin + k]);
