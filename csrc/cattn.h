@@ -175,6 +175,9 @@ struct cattn_dropout_params {
     struct cattn_poll poll;
 };
 
+/* False where a count of rows, tasks, pairs or bytes of scratch would leave 64 bits. Sizes of arrays that repeat one
+ * element (stride 0) know no other bound; everything below may be asked only if this is true. */
+bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
 /* False where a forced params->path cannot run this problem (CATTN_PATH_TINY beyond its size). */
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
@@ -183,7 +186,7 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 
-/* How cattn_attention would go about it. */
+/* How cattn_attention would go about it. Reads no element, but looks at the range of every row. */
 struct cattn_explanation {
     enum cattn_path path;
     int64_t n_tasks;     /* shared out to threads */
@@ -193,7 +196,7 @@ struct cattn_explanation {
     int64_t n_keys;      /* pairs of a row and a key in its range */
     size_t scratch_size; /* bytes a thread */
 };
-struct cattn_explanation cattn_attention_explain(const struct cattn_attention_params *params);
+enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told);
 
 /* Rough cost of a call in multiply-adds: the binding keeps the GIL below a few microseconds of it. */
 double cattn_attention_work(const struct cattn_attention_params *params);

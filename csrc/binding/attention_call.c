@@ -143,7 +143,17 @@ static bool parse_lead(struct cattn_call *call) {
         PyErr_SetString(PyExc_ValueError, "query, key and value broadcast to a batch that is too large");
         return false;
     }
-    return true;
+    return cattn_call_counts_fit(params);
+}
+
+bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
+    if (cattn_attention_counts_fit(p))
+        return true;
+    PyErr_Format(PyExc_ValueError,
+                 "a batch of %lld with %lld heads, T_q %lld, T_k %lld, head_dim %lld and d_v %lld is too large",
+                 (long long)p->n_batch, (long long)p->num_heads, (long long)p->seqlen_q, (long long)p->seqlen_k,
+                 (long long)p->head_dim, (long long)p->d_v);
+    return false;
 }
 
 /* ---- masks and positions ---- */

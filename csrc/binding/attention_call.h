@@ -57,6 +57,8 @@ struct cattn_call {
 
 /* Arrays, sizes, masks, ranges and numbers into params; outputs and rng are not looked at. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
+/* ValueError for sizes that the core cannot count with. */
+bool cattn_call_counts_fit(const struct cattn_attention_params *params);
 /* The inputs' data and strides, once nothing can fail any more. */
 void cattn_call_fill_inputs(struct cattn_call *call);
 /* Everything is checked and allocated: draws dropout's seed, or from the stream, and computes; without the GIL if

@@ -152,7 +152,8 @@ static bool unpack_sequences(struct cattn_call *call, PyObject *const *args) {
         cattn_tensor_from(tensors[i], (PyArrayObject *)args[QUERY_STARTS + i], 1, 0);
     params->lead_shape[0] = params->n_batch = PyArray_DIM((PyArrayObject *)args[QUERY_STARTS], 0);
     return cattn_arg_count(args[MAX_QUERY], "max_seqlen_q", 0, params->seqlen_q, &params->seqlen_q) &&
-           cattn_arg_count(args[MAX_KEY], "max_seqlen_k", 0, params->seqlen_k, &params->seqlen_k);
+           cattn_arg_count(args[MAX_KEY], "max_seqlen_k", 0, params->seqlen_k, &params->seqlen_k) &&
+           cattn_call_counts_fit(params);
 }
 
 /* args in the order of ARG_*. Before STAGE_OUT value is NULL and weights are the one result; with STAGE_DROPOUT the
@@ -236,13 +237,18 @@ PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n
         params.path = call.state->path;
         params.dropout.torch = NULL;
         cattn_call_fill_inputs(&call);
-        const struct cattn_explanation told = cattn_attention_explain(&params);
-        result =
-            Py_BuildValue("{s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "path", paths[told.path], "instruction_set",
-                          cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)told.n_tasks, "rows_per_task",
-                          (long long)told.block_rows, "key_blocks_visited", (long long)told.n_visited,
-                          "key_blocks_skipped", (long long)told.n_skipped, "visible_pairs", (long long)told.n_keys,
-                          "scratch_bytes_per_thread", (Py_ssize_t)told.scratch_size, "threads", params.num_threads);
+        PyThreadState *thread;
+        struct cattn_explanation told;
+        cattn_gil_release(&params.poll, &thread);
+        const enum cattn_status status = cattn_attention_explain(&params, &told);
+        PyEval_RestoreThread(thread);
+        if (cattn_error_status(status))
+            result = Py_BuildValue("{s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "path", paths[told.path], "instruction_set",
+                                   cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)told.n_tasks,
+                                   "rows_per_task", (long long)told.block_rows, "key_blocks_visited",
+                                   (long long)told.n_visited, "key_blocks_skipped", (long long)told.n_skipped,
+                                   "visible_pairs", (long long)told.n_keys, "scratch_bytes_per_thread",
+                                   (Py_ssize_t)told.scratch_size, "threads", params.num_threads);
     }
     for (int i = 0; i < N_INPUTS; i++)
         Py_XDECREF((PyObject *)call.inputs[i]);

@@ -211,7 +211,7 @@ PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize
         goto done;
     const struct cattn_sight sight = cattn_sight(&ranges, 0, NULL, 0);
     char *row = PyArray_BYTES(output.array);
-    for (npy_intp i = 0; i < dims[0]; i++, row += dims[1]) {
+    for (npy_intp i = 0; i < dims[0] && dims[1] > 0; i++, row += dims[1]) {
         const struct cattn_range seen = cattn_visible_keys(&sight, i);
         memset(row, 0, (size_t)dims[1]);
         if (seen.lo < seen.hi)

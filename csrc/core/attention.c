@@ -321,21 +321,24 @@ static struct cattn_range explain_block(const struct run *run, int64_t block, in
     return all.lo < all.hi ? all : (struct cattn_range){0, 0};
 }
 
-struct cattn_explanation cattn_attention_explain(const struct cattn_attention_params *params) {
+enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told) {
     struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     run.plan = cattn_plan(params, run.kernels);
     const int64_t n_blocks = run.plan.n_units * run.plan.blocks_per_unit;
     const int64_t n_key_blocks = (params->seqlen_k + CATTN_BLOCK_KEYS - 1) / CATTN_BLOCK_KEYS;
     const bool split = run.plan.path == CATTN_PATH_SPLIT;
-    struct cattn_explanation told = {.path = run.plan.path,
-                                     .n_tasks = split ? n_blocks * run.plan.n_chunks : n_blocks,
-                                     .block_rows = run.plan.block_rows,
-                                     .scratch_size = run.plan.scratch_size};
+    *told = (struct cattn_explanation){.path = run.plan.path,
+                                       .n_tasks = split ? n_blocks * run.plan.n_chunks : n_blocks,
+                                       .block_rows = run.plan.block_rows,
+                                       .scratch_size = run.plan.scratch_size};
+    int64_t next_poll = 0;
     for (int64_t block = 0; block < n_blocks; block++) {
-        const struct cattn_range keys = explain_block(&run, block, &told.n_keys);
+        const struct cattn_range keys = explain_block(&run, block, &told->n_keys);
         if (keys.lo < keys.hi)
-            told.n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
+            told->n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
+        if (cattn_poll_between(&params->poll, &next_poll))
+            return CATTN_INTERRUPTED;
     }
-    told.n_skipped = n_blocks * n_key_blocks - told.n_visited;
-    return told;
+    told->n_skipped = n_blocks * n_key_blocks - told->n_visited;
+    return CATTN_OK;
 }

@@ -19,7 +19,8 @@ static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 
 double cattn_attention_work(const struct cattn_attention_params *p) {
-    double visible = (double)p->seqlen_q * (double)p->seqlen_k;
+    double visible =
+        (double)p->seqlen_q * (double)(p->seqlen_k > 0 ? p->seqlen_k : 1); /* rows cost without keys, too */
     return (double)p->n_batch * (double)p->num_heads * visible * (double)(p->head_dim + p->d_v + 8);
 }
 
@@ -33,6 +34,14 @@ static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
 bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor) {
     return tensor->data && (p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
+}
+
+bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
+    /* no array has as many elements of its own; so scratch of a block of rows is a sum of products below 2^58 */
+    const int64_t most = (int64_t)1 << 48;
+    const double rows = (double)p->n_batch * (double)p->num_heads * ((double)p->seqlen_q + CATTN_TILE_ROWS);
+    const double pairs = rows * ((double)p->seqlen_k + CATTN_BLOCK_KEYS);
+    return p->seqlen_q <= most && p->seqlen_k <= most && p->head_dim <= most && p->d_v <= most && pairs < 0x1p62;
 }
 
 /* One place for the layout: called without memory to measure it, with memory to cut it. */

@@ -1,0 +1,183 @@
+"""Hostile sizes and numbers: an error or the right answer, never memory that is not the caller's, never a deaf hang.
+
+Arrays that repeat one element (stride 0) have any size at no cost, so a size says nothing about memory. SECURITY.md has
+the promises.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+import cattn
+
+F = np.float32
+MOST = 2**48  # of T_q, T_k, head_dim and d_v
+
+
+def repeated(*shape: int, dtype: Any = F) -> np.ndarray:
+    """One element, as often as wanted."""
+    return as_strided(np.ones(1, dtype), shape, (0,) * len(shape))
+
+
+def torch_dropout() -> dict[str, Any]:
+    return {"dropout_p": 0.5, "rng": cattn.TorchGenerator(1)}
+
+
+attend, backward = cattn.scaled_dot_product_attention, cattn.attention_backward
+X = np.ones((3, 2), F)
+# Shapes for which a product of sizes is 0, or small, in 64 bits: scratch of that size would be overrun.
+WRAPS = 2**64 // 12 + 1
+TOO_LARGE: dict[str, Callable[[], object]] = {
+    "packed query": lambda: attend(repeated(1, 2**59), repeated(1, 2**59), np.ones((1, 1), F)),
+    "packed query, weights": lambda: cattn.attention_weights(repeated(1, 2**59), repeated(1, 2**59)),
+    "packed query, rank": lambda: cattn.explain(repeated(1, 2**59), repeated(1, 2**59), np.ones((1, 1), F)),
+    "a row of halves": lambda: attend(*[repeated(1, 2**60, dtype=ml_dtypes.bfloat16)] * 2, np.ones((1, 1), F)),
+    "values nobody asks for": lambda: attend(np.ones((0, 1), F), np.ones((1, 1), F), repeated(1, 2**59)),
+    "bits of a serial stream": lambda: attend(
+        np.ones((20, 0), np.float16), *[repeated(WRAPS, 0, dtype=np.float16)] * 2, **torch_dropout()
+    ),
+    "bits drawn for gradients": lambda: backward(
+        np.ones((1, 0), np.float16),
+        np.ones((1, 0), np.float16),
+        *[repeated(WRAPS, 0, dtype=np.float16)] * 2,
+        np.ones((1, 0), np.float16),
+        np.ones(1, F),
+        **torch_dropout(),
+    ),
+    "pairs": lambda: cattn.explain(repeated(2**40, 1), repeated(2**40, 1), repeated(2**40, 1)),
+    "batch": lambda: attend(repeated(2**31, 1, 2**10, 0), repeated(1, 2**31, 1, 0), np.ones((1, 1, 1, 0), F)),
+    "packed sequences": lambda: cattn.varlen_attention(
+        *[repeated(2**28, 2**30, 0)] * 3, np.array([0, 2**28]), np.array([0, 2**28])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_sizes_that_cannot_be_counted_with_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is too large$"):
+        TOO_LARGE[name]()
+
+
+@pytest.mark.parametrize("last", [MOST, MOST + 1])
+def test_the_largest_sizes(last: int) -> None:
+    """The bound itself is fine: where no row asks for more, nothing is computed or allocated."""
+    calls = [
+        lambda: attend(np.ones((0, 1), F), np.ones((1, 1), F), repeated(1, last)).shape == (0, last),
+        lambda: attend(repeated(0, last), repeated(1, last), np.ones((1, 1), F)).shape == (0, 1),
+        lambda: attend(np.ones((0, 1), F), repeated(last, 1), repeated(last, 1)).shape == (0, 1),
+        lambda: attend(repeated(0, last, 1), np.ones((0, 1, 1), F), np.ones((1, 1), F)).shape == (0, last, 1),
+    ]
+    for call in calls:
+        if last == MOST:
+            assert call()
+        else:
+            with pytest.raises(ValueError, match=str(last)):
+                call()
+
+
+NO_MEMORY: dict[str, Callable[[], object]] = {
+    "scratch": lambda: attend(repeated(1, MOST), repeated(1, MOST), np.ones((1, 1), F)),
+    "scratch of gradients": lambda: backward(
+        X[:1], repeated(1, 2), repeated(MOST, 2), repeated(MOST, 2), X[:1], np.ones(1, F)
+    ),
+    "softmax": lambda: cattn.softmax(repeated(2**60)),
+    "masked_softmax": lambda: cattn.masked_softmax(repeated(2**60)),
+    "dropout": lambda: cattn.dropout(repeated(2**60), 0.5, rng=1),
+    "causal_mask": lambda: cattn.causal_mask(2**30, 2**31),
+    "softmax_backward": lambda: cattn.softmax_backward(repeated(2**60), repeated(2**60)),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEMORY)
+def test_what_has_no_room_is_a_memory_error(name: str) -> None:
+    with pytest.raises(MemoryError):
+        NO_MEMORY[name]()
+
+
+# Calls without end: (2**40 queries, none of which gives a number; more rows than a life has seconds).
+ENDLESS = {
+    "queries without keys": "cattn.scaled_dot_product_attention(many, none, none[:, :0])",
+    "queries without values": "cattn.scaled_dot_product_attention(many, one, one[:, :0])",
+    "batch": "cattn.scaled_dot_product_attention(repeated(2**31, 1, 2**10, 1), one, one[:, :0])",
+    "explain": "cattn.explain(many, one, one, is_causal='upper_left')",
+    "gradients": "cattn.attention_backward(*[repeated(2**30, 0)] * 5, repeated(2**30))",
+}
+LISTENING = """
+import signal
+import numpy as np
+import cattn
+from numpy.lib.stride_tricks import as_strided
+
+def repeated(*shape):
+    return as_strided(np.ones(1, np.float32), shape, (0,) * len(shape))
+
+many, one, none = repeated(2**40, 1), repeated(1, 1), repeated(0, 1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    {call}
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_call_without_end_hears_signals(name: str) -> None:
+    script = LISTENING.format(call=ENDLESS[name])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "stopped\n", done.stderr
+
+
+def test_a_mask_of_many_rows_without_columns_is_made_at_once() -> None:
+    assert cattn.causal_mask(2**63 - 1, 0).shape == (2**63 - 1, 0)
+    assert cattn.causal_mask(0, 2**63 - 1).shape == (0, 2**63 - 1)
+
+
+@pytest.mark.parametrize("far", [2**62, -(2**62)])
+@pytest.mark.parametrize("window", [None, (2**63 - 1, 2**63 - 1), (2**62, -1), (-1, 2**62)])
+def test_positions_far_away(far: int, window: tuple[int, int] | None) -> None:
+    """A place so far behind every key sees them all, one before sees none: no position wraps around."""
+    q = np.arange(6, dtype=F).reshape(3, 2)
+    out = attend(q, q, q, is_causal=True, query_offset=far, window_size=window)
+    seen = far > 0 and (window is None or window[0] in (-1, 2**63 - 1, 2**62))
+    expected = attend(q, q, q) if seen else np.zeros((3, 2), F)
+    np.testing.assert_array_equal(out, expected)
+    mask = cattn.causal_mask(3, 3, query_offset=far, window_size=window)
+    assert mask.all() if seen else not mask.any()
+
+
+OUT_OF_RANGE: dict[str, tuple[str, Callable[[], object]]] = {
+    "query_offset": ("query_offset", lambda: attend(X, X, X, is_causal=True, query_offset=2**62 + 1)),
+    "query_offset of each": ("query_offset", lambda: attend(X[None], X, X, query_offset=np.array([2**64 - 1]))),
+    "window_size": ("window_size", lambda: attend(X, X, X, window_size=(2**63, 0))),
+    "lengths": ("key_value_seq_lengths", lambda: attend(X, X, X, key_value_seq_lengths=2**64)),
+    "cu_seqlens": (
+        "cu_seqlens_q",
+        lambda: cattn.varlen_attention(*[np.ones((3, 1, 2))] * 3, np.array([0, 2**64 - 1, 3], np.uint64), [0, 1, 3]),
+    ),
+    "cu_seqlens falling": (
+        "cu_seqlens_k",
+        lambda: cattn.varlen_attention(*[np.ones((3, 1, 2))] * 3, [0, 1, 2, 3], [0, 2, 1, 3]),
+    ),
+    "seed": ("rng", lambda: cattn.dropout(X, 0.5, rng=2**64)),
+    "negative seed": ("rng", lambda: cattn.dropout(X, 0.5, rng=-1)),
+    "seed of PyTorch": ("seed", lambda: cattn.TorchGenerator(2**64)),
+    "threads": ("n must be", lambda: cattn.set_num_threads(2**31)),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_numbers_out_of_range_are_refused(name: str) -> None:
+    argument, call = OUT_OF_RANGE[name]
+    with pytest.raises(ValueError, match=argument):
+        call()
