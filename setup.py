@@ -9,22 +9,28 @@ Switches of the environment:
   CATTN_COVERAGE=1      gcov counters
 """
 
+import contextlib
 import hashlib
 import os
 import platform
 import sys
 import sysconfig
+import tempfile
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.rglob("*.h")))
 X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
+LINUX = sys.platform.startswith("linux")
+HARDENING = ["-fstack-clash-protection", "-fcf-protection"] if LINUX else []  # where the compiler knows them
+HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if LINUX else []
 TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 if X86_64:
     TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": AVX512}
@@ -45,14 +51,16 @@ def compile_flags() -> list[str]:
     flags = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
     flags += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
-    flags += ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O1" if switch("SANITIZE") else "-O3"]
+    flags += (
+        ["-O0", "-g", "-UNDEBUG"] if switch("DEBUG") else ["-O1" if switch("SANITIZE") or switch("COVERAGE") else "-O3"]
+    )
     flags += ["-Werror"] * bool(switch("WERROR")) + ["--coverage"] * bool(switch("COVERAGE"))
     if sanitizers := switch("SANITIZE"):
         flags += [f"-fsanitize={sanitizers}", "-g1", "-fno-omit-frame-pointer", "-U_FORTIFY_SOURCE"]
         flags += ["-fno-sanitize-recover=undefined"] * ("undefined" in sanitizers)
     elif not switch("DEBUG"):
         flags += ["-g0"]  # many Pythons hand -g down, which makes the module ten times as large
-        flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+        flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
     return flags
 
 
@@ -63,6 +71,18 @@ class BuildTables(build_ext):
         super().finalize_options()
         self.for_tests = bool(self.inplace)  # run() clears inplace while it builds
 
+    def known(self, flags: list[str]) -> list[str]:
+        """Return those flags that this compiler knows for this machine."""
+        found = []
+        with tempfile.TemporaryDirectory() as work:
+            probe = Path(work, "probe.c")
+            probe.write_text("extern int probe;\n")
+            for flag in flags:
+                with contextlib.suppress(CompileError):
+                    self.compiler.compile([str(probe)], work, extra_postargs=["-Werror", flag])
+                    found.append(flag)
+        return found
+
     def build_extension(self, ext: Extension) -> None:
         msvc = self.compiler.compiler_type == "msvc"
         tables = {"scalar": list[str]()} if msvc else dict(TABLES)
@@ -70,7 +90,7 @@ class BuildTables(build_ext):
             tables.pop("gnu512", None)  # for the tests only
         if wanted := switch("TABLES"):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
-        flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags()
+        flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags() + self.known(HARDENING)
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]
         for name, isa in tables.items():
@@ -93,7 +113,9 @@ class BuildTables(build_ext):
         with ThreadPool(os.cpu_count()) as pool:
             ext.extra_objects = pool.map(build, jobs, chunksize=1)
         switches = [flag for flag in flags if flag.startswith(("-fsanitize", "--coverage", "-pthread"))]
-        ext.extra_link_args = [] if msvc else ["-lm", *switches]
+        ext.extra_link_args = [] if msvc else [*HARDENED_LINK, "-lm", *switches]
+        if not msvc:  # many Pythons hand down where their own libraries were: not our business, and no place to search
+            self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
         ext.sources, self.force = [], True  # only the link is left
         super().build_extension(ext)
 
