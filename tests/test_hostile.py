@@ -6,10 +6,13 @@ the promises.
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +21,8 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import cattn
+from cattn._cli.files import InputError, load
+from cattn._weights_io import load_arrays, save_arrays
 
 F = np.float32
 MOST = 2**48  # of T_q, T_k, head_dim and d_v
@@ -181,3 +186,77 @@ def test_numbers_out_of_range_are_refused(name: str) -> None:
     argument, call = OUT_OF_RANGE[name]
     with pytest.raises(ValueError, match=argument):
         call()
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+FIELDS = "{{'descr': {}, 'fortran_order': False, 'shape': {}}}"
+HEADERS = {
+    "objects": FIELDS.format("'|O'", "(1,)"),
+    "objects inside": FIELDS.format("[('a', 'O')]", "(1,)"),
+    "code": "__import__('pathlib').Path('ran').touch()",
+    "too many": FIELDS.format("'<f4'", f"({2**63},)"),
+    "wraps around": FIELDS.format("'<f4'", f"({2**62}, 4)"),
+    "negative": FIELDS.format("'<f4'", "(-1,)"),
+    "no integer": FIELDS.format("'<f4'", "(1e3,)"),
+    "many dimensions": FIELDS.format("'<f4'", "(" + "1," * 70 + ")"),
+    "wide strings": FIELDS.format("'<U999999999999'", "(1,)"),
+    "nested": "(" * 500 + ")" * 500,
+    "unfinished": "{'descr':",
+    "nothing": "",
+}
+
+
+def npy(header: str) -> bytes:
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
+
+
+def npz(member: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("a.npy", member)
+    return stream.getvalue()
+
+
+def read(folder: Path, suffix: str, content: bytes) -> None:
+    """Read the file in every way there is: damage is an error that names the file, or MemoryError, and no other."""
+    path = folder / f"file{suffix}"
+    path.write_bytes(content)
+    ways: list[Callable[[], object]] = [lambda: load_arrays(path)] if suffix != ".npy" else []
+    ways += [lambda: load(str(path), "a")] if suffix != ".safetensors" else []
+    for way in ways:
+        text = path.name
+        try:
+            way()
+        except (ValueError, InputError) as error:
+            text = str(error)
+        except MemoryError:
+            pass
+        assert path.name in text
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_are_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for suffix, content in ((".npy", npy(HEADERS[name])), (".npz", npz(npy(HEADERS[name])))):
+        read(tmp_path, suffix, content)
+        reader = load_arrays if suffix == ".npz" else lambda path: load(str(path), "a")
+        with pytest.raises((ValueError, InputError, MemoryError)):
+            reader(tmp_path / f"file{suffix}")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
+def test_damaged_bytes(suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(3, F)}
+    whole = tmp_path / f"whole{suffix}"
+    if suffix == ".npy":
+        np.save(whole, arrays["a"])
+    else:
+        save_arrays(whole, arrays)
+    content = whole.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(content)
+        for at in rng.integers(len(damaged), size=rng.choice([1, 2, 5])):
+            damaged[at] = rng.integers(256)
+        read(tmp_path, suffix, bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.2 else damaged))

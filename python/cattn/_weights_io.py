@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,11 +55,14 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
     source = Path(path)
     if _suffix(source) == ".safetensors":
         return _load_safetensors(source)
-    try:
-        with open(source, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{source} is no .npz file of numbers, or damaged: {error}") from error
+    with open(source, "rb") as stream:
+        try:
+            with np.load(stream, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+        except MemoryError:
+            raise
+        except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
+            raise ValueError(f"{source} is no .npz file of numbers, or damaged: {error}") from error
 
 
 def _load_safetensors(source: Path) -> dict[str, Array]:
