@@ -51,8 +51,8 @@ bool cattn_torch_begin(PyObject *object, struct cattn_torch_random *random) {
     return true;
 }
 
-void cattn_torch_end(PyObject *object, const struct cattn_torch_random *random) {
-    struct stream *self = self_of(object);
+void cattn_torch_end(PyObject *stream, const struct cattn_torch_random *random) {
+    struct stream *self = self_of(stream);
     if (random != NULL)
         self->random = *random;
     atomic_store(&self->owner, 0);

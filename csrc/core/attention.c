@@ -4,6 +4,7 @@
  * queries, masks and outputs, and lets the kernels work through the key blocks of each chunk. The four paths differ in
  * which block kernel runs, in where scratch comes from and in who folds the chunks: never in the order of a sum.
  */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -169,6 +170,7 @@ static void fold_wave(const struct run *run, int64_t n, void *memory, struct cat
         const struct partial from = find_partial(run, index);
         if (chunk == 0)
             *rows = set_up(run, task / run->plan.n_chunks, memory);
+        assert(*rows); /* the first wave starts with a chunk 0 */
         memcpy((*rows)->row_max, from.max, from.stats_size);
         memcpy((*rows)->row_sum, from.sum, from.stats_size);
         if (from.acc_size)

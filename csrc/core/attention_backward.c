@@ -63,7 +63,7 @@ static void lay_out(const struct run *run, struct cattn_backward *b, struct catt
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
     const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
     const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
-    const size_t panel = (size_t)(run->kernels->lanes * run->kernels->nr);
+    const size_t panel = (size_t)run->kernels->lanes * (size_t)run->kernels->nr;
     struct cattn_rows *s = &b->scores, *g = &b->grads, *k = &b->keys;
     memset(b, 0, sizeof *b);
     b->query_cols = padded(p->head_dim);

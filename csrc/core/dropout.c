@@ -196,13 +196,13 @@ static void torch_task(void *context, int64_t task, struct cattn_worker *worker)
     const struct cattn_dropout_params *p = run->rows->params;
     const double q = p->dropout.keep_probability;
     const int64_t n_cols = run->rows->n_cols, total = run->rows->n_rows * n_cols;
-    run->scale = p->dtype == CATTN_F32 ? 1.0f / (float)q : 1.0 / q;
+    run->scale = p->dtype == CATTN_F32 ? (double)(1.0f / (float)q) : 1.0 / q;
     if (p->storage != CATTN_STORED_PLAIN) {
         float scale = (float)run->scale;
         uint16_t half;
         run->rows->kernels->narrow_row(p->storage, &scale, 1, &half, 1);
         run->rows->kernels->widen_row(p->storage, &half, 1, 1, &scale);
-        run->scale = scale;
+        run->scale = (double)scale;
     }
     uint8_t kept[TORCH_PIECE];
     (void)task; /* the only one */

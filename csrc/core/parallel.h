@@ -60,9 +60,4 @@ enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t sc
  * when the time has come. *next_poll is 0 before the first call. True: stop. */
 bool cattn_poll_between(const struct cattn_poll *poll, int64_t *next_poll);
 
-/* Reads what the process's environment says about threads, once; cattn_get_num_threads() does it on demand. False if
- * CATTN_NUM_THREADS is set to anything but a positive integer: then `message` (up to n bytes) names it and its value.
- */
-bool cattn_read_thread_environment(char *message, size_t n);
-
 #endif

@@ -51,7 +51,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const size_t size = cattn_element_size(p->dtype), slots = (size_t)cattn_plan_row_slots(plan);
     const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
     const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
-    const size_t panel = (size_t)(kernels->lanes * kernels->nr);
+    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     const size_t copied_key = cattn_plan_copies(p, &p->key) ? depth : 0;
     const size_t copied_value = cattn_plan_copies(p, &p->value) ? (size_t)p->d_v : 0;
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;

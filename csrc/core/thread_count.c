@@ -27,8 +27,7 @@ static _Thread_local int thread_override; /* 0: none */
 static atomic_int process_setting;        /* 0: none */
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
-static int environment_count;         /* >= 1 once read */
-static char environment_message[160]; /* empty: nothing wrong */
+static int environment_count; /* >= 1 once read */
 
 /* A positive decimal integer, alone in the text or ended by a comma where that is allowed; 0 if it is not one. What is
  * too large for an int becomes INT_MAX. */
@@ -74,17 +73,17 @@ static bool read_line(const char *directory, const char *name, char *line, int s
     if (file == NULL)
         return false;
     bool ok = fgets(line, size, file) != NULL;
-    fclose(file);
+    (void)fclose(file); /* only read */
     return ok;
 }
 
 /* Version 2: one file, "max 100000" or "150000 100000". */
 static int quota_v2(const char *directory) {
-    char line[64];
-    long long quota, period;
-    if (!read_line(directory, "cpu.max", line, sizeof line) || sscanf(line, "%lld %lld", &quota, &period) != 2)
+    char line[64], *end;
+    if (!read_line(directory, "cpu.max", line, sizeof line))
         return 0;
-    return cpus_of_quota(quota, period);
+    const long long quota = strtoll(line, &end, 10); /* 0 for "max" */
+    return cpus_of_quota(quota, strtoll(end, NULL, 10));
 }
 
 /* Version 1: two files, the quota -1 where there is no limit. */
@@ -150,7 +149,7 @@ static int cgroup_limit(const char *membership, const char *root) {
     while (getline(&line, &size, file) > 0)
         limit = tighter(limit, limit_of_line(root, line));
     free(line);
-    fclose(file);
+    (void)fclose(file);
     return limit;
 }
 
@@ -191,20 +190,9 @@ static void read_environment(void) {
     const char *own = getenv("CATTN_NUM_THREADS");
     const char *openmp = getenv("OMP_NUM_THREADS");
     int count = own != NULL ? parse_count(own, false) : 0;
-    if (own != NULL && count == 0)
-        snprintf(environment_message, sizeof environment_message,
-                 "CATTN_NUM_THREADS is '%.80s', it must be a positive integer", own);
     if (count == 0 && openmp != NULL)
         count = parse_count(openmp, true);
     environment_count = count > 0 ? count : available_cpus();
-}
-
-bool cattn_read_thread_environment(char *message, size_t n) {
-    pthread_once(&environment_once, read_environment);
-    if (environment_message[0] == '\0')
-        return true;
-    snprintf(message, n, "%s", environment_message);
-    return false;
 }
 
 /* ---- the count ---- */

@@ -342,6 +342,7 @@ void cattn_torch_keep_begin(struct cattn_torch_keep *keep, const struct cattn_to
     keep->threshold = threshold_of(keep_probability);
     keep->probability = keep_probability;
     keep->is_mkl = random->stream == CATTN_TORCH_MKL;
+    keep->mcg = 0;
     if (keep->is_mkl) {
         cattn_mt19937_draw(&keep->mt, 1, &keep->mcg);
         keep->mcg %= MCG_MODULUS;

@@ -155,6 +155,7 @@ INLINE uintptr_t ahead(const void *p, int64_t elements, size_t size) {
     return (uintptr_t)p + (uintptr_t)(elements * (int64_t)size);
 }
 INLINE void prefetch(uintptr_t base, int64_t element, size_t size) {
+    /* NOLINTNEXTLINE(performance-no-int-to-ptr): a hint, which nothing is read through */
     __builtin_prefetch((const void *)ahead((const void *)base, element, size));
 }
 /* does every vector, or the one at this element, start a cache line? */
@@ -269,7 +270,7 @@ INLINE vf sum_tree(const vf s[CATTN_SUM_CHAINS]) {
 }
 
 /* Any lane not finite? x - x is 0 for finite x, NaN otherwise. */
-INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); }
+INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); } /* NOLINT(misc-redundant-expression) */
 
 /* The part of the keys begin .. end-1 of a block that lies in one run of P V. */
 struct run {
