@@ -2,8 +2,13 @@
 #ifndef CATTN_DTYPE_H
 #define CATTN_DTYPE_H
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#if FLT_EVAL_METHOD != 0
+#error "float must be computed in float, by the bit contract: on s390x -std=gnu11, on 32-bit x86 -mfpmath=sse -msse2"
+#endif
 
 enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
 
