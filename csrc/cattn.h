@@ -88,7 +88,8 @@ struct cattn_attention_params {
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf masks */
     struct cattn_ranges ranges;
     /* Packed sequences: query, key, value, out and lse have one row axis for the whole batch, in which each leading
-     * index starts at these rows (int64, lead strides) and has its lengths of ranges. Absent: no. */
+     * index starts at these rows (int64, lead strides) and has its lengths of ranges; dropout.torch is absent, having
+     * no order there. Absent: no. */
     struct cattn_tensor query_starts, key_starts;
     double softcap;             /* softcap * tanh(score / softcap), before everything added; 0: none */
     struct cattn_tensor slopes; /* of ALiBi, > 0, lead and head strides; or absent */

@@ -24,31 +24,25 @@ static bool cpu_avx512(const struct cattn_cpu *cpu) { return cpu->avx512; }
 struct table {
     const struct cattn_kernels *kernels[2]; /* by dtype */
     bool (*usable)(const struct cattn_cpu *cpu);
-    bool has_fma, test_only;
+    bool test_only;
 };
-
-#if defined(__x86_64__) || defined(_M_X64)
-#define PORTABLE_FMA false
-#else
-#define PORTABLE_FMA true
-#endif
 
 #define TABLE(name) {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}
 
 /* worst first */
 static const struct table tables[] = {
-    {TABLE(scalar), any_cpu, true, false},
+    {TABLE(scalar), any_cpu, false},
 #ifdef CATTN_HAVE_GNU128
-    {TABLE(gnu128), any_cpu, PORTABLE_FMA, false},
+    {TABLE(gnu128), any_cpu, false},
 #endif
 #ifdef CATTN_HAVE_GNU512
-    {TABLE(gnu512), cpu_avx2, true, true},
+    {TABLE(gnu512), cpu_avx2, true},
 #endif
 #ifdef CATTN_HAVE_AVX2
-    {TABLE(avx2), cpu_avx2, true, false},
+    {TABLE(avx2), cpu_avx2, false},
 #endif
 #ifdef CATTN_HAVE_AVX512
-    {TABLE(avx512), cpu_avx512, true, false},
+    {TABLE(avx512), cpu_avx512, false},
 #endif
 };
 
@@ -67,7 +61,7 @@ struct cattn_isa_info cattn_isa_info(int index) {
     return (struct cattn_isa_info){
         .name = k->name,
         .usable = t->usable(cattn_cpu()),
-        .has_fma = t->has_fma,
+        .has_fma = k->has_fma,
         .test_only = t->test_only,
         .lanes_f32 = k->lanes,
         .mr = k->mr,

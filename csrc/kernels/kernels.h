@@ -165,6 +165,7 @@ struct cattn_dropout_row {
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
+    bool has_fma; /* inside the bit contract */
 
     void (*pack_query_tile)(struct cattn_rows *rows);
     void (*pack_query_rows)(struct cattn_rows *rows);

@@ -32,6 +32,7 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .lanes = LANES,
     .mr = MR,
     .nr = NR,
+    .has_fma = HAS_FMA,
     .pack_query_tile = pack_query_tile,
     .pack_query_rows = pack_query_rows,
     .chunk_begin = chunk_begin,

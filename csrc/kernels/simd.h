@@ -13,7 +13,8 @@
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
  *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing behind p[n-1]
  *   vf_storeu_n(p, v, n)
- *   vf_fma(a, b, c)    a*b + c, rounded once (twice on x86 without FMA: that table is outside the bit contract)
+ *   vf_fma(a, b, c)    a*b + c, rounded once
+ *   HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit contract
  *   vf_max(a, b)       a > b ? a : b, so b where one of them is NaN
  *   vf_div(a, b)
  *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; any value where |n| exceeds the exponent range;

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#define HAS_FMA 1
 #if REAL_BITS == 32
 #define LANES 8
 typedef __m256 vf;

@@ -41,8 +41,13 @@ INLINE vf vf_loadu_n(const real *p, int n) {
     return v;
 }
 INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(real)); }
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+#define HAS_FMA 1
+#else
+#define HAS_FMA 0
+#endif
 INLINE vf vf_fma(vf a, vf b, vf c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#if HAS_FMA
     vf r;
     EACH_LANE(i) r[i] = FMA(a[i], b[i], c[i]);
     return r;

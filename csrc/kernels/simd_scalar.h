@@ -2,6 +2,7 @@
 #include "simd.h"
 
 #define LANES 1
+#define HAS_FMA 1
 typedef real vf;
 typedef bool vm;
 typedef uint32_t vu;
