@@ -74,12 +74,15 @@ static inline void cattn_fp_leave(unsigned saved) {
 
 #include <fenv.h>
 
-/* Rounding and flags only: standard C cannot name a subnormal mode, and enabled traps stay disabled afterwards. */
-_Static_assert((((FE_DOWNWARD | FE_UPWARD | FE_TOWARDZERO) << 5) & FE_ALL_EXCEPT) == 0, "both fit in one word");
+/* Rounding and flags only: standard C cannot name a subnormal mode, and enabled traps stay disabled afterwards. The
+ * flags keep their places (s390x has them in bits 3-7), directions move up by 8. */
+#define CATTN_FP_DIRECTIONS ((unsigned)(FE_DOWNWARD | FE_UPWARD | FE_TOWARDZERO))
+_Static_assert(((CATTN_FP_DIRECTIONS << 8) & (unsigned)FE_ALL_EXCEPT) == 0, "both fit in one word");
+_Static_assert(CATTN_FP_DIRECTIONS << 8 >> 8 == CATTN_FP_DIRECTIONS, "and lose nothing there");
 
 static inline unsigned cattn_fp_enter(void) {
     fenv_t unused;
-    unsigned saved = (unsigned)fetestexcept(FE_ALL_EXCEPT) | (unsigned)fegetround() << 5;
+    unsigned saved = (unsigned)fetestexcept(FE_ALL_EXCEPT) | (unsigned)fegetround() << 8;
     feholdexcept(&unused);
     fesetround(FE_TONEAREST);
     __asm__ volatile("" ::: "memory");
@@ -90,7 +93,7 @@ static inline void cattn_fp_leave(unsigned saved) {
     __asm__ volatile("" ::: "memory");
     feclearexcept(FE_ALL_EXCEPT);
     feraiseexcept((int)(saved & (unsigned)FE_ALL_EXCEPT));
-    fesetround((int)((saved & ~(unsigned)FE_ALL_EXCEPT) >> 5));
+    fesetround((int)((saved & ~(unsigned)FE_ALL_EXCEPT) >> 8));
 }
 
 #endif
