@@ -1,0 +1,461 @@
+/* bits.c -- csrc/core without Python: prints what must have the same bits on every table and on every machine.
+ *
+ *   bits                    the tables of this build: name, does this CPU run it, is it inside the bit contract
+ *   bits TABLE BEGIN END    problems BEGIN .. END-1 of each kind with that table, a line each: what it was, and a hash
+ *
+ * Shapes, options, strides and numbers of a problem follow from its index, and hashes take the values of words, not
+ * their bytes, so lines may be compared across machines. Each problem is computed in several ways (paths, threads,
+ * rounding directions of the caller) that must not show; exit code 1 if one did. tools/machines builds and runs it.
+ *
+ * Not here: PyTorch's normal numbers in float64, which take their logarithm, sine and cosine from the C library.
+ */
+#include <fenv.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "core/torch_random.h"
+#include "inputs.h"
+
+/* ---- what a problem was, for its line; and whether its ways agreed ---- */
+
+static char what[512];
+
+static __attribute__((format(printf, 1, 2))) void say(const char *format, ...) {
+    const size_t used = strlen(what);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(what + used, sizeof what - used, format, arguments);
+    va_end(arguments);
+}
+
+static uint64_t first_hash;
+static bool has_hash, agree = true;
+
+/* The outputs, as computed in one more way. */
+static void compare(enum cattn_status status, const char *way, int num_threads) {
+    const uint64_t hash = status == CATTN_OK ? hash_of_outputs() : 0;
+    if (status != CATTN_OK || (has_hash && hash != first_hash)) {
+        fprintf(stderr, "%s: %s with %d threads gave %016" PRIx64 " (status %d), not %016" PRIx64 "\n", what, way,
+                num_threads, hash, (int)status, first_hash);
+        agree = false;
+    }
+    if (!has_hash)
+        first_hash = hash;
+    has_hash = true;
+}
+
+static void begin(const char *kind, int64_t index) {
+    source = (uint64_t)index * 8;
+    for (const char *c = kind; *c; c++)
+        source = source * 31 + (uint64_t)*c;
+    snprintf(what, sizeof what, "%s %" PRId64, kind, index);
+    has_hash = false;
+}
+
+static void end_line(void) { printf("%s: %016" PRIx64 "\n", what, first_hash); }
+
+/* ---- attention ---- */
+
+/* Around micro-tiles, vectors and tiles; chains, counters of Philox, runs, blocks, and in the end chunks of keys. */
+static const int ROWS[] = {1, 2, 3, 5, 7, 8, 9, 12, 13, 16, 17, 31, 33, 63, 65, 95, 96, 97, 130};
+static const int KEYS[] = {0, 1, 2, 7, 8, 9, 15, 17, 33, 63, 64, 65, 95, 96, 97, 128, 191, 192, 193, 289, 385, 577};
+static const int LONG_KEYS[] = {1535, 1536, 1537, 1729, 3073, 4700};
+static const int DEPTHS[] = {0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 96, 128};
+
+struct attention {
+    const struct type *type, *wide; /* stored, computed in */
+    struct cattn_backward_params params;
+    struct shape shape; /* leading indices and query heads */
+    int64_t n_kv_heads;
+    bool stage, packed;                      /* scores or weights alone; packed sequences */
+    struct cattn_torch_random random, fresh; /* in use; before the call */
+};
+
+static struct shape sized(const struct attention *a, int64_t heads, int64_t rows, int64_t cols) {
+    struct shape shape = a->shape;
+    shape.heads = heads;
+    shape.rows = rows;
+    shape.cols = cols;
+    return shape;
+}
+
+static void draw_sizes(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    const bool is_long = !a->packed && chance(12);
+    p->seqlen_q = is_long ? between(1, 9) : PICK(ROWS);
+    p->seqlen_k = is_long ? PICK(LONG_KEYS) : PICK(KEYS);
+    p->head_dim = PICK(DEPTHS);
+    p->d_v = a->stage ? 0 : PICK(DEPTHS);
+    a->shape.n_lead = a->packed ? 1 : (int)between(0, 2);
+    for (int d = 0; d < a->shape.n_lead; d++)
+        a->shape.lead[d] = a->packed ? 3 : between(1, 2);
+    a->n_kv_heads = between(1, 2);
+    p->group_size = between(1, 3);
+    p->n_lead = a->shape.n_lead;
+    p->n_batch = 1;
+    for (int d = 0; d < p->n_lead; d++)
+        p->n_batch *= p->lead_shape[d] = a->shape.lead[d];
+    p->num_heads = a->n_kv_heads * p->group_size;
+    if (cattn_attention_work(p) > 2e6) { /* an emulator has to do it */
+        p->head_dim = p->head_dim < 17 ? p->head_dim : 17;
+        p->d_v = p->d_v < 9 ? p->d_v : 9;
+    }
+    if (cattn_attention_work(p) > 2e6)
+        p->num_heads = p->group_size = a->n_kv_heads = 1;
+    say(" %s, %" PRId64 " of %" PRId64 "/%" PRId64 " heads", a->type->name, p->n_batch, p->num_heads, a->n_kv_heads);
+    say(", %" PRId64 "x%" PRId64 ", %" PRId64 ",%" PRId64, p->seqlen_q, p->seqlen_k, p->head_dim, p->d_v);
+}
+
+static void draw_inputs(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    /* packed: one row axis for the whole batch */
+    const int64_t n = a->packed ? p->n_batch : 1;
+    struct shape query = sized(a, p->num_heads, n * p->seqlen_q, p->head_dim);
+    struct shape key = sized(a, a->n_kv_heads, n * p->seqlen_k, p->head_dim);
+    struct shape value = sized(a, a->n_kv_heads, n * p->seqlen_k, p->d_v);
+    if (a->packed)
+        query.lead[0] = key.lead[0] = value.lead[0] = 1;
+    struct block made[3] = {input(&p->query, a->type, thinned(query, true))};
+    made[1] = input(&p->key, a->type, thinned(key, true));
+    if (!a->stage)
+        made[2] = input(&p->value, a->type, thinned(value, true));
+    if (chance(15)) {
+        spoil(a->type, &made[between(0, a->stage ? 1 : 2)]);
+        say(" spoilt");
+    }
+}
+
+static void draw_masks(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
+    if (chance(30)) {
+        mask(&p->attn_mask, thinned(scores, true));
+        say(" mask");
+    }
+    p->n_bias = chance(60) ? 0 : (int)between(1, CATTN_MAX_BIAS);
+    for (int b = 0; b < p->n_bias; b++) {
+        const struct block bias = input(&p->bias[b], a->wide, thinned(scores, true));
+        for (size_t i = 0; b == 0 && i < bias.n; i++)
+            if (chance(10))
+                put(a->wide, bias.data, i, -(double)INFINITY);
+        say(" bias");
+    }
+    if (chance(25)) {
+        p->softcap = fabs(number());
+        say(" softcap");
+    }
+    if (chance(25)) {
+        const struct block slopes = input(&p->slopes, a->wide, sized(a, p->num_heads, 1, 1));
+        for (size_t i = 0; i < slopes.n; i++)
+            put(a->wide, slopes.data, i, fabs(number()) / 8);
+        say(" slopes");
+    }
+    if (chance(25)) {
+        input(&p->sinks, a->wide, sized(a, p->num_heads, 1, 1));
+        say(" sinks");
+    }
+}
+
+static void draw_ranges(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    struct cattn_ranges *r = &p->ranges;
+    const struct shape numbers = thinned(sized(a, 1, 1, 1), false);
+    *r = (struct cattn_ranges){.left = CATTN_UNBOUNDED,
+                               .right = CATTN_UNBOUNDED,
+                               .seqlen_k = p->seqlen_k,
+                               .query_length = p->seqlen_q,
+                               .key_length = p->seqlen_k};
+    if (chance(40))
+        r->right = 0;
+    if (chance(20))
+        r->left = between(0, 150);
+    r->lower_right = chance(30);
+    if (!r->lower_right && chance(30))
+        r->offset = between(-p->seqlen_q, p->seqlen_k);
+    else if (!r->lower_right && chance(20))
+        integers(&r->offsets, numbers, -p->seqlen_q, p->seqlen_k);
+    if (a->packed || chance(20)) {
+        const struct shape all = a->packed ? sized(a, 1, 1, 1) : numbers;
+        integers(&r->query_lengths, all, 0, p->seqlen_q);
+        integers(&r->key_lengths, all, 0, p->seqlen_k);
+    }
+    say("%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
+        r->query_lengths.data ? " lengths" : "");
+    if (a->packed) { /* no gaps but those that lengths leave */
+        integers(&p->query_starts, sized(a, 1, 1, 1), 0, 0);
+        integers(&p->key_starts, sized(a, 1, 1, 1), 0, 0);
+        for (int64_t i = 0; i < p->n_batch; i++) {
+            ((int64_t *)p->query_starts.data)[i] = i * p->seqlen_q;
+            ((int64_t *)p->key_starts.data)[i] = i * p->seqlen_k;
+        }
+        say(" packed");
+    }
+}
+
+/* Philox by position, or, where there is one order, a stream of PyTorch's. */
+static void draw_dropout(struct cattn_dropout_spec *spec, struct cattn_torch_random *random) {
+    const int kind = chance(50) ? 0 : (int)between(1, random ? 4 : 2);
+    const double p = PICK(((const double[]){0.1, 0.5, 0.9}));
+    *spec = (struct cattn_dropout_spec){.enabled = kind > 0, .keep_probability = 1 - p, .seed = draw()};
+    spec->threshold = (uint64_t)((1 - p) * 0x1p32 + 0.5);
+    spec->keep_scale = 1 / (1 - p);
+    if (kind > 2) {
+        random->stream = kind == 3 ? CATTN_TORCH_ATEN : CATTN_TORCH_MKL;
+        cattn_torch_seed(random, draw());
+        spec->torch = random;
+    }
+    say("%s", kind == 0 ? "" : kind < 3 ? " philox" : kind == 3 ? " aten" : " mkl");
+}
+
+static void draw_results(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    struct shape rows = sized(a, p->num_heads, p->seqlen_q, p->d_v);
+    if (a->packed) {
+        rows.lead[0] = 1;
+        rows.rows *= p->n_batch;
+    }
+    if (!a->stage)
+        output(&p->out, a->type, rows, false);
+    rows.cols = 1;
+    output(&p->lse, a->wide, rows, true);
+    const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
+    p->raw_weights = a->stage && chance(50);
+    if (a->stage || (!a->packed && chance(40))) {
+        output(&p->weights, a->type, scores, false);
+        say(" %s", p->raw_weights ? "scores" : "weights");
+    }
+    if (!a->packed && p->dropout.enabled && chance(50))
+        output(&p->dropout_mask, &BYTES, scores, false);
+}
+
+/* In the caller's rounding direction: it must not show, and must be left alone. */
+static void attend(struct attention *a, enum cattn_path path, int num_threads, int direction) {
+    static const char *const names[] = {"auto", "tile", "rows", "split", "tiny"};
+    a->params.forward.path = path;
+    a->params.forward.num_threads = num_threads;
+    if (!cattn_attention_path_fits(&a->params.forward))
+        return;
+    clear_outputs();
+    a->random = a->fresh;
+    fesetround(direction);
+    const enum cattn_status status = cattn_attention(&a->params.forward);
+    if (fegetround() != direction) {
+        fprintf(stderr, "%s: left another rounding direction\n", what);
+        agree = false;
+    }
+    fesetround(FE_TONEAREST);
+    compare(status, names[path], num_threads);
+}
+
+/* From the output and log-sum-exp of the call before. */
+static void gradients(struct attention *a) {
+    struct cattn_backward_params *b = &a->params;
+    struct cattn_attention_params *p = &b->forward;
+    n_outputs = 0;
+    p->weights.data = p->dropout_mask.data = NULL;
+    input(&b->grad_out, a->type, sized(a, p->num_heads, p->seqlen_q, p->d_v));
+    output(&b->grad_query, a->wide, sized(a, p->num_heads, p->seqlen_q, p->head_dim), true);
+    output(&b->grad_key, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
+    output(&b->grad_value, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);
+    const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
+    if (p->n_bias > 0) {
+        b->bias_sum = (enum cattn_bias_sum)between(0, 2);
+        struct shape summed = b->bias_sum == CATTN_BIAS_NO_SUM ? thinned(scores, true) : scores;
+        if (b->bias_sum == CATTN_BIAS_SUM_ROWS)
+            summed.rows = 1;
+        else if (b->bias_sum == CATTN_BIAS_SUM_COLS)
+            summed.cols = 1;
+        output(&b->grad_bias, a->wide, summed, true);
+    }
+    if (p->sinks.data)
+        output(&b->grad_sinks, a->wide, sized(a, p->num_heads, 1, 1), true);
+    say(", gradients");
+    has_hash = false;
+    p->path = CATTN_PATH_TILE;
+    for (p->num_threads = 1; p->num_threads <= 3; p->num_threads += 2) {
+        clear_outputs();
+        a->random = a->fresh;
+        compare(cattn_attention_backward(b), "gradients", p->num_threads);
+    }
+    end_line();
+}
+
+static void attention(int64_t index) {
+    static struct attention a;
+    begin("attention", index);
+    memset(&a, 0, sizeof a);
+    a.type = &TYPES[index % 4];
+    a.wide = &TYPES[a.type->dtype];
+    a.params.forward.dtype = a.type->dtype;
+    a.params.forward.storage = a.type->storage;
+    a.params.forward.scale = number() / 8;
+    a.stage = chance(15);
+    a.packed = !a.stage && chance(15);
+    draw_sizes(&a);
+    draw_inputs(&a);
+    if (!a.packed)
+        draw_masks(&a);
+    draw_ranges(&a);
+    draw_dropout(&a.params.forward.dropout, a.packed ? NULL : &a.random);
+    a.fresh = a.random;
+    draw_results(&a);
+    attend(&a, CATTN_PATH_ROWS, 1, FE_TONEAREST);
+    attend(&a, CATTN_PATH_TILE, 1, FE_UPWARD);
+    attend(&a, CATTN_PATH_TILE, 3, FE_TONEAREST);
+    attend(&a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
+    attend(&a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
+    end_line();
+    if (!a.stage && !a.packed)
+        gradients(&a);
+    forget();
+}
+
+/* ---- softmax and dropout ---- */
+
+static const int COLUMNS[] = {1, 2, 5, 7, 8, 9, 16, 31, 64, 65, 127, 500, 511, 512, 513, 1025, 2000};
+
+/* Rows of a softmax or a dropout. */
+static struct shape draw_rows(int64_t *lead_shape, int *n_lead, int64_t *n_rows, int64_t *n_cols) {
+    struct shape shape = {.n_lead = 2, .heads = 1, .rows = 1};
+    *n_lead = 2;
+    *n_rows = 1;
+    for (int d = 0; d < 2; d++)
+        *n_rows *= lead_shape[d] = shape.lead[d] = between(1, d == 0 ? 3 : 40);
+    shape.cols = *n_cols = PICK(COLUMNS);
+    say(" %" PRId64 "x%" PRId64, *n_rows, *n_cols);
+    return shape;
+}
+
+static void softmax(int64_t index) {
+    const struct type *type = &TYPES[index % 4];
+    struct cattn_softmax_params p = {.dtype = type->dtype, .storage = type->storage};
+    begin("softmax", index);
+    p.scale = number();
+    say(" %s", type->name);
+    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    const struct block x = input(&p.x, type, shape);
+    if (chance(20))
+        spoil(type, &x);
+    if (chance(50))
+        mask(&p.mask, shape);
+    p.is_causal = chance(40);
+    p.ranges = (struct cattn_ranges){.left = CATTN_UNBOUNDED,
+                                     .lower_right = chance(50),
+                                     .seqlen_k = p.n_cols,
+                                     .query_length = shape.lead[1],
+                                     .key_length = p.n_cols};
+    output(&p.out, type, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_softmax(&p), "softmax", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+static void softmax_gradient(int64_t index) {
+    const struct type *type = &TYPES[index % 2];
+    struct cattn_softmax_backward_params p = {.dtype = type->dtype};
+    begin("softmax_backward", index);
+    p.scale = number();
+    say(" %s", type->name);
+    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    input(&p.grad, type, shape);
+    input(&p.weights, type, shape);
+    output(&p.out, type, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_softmax_backward(&p), "softmax_backward", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+static void dropout(int64_t index) {
+    const struct type *type = &TYPES[index % 4];
+    struct cattn_dropout_params p = {.dtype = type->dtype, .storage = type->storage};
+    struct cattn_torch_random random = {0};
+    begin("dropout", index);
+    say(" %s", type->name);
+    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    draw_dropout(&p.dropout, &random);
+    const struct cattn_torch_random fresh = random;
+    input(&p.x, type, shape);
+    output(&p.out, type, shape, false);
+    output(&p.mask, &BYTES, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        random = fresh;
+        compare(cattn_dropout(&p), "dropout", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+/* ---- PyTorch's random numbers ---- */
+
+static const char *const DISTRIBUTIONS[] = {"uniform", "normal", "integer", "bernoulli", "keep"};
+
+/* Numbers of one distribution, then words of the state as another generator has taken it over. */
+static void torch(int64_t index) {
+    struct cattn_torch_random random = {.stream = index % 3 ? CATTN_TORCH_ATEN : CATTN_TORCH_MKL}, other = {0};
+    struct cattn_torch_fill fill = {.distribution = (enum cattn_torch_distribution)(index % 5)};
+    struct shape shape = {.heads = 1, .rows = 1, .cols = 700};
+    struct cattn_tensor out, words;
+    uint8_t state[CATTN_TORCH_STATE_BYTES];
+    begin("torch", index);
+    say(" %s", DISTRIBUTIONS[fill.distribution]);
+    output(&words, &TYPES[CATTN_F32], shape, true);
+    if (fill.distribution != CATTN_TORCH_NORMAL)
+        fill.dtype = (enum cattn_dtype)between(0, 1);
+    fill.n = between(16, 3000);
+    fill.low = chance(50) ? number() : 0;
+    fill.high = 5;
+    fill.range = draw() | 1;
+    fill.range >>= between(0, 62);
+    fill.base = between(-9, 9);
+    fill.skip = between(0, 99);
+    fill.probability = 0.3;
+    shape.cols = fill.n;
+    output(&out,
+           fill.distribution == CATTN_TORCH_KEEP      ? &BYTES
+           : fill.distribution == CATTN_TORCH_INTEGER ? &INTEGERS
+                                                      : &TYPES[fill.dtype],
+           shape, true);
+    fill.out = out.data;
+    clear_outputs();
+    cattn_torch_seed(&random, draw());
+    enum cattn_status status = cattn_torch_fill(&random, &fill);
+    cattn_torch_export(&random, state);
+    if (!cattn_torch_import(&other, state))
+        status = CATTN_NO_MEMORY;
+    cattn_mt19937_draw(&other.mt, 700, words.data);
+    compare(status, "torch", 1);
+    end_line();
+    forget();
+}
+
+/* ---- main ---- */
+
+int main(int argc, char **argv) {
+    if (argc == 1) {
+        for (int i = 0; i < cattn_isa_count(); i++) {
+            const struct cattn_isa_info info = cattn_isa_info(i);
+            printf("%s %d %d\n", info.name, info.usable, info.has_fma);
+        }
+        return 0;
+    }
+    if (argc != 4 || !cattn_isa_select(argv[1])) {
+        fprintf(stderr, "usage: %s TABLE BEGIN END, with a table that this CPU can run\n", argv[0]);
+        return 2;
+    }
+    for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++) {
+        attention(i);
+        softmax(i);
+        softmax_gradient(i);
+        dropout(i);
+        torch(i);
+    }
+    return agree ? 0 : 1;
+}
