@@ -1,8 +1,10 @@
 """What all tests share: instruction sets, dtypes, paths and threads as fixtures; a watch on the floating-point mode."""
 
 import os
+import platform
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -27,6 +29,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def table_names() -> list[str]:
     """Every instruction-set table of this build, also those that this machine cannot run."""
     return [table["name"] for table in _cattn._isa_list()]
+
+
+def processor() -> str:
+    """The processor's own name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def pytest_report_header() -> list[str]:
+    """What was compiled, what runs, and what is compiled but cannot be tested here."""
+    tables = _cattn._isa_list()
+    runs = [table["name"] for table in tables if table["usable"]]
+    lacks = [table["name"] for table in tables if not table["usable"]]
+    header = f"cattn tables: {' '.join(table_names())}; this machine runs {' '.join(runs)}"
+    if lacks:
+        header += f", not {' '.join(lacks)}, which its processor lacks"
+    return [header, f"in use: {_cattn._get_isa()} on {processor()}"]
 
 
 @pytest.fixture(params=table_names())
