@@ -412,8 +412,8 @@ static void torch(int64_t index) {
     fill.n = between(16, 3000);
     fill.low = chance(50) ? number() : 0;
     fill.high = 5;
-    fill.range = draw() | 1;
-    fill.range >>= between(0, 62);
+    fill.range = draw();
+    fill.range = fill.range >> between(0, 62) | 1;
     fill.base = between(-9, 9);
     fill.skip = between(0, 99);
     fill.probability = 0.3;
