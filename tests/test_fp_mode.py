@@ -85,3 +85,26 @@ def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
             result = cattn.dropout(x, p, rng=3, return_mask=True)
         for a, b in zip(result, right, strict=True):
             assert_same_bits(a, b, f"p {p}")
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_gradients(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    """Of what cattn itself sums: sinks over blocks, on the caller's own thread. A sum over the batch is NumPy's."""
+    query, grad_out = normal(2, 1, 200, 11, dtype=dtype), normal(2, 1, 200, 11, dtype=dtype)
+    key, value = normal(2, 2, 1, 30, 11, dtype=dtype)
+    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # rounded to float32 on the way in
+    options = {"bias": bias, "sinks": [[0.3], [0.1]], "dropout_p": 0.1, "rng": 3, "softcap": 3}
+    forward = cattn.scaled_dot_product_attention(query, key, value, **options, return_lse=True)
+    arrays = (grad_out, query, key, value, forward.out, forward.lse)
+    weights = cattn.softmax(query)
+    for call in (
+        lambda: cattn.attention_backward(*arrays, **options),
+        lambda: (cattn.softmax_backward(grad_out, weights, scale=1 / 3),),
+        lambda: (cattn.dropout_backward(grad_out, 0.1, rng=3),),
+    ):
+        right = call()
+        for threads in (1, 2):
+            with cattn.num_threads(threads), floating_point_mode(mode):
+                result = call()
+            for a, b in zip(result, right, strict=True):
+                assert_same_bits(a, b)
