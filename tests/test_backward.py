@@ -382,6 +382,7 @@ def bit_calls(rng: np.random.Generator, dtype: Any) -> dict[str, Call]:
     poisoned = {name: a.copy() for name, a in base.items()}
     poisoned["key"][0, 0, 300], poisoned["query"][1, 2, 7] = NAN, INF
     together = every["bias of all"] | every["softcap"] | every["slopes"] | every["sinks"] | every["dropout"]
+    five = qkv(rng, dtype, *[(2, 3, 2, 100, 9)] * 3)
     return {
         "causal": base | every["causal"],
         "dropout": base | every["dropout"],
@@ -389,6 +390,8 @@ def bit_calls(rng: np.random.Generator, dtype: Any) -> dict[str, Call]:
         "bias of keys": base | every["bias of keys"] | every["lengths"],
         "bias of queries": base | every["bias of queries"] | every["mask"],
         "bias of all heads": base | every["bias of all heads"],
+        "bias of two leading dimensions": five | {"bias": rng.standard_normal((2, 100, 100))},
+        "bias of one of two leading dimensions": five | {"bias": rng.standard_normal((3, 1, 100, 100))},
         "poison": poisoned | every["causal"],
         "many heads": qkv(rng, dtype, (3, 4, 130, 9), (3, 4, 150, 9), (3, 4, 150, 9))
         | every["sinks"]

@@ -495,6 +495,15 @@ def test_errors_of_truth_values_pass_through(flag: str) -> None:
         cattn.scaled_dot_product_attention(ones(2, 2), ones(2, 2), ones(2, 2), **{flag: NoTruth()})
 
 
+def test_errors_of_number_methods_pass_through() -> None:
+    class NoNumber:
+        def __float__(self) -> float:
+            raise ZeroDivisionError("no number")
+
+    with pytest.raises(ZeroDivisionError, match="no number"):
+        cattn.softmax(ones(2, 2), scale=NoNumber())
+
+
 def test_errors_of_array_methods_pass_through() -> None:
     class Broken:
         def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:

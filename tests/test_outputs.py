@@ -66,6 +66,20 @@ def test_an_input_that_overlaps(name: str, shift: int) -> None:
         assert np.array_equal(out, expected)
 
 
+def test_a_stride_of_zero_matters_where_it_is_used() -> None:
+    """An axis of one element may have any stride, as may an empty array; an axis of two may not be one place."""
+    x = S[:1]
+    out = np.empty(x.shape[1:])[np.newaxis]
+    assert out.strides[0] == 0
+    assert cattn.softmax(x, out=out) is out
+    assert np.array_equal(out, cattn.softmax(x))
+    nothing = np.lib.stride_tricks.as_strided(np.empty((0, 3)), (2, 0, 3), (0, 24, 8))
+    assert cattn.softmax(np.empty((2, 0, 3)), out=nothing) is nothing
+    same = np.lib.stride_tricks.as_strided(np.empty((17, 17)), (2, 17, 17), (0, 136, 8))
+    with pytest.raises(ValueError, match="out overlaps itself: axis 0 has stride 0"):
+        cattn.softmax(S[:2], out=same)
+
+
 def test_an_attention_output_of_arrays_is_filled() -> None:
     arrays = cattn.AttentionOutput(
         out=np.empty_like(Q),
