@@ -173,7 +173,7 @@ static void softmax_row(const struct cattn_softmax_row *row) {
         /* from the kept scores alone, as the other method */
     }
     real max = softmax_max(row, row->lo, row->hi, true);
-    real sum = softmax_exp(row, row->lo, row->hi, max == NEG_INF ? 0 : max, true);
+    real sum = softmax_exp(row, row->lo, row->hi, max, true); /* NaN where max is -inf: divided by nothing */
     row_clear(row, 0, row->lo);
     row_clear(row, row->hi, row->n);
     softmax_divide(row, row->lo, row->hi, sum);
