@@ -104,3 +104,13 @@ def test_show_mask_agrees_with_causal_mask() -> None:
 def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("offset", [2**61 - 1, 2**61, 2**62])
+def test_a_side_without_a_bound_has_none(offset: int) -> None:
+    """Wherever the queries stand: behind every key, or before."""
+    for place in (offset, -offset):
+        assert cattn.causal_mask(3, 4, is_causal=False, query_offset=place).all()
+    assert cattn.causal_mask(3, 4, query_offset=offset).all()
+    assert not cattn.causal_mask(3, 4, query_offset=-offset).any()
+    assert not cattn.causal_mask(3, 4, query_offset=offset, window_size=(5, -1)).any()
