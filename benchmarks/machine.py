@@ -49,11 +49,11 @@ def facts() -> dict[str, Any]:
     }
 
 
-def save(folder: Path, group: str, rows: list[dict[str, Any]]) -> Path:
-    """Keep the rows of a group as JSON."""
+def save(folder: Path, group: str, rows: list[dict[str, Any]], **beside: Any) -> Path:
+    """Keep the rows of a group as JSON, and what belongs to all of them beside."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{group}.json"
-    path.write_text(json.dumps({"machine": facts(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": facts(), **beside, "rows": rows}, indent=1) + "\n")
     return path
 
 

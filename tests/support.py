@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import ctypes.util
 import dataclasses
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +25,18 @@ PATHS = ("auto", "tile", "rows", "split", "tiny")
 INF, NAN = np.inf, np.nan
 # What accuracy can be measured of: float64 only where there is something wider to compare with.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
+
+
+@contextlib.contextmanager
+def benchmarks_importable() -> Iterator[None]:
+    """The repository's package of measurements; its import asks for thread pools of one, which is undone here."""
+    environment = dict(os.environ)
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 # ---- ways to compute -----------------------------------------------------------------------------------------------

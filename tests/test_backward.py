@@ -271,31 +271,6 @@ def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, t
     np.testing.assert_allclose(grads.value, value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_float32_is_as_good_as_torch(causal: bool) -> None:
-    """Over 20 seeds: mean square at most 1.1 times PyTorch's, the largest error at most twice."""
-    torch = pytest.importorskip("torch")
-    own: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS[:3]}
-    torchs: dict[str, list[np.ndarray]] = {name: [] for name in FIELDS[:3]}
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        call = qkv(rng, np.float32, *[(1, 2, 256, 64)] * 3)
-        grad_out = rng.standard_normal((1, 2, 256, 64)).astype(np.float32)
-        wide = {name: a.astype(np.float64) for name, a in call.items()}
-        exact = backward(wide | {"is_causal": causal}, grad_out.astype(np.float64))
-        grads = backward(call | {"is_causal": causal}, grad_out)
-        leaves = {name: torch.tensor(a, requires_grad=True) for name, a in call.items()}
-        out = torch.nn.functional.scaled_dot_product_attention(**leaves, is_causal=causal)
-        out.backward(torch.tensor(grad_out))
-        for name in FIELDS[:3]:
-            own[name].append(getattr(grads, name) - getattr(exact, name))
-            torchs[name].append(leaves[name].grad.numpy() - getattr(exact, name))
-    for name in FIELDS[:3]:
-        a, b = np.array(own[name]), np.array(torchs[name])
-        assert np.sqrt((a**2).mean()) <= 1.1 * np.sqrt((b**2).mean()), name
-        assert np.abs(a).max() <= 2 * np.abs(b).max(), name
-
-
 # ---- what is hidden ------------------------------------------------------------------------------------------------
 def test_rows_without_keys_have_gradient_zero(rng: np.random.Generator, dtype: Any) -> None:
     mask = rng.random((2, 1, 40, 50)) < 0.5

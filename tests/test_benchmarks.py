@@ -1,10 +1,8 @@
 """The benchmark suite, without looking at a clock: rows, files, agreement of contestants, the probe, the model."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,12 @@ import numpy as np
 import pytest
 
 import cattn
+from support import benchmarks_importable
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-_environment = dict(os.environ)
-
-from benchmarks import __main__ as suite  # noqa: E402
-from benchmarks import contestants, groups, report, scaling, timing  # noqa: E402
-from benchmarks.probe import Probe, check_sum  # noqa: E402
-
-os.environ.clear()  # the package asks for pools of one thread: not for the processes that other tests start
-os.environ.update(_environment)
+with benchmarks_importable():
+    from benchmarks import __main__ as suite
+    from benchmarks import contestants, groups, report, scaling, timing
+    from benchmarks.probe import Probe, check_sum
 
 
 def has_compiler() -> bool:

@@ -4,9 +4,10 @@
  * fall below the smallest normal number is +0. Reduction by powers of two with round-to-nearest through a magic number,
  * then a minimax polynomial (Remez, relative error, constant term pinned to 1).
  *
- *   exp_lean   for attention: one constant, x*log2(e) - n in one rounding; float32 error 1e-7 near 0, growing with |x|
+ *   exp_lean   for attention: one constant, x*log2(e) - n in one rounding; the error grows with |x|, it is at most
+ *              2.2 + 0.22|x| ULP in float32 and 1 + 0.13|x| in float64
  *   exp_full   for softmax: ln 2 in two parts; below 1 ULP over the whole range
- *   tanh_full  for softcap, of any x: built like exp_full
+ *   tanh_full  for softcap, of any x: built like exp_full; at most 3 ULP
  */
 
 #if REAL_BITS == 32
