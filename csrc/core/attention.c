@@ -138,12 +138,17 @@ struct partial {
     size_t stats_size, acc_size;
 };
 
-static struct partial find_partial(const struct run *run, int64_t index) {
-    char *memory = run->partials + (size_t)index * run->partial_size;
-    struct partial s = {
+/* The sizes alone. */
+static struct partial size_partial(const struct run *run) {
+    return (struct partial){
         .stats_size = (size_t)cattn_plan_row_slots(&run->plan) * run->element,
         .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(run->params) * run->element,
     };
+}
+
+static struct partial find_partial(const struct run *run, int64_t index) {
+    char *memory = run->partials + (size_t)index * run->partial_size;
+    struct partial s = size_partial(run);
     s.max = memory;
     s.sum = memory + s.stats_size;
     s.acc = memory + 2 * s.stats_size;
@@ -186,7 +191,7 @@ static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
     struct cattn_plan *plan = &run->plan;
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
-    const struct partial size = find_partial(run, 0);
+    const struct partial size = size_partial(run);
     run->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64;
     const int64_t n_tasks = n_blocks * plan->n_chunks;
     int64_t wave = (int64_t)(SPLIT_BUDGET / run->partial_size);
