@@ -174,6 +174,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stag
         !cattn_arg_flag(args[ARG_RETURN_LSE], "return_lse", &call.wants[LSE]) ||
         !cattn_arg_flag(args[ARG_RETURN_DROPOUT_MASK], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
         goto done;
+    call.wants[WEIGHTS] |= weights_only;
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
     if (stage == STAGE_DROPOUT)
         call.as_tuple = call.wants[DROPOUT_MASK] = true;
