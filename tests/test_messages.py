@@ -120,3 +120,36 @@ def test_probabilities_may_be_read_only() -> None:
     expected = cattn.TorchGenerator(1).bernoulli(p)
     p.flags.writeable = False
     np.testing.assert_array_equal(cattn.TorchGenerator(1).bernoulli(p), expected)
+
+
+# ---- found by tools/fuzz binding -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("error", "says", "call"),
+    [
+        (TypeError, "outs must be a sequence", lambda: cattn.merge_attention(np.array(1.0), [X])),
+        (TypeError, "lses must be a sequence", lambda: cattn.merge_attention([X], np.array(1.0))),
+        (TypeError, "rng must be None, an int", lambda: cattn.Linear(2, 2, rng=np.array(0.5))),  # type: ignore[arg-type]
+        (TypeError, "axis must be an int", lambda: cattn.softmax_backward(X, X, ...)),  # type: ignore[arg-type]
+        (ValueError, "axis 2 is out of bounds for weights", lambda: cattn.softmax_backward(X, X, 2)),
+        (ValueError, "axis 0 is out of bounds for weights", lambda: cattn.softmax_backward(1.0, 1.0, 0)),
+        (ValueError, "grad_out has shape", lambda: cattn.softmax_backward(X[0], X, 0)),
+        (TypeError, "out must be", lambda: cattn.softmax_backward(X, X, 0, out=[[1.0], [1.0, 2.0]])),  # type: ignore[arg-type]
+        (ValueError, "out has shape", lambda: cattn.softmax_backward(X, X, 0, out=X[0])),
+        (ValueError, r"outs\[0\] must have at least 1", lambda: cattn.merge_attention([1.0], [1.0])),
+        (ValueError, r"lses\[0\] has shape", lambda: cattn.merge_attention(memoryview(X), memoryview(X))),
+        (TypeError, "state cannot be read", lambda: cattn.TorchGenerator(1).set_state([[1], [1, 2]])),  # type: ignore[list-item]
+    ],
+)
+def test_arguments_that_fuzzing_found(error: type[Exception], says: str, call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=f"^{says}"):
+        call()
+
+
+def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
+    """The C function of attention_weights alone: its flags count for attention."""
+    flags = (False,) * 3
+    weights = cattn._cattn.attention_weights(
+        X, X, None, None, 0.0, False, None, None, None, None, None, None, (-1, -1), None, None, None, None, *flags,
+        None, "softmax",
+    )  # fmt: skip
+    np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
 from ._arrays import as_array, as_bool
+from ._checks import as_int
 from ._types import RNG, Alignment, AttentionGradients, Window
 from .random import TorchGenerator
 
@@ -220,9 +221,13 @@ def softmax_backward(
             wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
             narrow = wide.astype(dtype)
         return narrow if out is None else _cattn._store(narrow, out)
-    if axis == -1:
+    last = as_int(axis, "axis")
+    if last != -1 and not -result.ndim <= last < result.ndim:
+        raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
+    if last == -1 or grad.shape != result.shape:
         return _cattn.softmax_backward(grad, result, scale, out)
-    moved_out = None if out is None else np.moveaxis(out, axis, -1)
+    fits = isinstance(out, np.ndarray) and out.shape == result.shape
+    moved_out = np.moveaxis(out, axis, -1) if fits else out  # what does not fit is refused below
     moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
     return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out
 

@@ -32,7 +32,12 @@ def as_generator(rng: RNG) -> Generator:
     if isinstance(rng, (bool, np.bool_)):
         raise TypeError("rng must be None, an int, a TorchGenerator or a numpy.random.Generator, got bool")
     if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
-        return TorchGenerator(operator.index(rng))
+        try:
+            seed_alone = operator.index(rng)
+        except TypeError:  # an array of no integer
+            pass
+        else:
+            return TorchGenerator(seed_alone)
     # as an exact array: NumPy recurses without end into the rows of a numpy.matrix
     seed: Any = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
     try:

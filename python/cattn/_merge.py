@@ -59,6 +59,8 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     all_outs, all_lses = _parts(outs, "outs"), _parts(lses, "lses")
     if not all_outs or len(all_outs) != len(all_lses):
         raise ValueError(f"outs and lses must be as many, at least 1, got {len(all_outs)} and {len(all_lses)}")
+    if all_outs[0].ndim == 0:
+        raise ValueError("outs[0] must have at least 1 dimension, got 0")
     for n, (out, lse) in enumerate(zip(all_outs, all_lses, strict=True)):
         if out.shape != all_outs[0].shape:
             raise ValueError(f"outs[{n}] has shape {out.shape}, outs[0] has {all_outs[0].shape}")
@@ -83,6 +85,8 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
 
 
 def _parts(parts: Iterable[ArrayLike], name: str) -> list[NDArray[Any]]:
-    if not isinstance(parts, Iterable):
+    if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
+    if isinstance(parts, memoryview):  # which has rows, and no way to iterate over them
+        parts = np.asarray(parts)
     return [as_array(part, f"{name}[{n}]") for n, part in enumerate(parts)]

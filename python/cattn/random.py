@@ -284,7 +284,7 @@ class TorchGenerator(_cattn.TorchStream):
             return self._bernoulli(_empty(size, dtype), p)
         if size:
             raise TypeError("size is that of p where p is an array: leave it out")
-        each = np.require(as_array(p, "p"), requirements=["C", "W"])  # what C fills is checked as what it reads
+        each = np.array(as_array(p, "p"), order="C")  # writable: what C fills is checked as what it reads
         if not np.all((each >= 0) & (each <= 1)):
             raise ValueError("p must be in [0, 1] everywhere")
         return self._bernoulli(np.empty(each.shape, each.dtype), each)
@@ -422,7 +422,10 @@ class TorchGenerator(_cattn.TorchStream):
         ValueError
             state has another size, or holds no valid state; the generator is as it was.
         """
-        array = np.asarray(state)
+        try:
+            array = np.asarray(state)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"state cannot be read as an array: {error}") from error
         if array.dtype != np.uint8:
             raise TypeError(f"state must be uint8, got {array.dtype}")
         self._set_state(np.array(array.ravel(), order="C"))
