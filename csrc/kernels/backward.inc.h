@@ -214,8 +214,9 @@ static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) 
         ones[i] = 1;
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         vf acc[MR][NR];
-        micro_tile(1, t->n_vectors * LANES, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1,
-                   ones, 0, acc);
+        /* not the rows of the last vector that are not there: weight 0, but what they are given may be NaN */
+        micro_tile(1, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1, ones, 0,
+                   acc);
         for (int m = 0; m < MR; m++)
             vf_storeu_n(part + k + m, acc[m][0], 1);
     }
