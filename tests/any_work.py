@@ -1,0 +1,270 @@
+"""Any piece of work with the public API whose results depend on its arguments alone: a strategy for hypothesis.
+
+Doing the same work again has to give the same bits, whatever happened before, on whatever table that promises its bits,
+and beside whatever other threads do: test_machine.py and tools/soak do the same work under changing circumstances.
+Generators of random numbers are made anew each time.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+import cattn
+from any_call import KEYS, LONG, ROWS, calls
+from test_errors import CASES, WORKING, Row
+
+Results = list[np.ndarray]
+FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+BATCHES = [0, 1, 2, 3]
+WIDTHS = [1, 3, 8, 17]
+INF = np.inf
+
+
+class Work(NamedTuple):
+    """Something to do."""
+
+    name: str
+    run: Callable[[], Results]
+    inputs: dict[str, Any]  # arrays that it reads, and what tells one work from another
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.inputs})"
+
+
+def arrays(*results: Any) -> Results:
+    """Flat, without what was not asked for and what is no array."""
+    flat: Results = []
+    for result in results:
+        if isinstance(result, tuple):
+            flat += arrays(*result)
+        elif isinstance(result, np.ndarray):
+            flat.append(result)
+    return flat
+
+
+def generator_of(rng: dict[str, Any] | int) -> Any:
+    return cattn.TorchGenerator(**rng) if isinstance(rng, dict) else rng
+
+
+rngs = st.one_of(
+    st.integers(0, 2**64 - 1),
+    st.fixed_dictionaries({"seed": st.integers(0, 2**64 - 1), "dropout": st.sampled_from(["aten", "mkl"])}),
+)
+
+
+def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return rng.standard_normal(shape).astype(dtype)
+
+
+# ---- attention, forwards and back ----------------------------------------------------------------------------------
+@st.composite
+def attention(draw: st.DrawFn) -> Work:
+    call, _ = draw(calls())
+    stream = draw(rngs)
+    if "dropout_p" in call:
+        call["rng"] = stream
+
+    def run() -> Results:
+        again = call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
+        extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+        return arrays(cattn.scaled_dot_product_attention(**again, **extras))
+
+    return Work("attention", run, call)
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> Work:
+    call, _ = draw(calls())
+    stream = draw(rngs)
+    if "dropout_p" in call:
+        call["rng"] = stream
+    call.pop("scale", None)
+
+    def run() -> Results:
+        def again() -> dict[str, Any]:
+            return call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
+
+        result = cattn.scaled_dot_product_attention(**again(), return_lse=True)
+        grad_out = np.cos(np.arange(result.out.size)).reshape(result.out.shape).astype(result.out.dtype)
+        return arrays(result, cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **again()))
+
+    return Work("gradients", run, call)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> Work:
+    n = draw(st.integers(1, 3))
+    lengths_q, lengths_k = (draw(st.lists(st.sampled_from(sizes), min_size=n, max_size=n)) for sizes in (ROWS, KEYS))
+    group, kv_heads, dtype = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from(FLOATS))
+    D, D_v = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(WIDTHS))
+    query = normal(draw, sum(lengths_q), group * kv_heads, D, dtype=dtype)
+    key = normal(draw, sum(lengths_k), kv_heads, D, dtype=dtype)
+    value = normal(draw, sum(lengths_k), kv_heads, D_v, dtype=dtype)
+    edges = [np.cumsum([0, *lengths]) for lengths in (lengths_q, lengths_k)]
+    options: dict[str, Any] = {"is_causal": draw(st.sampled_from([False, "upper_left", "lower_right"]))}
+    if options["is_causal"]:
+        options["window_size"] = draw(st.sampled_from([(-1, -1), (30, 0), (0, 5)]))
+    options |= draw(st.sampled_from([{}, {"softcap": 3.0}, {"sinks": np.ones(group * kv_heads)}]))
+    if draw(st.booleans()):
+        options |= {"dropout_p": 0.3, "rng": draw(st.integers(0, 2**64 - 1))}
+
+    def run() -> Results:
+        return arrays(cattn.varlen_attention(query, key, value, *edges, return_lse=True, **options))
+
+    return Work("varlen", run, {"query": query, "key": key, "value": value, "edges": edges} | options)
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+@st.composite
+def decoding(draw: st.DrawFn) -> Work:
+    """A prompt and a few tokens through a cache, the cache cut back in between."""
+    heads, kv_heads, dtype = 4, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(FLOATS))
+    D, prompt, steps = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from([1, 190, 192, *LONG[:3]])), 3
+    query, key, value = (normal(draw, n, prompt + steps, D, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    keep = draw(st.integers(0, prompt))
+
+    def run() -> Results:
+        cache = cattn.KVCache((), kv_heads, prompt + steps, D, dtype=dtype)
+        cache.append(key[:, :prompt], value[:, :prompt])
+        results = []
+        for t in range(prompt, prompt + steps):
+            cache.append(key[:, t : t + 1], value[:, t : t + 1])
+            offset = cache.lengths - 1
+            token = query[:, t : t + 1]
+            results += arrays(
+                cattn.causal_attention(token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True)
+            )
+        cache.truncate(keep)
+        return [*results, cache.k.copy(), cache.v.copy(), cache.lengths]
+
+    return Work("decoding", run, {"query": query, "key": key, "value": value, "keep": keep})
+
+
+@st.composite
+def merging(draw: st.DrawFn) -> Work:
+    call, _ = draw(calls())
+    call = {name: call[name] for name in ("query", "key", "value")}
+    middle = call["key"].shape[-2] // 2
+
+    def run() -> Results:
+        halves = [
+            cattn.scaled_dot_product_attention(
+                call["query"], call["key"][..., part, :], call["value"][..., part, :], return_lse=True
+            )
+            for part in (slice(middle), slice(middle, None))
+        ]
+        return arrays(cattn.merge_attention([half.out for half in halves], [half.lse for half in halves]))
+
+    return Work("merge", run, call)
+
+
+# ---- rows of numbers -----------------------------------------------------------------------------------------------
+@st.composite
+def rowwise(draw: st.DrawFn) -> Work:
+    """Softmax, masked and not, and its gradient; dropout and its gradient."""
+    shape = [*draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2)), draw(st.sampled_from(ROWS))]
+    shape.append(draw(st.sampled_from([*KEYS, 511, 512, 513, 1100])))
+    x = normal(draw, *shape, dtype=draw(st.sampled_from(FLOATS)))
+    x = x[..., ::-1] if draw(st.booleans()) else x
+    axis, p, rng = draw(st.integers(-len(shape), -1)), draw(st.sampled_from([0.1, 0.5, 1.0])), draw(rngs)
+    offset = draw(st.integers(-3, 600))
+    where = np.random.default_rng(draw(st.integers(0, 99))).random(shape[-2:]) < 0.7
+
+    def run() -> Results:
+        weights = cattn.softmax(x, axis, where=where)
+        masked = cattn.masked_softmax(x, where, is_causal=True, query_offset=offset, scale=0.5)
+        dropped = cattn.dropout(x, p, rng=generator_of(rng), return_mask=True)
+        back = cattn.softmax_backward(x, weights, axis), cattn.dropout_backward(x, p, rng=generator_of(rng))
+        return arrays(weights, masked, dropped, back)
+
+    return Work("rowwise", run, {"x": x, "axis": axis, "where": where, "offset": offset, "p": p, "rng": rng})
+
+
+@st.composite
+def stream(draw: st.DrawFn) -> Work:
+    """The numbers of a TorchGenerator, its state taken out and put back on the way."""
+    seed, kind = draw(st.integers(0, 2**64 - 1)), draw(st.sampled_from(["aten", "mkl"]))
+    sizes = draw(st.lists(st.sampled_from([1, 15, 16, 17, 623, 624, 700]), min_size=1, max_size=3))
+
+    def run() -> Results:
+        generator, results = cattn.TorchGenerator(seed, kind), []
+        for n in sizes:
+            state = generator.get_state()
+            drawn = [generator.rand(n), generator.randn(n), generator.randint(0, 9, (n,))]
+            drawn += [generator.bernoulli(0.3, n), generator.dropout_mask(0.3, n)]
+            generator.set_state(state)
+            results += [*drawn, generator.randn(n, dtype=np.float64)]
+        return [*results, generator.get_state()]
+
+    return Work("stream", run, {"seed": seed, "kind": kind, "sizes": sizes})
+
+
+# ---- modules -------------------------------------------------------------------------------------------------------
+def _whole(*shape: int) -> np.ndarray:
+    """Small whole numbers: products and sums of them are exact in whatever order the BLAS adds them up."""
+    return (np.arange(np.prod(shape, dtype=int)) % 5 - 2).astype(np.float32).reshape(shape)
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> Work:
+    """A layer with exact projections: forwards, back as far as the BLAS is exact, through a state_dict, with a cache.
+
+    What is rounded by the BLAS need not repeat itself, so the output projection is a permutation.
+    """
+    heads, tokens, seed = (
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 5, 33, 97])),
+        draw(st.integers(0, 9)),
+    )
+    groups, p = draw(st.sampled_from([g for g in (1, 2, 4) if heads % g == 0])), draw(st.sampled_from([0.0, 0.4]))
+    x = _whole(tokens, 6)
+
+    def layer() -> cattn.MultiHeadAttention:
+        made = cattn.MultiHeadAttention(6, 8, 128, p, heads, num_kv_groups=groups, rng=seed)
+        for linear in (made.W_query, made.W_key, made.W_value):
+            linear.weight[...] = _whole(*linear.weight.shape)
+        made.out_proj.weight[...] = np.eye(8)[::-1]
+        made.out_proj.bias[...] = 0
+        return made
+
+    def run() -> Results:
+        first, second = layer(), layer()
+        second.load_state_dict(first.state_dict())
+        outputs = [module(x, return_weights=True) for module in (first, second)]
+        first.backward(_whole(*outputs[0][0].shape))
+        second.eval()
+        cache = cattn.KVCache((), groups, tokens, 8 // heads)
+        steps = [second(x[t : t + 1], cache=cache) for t in range(tokens)]
+        return arrays(*outputs, np.concatenate(steps), second(x), first.grads["out_proj.bias"])
+
+    return Work("module", run, {"heads": heads, "groups": groups, "tokens": tokens, "p": p, "seed": seed})
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------
+def any_work() -> st.SearchStrategy[Work]:
+    return st.one_of(
+        attention(), gradients(), packed(), decoding(), merging(), rowwise(), stream(), modules()
+    )  # fmt: skip
+
+
+# Arguments that must be refused; not those where a warning is made an error, which is a setting of the process, nor
+# those that count the process's threads.
+REFUSED: list[tuple[str, Row]] = [
+    (function, row)
+    for function, row in CASES
+    if not issubclass(row.error, Warning) and "num_threads" not in function and function != "show_config"
+]
+
+
+def refused(function: str, row: Row) -> str:
+    """Make a call that must fail, from the table of test_errors.py; return the message."""
+    arguments = {**WORKING[function](), **row.changes}
+    try:
+        getattr(cattn, function)(**arguments)
+    except row.error as error:
+        return str(error)
+    raise AssertionError(f"{function} accepted {row.changes}")

@@ -1,0 +1,67 @@
+"""tools/soak for a few seconds; and that it finds a wrong bit and memory that grows."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from any_work import Results, Work
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is Linux's")
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    path = str(Path(__file__).resolve().parent.parent / "tools" / "soak")
+    loader = importlib.machinery.SourceFileLoader("soak", path)
+    spec = importlib.util.spec_from_loader("soak", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses and named tuples look there
+    loader.exec_module(module)
+    return module
+
+
+def test_some_seconds(soak: ModuleType) -> None:
+    run = soak.Soak(soak.random_works(60, 2), 4, 2)
+    said = run.run(8, say=lambda line: None)
+    assert "no bit changed" in said
+    assert run.calls > 20
+
+
+def test_a_wrong_bit_is_found(soak: ModuleType) -> None:
+    count = itertools.count()
+
+    def wrong_at_times() -> Results:
+        return [np.float32([1.0, -0.0 if next(count) % 10 == 9 else 0.0])]
+
+    with pytest.raises(AssertionError, match="1 of 2 differ"):
+        soak.Soak([Work("wrong at times", wrong_at_times, {})], 4, 1).run(5, say=lambda line: None)
+
+
+@pytest.mark.parametrize("lost", ["blocks", "resident"])
+def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
+    kept: list[object] = []
+
+    def leak() -> Results:
+        kept.append([object() for _ in range(500)] if lost == "blocks" else np.ones(500_000))
+        return []
+
+    with pytest.raises(soak.Failed, match="blocks grew" if lost == "blocks" else "(resident|blocks) grew"):
+        soak.Soak([Work("leak", leak, {})], 2, 1).run(3, say=lambda line: None)
+
+
+def test_growth_of_the_process_alone_is_found(soak: ModuleType) -> None:
+    """What no Python object holds, as memory that C has lost."""
+    still = np.full((10, 2), (1000, 10 << 20))
+    assert "blocks 1000 -> 1000" in soak.check_growth(still)
+    still[5:, 1] = 40 << 20
+    with pytest.raises(soak.Failed, match="resident grew"):
+        soak.check_growth(still)
