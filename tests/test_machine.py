@@ -1,0 +1,281 @@
+"""A state machine over the whole public API: whatever was done before, the same work gives the same bits.
+
+Work is drawn from tests/any_work.py and done once; later it is done again, after other work, on other threads, tables
+and paths, after calls that were refused, and must give what it gave. Beside it live the objects with a state of their
+own: a cache, two generators and a layer, each followed by a model in plain NumPy or by a twin that is made anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import cattn
+from any_work import REFUSED, Results, Work, any_work, arrays, refused
+from cattn import _cattn, reference
+from conftest import table_names
+from support import PATHS, assert_same_bits, bits, in_contract
+from test_errors import Row
+
+TABLES = [t["name"] for t in _cattn._isa_list() if t["usable"] and in_contract(t["name"])]
+HEADS, DEPTH, MOST = 2, 4, 24  # of the cache
+assert set(TABLES) <= set(table_names())
+
+
+def same(actual: Results, right: Results, what: str) -> None:
+    for a, b in zip(actual, right, strict=True):
+        assert_same_bits(a, b, what)
+
+
+def frozen(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: a.copy() for name, a in inputs.items() if isinstance(a, np.ndarray)}
+
+
+class Machine(RuleBasedStateMachine):
+    """Each rule is something that a program may do next."""
+
+    @initialize(batch=st.sampled_from([(), (1,), (3,)]), seed=st.integers(0, 2**64 - 1))
+    def begin(self, batch: tuple[int, ...], seed: int) -> None:
+        self.done: list[tuple[Work, Results, dict[str, np.ndarray]]] = []
+        self.threads = cattn.get_num_threads()
+        self.cache = cattn.KVCache(batch, HEADS, MOST, DEPTH)
+        self.rows: list[list[np.ndarray]] = [[] for _ in range(int(np.prod(batch)))]  # keys of each sequence
+        self.seed, self.history = seed, list[int]()  # of the generator: how much was drawn each time
+        self.generator = cattn.TorchGenerator(seed)
+        self.layer = cattn.MultiHeadAttention(3, 8, MOST, 0.3, HEADS, rng=seed % 2**32)
+        self.counter = 0
+
+    def teardown(self) -> None:
+        cattn.set_num_threads(None)
+        _cattn._set_path("auto")
+        _cattn._set_isa(None)
+
+    # ---- the same work again ----
+    @rule(work=any_work())
+    def do(self, work: Work) -> None:
+        before = frozen(work.inputs)
+        self.done.append((work, work.run(), before))
+
+    @precondition(lambda self: self.done)
+    @rule(data=st.data(), threads=st.sampled_from([None, 1, 2, 4]))
+    def do_again(self, data: st.DataObject, threads: int | None) -> None:
+        work, right, _ = data.draw(st.sampled_from(self.done))
+        if threads is None:
+            same(work.run(), right, work.name)
+        else:
+            with cattn.num_threads(threads):
+                same(work.run(), right, f"{work.name}, {threads} threads")
+
+    @invariant()
+    def inputs_are_untouched(self) -> None:
+        for work, _, before in getattr(self, "done", [])[-2:]:
+            for name, a in before.items():
+                assert (bits(a) == bits(np.ascontiguousarray(work.inputs[name]))).all(), f"{work.name} changed {name}"
+
+    # ---- settings of the process ----
+    @rule(name=st.sampled_from(TABLES))
+    def take_table(self, name: str) -> None:
+        _cattn._set_isa(name)
+        assert _cattn._get_isa() == name
+
+    @rule(name=st.sampled_from(PATHS[:4]))
+    def take_path(self, name: str) -> None:
+        _cattn._set_path(name)
+
+    @rule(n=st.sampled_from([None, 1, 2, 3]))
+    def set_threads(self, n: int | None) -> None:
+        cattn.set_num_threads(n)
+        self.threads = cattn.get_num_threads()
+        assert n in (None, self.threads)
+
+    @rule()
+    def release(self) -> None:
+        assert _cattn._release()
+
+    @invariant()
+    def threads_stay_set(self) -> None:
+        assert cattn.get_num_threads() == getattr(self, "threads", cattn.get_num_threads())
+
+    @rule(case=st.sampled_from(REFUSED))
+    def be_refused(self, case: tuple[str, Row]) -> None:
+        """What is refused leaves no trace: the state is compared by all other rules."""
+        message = refused(*case)
+        assert message
+
+    # ---- the cache, and lists of rows ----
+    def numbers(self, *shape: int) -> np.ndarray:
+        self.counter += 1
+        return np.random.default_rng(self.counter).standard_normal(shape, np.float32)
+
+    @rule(count=st.integers(0, 9))
+    def append(self, count: int) -> None:
+        key = self.numbers(*self.cache.batch_shape, HEADS, count, DEPTH)
+        if max(map(len, self.rows), default=0) + count > MOST:
+            with np.testing.assert_raises_regex(ValueError, "the cache is full"):
+                self.cache.append(key, -key)
+            return
+        self.cache.append(key, -key)
+        for rows, new in zip(self.rows, key.reshape(len(self.rows), HEADS, count, DEPTH), strict=True):
+            rows += list(new.swapaxes(0, 1))
+
+    @rule(data=st.data(), ragged=st.booleans())
+    def truncate(self, data: st.DataObject, ragged: bool) -> None:
+        lengths = [len(rows) for rows in self.rows]
+        if ragged:
+            new = [data.draw(st.integers(0, n)) for n in lengths]
+            self.cache.truncate(np.reshape(new, self.cache.batch_shape))
+        else:
+            limit = data.draw(st.integers(0, max(lengths)))
+            new = [min(n, limit) for n in lengths]
+            self.cache.truncate(limit)
+        for rows, n in zip(self.rows, new, strict=True):
+            del rows[n:]
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        for rows in self.rows:
+            rows.clear()
+
+    @rule(how=st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
+    def copy_cache(self, how: Any) -> None:
+        """The copy goes on; the original may be filled with anything."""
+        old, self.cache = self.cache, how(self.cache)
+        old.reset()
+        old.append(*[np.full((*old.batch_shape, HEADS, MOST, DEPTH), np.nan, np.float32)] * 2)
+
+    @rule(bad=st.sampled_from(["shape", "dtype", "tokens", "truncate"]))
+    def misuse_cache(self, bad: str) -> None:
+        key = np.ones((*self.cache.batch_shape, HEADS, 1, DEPTH), np.float32)
+        calls: dict[str, Any] = {
+            "shape": lambda: self.cache.append(key[..., :1], key),
+            "dtype": lambda: self.cache.append(key.astype(np.float64), key),
+            "tokens": lambda: self.cache.append(key, key.repeat(2, -2)),
+            "truncate": lambda: self.cache.truncate(MOST + 1),
+        }
+        with np.testing.assert_raises((TypeError, ValueError)):
+            calls[bad]()
+
+    @invariant()
+    def cache_holds_the_rows(self) -> None:
+        rows = getattr(self, "rows", None)
+        if rows is None:
+            return
+        assert self.cache.lengths.reshape(-1).tolist() == [len(r) for r in rows]
+        longest = max(map(len, rows))
+        for i, (k, v) in enumerate(
+            zip(
+                self.cache.k.reshape(len(rows), HEADS, longest, DEPTH),
+                self.cache.v.reshape(len(rows), HEADS, longest, DEPTH),
+                strict=True,
+            )
+        ):
+            n = len(rows[i])
+            expected = np.array(rows[i], np.float32).reshape(n, HEADS, DEPTH).swapaxes(0, 1)
+            np.testing.assert_array_equal(k[:, :n], expected)
+            np.testing.assert_array_equal(v[:, :n], -expected)
+
+    @precondition(lambda self: min(map(len, self.rows)) > 0)
+    @rule()
+    def attend(self) -> None:
+        """The last token of each sequence: the bits of a pass over that sequence alone, and what the reference says."""
+        query = self.numbers(*self.cache.batch_shape, HEADS, 1, DEPTH)
+        offset = self.cache.lengths - 1
+        out = cattn.causal_attention(query, self.cache.k, self.cache.v, enable_gqa=True, query_offset=offset)
+        for i, one in enumerate(out.reshape(-1, HEADS, 1, DEPTH)):
+            keys = np.array(self.rows[i]).swapaxes(0, 1)
+            call: dict[str, Any] = {"query": query.reshape(-1, HEADS, 1, DEPTH)[i], "key": keys, "value": -keys}
+            alone = cattn.scaled_dot_product_attention(**call, enable_gqa=True)
+            assert_same_bits(one, alone, f"sequence {i}")
+            np.testing.assert_allclose(
+                one, reference.scaled_dot_product_attention(**call, enable_gqa=True), rtol=1e-5, atol=1e-6
+            )
+
+    # ---- a generator, and one that replays its history ----
+    def replayed(self) -> cattn.TorchGenerator:
+        again = cattn.TorchGenerator(self.seed)
+        for n in self.history:
+            again.rand(n)
+        return again
+
+    @rule(n=st.sampled_from([1, 15, 16, 623, 625]))
+    def draw(self, n: int) -> None:
+        expected = self.replayed().rand(n)
+        assert_same_bits(self.generator.rand(n), expected)
+        self.history.append(n)
+
+    @rule(seed=st.integers(0, 2**64 - 1))
+    def reseed(self, seed: int) -> None:
+        assert self.generator.manual_seed(seed) is self.generator
+        self.seed, self.history = seed, []
+
+    @rule()
+    def hand_over(self) -> None:
+        """State out of one generator and into another, which was somewhere else."""
+        other = cattn.TorchGenerator(1)
+        other.randn(3)
+        other.set_state(self.generator.get_state())
+        self.generator = other
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def seed_them_all(self, seed: int) -> None:
+        """The generator of manual_seed: what None draws from in the classes."""
+        cattn.manual_seed(seed)
+        first = cattn.Linear(3, 2).weight
+        assert_same_bits(first, cattn.Linear(3, 2, rng=seed).weight)
+
+    @rule()
+    def misuse_generator(self) -> None:
+        bad = np.zeros(5056, np.uint8)
+        with np.testing.assert_raises(ValueError):
+            self.generator.set_state(bad)
+        x = np.ones((2, 3), np.float32)
+        with np.testing.assert_raises(ValueError):
+            cattn.dropout(x, 0.5, rng=self.generator, out=np.empty((3, 2), np.float32))
+
+    @invariant()
+    def generator_stands_where_it_should(self) -> None:
+        if hasattr(self, "generator"):
+            assert_same_bits(self.generator.get_state(), self.replayed().get_state())
+
+    # ---- a layer, and copies through every format ----
+    @rule(tokens=st.integers(1, 9), training=st.booleans(), how=st.sampled_from(["state_dict", "pickle", "deepcopy"]))
+    def copy_layer(self, tokens: int, training: bool, how: str) -> None:
+        if how == "state_dict":
+            other = cattn.MultiHeadAttention(3, 8, MOST, 0.3, HEADS, rng=1)
+            other.load_state_dict(self.layer.state_dict())
+            training = False  # a state_dict holds no generator
+        else:
+            other = copy.deepcopy(self.layer) if how == "deepcopy" else pickle.loads(pickle.dumps(self.layer))
+        for layer in (self.layer, other):
+            layer.train(training)
+            layer.zero_grad()
+        x = self.numbers(tokens, 3)
+        same(*(arrays(layer(x, return_weights=True)) for layer in (self.layer, other)), how)
+        if training:
+            grad_out = self.numbers(tokens, 8)
+            same(*([layer.backward(grad_out), *layer.grads.values()] for layer in (self.layer, other)), how)
+        self.layer = other
+
+    @rule()
+    def load_nonsense(self) -> None:
+        before = {name: a.copy() for name, a in self.layer.state_dict().items()}
+        state = dict(self.layer.state_dict())
+        state["W_value.weight"] = np.zeros((1, 1), np.float32)
+        with np.testing.assert_raises(ValueError):
+            self.layer.load_state_dict(state)
+        same(list(self.layer.state_dict().values()), list(before.values()), "a load that failed")
+
+
+# Twenty seconds at most in the suite; HYPOTHESIS_PROFILE=long is for a night.
+_long = hypothesis.settings.get_current_profile_name() == "long"
+Machine.TestCase.settings = hypothesis.settings(
+    max_examples=1000 if _long else 80, stateful_step_count=60 if _long else 40
+)
+test_machine = Machine.TestCase
