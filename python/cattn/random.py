@@ -284,6 +284,8 @@ class TorchGenerator(_cattn.TorchStream):
             return self._bernoulli(_empty(size, dtype), p)
         if size:
             raise TypeError("size is that of p where p is an array: leave it out")
+        if as_array(p, "p").itemsize < 4:
+            raise TypeError("p must be float32 or float64 where it is an array, got halves")
         each = np.array(as_array(p, "p"), order="C")  # writable: what C fills is checked as what it reads
         if not np.all((each >= 0) & (each <= 1)):
             raise ValueError("p must be in [0, 1] everywhere")
