@@ -1,0 +1,351 @@
+/* memory.c -- arrays of the fuzz targets, each between two unreadable pages.
+ *
+ * A slot is a fixed piece of address space with a forbidden page at either end. An array lies at the end of its slot or
+ * at the beginning, so that one byte too far faults whoever reads it: masked vector loads too, which AddressSanitizer
+ * does not always look into. What is left of the slot is poisoned for AddressSanitizer. Slots are used again by the
+ * next execution, which costs no system call.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <sanitizer/asan_interface.h>
+
+#include "fuzz.h"
+
+enum { N_SLOTS = 96, CANARY = 0xa5 };
+
+struct slot {
+    uint8_t *begin; /* SLOT_BYTES, or NULL */
+    uint8_t *used;
+    size_t bytes;
+};
+
+static struct slot slots[N_SLOTS];
+static int n_used;
+
+static void map_slot(struct slot *slot) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    uint8_t *memory = mmap(NULL, SLOT_BYTES + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory + page, SLOT_BYTES, PROT_READ | PROT_WRITE)) {
+        perror("mmap");
+        exit(1);
+    }
+    slot->begin = memory + page;
+    ASAN_POISON_MEMORY_REGION(slot->begin, SLOT_BYTES);
+}
+
+static uint8_t *take_memory(size_t bytes, bool at_end) {
+    if (n_used == N_SLOTS || bytes > SLOT_BYTES) {
+        fprintf(stderr, "%d arrays, %zu bytes: too many\n", n_used, bytes);
+        exit(1);
+    }
+    struct slot *slot = &slots[n_used++];
+    if (!slot->begin)
+        map_slot(slot);
+    slot->used = slot->begin + (at_end ? SLOT_BYTES - bytes : 0);
+    slot->bytes = bytes;
+    ASAN_UNPOISON_MEMORY_REGION(slot->used, bytes);
+    return slot->used;
+}
+
+void arrays_begin(void) {
+    for (int i = 0; i < n_used; i++)
+        ASAN_POISON_MEMORY_REGION(slots[i].used, slots[i].bytes);
+    n_used = 0;
+}
+
+/* ---- elements ---- */
+
+size_t element_size(enum element element) {
+    static const size_t sizes[] = {4, 8, 2, 2, 1, 8};
+    return sizes[element];
+}
+
+enum element computed_element(enum cattn_dtype dtype) { return dtype == CATTN_F32 ? F32 : F64; }
+
+enum element stored_element(enum cattn_dtype dtype, enum cattn_storage storage) {
+    return storage == CATTN_STORED_F16 ? F16 : storage == CATTN_STORED_BF16 ? BF16 : computed_element(dtype);
+}
+
+uint64_t noise_word(struct noise *noise) {
+    uint64_t z = noise->state += 0x9e3779b97f4a7c15u; /* splitmix64 */
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+/* As float; every one of them is a float16 and a bfloat16 after rounding toward zero, by write(). */
+static double noise_number(struct noise *noise, enum content content) {
+    static const double extreme[] = {0.0, -0.0, 1e-40, 6e4, -6e4, 1e30, -1e30, 3e38, (double)INFINITY, (double)NAN};
+    const uint64_t word = noise_word(noise);
+    if (content == TIES)
+        return (double)(int64_t)(word % 5) - 2;
+    if (content == EXTREME && word % 8 == 0)
+        return extreme[word / 8 % (sizeof extreme / sizeof *extreme)];
+    return (double)(int64_t)word * 0x1p-62; /* -2 .. 2 */
+}
+
+static uint16_t to_half(float number, bool is_bfloat) {
+    union {
+        float number;
+        uint32_t bits;
+    } as = {.number = number};
+    if (is_bfloat)
+        return (uint16_t)(as.bits >> 16 | (number != number ? 0x40 : 0));
+    const uint32_t sign = as.bits >> 16 & 0x8000;
+    const int exponent = (int)(as.bits >> 23 & 0xff) - 127 + 15;
+    if (number != number)
+        return 0x7e00;
+    if (exponent >= 31)
+        return (uint16_t)(sign | 0x7c00);
+    return (uint16_t)(exponent <= 0 ? sign : sign | (uint32_t)exponent << 10 | (as.bits >> 13 & 0x3ff));
+}
+
+static void write_number(struct array *array, int64_t offset, double number) {
+    uint8_t *at = array->memory + (array->low + offset) * (int64_t)element_size(array->element);
+    const float single = (float)number;
+    const uint16_t half = to_half(single, array->element == BF16);
+    const int64_t integer = array->element == INT64 ? (int64_t)number : 0;
+    const uint8_t byte = (uint8_t)(array->element == BYTE && number != 0);
+    const void *const source[] = {&single, &number, &half, &half, &byte, &integer};
+    memcpy(at, source[array->element], element_size(array->element));
+}
+
+double number_at(const struct array *array, int64_t offset) {
+    const uint8_t *at = array->memory + (array->low + offset) * (int64_t)element_size(array->element);
+    union {
+        float single;
+        double number;
+        uint32_t bits;
+        int64_t integer;
+        uint16_t half;
+    } as = {0};
+    memcpy(&as, at, element_size(array->element));
+    switch (array->element) {
+    case F32:
+        return (double)as.single;
+    case F64:
+        return as.number;
+    case F16: /* no number is subnormal; what is not finite keeps being so */
+        as.bits = (as.half & 0x8000u) << 16 | ((as.half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0) |
+                  ((as.half & 0x7fffu) ? (as.half & 0x7fffu) << 13 : 0);
+        return (as.bits & 0x7f800000u) == 0x7f800000u ? (double)as.single : (double)as.single * 0x1p112;
+    case BF16:
+        as.bits = (uint32_t)as.half << 16;
+        return (double)as.single;
+    case BYTE:
+        return *at;
+    case INT64:
+        return (double)as.integer;
+    }
+    return 0;
+}
+
+void set_nan(struct array *array, int64_t offset) { write_number(array, offset, (double)NAN); }
+
+/* ---- layout ---- */
+
+static void measure(struct array *array) {
+    int64_t high = 0;
+    bool empty = false;
+    array->low = 0;
+    for (int axis = 0; axis < array->n_axes; axis++) {
+        const int64_t reach = (array->dim[axis] - 1) * array->stride[axis];
+        empty |= array->dim[axis] == 0;
+        *(reach < 0 ? &array->low : &high) += reach < 0 ? -reach : reach;
+    }
+    array->span = empty ? 0 : array->low + high + 1;
+    array->low = empty ? 0 : array->low;
+}
+
+/* Strides of the axes in the order of memory, the innermost first. */
+static void lay(struct array *array, const int *order, unsigned broadcast, unsigned reversed, int64_t gap) {
+    int64_t stride = 1;
+    for (int i = 0; i < array->n_axes; i++) {
+        const int axis = order[i];
+        const bool is_flat = broadcast >> axis & 1;
+        stride *= i < 2 ? gap : 1;
+        array->stride[axis] = is_flat ? 0 : reversed >> axis & 1 ? -stride : stride;
+        stride *= is_flat || array->dim[axis] < 1 ? 1 : array->dim[axis];
+    }
+    measure(array);
+}
+
+static void lay_contiguous(struct array *array, unsigned broadcast) {
+    int order[MAX_AXES];
+    for (int i = 0; i < array->n_axes; i++)
+        order[i] = array->n_axes - 1 - i;
+    lay(array, order, broadcast, 0, 1);
+}
+
+static struct array lay_out(struct input *in, enum element element, int n_axes, const int64_t *dims,
+                            unsigned broadcast) {
+    struct array array = {.element = element, .n_axes = n_axes};
+    memcpy(array.dim, dims, (size_t)n_axes * sizeof *dims);
+    const uint8_t kind = take_byte(in), reversed = take_byte(in);
+    int order[MAX_AXES];
+    for (int i = 0; i < n_axes; i++)
+        order[i] = n_axes - 1 - i;
+    for (int i = 0; kind & 3 && i + 1 < n_axes; i++) /* two neighbours change places, or several one after the other */
+        if ((kind & 3) == 3 || i + 1 == (kind & 3)) {
+            const int other = order[i];
+            order[i] = order[i + 1];
+            order[i + 1] = other;
+        }
+    lay(&array, order, broadcast, reversed & (reversed >> 4), 1 + (kind >> 2 & 1));
+    if ((size_t)array.span * element_size(element) > SLOT_BYTES)
+        lay_contiguous(&array, broadcast);
+    array.memory = take_memory((size_t)array.span * element_size(element), kind >> 7);
+    return array;
+}
+
+static uint64_t sum_of(const struct array *array) {
+    const uint8_t *at = array->memory;
+    const size_t n = (size_t)array->span * element_size(array->element);
+    uint64_t sum = n, word;
+    for (size_t i = 0; i < n; i += sizeof word) {
+        word = 0;
+        memcpy(&word, at + i, n - i < sizeof word ? n - i : sizeof word);
+        sum = (sum ^ word) * 0x9e3779b97f4a7c15u;
+        sum ^= sum >> 29;
+    }
+    return sum;
+}
+
+void renew_sum(struct array *array) { array->sum = sum_of(array); }
+
+struct array make_input(struct input *in, enum element element, int n_axes, const int64_t *dims, unsigned broadcast,
+                        struct noise *noise, enum content content) {
+    struct array array = lay_out(in, element, n_axes, dims, broadcast);
+    array.is_input = true;
+    for (int64_t i = 0; i < array.span; i++)
+        write_number(&array, i - array.low, noise_number(noise, content));
+    renew_sum(&array);
+    return array;
+}
+
+struct array make_output(struct input *in, enum element element, int n_axes, const int64_t *dims) {
+    struct array array = lay_out(in, element, n_axes, dims, 0);
+    memset(array.memory, CANARY, (size_t)array.span * element_size(element));
+    return array;
+}
+
+struct array make_zeros(enum element element, int n_axes, const int64_t *dims, unsigned broadcast) {
+    struct array array = {.element = element, .n_axes = n_axes};
+    for (int axis = 0; axis < n_axes; axis++)
+        array.dim[axis] = broadcast >> axis & 1 ? 1 : dims[axis];
+    lay_contiguous(&array, broadcast);
+    const size_t bytes = (size_t)array.span * element_size(element);
+    array.memory = take_memory(bytes, true);
+    memset(array.memory, 0, bytes);
+    return array;
+}
+
+void move_array(struct array *array, bool contiguous) {
+    const struct array before = *array;
+    const bool was_at_end = ((uintptr_t)array->memory + (size_t)array->span * element_size(array->element)) % 4096 == 0;
+    if (contiguous)
+        lay_contiguous(array, 0);
+    const size_t size = element_size(array->element);
+    if ((size_t)array->span * size > SLOT_BYTES) { /* a large array that broadcasts stays as it is */
+        *array = before;
+        contiguous = false;
+    }
+    array->memory = take_memory((size_t)array->span * size, !was_at_end);
+    memset(array->memory, CANARY, (size_t)array->span * size);
+    if (!array->is_input)
+        return;
+    if (!contiguous)
+        memcpy(array->memory, before.memory, (size_t)array->span * size);
+    for (struct cursor c = walk(array); contiguous && c.more; step(&c))
+        memcpy(array->memory + (array->low + c.offset) * (int64_t)size,
+               before.memory + (before.low + offset_of(&before, c.index)) * (int64_t)size, size);
+    renew_sum(array);
+}
+
+/* ---- elements in turn ---- */
+
+struct cursor walk(const struct array *array) { return (struct cursor){.array = array, .more = array->span > 0}; }
+
+void step(struct cursor *cursor) {
+    const struct array *array = cursor->array;
+    for (int axis = array->n_axes - 1; axis >= 0; axis--) {
+        cursor->offset += array->stride[axis];
+        if (++cursor->index[axis] < array->dim[axis])
+            return;
+        cursor->offset -= array->dim[axis] * array->stride[axis];
+        cursor->index[axis] = 0;
+    }
+    cursor->more = false;
+}
+
+int64_t offset_of(const struct array *array, const int64_t *index) {
+    int64_t offset = 0;
+    for (int axis = 0; axis < array->n_axes; axis++)
+        offset += index[axis] * array->stride[axis];
+    return offset;
+}
+
+void poison(struct array *array, const uint8_t *seen) {
+    for (int64_t i = 0; i < array->span; i++)
+        if (!seen[i])
+            set_nan(array, i - array->low);
+    renew_sum(array);
+}
+
+/* ---- findings ---- */
+
+void finding(const char *what) {
+    fprintf(stderr, "FINDING: %s\n", what);
+    abort();
+}
+
+void check_untouched(const struct array *array, const char *name) {
+    if (array->is_input) {
+        if (sum_of(array) != array->sum)
+            finding(name);
+        return;
+    }
+    int64_t n = array->span > 0 ? 1 : 0;
+    for (int axis = 0; axis < array->n_axes; axis++)
+        n *= array->dim[axis];
+    if (n == array->span)
+        return;
+    const size_t size = element_size(array->element);
+    uint8_t *own = calloc(1, (size_t)array->span);
+    for (struct cursor c = walk(array); c.more; step(&c))
+        own[array->low + c.offset] = 1;
+    for (int64_t i = 0; i < array->span; i++)
+        for (size_t b = 0; !own[i] && b < size; b++)
+            if (array->memory[(size_t)i * size + b] != CANARY)
+                finding(name);
+    free(own);
+}
+
+void *gathered(const struct array *array) {
+    const size_t size = element_size(array->element);
+    size_t n = size;
+    for (int axis = 0; axis < array->n_axes; axis++)
+        n *= (size_t)array->dim[axis];
+    uint8_t *memory = malloc(n + 1), *to = memory;
+    for (struct cursor c = walk(array); c.more; step(&c), to += size)
+        memcpy(to, array->memory + (array->low + c.offset) * (int64_t)size, size);
+    return memory;
+}
+
+void check_same(const struct array *array, const void *expected, const char *name) {
+    const size_t size = element_size(array->element);
+    const uint8_t *right = expected;
+    for (struct cursor c = walk(array); c.more; step(&c), right += size)
+        if (memcmp(right, array->memory + (array->low + c.offset) * (int64_t)size, size) != 0) {
+            fprintf(stderr, "at");
+            for (int axis = 0; axis < array->n_axes; axis++)
+                fprintf(stderr, " %lld", (long long)c.index[axis]);
+            fprintf(stderr, ": %.17g\n", number_at(array, c.offset));
+            finding(name);
+        }
+}

@@ -1,0 +1,236 @@
+/* rowwise.c -- fuzz targets: softmax, its gradient and dropout over the rows of any array, computed in two ways. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fuzz.h"
+
+#include "core/torch_random.h"
+
+static const int64_t COLS[] = {0, 1, 2, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 127, 129, 511, 512, 513, 1023, 1025, 2050};
+
+/* Rows of any array: its last axis is the columns. */
+struct rows {
+    enum cattn_dtype dtype;
+    enum cattn_storage storage;
+    int n_axes;
+    int64_t dims[MAX_AXES], n_rows, n_cols;
+    struct noise noise;
+    enum content content;
+};
+
+static struct rows choose_rows(struct input *in, bool halves) {
+    static const int64_t sizes[] = {1, 2, 3, 5, 17, 33, 0};
+    static const enum content contents[] = {PLAIN, PLAIN, TIES, EXTREME};
+    struct rows rows = {.n_rows = 1};
+    const uint8_t type = take_byte(in);
+    rows.dtype = (type & 3) == 1 ? CATTN_F64 : CATTN_F32;
+    if (halves && (type & 3) > 1)
+        rows.storage = (type & 3) == 2 ? CATTN_STORED_F16 : CATTN_STORED_BF16;
+    rows.n_axes = 1 + (int)take_below(in, 4);
+    rows.n_cols = TAKE_FROM(in, COLS);
+    for (int axis = 0; axis < rows.n_axes - 1; axis++) {
+        rows.dims[axis] = TAKE_FROM(in, sizes);
+        if (rows.n_rows * rows.dims[axis] * (rows.n_cols + 1) > 6000)
+            rows.dims[axis] = 1;
+        rows.n_rows *= rows.dims[axis];
+    }
+    rows.dims[rows.n_axes - 1] = rows.n_cols;
+    rows.content = TAKE_FROM(in, contents);
+    rows.noise.state = take_byte(in);
+    return rows;
+}
+
+/* As the binding fills a tensor in. */
+static struct cattn_tensor to_tensor(const struct array *array) {
+    struct cattn_tensor tensor = {.data = array->memory + array->low * (int64_t)element_size(array->element)};
+    const int last = array->n_axes - 1;
+    for (int axis = 0; axis < last; axis++)
+        tensor.lead[axis] = array->stride[axis];
+    tensor.col = array->dim[last] == 1 ? 1 : array->stride[last];
+    return tensor;
+}
+
+static unsigned few_axes(struct input *in, int n_axes) {
+    return (unsigned)(take_byte(in) & take_byte(in)) & ((1u << n_axes) - 1);
+}
+
+/* ---- softmax ---- */
+
+static void choose_softmax(struct input *in, const struct rows *rows, struct cattn_softmax_params *p) {
+    static const double scales[] = {1, 0.5, -1, 0, 30};
+    p->dtype = rows->dtype;
+    p->storage = rows->storage;
+    p->n_lead = rows->n_axes - 1;
+    memcpy(p->lead_shape, rows->dims, sizeof rows->dims);
+    p->n_rows = rows->n_rows;
+    p->n_cols = rows->n_cols;
+    p->scale = TAKE_FROM(in, scales);
+    p->method = take_chance(in, 4) ? CATTN_SOFTMAX_RENORMALIZE : CATTN_SOFTMAX_PLAIN;
+    p->is_causal = take_chance(in, 3) && p->n_lead > 0;
+    const int64_t offset = take_below(in, rows->n_cols + 40) - 20;
+    if (p->is_causal) {
+        struct cattn_ranges *r = &p->ranges;
+        r->left = CATTN_UNBOUNDED;
+        r->lower_right = take_chance(in, 2);
+        r->seqlen_k = r->key_length = rows->n_cols;
+        r->query_length = rows->dims[p->n_lead - 1];
+        r->offset = offset;
+    }
+}
+
+static void check_weights(const struct array *out, const struct cattn_softmax_params *p) {
+    for (struct cursor c = walk(out); c.more; step(&c)) {
+        const double x = number_at(out, c.offset);
+        if (!(x >= 0 && x <= 1.001))
+            finding(p->method == CATTN_SOFTMAX_PLAIN ? "a weight is no probability" : "a renormalized weight is none");
+    }
+}
+
+void fuzz_softmax(struct input *in) {
+    struct rows rows = choose_rows(in, true);
+    struct cattn_softmax_params p = {0};
+    choose_softmax(in, &rows, &p);
+    const enum element element = stored_element(p.dtype, p.storage);
+    struct array x =
+        make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    const bool has_mask = take_chance(in, 2);
+    struct array mask = make_input(in, BYTE, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, TIES);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    p.x = to_tensor(&x);
+    p.out = to_tensor(&out);
+    if (has_mask)
+        p.mask = to_tensor(&mask);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_softmax(&p) != CATTN_OK)
+        finding("softmax failed");
+    check_untouched(&x, "x was changed");
+    check_untouched(&mask, "mask was changed");
+    check_untouched(&out, "written between the elements of out");
+    if (rows.content != EXTREME && p.method == CATTN_SOFTMAX_PLAIN)
+        check_weights(&out, &p);
+    if (p.method != CATTN_SOFTMAX_PLAIN) /* the order of its sums is no contract */
+        return;
+    void *const right = gathered(&out);
+    move_array(&x, true);
+    move_array(&mask, take_chance(in, 2));
+    move_array(&out, take_chance(in, 2));
+    const bool in_place = take_chance(in, 2);
+    p.x = to_tensor(&x);
+    p.out = to_tensor(in_place ? &x : &out);
+    p.mask = has_mask ? to_tensor(&mask) : p.mask;
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_softmax(&p) != CATTN_OK)
+        finding("softmax failed the second time");
+    check_same(in_place ? &x : &out, right, "softmax differs");
+    free(right);
+}
+
+void fuzz_softmax_backward(struct input *in) {
+    struct rows rows = choose_rows(in, false);
+    struct cattn_softmax_backward_params p = {
+        .dtype = rows.dtype, .n_lead = rows.n_axes - 1, .n_rows = rows.n_rows, .n_cols = rows.n_cols, .scale = 0.5};
+    memcpy(p.lead_shape, rows.dims, sizeof rows.dims);
+    const enum element element = computed_element(p.dtype);
+    struct array arrays[2];
+    for (int i = 0; i < 2; i++)
+        arrays[i] =
+            make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    p.grad = to_tensor(&arrays[0]);
+    p.weights = to_tensor(&arrays[1]);
+    p.out = to_tensor(&out);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_softmax_backward(&p) != CATTN_OK)
+        finding("softmax_backward failed");
+    for (int i = 0; i < 2; i++)
+        check_untouched(&arrays[i], i ? "weights were changed" : "grad was changed");
+    check_untouched(&out, "written between the elements of out");
+    void *const right = gathered(&out);
+    for (int i = 0; i < 2; i++)
+        move_array(&arrays[i], true);
+    move_array(&out, false);
+    const int place = (int)take_below(in, 3); /* in place of the one, of the other, or of none */
+    p.grad = to_tensor(&arrays[0]);
+    p.weights = to_tensor(&arrays[1]);
+    p.out = to_tensor(place < 2 ? &arrays[place] : &out);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_softmax_backward(&p) != CATTN_OK)
+        finding("softmax_backward failed the second time");
+    check_same(place < 2 ? &arrays[place] : &out, right, "softmax_backward differs");
+    free(right);
+}
+
+/* ---- dropout ---- */
+
+static void choose_dropout(struct input *in, struct cattn_dropout_spec *spec, struct cattn_torch_random *torch) {
+    static const double probabilities[] = {0.5, 0.1, 0.9, 1.0, 0x1p-33};
+    const double p = TAKE_FROM(in, probabilities);
+    spec->enabled = true;
+    spec->keep_probability = 1 - p;
+    spec->threshold = (uint64_t)llround((1 - p) * 0x1p32);
+    spec->keep_scale = p < 1 ? 1 / (1 - p) : 0;
+    spec->seed = take_word(in);
+    const bool serial = take_chance(in, 2) && p < 1;
+    cattn_torch_seed(torch, spec->seed);
+    torch->stream = take_chance(in, 2) ? CATTN_TORCH_ATEN : CATTN_TORCH_MKL;
+    spec->torch = serial ? torch : NULL;
+}
+
+/* Dropped elements are +0, whatever they were. */
+static void check_dropped(const struct array *out, const struct array *mask) {
+    for (struct cursor c = walk(out); c.more; step(&c)) {
+        const double kept = number_at(mask, offset_of(mask, c.index)), x = number_at(out, c.offset);
+        if (kept != 0 && kept != 1)
+            finding("the mask is neither 0 nor 1");
+        if (kept == 0 && !(x == 0 && !signbit(x)))
+            finding("a dropped element is not +0");
+    }
+}
+
+void fuzz_dropout(struct input *in) {
+    struct rows rows = choose_rows(in, true);
+    struct cattn_dropout_params p = {.dtype = rows.dtype,
+                                     .storage = rows.storage,
+                                     .n_lead = rows.n_axes - 1,
+                                     .n_rows = rows.n_rows,
+                                     .n_cols = rows.n_cols};
+    struct cattn_torch_random torch;
+    memcpy(p.lead_shape, rows.dims, sizeof rows.dims);
+    choose_dropout(in, &p.dropout, &torch);
+    const struct cattn_torch_random before = torch;
+    const enum element element = stored_element(p.dtype, p.storage);
+    struct array x =
+        make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    struct array mask = make_output(in, BYTE, rows.n_axes, rows.dims);
+    p.x = to_tensor(&x);
+    p.out = to_tensor(&out);
+    p.mask = to_tensor(&mask);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_dropout(&p) != CATTN_OK)
+        finding("dropout failed");
+    check_untouched(&x, "x was changed");
+    check_untouched(&out, "written between the elements of out");
+    check_untouched(&mask, "written between the elements of mask");
+    check_dropped(&out, &mask);
+    void *const right = gathered(&out);
+    move_array(&x, true);
+    move_array(&out, false);
+    const bool in_place = take_chance(in, 2);
+    torch = before;
+    p.x = to_tensor(&x);
+    p.out = to_tensor(in_place ? &x : &out);
+    p.mask.data = NULL;
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_dropout(&p) != CATTN_OK)
+        finding("dropout failed the second time");
+    check_same(in_place ? &x : &out, right, "dropout differs");
+    free(right);
+}

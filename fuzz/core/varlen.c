@@ -1,0 +1,136 @@
+/* varlen.c -- fuzz target: attention of packed sequences has the bits of each sequence on its own. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "fuzz.h"
+
+enum { MOST = 4 };
+
+struct sequences {
+    int64_t n, starts[MOST], lengths[MOST], total, longest;
+};
+
+static struct sequences choose_sequences(struct input *in, int64_t n) {
+    static const int64_t lengths[] = {0, 1, 2, 5, 6, 7, 12, 13, 17, 33, 95, 97, 193, 200};
+    struct sequences s = {.n = n};
+    for (int64_t b = 0; b < n; b++) {
+        s.starts[b] = s.total;
+        s.lengths[b] = TAKE_FROM(in, lengths);
+        s.total += s.lengths[b];
+        s.longest = s.lengths[b] > s.longest ? s.lengths[b] : s.longest;
+    }
+    return s;
+}
+
+/* Lengths and starts as arrays of their own. */
+static struct array int64_array(struct input *in, const int64_t *numbers, int64_t n) {
+    struct noise noise = {0};
+    struct array array = make_input(in, INT64, 1, &n, 0, &noise, PLAIN);
+    for (struct cursor c = walk(&array); c.more; step(&c))
+        memcpy(array.memory + (array.low + c.offset) * (int64_t)sizeof *numbers, &numbers[c.index[0]], sizeof *numbers);
+    renew_sum(&array);
+    return array;
+}
+
+/* (total, heads, col) from row `start` on, without leading dimensions. */
+static struct cattn_tensor rows_from(const struct array *array, int64_t start) {
+    static uint64_t nothing;
+    struct cattn_tensor tensor = {.data = &nothing, .row = array->stride[0], .head = array->stride[1]};
+    tensor.col = array->n_axes < 3 ? 0 : array->dim[2] == 1 ? 1 : array->stride[2];
+    if (array->span)
+        tensor.data = array->memory + (array->low + start * array->stride[0]) * (int64_t)element_size(array->element);
+    return tensor;
+}
+
+static struct cattn_tensor numbers(const struct array *array) {
+    return (struct cattn_tensor){.data = array->memory + array->low * (int64_t)sizeof(int64_t),
+                                 .lead = {array->stride[0]}};
+}
+
+static void choose_options(struct input *in, struct cattn_attention_params *p) {
+    static const int64_t sides[] = {CATTN_UNBOUNDED, CATTN_UNBOUNDED, 0, 3, 40};
+    static const double caps[] = {0, 0, 3};
+    const uint8_t type = take_byte(in);
+    p->dtype = (type & 3) == 1 ? CATTN_F64 : CATTN_F32;
+    p->storage = (type & 3) == 2 ? CATTN_STORED_F16 : (type & 3) == 3 ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
+    p->group_size = 1 + take_below(in, 3);
+    p->num_heads = p->group_size * (1 + take_below(in, 2));
+    p->head_dim = take_below(in, 20);
+    p->d_v = take_below(in, 20);
+    p->scale = 0.3;
+    p->softcap = TAKE_FROM(in, caps);
+    p->ranges.left = TAKE_FROM(in, sides);
+    p->ranges.right = take_chance(in, 2) ? 0 : TAKE_FROM(in, sides);
+    p->ranges.lower_right = take_chance(in, 2);
+}
+
+void fuzz_varlen(struct input *in) {
+    struct cattn_attention_params p = {0};
+    choose_options(in, &p);
+    const int64_t n = 1 + take_below(in, MOST);
+    const struct sequences q = choose_sequences(in, n), k = choose_sequences(in, n);
+    struct noise noise = {take_byte(in)};
+    const enum content content = take_chance(in, 4) ? EXTREME : PLAIN;
+    const enum element stored = stored_element(p.dtype, p.storage), computed = computed_element(p.dtype);
+    const int64_t kv_heads = p.num_heads / p.group_size;
+    const int64_t dims[][3] = {{q.total, p.num_heads, p.head_dim},
+                               {k.total, kv_heads, p.head_dim},
+                               {k.total, kv_heads, p.d_v},
+                               {q.total, p.num_heads, p.d_v}};
+    struct array inputs[3], starts[4];
+    for (int i = 0; i < 3; i++)
+        inputs[i] = make_input(in, stored, 3, dims[i], 0, &noise, content);
+    struct array out = make_output(in, stored, 3, dims[3]), lse = make_output(in, computed, 2, dims[3]);
+    const int64_t *const lists[] = {q.starts, q.lengths, k.starts, k.lengths};
+    for (int i = 0; i < 4; i++)
+        starts[i] = int64_array(in, lists[i], n);
+
+    p.n_lead = 1;
+    p.lead_shape[0] = p.n_batch = n;
+    p.seqlen_q = q.longest;
+    p.seqlen_k = p.ranges.seqlen_k = k.longest;
+    p.query = rows_from(&inputs[0], 0);
+    p.key = rows_from(&inputs[1], 0);
+    p.value = rows_from(&inputs[2], 0);
+    p.out = rows_from(&out, 0);
+    p.lse = rows_from(&lse, 0);
+    p.query_starts = numbers(&starts[0]);
+    p.ranges.query_lengths = numbers(&starts[1]);
+    p.key_starts = numbers(&starts[2]);
+    p.ranges.key_lengths = numbers(&starts[3]);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    p.path = take_chance(in, 2) ? CATTN_PATH_AUTO : CATTN_PATH_TILE;
+    if (cattn_attention(&p) != CATTN_OK)
+        finding("varlen attention failed");
+    for (int i = 0; i < 3; i++)
+        check_untouched(&inputs[i], "a packed input was changed");
+    check_untouched(&out, "written between the elements of out");
+    check_untouched(&lse, "written between the elements of lse");
+    void *const packed_out = gathered(&out), *const packed_lse = gathered(&lse);
+
+    choose_table(in);
+    move_array(&out, false);
+    move_array(&lse, false);
+    for (int64_t b = 0; b < n; b++) {
+        struct cattn_attention_params one = p;
+        one.n_lead = 0;
+        one.n_batch = 1;
+        one.query_starts.data = one.key_starts.data = NULL;
+        one.ranges.query_lengths.data = one.ranges.key_lengths.data = NULL;
+        one.seqlen_q = one.ranges.query_length = q.lengths[b];
+        one.seqlen_k = one.ranges.seqlen_k = one.ranges.key_length = k.lengths[b];
+        one.query = rows_from(&inputs[0], q.starts[b]);
+        one.key = rows_from(&inputs[1], k.starts[b]);
+        one.value = rows_from(&inputs[2], k.starts[b]);
+        one.out = rows_from(&out, q.starts[b]);
+        one.lse = rows_from(&lse, q.starts[b]);
+        one.path = CATTN_PATH_AUTO;
+        if (cattn_attention(&one) != CATTN_OK)
+            finding("attention of one sequence failed");
+    }
+    check_same(&out, packed_out, "out of a packed sequence differs");
+    check_same(&lse, packed_lse, "lse of a packed sequence differs");
+    free(packed_out);
+    free(packed_lse);
+}
