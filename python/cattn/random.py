@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import _cattn
-from ._arrays import as_array
+from ._arrays import _asarray, as_array
 from ._checks import as_dtype, as_int, as_size
 
 __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
@@ -284,9 +284,9 @@ class TorchGenerator(_cattn.TorchStream):
             return self._bernoulli(_empty(size, dtype), p)
         if size:
             raise TypeError("size is that of p where p is an array: leave it out")
-        if as_array(p, "p").itemsize < 4:
-            raise TypeError("p must be float32 or float64 where it is an array, got halves")
         each = np.array(as_array(p, "p"), order="C")  # writable: what C fills is checked as what it reads
+        if each.itemsize < 4:
+            raise TypeError("p must be float32 or float64 where it is an array, got halves")
         if not np.all((each >= 0) & (each <= 1)):
             raise ValueError("p must be in [0, 1] everywhere")
         return self._bernoulli(np.empty(each.shape, each.dtype), each)
@@ -424,10 +424,7 @@ class TorchGenerator(_cattn.TorchStream):
         ValueError
             state has another size, or holds no valid state; the generator is as it was.
         """
-        try:
-            array = np.asarray(state)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"state cannot be read as an array: {error}") from error
+        array = _asarray(state, "state")
         if array.dtype != np.uint8:
             raise TypeError(f"state must be uint8, got {array.dtype}")
         self._set_state(np.array(array.ravel(), order="C"))
