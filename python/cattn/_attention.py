@@ -342,7 +342,7 @@ def attention_weights(
         stage,
     )
     if stage != "dropout":
-        return cast(NDArray[Any], result)
+        return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
     keep_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
     wide = weights.dtype.type if weights.itemsize > 2 else np.float32  # halves are rounded once, at the end

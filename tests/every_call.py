@@ -1,0 +1,201 @@
+"""One small call of everything public, and of attention one for each path, storage and option.
+
+For tests that do something to all of them: fail their allocations, count their references, watch them under valgrind
+(`python tests/every_call.py` just makes them, with every table that the build has). Each call gives the same bits
+whenever it is made, and starts from nothing: no threads, no scratch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cattn
+from cattn import _cattn
+
+Call = Callable[[], object]
+
+_draw = np.random.default_rng(0)
+
+
+def _normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return _draw.standard_normal(shape).astype(dtype)
+
+
+# Some blocks of queries and of keys, the last of each incomplete; heads are grouped.
+QUERY, KEY, VALUE = _normal(2, 4, 101, 8), _normal(2, 2, 197, 8), _normal(2, 2, 197, 9)
+FEW, LONG_KEY, LONG_VALUE = _normal(1, 2, 3, 8), _normal(1, 2, 1600, 8), _normal(1, 2, 1600, 8)  # two chunks of keys
+MASK, BIAS = _draw.random((101, 197)) < 0.8, _normal(4, 1, 197)
+SLOPES, SINKS = np.linspace(0.1, 0.4, 4), _normal(4)
+LENGTHS = np.array([[197], [55]])
+X = _normal(3, 3)
+SCORES, KEEP = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
+PACKED = _normal(120, 2, 8)
+EDGES = np.array([0, 50, 50, 120])
+HALF, BFLOAT16 = _normal(2, 101, 8, dtype=np.float16), _normal(2, 101, 8).astype(ml_dtypes.bfloat16)
+DOUBLE, SWAPPED = _normal(2, 40, 8, dtype=np.float64), _normal(2, 40, 8).astype(">f4")
+INPUTS = {name: value for name, value in globals().items() if isinstance(value, np.ndarray)}
+OUT, OUT_LIKE = np.empty((2, 4, 101, 9), np.float32), INPUTS.setdefault("OUT_LIKE", _normal(2, 4, 101, 9))
+
+
+@contextlib.contextmanager
+def _way(path: str, threads: int) -> Iterator[None]:
+    _cattn._set_path(path)
+    before = _cattn._override_num_threads(threads)
+    try:
+        yield
+    finally:
+        _cattn._override_num_threads(before)
+        _cattn._set_path("auto")
+
+
+def _attend(*arrays: np.ndarray, path: str = "auto", threads: int = 1, **options: Any) -> object:
+    with _way(path, threads):
+        return cattn.scaled_dot_product_attention(*arrays, **options)
+
+
+def _attend_in_place() -> object:
+    x = DOUBLE.copy()
+    return _attend(x, x, x, out=x[::-1])
+
+
+def _differentiate(*, threads: int, **options: Any) -> object:
+    with _way("auto", threads):
+        lse = np.zeros((2, 4, 101), np.float32)
+        return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, **options)
+
+
+ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+
+
+def _decode() -> object:
+    cache = cattn.KVCache((2,), 2, 50, 8, v_head_dim=9)
+    cache.append(KEY[:, :, :40], VALUE[:, :, :40])
+    cache.truncate(np.array([30, 30]))
+    out = cattn.causal_attention(QUERY[:, :, :1], cache.k, cache.v, query_offset=29)
+    return out, cache.lengths, repr(cache)
+
+
+def _draw_all() -> object:
+    g = cattn.TorchGenerator(7)
+    drawn = [g.rand(4), g.randn(20), g.uniform(1, 2, 3), g.randint(9, (3,)), g.bernoulli(np.full(5, 0.5))]
+    drawn += [*g.linear(3, 2), g.dropout_mask(0.5, 40)]
+    state = g.get_state()
+    g.manual_seed(3).set_state(state)
+    return drawn, g.dropout, g.initial_seed(), g.rand(2)
+
+
+def _train(layer: Any, **options: Any) -> object:
+    out = layer(DOUBLE.astype(np.float32), **options)
+    return out, layer.backward(np.ones_like(out)), layer.grads, layer.state_dict()
+
+
+def _set_threads() -> object:
+    cattn.set_num_threads(2)
+    with cattn.num_threads(3):
+        counts = cattn.get_num_threads()
+    cattn.set_num_threads(None)
+    return counts
+
+
+CALLS: dict[str, Call] = {
+    # attention: paths
+    "tiny": lambda: _attend(X, X, X, path="tiny"),
+    "tile": lambda: _attend(QUERY, KEY, VALUE, path="tile"),
+    "tile, threads": lambda: _attend(QUERY, KEY, VALUE, path="tile", threads=3, is_causal="lower_right"),
+    "rows": lambda: _attend(QUERY[:, :, :5], KEY, VALUE, path="rows"),
+    "rows, threads": lambda: _attend(QUERY[:, :, :5], KEY, VALUE, path="rows", threads=2),
+    "split": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, path="split"),
+    "split, threads": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, path="split", threads=3),
+    # attention: storage, and what is converted
+    "float16": lambda: _attend(HALF, HALF, HALF),
+    "bfloat16": lambda: _attend(BFLOAT16, BFLOAT16, BFLOAT16, need_weights=True),
+    "float64": lambda: _attend(DOUBLE, DOUBLE, DOUBLE, return_lse=True),
+    "mixed": lambda: _attend(DOUBLE, SWAPPED[:, ::-1], DOUBLE.tolist()),
+    # attention: options
+    "masks": lambda: _attend(QUERY, KEY, VALUE, MASK, bias=BIAS, softcap=5.0, alibi_slopes=SLOPES, sinks=SINKS),
+    "ranges": lambda: _attend(
+        QUERY, KEY, VALUE, is_causal="upper_left", query_offset=np.array([[3], [90]])[:, 0], window_size=(60, 0),
+        key_value_seq_lengths=LENGTHS[:, 0],
+    ),
+    "all outputs": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=5, **ALL_OUTPUTS),
+    "stream": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=cattn.TorchGenerator(5), threads=2, **ALL_OUTPUTS),
+    "NumPy's generator": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=np.random.default_rng(1)),
+    "out": lambda: _attend(QUERY, KEY, VALUE, out=OUT),
+    "out, tuple": lambda: _attend(QUERY, KEY, VALUE, out=cattn.AttentionOutput(OUT)),
+    "out, overlapping": _attend_in_place,
+    # attention: the other functions
+    "causal_attention": lambda: cattn.causal_attention(QUERY, KEY[:, :, :101], VALUE[:, :, :101], MASK[:, :101]),
+    "varlen_attention": lambda: cattn.varlen_attention(PACKED, PACKED, PACKED, EDGES, EDGES, return_lse=True),
+    "attention_weights": lambda: cattn.attention_weights(QUERY, KEY, MASK, dropout_p=0.5, rng=1),
+    "stages": lambda: [
+        cattn.attention_weights(QUERY, KEY, MASK, softcap=3.0, bias=BIAS, stage=stage)
+        for stage in ("qk", "softcap", "bias", "mask")
+    ],
+    "merge_attention": lambda: cattn.merge_attention([OUT_LIKE, OUT_LIKE], [OUT_LIKE[..., 0], OUT_LIKE[..., 1]]),
+    "explain": lambda: cattn.explain(QUERY, KEY, VALUE, MASK)[:3],
+    # gradients
+    "attention_backward": lambda: _differentiate(threads=1, bias=BIAS, sinks=SINKS, attn_mask=MASK),
+    "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
+    "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
+    "softmax_backward": lambda: cattn.softmax_backward(SCORES, SCORES),
+    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.5, mask=KEEP),
+    # row by row
+    "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=KEEP),
+    "softmax, half": lambda: cattn.softmax(HALF, axis=1),
+    "masked_softmax": lambda: cattn.masked_softmax(SCORES, KEEP, is_causal="upper_left", method="renormalize"),
+    "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
+    "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),
+    # masks, numbers, settings
+    "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
+    "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),
+    "sliding_window": lambda: cattn.sliding_window(4),
+    "get_alibi_slopes": lambda: cattn.get_alibi_slopes(12),
+    "manual_seed": lambda: cattn.manual_seed(3).rand(2),
+    "TorchGenerator": _draw_all,
+    "KVCache": _decode,
+    "set_num_threads": _set_threads,
+    "show_config": lambda: sorted(cattn.show_config("dicts")),
+    # layers
+    "Linear": lambda: _train(cattn.Linear(8, 4, rng=1)),
+    "Dropout": lambda: cattn.Dropout(0.5, rng=1)(DOUBLE),
+    "SelfAttention": lambda: (
+        cattn.SelfAttention_v1(8, 4, rng=1)(DOUBLE[0]), cattn.SelfAttention_v2(8, 4, rng=1)(DOUBLE[0])
+    ),
+    "CausalAttention": lambda: _train(cattn.CausalAttention(8, 4, 40, 0.1, rng=1)),
+    "MultiHeadAttention": lambda: _train(cattn.MultiHeadAttention(8, 8, 40, 0.0, num_heads=2, rng=1)),
+    "MultiHeadAttentionWrapper": lambda: cattn.MultiHeadAttentionWrapper(8, 4, 40, 0.0, num_heads=2, rng=1)(DOUBLE),
+}  # fmt: skip
+
+
+def fresh(name: str) -> object:
+    """The call, in a process whose threads and scratch it has to make itself."""
+    assert _cattn._release()
+    return CALLS[name]()
+
+
+def contents(result: object) -> list[object]:
+    """What a result holds, for comparisons with ==: arrays as their bytes."""
+    if isinstance(result, np.ndarray):
+        return [result.dtype, result.shape, result.tobytes()]
+    if isinstance(result, dict):
+        result = list(result.items())
+    if isinstance(result, (tuple, list)):
+        return [part for item in result for part in contents(item)]
+    return [result]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for table in _cattn._isa_list():
+        if table["usable"]:
+            _cattn._set_isa(table["name"])
+            for call in CALLS:
+                fresh(call)
+    print(f"{len(CALLS)} calls", file=sys.stderr)

@@ -1,0 +1,125 @@
+"""Lets every allocation fail in turn, in each of every_call.py's calls; run by test_faults.py under its preloaded shim.
+
+An allocation that the extension asks for, itself or by way of Python and NumPy, fails: the call must raise MemoryError,
+or give the right bits (a thread that cannot start is no error). Inputs and generators are as before, `out` is too or
+complete, nothing leaks, and the next call is right. Prints how often what failed.
+
+With `leak`, `write` or `lie` as the argument: a call with that fault, which has to be found.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import json
+import sys
+import warnings
+
+import numpy as np
+
+import cattn
+from cattn import _cattn
+from every_call import CALLS, INPUTS, OUT, Call, contents
+
+_shim = ctypes.CDLL(None)
+fail_in = ctypes.c_int.in_dll(_shim, "fail_in")
+failed = ctypes.c_char_p.in_dll(_shim, "failed")
+live = ctypes.c_long.in_dll(_shim, "live")
+UNTOUCHED = 7.0
+UNTOUCHED_BITS = np.full_like(OUT, UNTOUCHED).tobytes()
+GENERATOR = cattn.TorchGenerator(1)
+STATE = GENERATOR.get_state()
+INPUT_BITS = contents(INPUTS)
+failures: collections.Counter[str] = collections.Counter()
+
+
+def settle() -> None:
+    """Everything as it was before the first call."""
+    assert _cattn._release()
+    gc.collect()
+    OUT[...] = UNTOUCHED
+    GENERATOR.set_state(STATE)
+
+
+def failing(call: Call, n: int) -> tuple[bool, object]:
+    """Make the call, its n-th allocation failing: whether there are so many, and the result, or None without memory."""
+    settle()
+    failed.value = None
+    try:
+        fail_in.value = n
+        result = call()
+    except MemoryError:  # raised with nothing failing, it ends the loop of the caller, who sees no result
+        result = None
+    enough = fail_in.value == 0
+    fail_in.value = 0
+    return enough, result
+
+
+def leaks(call: Call, n: int) -> bool:
+    """Whether every failure leaves blocks behind; caches of Python and NumPy do so now and then."""
+    for _ in range(10):
+        settle()
+        before = live.value
+        assert failing(call, n)[0]
+        settle()
+        if live.value <= before:
+            return False
+    return True
+
+
+def sweep(name: str, call: Call) -> None:
+    settle()
+    right, out = contents(call()), OUT.tobytes()
+    n = 1
+    while True:
+        enough, result = failing(call, n)
+        what = f"{name}, allocation {n}, {failed.value!r}"
+        if result is None:
+            assert enough, f"{what}: no memory, but nothing failed"
+            assert OUT.tobytes() in (UNTOUCHED_BITS, out), f"{what}: out was written in part"
+            assert (GENERATOR.get_state() == STATE).all(), f"{what}: the generator has moved"
+        else:
+            assert contents(result) == right, f"{what}: another result"
+        assert contents(INPUTS) == INPUT_BITS, f"{what}: an input was written"
+        del result
+        if not enough:
+            return
+        failures[failed.value.decode()] += 1
+        assert not leaks(call, n), f"{what}: blocks leak"
+        settle()
+        assert contents(call()) == right, f"{what}: the next call gives another result"
+        n += 1
+
+
+def draw_from_one_generator() -> object:
+    x = INPUTS["QUERY"]
+    return cattn.causal_attention(x, x, x, dropout_p=0.5, rng=GENERATOR)
+
+
+def with_a_fault(kind: str) -> object:
+    kept = with_a_fault.__dict__.setdefault("kept", [])
+    try:
+        return CALLS["rows, threads"]()
+    except MemoryError:
+        if kind == "leak":
+            kept.append(np.empty(5000))
+        elif kind == "write":
+            INPUTS["QUERY"][0, 0, 0, 0] += 1
+        elif kind == "lie":
+            return 0
+        raise
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    calls: dict[str, Call] = {**CALLS, "one generator": draw_from_one_generator}
+    if len(sys.argv) > 1:
+        calls = {sys.argv[1]: lambda: with_a_fault(sys.argv[1])}
+    for call in calls.values():
+        call()  # fills caches
+    gc.collect()
+    gc.freeze()  # collections are short from now on
+    for name, call in calls.items():
+        sweep(name, call)
+    print(json.dumps(failures))
