@@ -230,4 +230,10 @@ int cattn_override_num_threads(int n);
 /* Stop the workers and free all scratch; the next call starts anew. False while another thread computes. */
 bool cattn_release(void);
 
+/* Forks between this process and the one that loaded us. In the child, locks and conditions from before may be held, or
+ * waited at, by threads that it does not have. */
+unsigned cattn_fork_count(void);
+/* Is `thread`, a pthread_t of when there had been fork_count forks, one that the last fork has left behind? */
+bool cattn_left_behind(unsigned long thread, unsigned fork_count);
+
 #endif

@@ -6,13 +6,20 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import cattn
+from every_call import contents
 
 HERE = Path(__file__).parent
 UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
@@ -58,3 +65,188 @@ def test_a_fault_without_memory_would_show(failing_allocations: dict[str, str], 
     done = python(HERE / "fail_every_allocation.py", fault, **failing_allocations)
     assert done.returncode == 1
     assert done.stderr.strip().endswith(says)
+
+
+# ---- the interpreter's end -----------------------------------------------------------------------------------------
+EXIT = """
+import atexit, sys, threading, time, types
+import numpy as np
+import cattn
+from cattn import _cattn
+from test_threads import long_calls
+
+cattn.set_num_threads(2)
+call = long_calls()[{name!r}]
+
+
+def deep(n):
+    "Far down the thread's stack, which the system takes back when the thread ends."
+    return call() if n == 0 else list(map(deep, [n - 1]))
+
+
+class Late:
+    "The interpreter takes its time to end: by then threads that come back to it are gone."
+    def __del__(self):
+        time.sleep(0.1)
+        print("late", cattn_at_exit().tolist(), flush=True)
+
+
+def cattn_at_exit():
+    return cattn.softmax(np.zeros(2))
+
+
+sys.modules["late"] = types.ModuleType("late")
+sys.modules["late"].object = Late()
+atexit.register(lambda: print("atexit", cattn_at_exit().tolist(), flush=True))
+threading.Thread(target=deep, args=(60,), daemon=True).start()
+time.sleep(0.2)
+assert not _cattn._release(), "the call has the pool"
+"""
+
+
+@pytest.mark.parametrize("name", ["tile", "rows", "dropout", "gradients", "gradients, drawn"])
+def test_exit_while_a_daemon_thread_computes(name: str) -> None:
+    done = python("-c", EXIT.format(name=name))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["atexit [0.5, 0.5]", "late [0.5, 0.5]"]
+
+
+# ---- fork ----------------------------------------------------------------------------------------------------------
+def finish(pid: int) -> int:
+    """The exit code of a child; one that hangs is ended: -9."""
+    for _ in range(3000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+X = np.random.default_rng(1).standard_normal((2, 2, 1500, 32), dtype=np.float32)
+LSE = np.zeros(X.shape[:-1], np.float32)
+BUSY: dict[str, Callable[[], object]] = {
+    "tile": lambda: cattn.causal_attention(X, X, X),
+    "stream": lambda: cattn.causal_attention(X, X, X, dropout_p=0.5, rng=cattn.TorchGenerator(1)),
+    "gradients": lambda: cattn.attention_backward(X, X, X, X, X, LSE),
+    "gradients, stream": lambda: cattn.attention_backward(
+        X, X, X, X, X, LSE, dropout_p=0.5, rng=cattn.TorchGenerator(1)
+    ),
+}
+
+
+@pytest.fixture
+def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
+    """``on_alarm(action, seconds)``: the action runs in a signal handler, once."""
+
+    def arm(action: Callable[[], None], seconds: float) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: action())
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.getsignal(signal.SIGALRM)
+    yield arm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], None], float], None]) -> None:
+    """In the middle of a call with workers: the parent goes on, the child's copy of the call is interrupted."""
+    call, parent = BUSY[name], os.getpid()
+    children, codes = list[int](), list[int]()
+    computing = False
+
+    def fork() -> None:
+        if pid := os.fork():
+            children.append(pid)
+        elif not computing:
+            os._exit(0)
+
+    with cattn.num_threads(3):
+        start = time.monotonic()
+        expected = contents(call())
+        duration = time.monotonic() - start
+        for step in range(8):
+            computing = True
+            on_alarm(fork, duration * (step + 1) / 10)
+            try:
+                code = 0 if contents(call()) == expected else 3
+            except KeyboardInterrupt:
+                code = 10
+            if os.getpid() != parent:
+                os._exit(code if contents(call()) == expected else 4)
+            computing = False
+            if os.getpid() != parent:  # made between those two lines
+                os._exit(0)
+            assert code == 0
+            while len(children) <= step:  # the call was over before
+                time.sleep(0.001)
+            codes.append(finish(children[step]))
+    assert set(codes) <= {0, 10}, codes
+    assert 10 in codes, "no fork was in the middle of a call"
+
+
+def test_a_generator_of_a_thread_that_the_child_lacks() -> None:
+    """The child draws on from where the generator was before the draw that it does not have."""
+    generator = cattn.TorchGenerator(1)
+    expected = generator.get_state()
+    seen: list[Any] = []
+
+    def in_new_thread() -> None:
+        seen.append(generator.get_state())
+
+    drawing = threading.Thread(target=generator.rand, args=(30_000_000,))
+    drawing.start()
+    time.sleep(0.05)  # of 0.1 s and more
+    pid = os.fork()
+    if pid == 0:
+        thread = threading.Thread(target=in_new_thread)  # may well get the name of the one that is gone
+        thread.start()
+        thread.join()
+        os._exit(0 if (seen[0] == expected).all() else 3)
+    assert drawing.is_alive(), "the fork was in the middle of a draw"
+    drawing.join()
+    assert finish(pid) == 0
+
+
+MULTIPROCESSING = """
+import multiprocessing, sys, threading
+import numpy as np
+import cattn
+
+
+def attend(seed):
+    x = np.random.default_rng(seed).standard_normal((2, 500, 16), dtype=np.float32)
+    return cattn.causal_attention(x, x, x, dropout_p=0.1, rng=seed).tobytes()
+
+
+def fail(_):
+    raise ZeroDivisionError
+
+
+if __name__ == "__main__":
+    cattn.set_num_threads(2)
+    expected = [attend(seed) for seed in range(6)]
+    stop = threading.Event()
+    busy = threading.Thread(target=lambda: [attend(7) for _ in iter(stop.is_set, True)])
+    busy.start()
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        assert pool.map(attend, range(6)) == expected
+        try:
+            pool.map(fail, [0])
+        except ZeroDivisionError:
+            pass
+        assert pool.map(attend, range(6)) == expected
+    stop.set()
+    busy.join()
+    assert [attend(seed) for seed in range(6)] == expected
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(tmp_path: Path, method: str) -> None:
+    """Pools of processes, started and ended while a thread computes. joblib and torch's loaders work this way."""
+    script = tmp_path / "pool.py"
+    script.write_text(MULTIPROCESSING)
+    done = python(script, method)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -19,7 +19,8 @@
 
 struct stream {
     PyObject_HEAD PyThread_type_lock lock;
-    atomic_ulong owner; /* the thread that draws, or 0 */
+    atomic_ulong owner;     /* the thread that draws, or 0 */
+    atomic_uint fork_count; /* when it began */
     struct cattn_torch_random random;
 };
 
@@ -31,22 +32,42 @@ bool cattn_torch_check(const struct binding_state *state, PyObject *rng) {
     return PyObject_TypeCheck(rng, (PyTypeObject *)state->torch_stream);
 }
 
+/* The child of a fork has the lock of a draw in another thread, but not that thread: the first to come takes its place.
+ * The numbers are those from before that draw. */
+static void free_from_lost_owner(struct stream *self) {
+    const unsigned long owner = atomic_load(&self->owner);
+    unsigned fork_count = atomic_load(&self->fork_count);
+    if (owner != 0 && cattn_left_behind(owner, fork_count) &&
+        atomic_compare_exchange_strong(&self->fork_count, &fork_count, cattn_fork_count())) {
+        atomic_store(&self->owner, 0);
+        PyThread_release_lock(self->lock);
+    }
+}
+
+static bool try_lock(struct stream *self, unsigned long me, PY_TIMEOUT_T microseconds) {
+    if (PyThread_acquire_lock_timed(self->lock, microseconds, microseconds > 0) != PY_LOCK_ACQUIRED)
+        return false;
+    atomic_store(&self->fork_count, cattn_fork_count());
+    atomic_store(&self->owner, me);
+    return true;
+}
+
 bool cattn_torch_begin(PyObject *object, struct cattn_torch_random *random) {
     struct stream *self = self_of(object);
     const unsigned long me = PyThread_get_thread_ident();
+    free_from_lost_owner(self);
     if (atomic_load(&self->owner) == me) {
         PyErr_SetString(PyExc_RuntimeError, "this TorchGenerator is drawing already; a signal handler must not use it");
         return false;
     }
-    bool locked = PyThread_acquire_lock(self->lock, NOWAIT_LOCK);
+    bool locked = try_lock(self, me, 0);
     while (!locked) {
         PyThreadState *thread = PyEval_SaveThread();
-        locked = PyThread_acquire_lock_timed(self->lock, WAIT_MICROSECONDS, 1) == PY_LOCK_ACQUIRED;
+        locked = try_lock(self, me, WAIT_MICROSECONDS);
         PyEval_RestoreThread(thread);
         if (!locked && PyErr_CheckSignals() < 0)
             return false;
     }
-    atomic_store(&self->owner, me);
     *random = self->random;
     return true;
 }
@@ -330,6 +351,7 @@ static PyObject *new_stream(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObj
         return NULL;
     struct stream *self = self_of(object);
     atomic_init(&self->owner, 0);
+    atomic_init(&self->fork_count, 0);
     self->random.stream = CATTN_TORCH_ATEN;
     cattn_torch_seed(&self->random, 0);
     self->lock = PyThread_allocate_lock();

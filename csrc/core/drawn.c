@@ -9,14 +9,17 @@ void cattn_drawn_begin(struct cattn_drawn *drawn, const struct cattn_torch_rando
     pthread_mutex_init(&drawn->lock, NULL);
     pthread_cond_init(&drawn->turn, NULL);
     drawn->next = 0;
+    drawn->fork_count = cattn_fork_count();
     cattn_torch_keep_begin(&drawn->cursor, random, keep_probability);
 }
 
 void cattn_drawn_end(struct cattn_drawn *drawn, struct cattn_torch_random *random) {
     if (random)
         cattn_torch_keep_end(&drawn->cursor, random);
-    pthread_cond_destroy(&drawn->turn);
-    pthread_mutex_destroy(&drawn->lock);
+    if (drawn->fork_count == cattn_fork_count()) {
+        pthread_cond_destroy(&drawn->turn);
+        pthread_mutex_destroy(&drawn->lock);
+    }
 }
 
 static void draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *bits) {
@@ -30,30 +33,22 @@ static void draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *b
     }
 }
 
-/* With the lock held: true when it is this task's turn. */
-static bool wait_for_turn(struct cattn_drawn *drawn, int64_t task, struct cattn_worker *worker) {
-    while (drawn->next != task)
-        if (!cattn_wait_briefly(&drawn->turn, &drawn->lock, worker) && drawn->next != task)
-            return false;
-    return true;
-}
-
 bool cattn_drawn_take(struct cattn_drawn *drawn, int64_t task, int n_rows, int64_t n_keys, uint8_t *bits,
                       struct cattn_worker *worker) {
     pthread_mutex_lock(&drawn->lock);
-    const bool mine = !worker || wait_for_turn(drawn, task, worker);
+    while (worker && drawn->next != task)
+        if (!cattn_wait_briefly(&drawn->turn, &drawn->lock, worker))
+            return false;
     pthread_mutex_unlock(&drawn->lock);
-    if (!mine)
-        return false;
     /* nobody else touches the cursor until the turn is passed on */
-    bool stopped = false;
-    for (int r = 0; r < n_rows && !stopped; r++) {
+    for (int r = 0; r < n_rows; r++) {
         draw_row(&drawn->cursor, n_keys, bits + (size_t)r * cattn_drawn_row_bytes(n_keys));
-        stopped = worker && cattn_should_stop(worker);
+        if (worker && cattn_should_stop(worker))
+            return false; /* all are asked to stop: nobody waits for the next turn */
     }
     pthread_mutex_lock(&drawn->lock);
     drawn->next = task + 1;
     pthread_cond_broadcast(&drawn->turn);
     pthread_mutex_unlock(&drawn->lock);
-    return !stopped;
+    return true;
 }

@@ -15,7 +15,8 @@
 struct cattn_drawn {
     pthread_mutex_t lock;
     pthread_cond_t turn;
-    int64_t next; /* the task whose turn it is */
+    int64_t next;        /* the task whose turn it is */
+    unsigned fork_count; /* when the condition was made */
     struct cattn_torch_keep cursor;
 };
 

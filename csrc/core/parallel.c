@@ -18,8 +18,7 @@
  *
  * fork(). The prepare handler takes the lock, so the child's copy of the pool is consistent; the child then has no
  * workers, no owner and the old scratch, and starts new workers when it needs some. If the forking thread is itself the
- * owner (its poll ran a signal handler that forked), the child's copy of the call cannot be completed: fork_count
- * tells.
+ * owner (its poll ran a signal handler that forked), the child's copy of the call cannot be completed: it is stopped.
  */
 #define _GNU_SOURCE
 #define _DARWIN_C_SOURCE
@@ -72,6 +71,7 @@ static struct {
     int avoided_cpu;        /* the processor that no worker may use */
     bool quit;
     unsigned fork_count; /* forks between this process and the one that loaded us */
+    pthread_t survivor;  /* the thread that made the last of them */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .avoided_cpu = AVOIDS_NONE};
 
 static pthread_once_t pool_once = PTHREAD_ONCE_INIT;
@@ -121,6 +121,9 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&pool.lock); }
 /* The other threads are gone, and with them whoever owned the pool. The mutex is this thread's to unlock; the condition
  * variables remember waiters that no longer exist and are made anew. The scratch is kept for the next workers. */
 static void after_fork_child(void) {
+    if (pool.job != NULL)
+        atomic_store_explicit(&pool.job->stop, true, memory_order_relaxed);
+    pool.survivor = pthread_self();
     pool.n_workers = 0;
     pool.job = NULL;
     pool.open_seats = 0;
@@ -135,6 +138,15 @@ static void after_fork_child(void) {
 static void init_pool(void) {
     pool_works = init_condition(&pool.work) && init_condition(&pool.done) &&
                  pthread_atfork(before_fork, after_fork_parent, after_fork_child) == 0;
+}
+
+unsigned cattn_fork_count(void) {
+    pthread_once(&pool_once, init_pool);
+    return pool.fork_count;
+}
+
+bool cattn_left_behind(unsigned long thread, unsigned fork_count) {
+    return fork_count != cattn_fork_count() && thread != (unsigned long)pool.survivor;
 }
 
 /* ---- the pool's owner ---- */
@@ -153,12 +165,11 @@ bool cattn_worker_poll(struct cattn_worker *worker) {
     if (now_ns() < worker->next_poll)
         return false;
     cattn_fp_leave(worker->fp_saved); /* signal handlers run in there */
-    bool stop = worker->poll->stop(worker->poll->context);
+    if (worker->poll->stop(worker->poll->context))
+        atomic_store_explicit(worker->stop, true, memory_order_relaxed);
     worker->fp_saved = cattn_fp_enter();
     worker->next_poll = now_ns() + POLL_INTERVAL_NS;
-    if (stop)
-        atomic_store_explicit(worker->stop, true, memory_order_relaxed);
-    return stop;
+    return atomic_load_explicit(worker->stop, memory_order_relaxed); /* a fork in the poll stops the child too */
 }
 
 /* Draws tasks until there are none, or the call is stopped. */
@@ -319,16 +330,33 @@ static bool close_seats(struct cattn_worker *caller, int max_seats, unsigned for
     return ours;
 }
 
+/* Python ends a daemon thread that comes back to it, in the poll, when the interpreter is gone: then the job, on that
+ * thread's stack, has to last until the workers have got up. */
+static void abandon(void *job) {
+    atomic_store_explicit(&((struct job *)job)->stop, true, memory_order_relaxed);
+    pthread_mutex_lock(&pool.lock);
+    pool.open_seats = 0;
+    while (pool.taken_seats > 0)
+        pthread_cond_wait(&pool.done, &pool.lock);
+    pool.job = NULL;
+    pthread_mutex_unlock(&pool.lock);
+    unclaim_pool();
+}
+
 /* The pool is claimed by the caller and unclaimed here. */
 static enum cattn_status run_with_workers(struct job *job, struct cattn_worker *caller, int num_threads,
                                           size_t scratch_size) {
     unsigned fork_count;
+    bool ours;
     if (!offer_seats(job, num_threads - 1, scratch_size, &fork_count)) {
         unclaim_pool();
         return CATTN_NO_MEMORY;
     }
+    pthread_cleanup_push(abandon, job);
     run_tasks(job, caller);
-    if (!close_seats(caller, num_threads - 1, fork_count))
+    ours = close_seats(caller, num_threads - 1, fork_count);
+    pthread_cleanup_pop(false);
+    if (!ours)
         return CATTN_INTERRUPTED;
     unclaim_pool();
     return CATTN_OK;

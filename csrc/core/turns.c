@@ -15,12 +15,15 @@ bool cattn_turns_begin(struct cattn_turns *turns, int64_t n_places) {
         return false;
     pthread_mutex_init(&turns->lock, NULL);
     pthread_cond_init(&turns->passed, NULL);
+    turns->fork_count = cattn_fork_count();
     return true;
 }
 
 void cattn_turns_end(struct cattn_turns *turns) {
-    pthread_cond_destroy(&turns->passed);
-    pthread_mutex_destroy(&turns->lock);
+    if (turns->fork_count == cattn_fork_count()) {
+        pthread_cond_destroy(&turns->passed);
+        pthread_mutex_destroy(&turns->lock);
+    }
     free(turns->next);
 }
 
@@ -33,11 +36,12 @@ bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct
         until.tv_sec++;
     }
     pthread_cond_timedwait(condition, lock, &until);
-    /* the poll may run Python: not under the lock */
+    /* the poll may run Python: not under the lock; and it may fork while another thread holds it: no look back */
     pthread_mutex_unlock(lock);
-    const bool stop = cattn_should_stop(worker);
+    if (cattn_should_stop(worker))
+        return false;
     pthread_mutex_lock(lock);
-    return !stop;
+    return true;
 }
 
 static bool has_turn(struct cattn_turns *turns, int64_t place, int64_t turn) {
@@ -48,12 +52,12 @@ bool cattn_turns_wait(struct cattn_turns *turns, int64_t place, int64_t turn, st
     for (int look = 0; look < LOOKS; look++)
         if (has_turn(turns, place, turn))
             return true;
-    bool go_on = true;
     pthread_mutex_lock(&turns->lock);
-    while (go_on && !has_turn(turns, place, turn))
-        go_on = cattn_wait_briefly(&turns->passed, &turns->lock, worker);
+    while (!has_turn(turns, place, turn))
+        if (!cattn_wait_briefly(&turns->passed, &turns->lock, worker))
+            return false;
     pthread_mutex_unlock(&turns->lock);
-    return go_on;
+    return true;
 }
 
 void cattn_turns_pass(struct cattn_turns *turns, int64_t place) {

@@ -13,7 +13,8 @@
 struct cattn_turns {
     pthread_mutex_t lock;
     pthread_cond_t passed;
-    atomic_int *next; /* of each place: whose turn it is */
+    atomic_int *next;    /* of each place: whose turn it is */
+    unsigned fork_count; /* when the condition was made */
 };
 
 bool cattn_turns_begin(struct cattn_turns *turns, int64_t n_places);
@@ -23,7 +24,7 @@ bool cattn_turns_wait(struct cattn_turns *turns, int64_t place, int64_t turn, st
 void cattn_turns_pass(struct cattn_turns *turns, int64_t place);
 
 /* For a lock that guards what is waited for: sleeps until the condition is signalled, at most some milliseconds; then
- * asks, without the lock, whether the call has been stopped. */
+ * asks, without the lock, whether the call has been stopped. False: it has, and the lock is not held any more. */
 bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct cattn_worker *worker);
 
 #endif
