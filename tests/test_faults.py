@@ -250,3 +250,53 @@ def test_multiprocessing(tmp_path: Path, method: str) -> None:
     script.write_text(MULTIPROCESSING)
     done = python(script, method)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- interpreters --------------------------------------------------------------------------------------------------
+SECOND_INTERPRETER = """
+import sys
+import cattn._cattn
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+
+# NumPy itself cannot be imported there: the extension alone
+CODE = '''
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("cattn._cattn", {path!r}, loader=ExtensionFileLoader("cattn._cattn", {path!r}))
+try:
+    spec.loader.exec_module(module_from_spec(spec))
+except ImportError as error:
+    print(error, flush=True)
+try:
+    import cattn
+except ImportError as error:
+    print("ImportError", flush=True)
+'''
+second = interpreters.create()
+interpreters.run_string(second, f"import sys; sys.path[:] = {sys.path}" + CODE.format(path=cattn._cattn.__file__))
+interpreters.destroy(second)
+print(cattn.softmax([0.0, 0.0]))
+"""
+
+
+def test_a_second_interpreter_is_refused() -> None:
+    """The first one's module stays as it is."""
+    done = python("-c", SECOND_INTERPRETER)
+    assert (done.returncode, done.stderr) == (0, "")
+    refused, *rest = done.stdout.splitlines()
+    assert refused == "cattn is in use in another interpreter of this process" or (
+        sys.version_info >= (3, 12) and "does not support loading in subinterpreters" in refused
+    )
+    assert rest == ["ImportError", "[0.5 0.5]"]
+
+
+def test_the_only_interpreter_may_be_any() -> None:
+    code = "import cattn; print(cattn.softmax([0.0, 0.0]))"
+    script = f"import _xxsubinterpreters as i; one = i.create(); i.run_string(one, {code!r}); i.destroy(one)"
+    if sys.version_info >= (3, 12):
+        pytest.skip("NumPy refuses all but the first interpreter")
+    done = python("-W", "ignore", "-c", script)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "[0.5 0.5]\n")

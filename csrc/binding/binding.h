@@ -14,6 +14,7 @@
 #define NO_IMPORT_ARRAY
 #endif
 #include <numpy/arrayobject.h>
+#include <stdatomic.h>
 #include <string.h>
 
 #include "cattn.h"
@@ -29,8 +30,9 @@ struct binding_state {
     PyObject *torch_stream; /* the type TorchStream of py_torch_random.c */
     /* interned names that arguments are compared with */
     PyObject *upper_left, *lower_right, *neg_inf, *renormalize;
-    int bfloat16;         /* type number of ml_dtypes.bfloat16, -1 before the first such array */
-    enum cattn_path path; /* a test hook: AUTO unless a test forces one */
+    /* without a GIL any thread may write these while others read */
+    atomic_int bfloat16; /* type number of ml_dtypes.bfloat16, -1 before the first such array */
+    atomic_int path;     /* a test hook: CATTN_PATH_AUTO unless a test forces one */
 };
 
 static inline struct binding_state *cattn_state(PyObject *module) {

@@ -7,6 +7,7 @@
 #include "args.h"
 #include "error.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* ---- the GIL ---- */
@@ -206,9 +207,21 @@ static bool read_environment(void) {
     return false;
 }
 
+/* NumPy's table, the thread pool and the settings are the process's: the first interpreter that comes has them. */
+static bool claim_process(void) {
+    static _Atomic int64_t claimed = -1;
+    int64_t owner = -1;
+    const int64_t self = PyInterpreterState_GetID(PyInterpreterState_Get());
+    if (self >= 0 && (atomic_compare_exchange_strong(&claimed, &owner, self) || owner == self))
+        return true;
+    if (self >= 0)
+        PyErr_SetString(PyExc_ImportError, "cattn is in use in another interpreter of this process");
+    return false;
+}
+
 static int module_exec(PyObject *module) {
     struct binding_state *state = cattn_state(module);
-    if (PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
+    if (!claim_process() || PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
         return -1;
     state->bfloat16 = -1;
     state->path = CATTN_PATH_AUTO;
@@ -285,7 +298,8 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The stable ABI of 3.11 has no name for the later slots: they exist only in builds for one Python. */
+/* The stable ABI of 3.11 has no name for the later slots: they exist only in builds for one Python. Without a GIL: the
+ * state is written at import, but for two atomic numbers; a TorchStream has its lock; the core knows no Python. */
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, (void *)module_exec},
 #if defined(Py_mod_multiple_interpreters)
