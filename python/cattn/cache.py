@@ -95,7 +95,7 @@ class KVCache:
         rows = (*self.batch_shape, self.num_kv_heads, self.max_len)
         self._k = np.zeros((*rows, self.head_dim), self.dtype)
         self._v = np.zeros((*rows, self.v_head_dim), self.dtype)
-        self._set_lengths(np.zeros(self.batch_shape), 0)
+        self._set_lengths(np.zeros(self.batch_shape, np.int64), 0)
 
     def _set_lengths(self, lengths: ArrayLike, longest: int) -> None:
         self._lengths = np.asarray(lengths, np.int64)  # arithmetic makes scalars of () arrays
@@ -218,7 +218,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget everything; the memory is kept."""
-        self._set_lengths(np.zeros(self.batch_shape), 0)
+        self._set_lengths(np.zeros(self.batch_shape, np.int64), 0)
 
     def _show_lengths(self) -> str:
         return str(self._lengths.tolist() if self._ragged else self._longest)
