@@ -300,3 +300,81 @@ def test_the_only_interpreter_may_be_any() -> None:
         pytest.skip("NumPy refuses all but the first interpreter")
     done = python("-W", "ignore", "-c", script)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "[0.5 0.5]\n")
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------------------------
+INTERRUPTED = """
+import gc, signal, sys
+import numpy as np
+import cattn
+from every_call import contents
+from test_faults import BUSY
+
+armed = False
+
+
+def interrupt(*_):
+    "As Python's own, but only within the call: a shell that has computed nothing has nothing to interrupt."
+    if armed:
+        raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGINT, interrupt)
+cattn.set_num_threads(2)
+generator = cattn.TorchGenerator(1)
+state = generator.get_state()
+x = np.ones((1 << 20, 8), np.float32)
+calls = {**BUSY, "draw": lambda: cattn.dropout(x, 0.5, rng=generator), "softmax": lambda: cattn.softmax(x)}
+expected = {}
+for name, call in calls.items():
+    generator.set_state(state)
+    expected[name] = contents(call())
+counts = {name: 0 for name in calls}
+before = sys.getallocatedblocks()
+for _ in range(ROUNDS):
+    for name, call in calls.items():
+        generator.set_state(state)
+        print(name, flush=True)  # now the parent sends its signal, at any moment
+        result = None
+        try:
+            armed = True
+            result = call()
+            armed = False
+        except KeyboardInterrupt:
+            armed = False
+            counts[name] += 1
+            if result is None and not (generator.get_state() == state).all():
+                print("the generator has moved", file=sys.stderr)
+        generator.set_state(state)
+        if contents(call()) != expected[name]:
+            print("other bits after an interrupt", name, file=sys.stderr)
+        input()  # the parent has sent it
+gc.collect()
+if sys.getallocatedblocks() - before > ROUNDS:
+    print("blocks leak", file=sys.stderr)
+print(sum(counts.values()))
+"""
+
+
+def test_ctrl_c_at_any_moment() -> None:
+    """Forty signals, each within 60 ms of the start of a call: KeyboardInterrupt, or too late; then the right bits."""
+    rounds, random = 7, np.random.default_rng(1)
+    path = os.pathsep.join([str(Path(cattn.__file__).parents[1]), str(HERE)])
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED.replace("ROUNDS", str(rounds))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    with child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for _ in range(rounds * (len(BUSY) + 2)):
+            child.stdout.readline()
+            time.sleep(random.uniform(0, 0.06))
+            child.send_signal(signal.SIGINT)
+            print(file=child.stdin, flush=True)
+        interrupted = int(child.stdout.readline())
+        assert child.stderr.read() == ""
+    assert child.returncode == 0
+    assert interrupted >= 10, "most came too late"

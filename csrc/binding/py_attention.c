@@ -234,6 +234,7 @@ PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     if (cattn_call_parse(&call, args)) {
         params.query_starts.data = NULL;
+        params.out.data = params.weights.data = params.lse.data = params.dropout_mask.data = NULL;
         params.num_threads = cattn_get_num_threads();
         params.path = call.state->path;
         params.dropout.torch = NULL;
