@@ -1,62 +1,11 @@
-"""Memory: nothing leaks, scratch stays small, nothing is copied whole, and no byte beside an array is touched."""
+"""Memory: scratch stays small, nothing is copied whole, and no byte beside an array is touched."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 
-import numpy as np
 import pytest
-
-import cattn
-
-X = np.random.default_rng(0).standard_normal((2, 3, 9, 8)).astype(np.float32)
-MASK = np.tri(9, dtype=bool)
-OUT = np.empty_like(X)
-
-CALLS: dict[str, Callable[[], object]] = {
-    "attention": lambda: cattn.scaled_dot_product_attention(X, X, X, MASK, 0.5, True, rng=1, out=OUT),
-    "all outputs": lambda: cattn.scaled_dot_product_attention(
-        X, X, X, dropout_p=0.5, rng=1, need_weights=True, return_lse=True, return_dropout_mask=True
-    ),
-    "converted": lambda: cattn.causal_attention(X[0, 0].tolist(), X.astype(">f4"), X, bias=np.zeros((9, 9))),
-    "backward": lambda: cattn.attention_backward(
-        X, X, X, X, X, X[..., 0], dropout_p=0.5, rng=1, attn_mask=MASK, bias=np.ones((3, 1, 9)), sinks=np.ones(3)
-    ),
-    "weights": lambda: cattn.attention_weights(X, X, is_causal=True),
-    "softmax": lambda: cattn.softmax(X, axis=(0, 1)),
-    "masked_softmax": lambda: cattn.masked_softmax(X @ X.swapaxes(-1, -2), MASK, method="renormalize"),
-    "dropout": lambda: cattn.dropout(X, 0.5, rng=np.random.default_rng(1), return_mask=True),
-    "torch dropout": lambda: cattn.dropout(X, 0.5, rng=cattn.TorchGenerator(1)),
-    "causal_mask": lambda: cattn.causal_mask(5, 7),
-    "config": lambda: cattn.show_config("dicts"),
-    "bad shape": lambda: cattn.causal_attention(X, X[..., 1:], X),
-    "bad lse": lambda: cattn.attention_backward(X, X, X, X, X, X),
-    "bad mask": lambda: cattn.causal_attention(X, X, X, MASK.astype(int)),
-    "bad out": lambda: cattn.causal_attention(X, X, X, out=OUT[..., 1:]),
-    "bad rng": lambda: cattn.dropout(X, 0.5, rng="seed"),
-    "bad dtype": lambda: cattn.softmax(X.astype(np.complex64)),
-    "bad axis": lambda: cattn.softmax(X, axis=7),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_nothing_leaks(name: str) -> None:
-    def many() -> None:
-        for _ in range(200):
-            try:
-                CALLS[name]()
-            except (TypeError, ValueError):
-                assert name.startswith("bad")
-
-    many()
-    many()
-    before = sys.getallocatedblocks()
-    many()
-    # a leak of one object a call would be 200; caches of the interpreter move by a few
-    assert sys.getallocatedblocks() - before < 50
-
 
 GROWTH = """
 import re

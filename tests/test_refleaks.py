@@ -1,7 +1,8 @@
 """References: calls and their errors, repeated, leave no object behind and hold no argument longer.
 
-Counted are the blocks of Python's allocator, and references to the arguments and to objects that always exist. In a
-debug build of Python (`tools/sanitize references`) every reference counts.
+Counted are the blocks of Python's allocator, and references to the arguments and to objects that always exist. A debug
+build of Python checks more (`tools/sanitize references`), but its total of references is of no use beside a NumPy that
+does not take part in it: an array counts when it is made and not when it goes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import pytest
 
 import cattn
 from every_call import CALLS, INPUTS, OUT, Call, fresh
-from test_errors import CASES, WORKING, Row
+from test_errors import CASES, WORKING
 
 REPEATS = 40  # a leak shows as so many
-all_references: Callable[[], int] = getattr(sys, "gettotalrefcount", lambda: 0)
 # immortal since Python 3.12: there these count nothing
 EVERLASTING = [None, True, False, Ellipsis, 0, 1, np.dtype("f4"), np.dtype("f8"), np.dtype("?"), np.float32]
 EVERLASTING += [cattn.AttentionOutput, cattn.TorchGenerator, cattn.CausalAlignmentWarning]
@@ -30,7 +30,7 @@ EVERLASTING += [cattn.AttentionOutput, cattn.TorchGenerator, cattn.CausalAlignme
 def counts(arguments: list[object]) -> list[int]:
     gc.collect()
     known = [sys.getrefcount(x) for x in (*EVERLASTING, *arguments)]
-    return [sys.getallocatedblocks(), all_references(), *known]
+    return [sys.getallocatedblocks(), *known]
 
 
 def growth(call: Call, arguments: list[object]) -> int:
@@ -53,6 +53,7 @@ def growth(call: Call, arguments: list[object]) -> int:
     return worst
 
 
+X = np.zeros((3, 3))
 ARGUMENTS: list[object] = [*INPUTS.values(), OUT]
 
 
@@ -80,9 +81,30 @@ def test_errors(function: str) -> None:
         assert growth(fail, [value for keywords in arguments for value in keywords.values()]) < REPEATS // 2
 
 
-def test_every_error_is_here() -> None:
-    assert {name for name, _ in CASES} == WORKING.keys()
-    assert all(isinstance(row, Row) for _, row in CASES)
+OTHER_ERRORS: dict[str, tuple[type[Exception], Call]] = {
+    "gradients": (ValueError, lambda: cattn.attention_backward(X, X, X, X, X, X)),
+    "softmax's": (ValueError, lambda: cattn.softmax_backward(X, X[1:])),
+    "dropout's": (ValueError, lambda: cattn.dropout_backward(X, 0.5)),
+    "packed": (ValueError, lambda: cattn.varlen_attention(X, X, X, [0, 3], [0, 4])),
+    "merged": (TypeError, lambda: cattn.merge_attention(object(), [X])),  # type: ignore[arg-type]
+    "explained": (ValueError, lambda: cattn.explain(X, X[:, 1:], X)),
+    "generator": (ValueError, lambda: cattn.TorchGenerator(2**65)),
+    "its state": (ValueError, lambda: cattn.TorchGenerator(1).set_state(np.zeros(3, np.uint8))),
+    "its shape": (TypeError, lambda: cattn.TorchGenerator(1).rand("2")),  # type: ignore[arg-type]
+    "cache": (ValueError, lambda: cattn.KVCache((), 1, 2, 3).append(X, X)),
+    "layer": (ValueError, lambda: cattn.Linear(2, 3, rng=1)(X)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ERRORS)
+def test_other_errors(name: str) -> None:
+    error, call = OTHER_ERRORS[name]
+
+    def fail() -> None:
+        with pytest.raises(error):
+            call()
+
+    assert growth(fail, [X]) < REPEATS // 2
 
 
 def leak_an_object() -> None:
@@ -95,9 +117,6 @@ def leak_a_reference() -> None:
 
 def leak_an_old_reference() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(cattn.AttentionOutput))
-
-
-X = np.zeros(3)
 
 
 @pytest.mark.parametrize("leak", [leak_an_object, leak_a_reference, leak_an_old_reference])
