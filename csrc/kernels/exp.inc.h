@@ -16,7 +16,7 @@
 #define EXP_LOG2E 0x1.715476p0f
 #define EXP_LN2_HI 0x1.62e4p-1f /* 15 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.7f7d1cp-20f
-#define TANH_FAR -1.125f /* -2|x| where tanh is about 1/2 */
+#define TANH_FAR (-1.125f) /* -2|x| where tanh is about 1/2 */
 static const real exp2_poly[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba12p-10f};
 static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e2p-7f, 0x1.6a2434p-10f};
 #else
@@ -25,7 +25,7 @@ static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2
 #define EXP_LOG2E 0x1.71547652b82fep0
 #define EXP_LN2_HI 0x1.62e42fefa3800p-1 /* 42 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.ef35793c76730p-45
-#define TANH_FAR -1.125
+#define TANH_FAR (-1.125)
 static const real exp2_poly[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c5a4p-3,  0x1.c6b08d7049fe8p-5,
                                  0x1.3b2ab6fba011ap-7,  0x1.5d87fe78cd6d2p-10, 0x1.4309130ed8cbcp-13,
                                  0x1.ffcbfba980214p-17, 0x1.62bfc79d4ee48p-20, 0x1.b5267ce1af2c9p-24,

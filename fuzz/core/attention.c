@@ -506,7 +506,9 @@ static void check_explanation(const struct problem *problem) {
     const struct cattn_attention_params *p = &problem->back.forward;
     if (problem->has_input[MASK] || p->n_bias > 0)
         return;
-    const struct cattn_explanation told = cattn_attention_explain(p);
+    struct cattn_explanation told;
+    if (cattn_attention_explain(p, &told) != CATTN_OK)
+        finding("explain was interrupted");
     struct array scores = {.n_axes = p->n_lead + 3};
     axes_of(p, p->seqlen_q, p->seqlen_k, scores.dim);
     scores.span = p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k;

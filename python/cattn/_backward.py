@@ -226,8 +226,9 @@ def softmax_backward(
         raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
     if last == -1 or grad.shape != result.shape:
         return _cattn.softmax_backward(grad, result, scale, out)
-    fits = isinstance(out, np.ndarray) and out.shape == result.shape
-    moved_out = np.moveaxis(out, axis, -1) if fits else out  # what does not fit is refused below
+    moved_out = out  # what does not fit is refused below
+    if isinstance(out, np.ndarray) and out.shape == result.shape:
+        moved_out = np.moveaxis(out, axis, -1)
     moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
     return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out
 

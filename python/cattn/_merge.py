@@ -84,7 +84,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         return merged, top + np.log(np.where(total == 0, dtype.type(1), total))
 
 
-def _parts(parts: Iterable[ArrayLike], name: str) -> list[NDArray[Any]]:
+def _parts(parts: object, name: str) -> list[NDArray[Any]]:
     if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
     if isinstance(parts, memoryview):  # which has rows, and no way to iterate over them
