@@ -4,6 +4,7 @@
 #include <assert.h>
 
 #include "arena.h"
+#include "dispatch.h"
 #include "drawn.h"
 
 /* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
@@ -127,6 +128,6 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {
     if (p->path != CATTN_PATH_TINY)
         return true;
-    struct cattn_plan plan = cattn_plan(p, &cattn_kernels_scalar_32);
+    struct cattn_plan plan = cattn_plan(p, cattn_kernels_for(p->dtype));
     return tiny_fits(&plan, p);
 }

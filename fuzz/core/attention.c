@@ -455,14 +455,14 @@ static void choose_way(struct input way, struct cattn_attention_params *p) {
     choose_table(&way);
     p->num_threads = choose_threads(&way);
     p->path = TAKE_FROM(&way, paths);
-    if (!cattn_attention_path_fits(p))
-        p->path = CATTN_PATH_AUTO;
 }
 
 static void compute(struct problem *problem, const struct cattn_torch_random *torch) {
     struct cattn_attention_params *p = &problem->back.forward;
     problem->torch = *torch;
     fill_params(problem);
+    if (!cattn_attention_path_fits(p)) /* which depends on strides and outputs */
+        p->path = CATTN_PATH_AUTO;
     if (cattn_attention(p) != CATTN_OK)
         finding("attention failed");
     if (!problem->backward)
