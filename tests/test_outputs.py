@@ -121,5 +121,6 @@ def test_nan_is_written_one_way_and_zero_without_a_sign() -> None:
     out = cattn.causal_attention(x, x, -x)
     assert set(np.unique(out.view(np.uint32)[np.isnan(out)])) == {np.float32(np.nan).view(np.uint32)}
     assert not np.signbit(out[:20]).any()
-    weights = cattn.softmax(x)
-    assert set(np.unique(weights.view(np.uint32)[np.isnan(weights)])) == {np.float32(np.nan).view(np.uint32)}
+    scores = cattn.attention_weights(x, x, stage="qk")
+    for weights in (cattn.softmax(x), scores, cattn.attention_weights(x[20:21], x, stage="qk")):
+        assert set(np.unique(weights.view(np.uint32)[np.isnan(weights)])) == {np.float32(np.nan).view(np.uint32)}

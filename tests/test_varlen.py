@@ -201,3 +201,12 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception] | None, 
         return
     with pytest.raises(error, match=message):
         cattn.varlen_attention(**call)
+
+
+def test_one_query_head_meets_all_values() -> None:
+    """As in scaled_dot_product_attention: one head is broadcast, whosoever it is."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((5, heads, 4)) for heads in (1, 1, 3))
+    out = cattn.varlen_attention(query, key, value, [0, 5], [0, 5], is_causal=True)
+    expected = cattn.causal_attention(*(x.swapaxes(0, 1) for x in (query, key, value)))
+    np.testing.assert_array_equal(out.swapaxes(0, 1), expected)

@@ -274,7 +274,7 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         for (int r = 0; r < rows->n_rows; r++)
             for (int k = begin; k < min64(end, n_keys); k += LANES)
                 store_strided((real *)rows->weights[r] + (k0 + k) * rows->weights_col, rows->weights_col,
-                              vf_loadu(score + r * CATTN_BLOCK_KEYS + k), (int)min64(LANES, n_keys - k));
+                              with_one_nan(vf_loadu(score + r * CATTN_BLOCK_KEYS + k)), (int)min64(LANES, n_keys - k));
     for (int r = 0; r < many; r += LANES)
         update_max(rows, r);
     for (int r = 0; r < many; r++) {

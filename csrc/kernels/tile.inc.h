@@ -157,7 +157,7 @@ static void keep_scores(const struct tile *t, const struct extent *e, int r) {
             v[i] = vf_loadu((const real *)rows->score + (k + i) * CATTN_TILE_ROWS + r);
         vf_transpose(v);
         for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
-            store_strided((real *)rows->weights[r + i] + (t->k0 + k) * col, col, v[i], n);
+            store_strided((real *)rows->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal, cast, overload
 
 import numpy as np
@@ -317,6 +318,10 @@ def attention_weights(
            [  0.,   0., -inf],
            [  0.,   0.,   0.]])
     """
+    keep_scale = 0.0  # read before anything is written
+    if isinstance(cast("object", stage), str) and stage == "dropout":
+        with contextlib.suppress(TypeError, ValueError, ArithmeticError):  # the call refuses it, by name
+            keep_scale = 1 / (1 - float(dropout_p)) if float(dropout_p) < 1 else 0.0
     result = _cattn.attention_weights(
         query,
         key,
@@ -344,7 +349,6 @@ def attention_weights(
     if stage != "dropout":
         return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
-    keep_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
     wide = weights.dtype.type if weights.itemsize > 2 else np.float32  # halves are rounded once, at the end
     np.multiply(weights, wide(keep_scale), out=weights, casting="unsafe")
     weights[~result.dropout_mask] = 0  # not a product: what is dropped is 0, whatever it was

@@ -279,7 +279,7 @@ def dropout_backward(
     if mask is None:
         if p != 0 and not (isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")):
             raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
-        result: NDArray[Any] = _cattn.dropout(grad_out, p, True, rng, False, out)
+        result: NDArray[Any] = _cattn.dropout(as_array(grad_out, "grad_out"), p, True, rng, False, out)
         return result
     if rng is not None:
         raise ValueError("pass either mask or rng")

@@ -117,7 +117,8 @@ def varlen_attention(
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
 
-    shape = (len(q), q.shape[1], v.shape[2])
+    heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # one head is broadcast
+    shape = (len(q), heads, v.shape[2])
     if out is None:
         out = np.empty(shape, np.result_type(q, k, v))
     elif not isinstance(out, np.ndarray):
