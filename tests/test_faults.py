@@ -125,12 +125,12 @@ def finish(pid: int) -> int:
 
 X = np.random.default_rng(1).standard_normal((2, 2, 1500, 32), dtype=np.float32)
 LSE = np.zeros(X.shape[:-1], np.float32)
-MANY, MANY_LSE = (np.broadcast_to(x, (8, *x.shape)) for x in (X, LSE))
-TWICE = MANY[:2]
+MANY, MANY_LSE = (np.broadcast_to(x, (32, *x.shape)) for x in (X, LSE))
+TWICE, SOME = MANY[:2], MANY[:6]
 BUSY: dict[str, Callable[[], object]] = {  # each for longer than the 20 ms between two looks at signals
     "tile": lambda: cattn.causal_attention(MANY, MANY, MANY),
     "stream": lambda: cattn.causal_attention(TWICE, TWICE, TWICE, dropout_p=0.5, rng=cattn.TorchGenerator(1)),
-    "gradients": lambda: cattn.attention_backward(MANY, MANY, MANY, MANY, MANY, MANY_LSE),
+    "gradients": lambda: cattn.attention_backward(SOME, SOME, SOME, SOME, SOME, MANY_LSE[:6]),
     "gradients, stream": lambda: cattn.attention_backward(
         TWICE, TWICE, TWICE, TWICE, TWICE, MANY_LSE[:2], dropout_p=0.5, rng=cattn.TorchGenerator(1)
     ),

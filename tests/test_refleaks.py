@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -53,13 +55,25 @@ def growth(call: Call, arguments: list[object]) -> int:
     return worst
 
 
+def assert_level(call: Call, arguments: list[object]) -> None:
+    """What grows after thousands of tests may be another's doing: then a process of its own decides."""
+    found = growth(call, arguments)
+    if found >= REPEATS // 2 and "CATTN_TEST_ALONE" not in os.environ:
+        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].rpartition("::")[2]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test}"]
+        done = subprocess.run(command, env={**os.environ, "CATTN_TEST_ALONE": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        return
+    assert found < REPEATS // 2
+
+
 X = np.zeros((3, 3))
 ARGUMENTS: list[object] = [*INPUTS.values(), OUT]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str) -> None:
-    assert growth(lambda: fresh(name), ARGUMENTS) < REPEATS // 2
+    assert_level(lambda: fresh(name), ARGUMENTS)
 
 
 @pytest.mark.parametrize("function", WORKING)
@@ -78,7 +92,7 @@ def test_errors(function: str) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert growth(fail, [value for keywords in arguments for value in keywords.values()]) < REPEATS // 2
+        assert_level(fail, [value for keywords in arguments for value in keywords.values()])
 
 
 OTHER_ERRORS: dict[str, tuple[type[Exception], Call]] = {
@@ -104,7 +118,7 @@ def test_other_errors(name: str) -> None:
         with pytest.raises(error):
             call()
 
-    assert growth(fail, [X]) < REPEATS // 2
+    assert_level(fail, [X])
 
 
 def leak_an_object() -> None:
