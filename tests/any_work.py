@@ -62,35 +62,39 @@ def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # ---- attention, forwards and back ----------------------------------------------------------------------------------
 @st.composite
-def attention(draw: st.DrawFn) -> Work:
+def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     call, _ = draw(calls())
     stream = draw(rngs)
     if "dropout_p" in call:
         call["rng"] = stream
+    return call
+
+
+def again(call: dict[str, Any]) -> dict[str, Any]:
+    """The call, with a generator that stands where the first one stood."""
+    return call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
+
+
+@st.composite
+def attention(draw: st.DrawFn) -> Work:
+    call = draw(attention_calls())
 
     def run() -> Results:
-        again = call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
         extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
-        return arrays(cattn.scaled_dot_product_attention(**again, **extras))
+        return arrays(cattn.scaled_dot_product_attention(**again(call), **extras))
 
     return Work("attention", run, call)
 
 
 @st.composite
 def gradients(draw: st.DrawFn) -> Work:
-    call, _ = draw(calls())
-    stream = draw(rngs)
-    if "dropout_p" in call:
-        call["rng"] = stream
+    call = draw(attention_calls())
     call.pop("scale", None)
 
     def run() -> Results:
-        def again() -> dict[str, Any]:
-            return call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
-
-        result = cattn.scaled_dot_product_attention(**again(), return_lse=True)
+        result = cattn.scaled_dot_product_attention(**again(call), return_lse=True)
         grad_out = np.cos(np.arange(result.out.size)).reshape(result.out.shape).astype(result.out.dtype)
-        return arrays(result, cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **again()))
+        return arrays(result, cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **again(call)))
 
     return Work("gradients", run, call)
 

@@ -278,8 +278,6 @@ bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum ca
     struct cattn_attention_params *params = call->params;
     struct cattn_torch_random torch;
     params->num_threads = cattn_get_num_threads();
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
     if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31) {
         PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
         return false;
@@ -293,15 +291,7 @@ bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum ca
     if (draws && !cattn_torch_begin(rng, &torch))
         return false;
     params->dropout.torch = draws ? &torch : NULL;
-    enum cattn_status status;
-    if (work < CATTN_GIL_WORK) {
-        status = compute(context);
-    } else {
-        PyThreadState *thread;
-        cattn_gil_release(&params->poll, &thread);
-        status = compute(context);
-        PyEval_RestoreThread(thread);
-    }
+    const enum cattn_status status = cattn_compute(work < CATTN_GIL_WORK, &params->poll, compute, context);
     if (draws)
         cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
     return cattn_error_status(status);

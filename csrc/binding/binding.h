@@ -45,6 +45,9 @@ static inline struct binding_state *cattn_state(PyObject *module) {
 
 /* Release the GIL and let `poll` look for signals; `thread` must outlive the call into the core. */
 void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
+/* Calls into the core, with the GIL if that is `brief`, else without it; `poll` is that of `params`. */
+enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
+                                const void *params);
 
 PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

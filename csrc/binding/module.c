@@ -26,6 +26,19 @@ void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread) {
     *thread = PyEval_SaveThread();
 }
 
+enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
+                                const void *params) {
+    poll->stop = NULL;
+    poll->context = NULL;
+    if (brief)
+        return compute(params);
+    PyThreadState *thread;
+    cattn_gil_release(poll, &thread);
+    const enum cattn_status status = compute(params);
+    PyEval_RestoreThread(thread);
+    return status;
+}
+
 /* ---- threads ---- */
 
 static PyObject *get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {

@@ -207,17 +207,12 @@ done:
 
 /* ---- softmax ---- */
 
+static enum cattn_status compute_softmax(const void *params) { return cattn_softmax_backward(params); }
+
 static bool run_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *out) {
     params->num_threads = cattn_get_num_threads();
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
-    if (PyArray_SIZE(out) <= CATTN_GIL_ELEMENTS)
-        return cattn_error_status(cattn_softmax_backward(params));
-    PyThreadState *thread;
-    cattn_gil_release(&params->poll, &thread);
-    const enum cattn_status status = cattn_softmax_backward(params);
-    PyEval_RestoreThread(thread);
-    return cattn_error_status(status);
+    const bool brief = PyArray_SIZE(out) <= CATTN_GIL_ELEMENTS;
+    return cattn_error_status(cattn_compute(brief, &params->poll, compute_softmax, params));
 }
 
 static void fill_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs,

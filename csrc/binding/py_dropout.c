@@ -37,6 +37,8 @@ static bool copy(struct call *call) {
     return true;
 }
 
+static enum cattn_status compute(const void *params) { return cattn_dropout(params); }
+
 static bool run(struct call *call) {
     struct cattn_dropout_params *params = call->params;
     const int nd = PyArray_NDIM(call->x) > 0 ? PyArray_NDIM(call->x) : 1;
@@ -57,17 +59,8 @@ static bool run(struct call *call) {
     if (params->n_cols == 1)
         params->x.col = params->out.col = params->mask.col = 1;
     params->num_threads = cattn_get_num_threads();
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
-    enum cattn_status status;
-    if (PyArray_SIZE(call->x) <= CATTN_GIL_ELEMENTS) {
-        status = cattn_dropout(params);
-    } else {
-        PyThreadState *thread;
-        cattn_gil_release(&params->poll, &thread);
-        status = cattn_dropout(params);
-        PyEval_RestoreThread(thread);
-    }
+    const bool brief = PyArray_SIZE(call->x) <= CATTN_GIL_ELEMENTS;
+    const enum cattn_status status = cattn_compute(brief, &params->poll, compute, params);
     return cattn_error_status(status) && cattn_output_finish(&call->output);
 }
 

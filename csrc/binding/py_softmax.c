@@ -110,21 +110,13 @@ static bool make_output(struct call *call, PyObject *out) {
     return true;
 }
 
+static enum cattn_status compute(const void *params) { return cattn_softmax(params); }
+
 static bool run(struct call *call) {
     struct cattn_softmax_params *params = call->params;
     params->num_threads = cattn_get_num_threads();
-    params->poll.stop = NULL;
-    params->poll.context = NULL;
-    enum cattn_status status;
-    if (PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS) {
-        status = cattn_softmax(params);
-    } else {
-        PyThreadState *thread;
-        cattn_gil_release(&params->poll, &thread);
-        status = cattn_softmax(params);
-        PyEval_RestoreThread(thread);
-    }
-    return cattn_error_status(status);
+    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
+    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
 }
 
 /* The common end: compute, copy a temporary out, let go of everything. `parsed` false: an exception is set. */
