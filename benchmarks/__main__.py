@@ -41,6 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="results to compare the ratios with")
     parser.add_argument("--into", type=Path, help="with report: the Markdown file to write the table into")
     found = parser.parse_args(arguments)
     known = [*GROUPS, "scaling", "report"]
@@ -49,6 +50,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"unknown group {', '.join(unknown)}; there are {', '.join(known)}")
     if found.rounds is not None and found.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {found.rounds}")
+    if found.against and (not found.against.is_dir() or found.against.resolve() == found.output.resolve()):
+        parser.error(f"--against must be a folder of results other than the output's, got {found.against}")
     return found
 
 
@@ -90,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
             measure(group, found, probe)
         if "scaling" in found.groups or not found.groups:
             scaling.run(found.output)
+    if found.against:
+        print("\n" + report.agreement(found.against, found.output, groups))
     if not found.no_plots:
         with contextlib.suppress(ImportError):
             for path in plots.draw(found.output):

@@ -50,11 +50,22 @@ def facts() -> dict[str, Any]:
 
 
 def save(folder: Path, group: str, rows: list[dict[str, Any]], **beside: Any) -> Path:
-    """Keep the rows of a group as JSON, and what belongs to all of them beside."""
+    """Keep the rows of a group as JSON, a line each, and what belongs to all of them beside."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{group}.json"
-    path.write_text(json.dumps({"machine": facts(), **beside, "rows": rows}, indent=1) + "\n")
+    about = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"machine": facts(), **beside}.items()]
+    lines = ",\n".join(f"  {json.dumps(_short(row))}" for row in rows)
+    path.write_text("{\n" + ",\n".join([*about, f' "rows": [\n{lines}\n ]']) + "\n}\n")
     return path
+
+
+def _short(value: Any) -> Any:
+    """Return a value with its floats rounded to six digits, more than any measurement has."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def load(folder: Path, group: str) -> dict[str, Any] | None:

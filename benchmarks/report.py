@@ -44,6 +44,33 @@ def line(row: dict[str, Any]) -> str:
     return "  ".join(parts) + (f"\n{'':>6}{told}" if told else "")
 
 
+def _rows(folder: Path, group: str) -> dict[str, Any]:
+    kept = load(folder, group)
+    return {row["name"]: row for row in kept["rows"]} if kept else {}
+
+
+def changes(before: Path, now: Path, groups: list[str], least: float = 1e-3) -> list[tuple[str, str, float]]:
+    """Return (row, peer, change) of every ratio that two runs have in common, of rows of a millisecond and more."""
+    found = []
+    for group in groups:
+        old, new = _rows(before, group), _rows(now, group)
+        for name in old.keys() & new.keys():
+            if "ratios" in new[name] and new[name]["seconds"]["cattn"]["median"] >= least:
+                was, ratios = old[name]["ratios"], new[name]["ratios"]
+                found += [(f"{group}: {name}", peer, ratios[peer] / was[peer] - 1) for peer in ratios if peer in was]
+    return sorted(found, key=lambda change: -abs(change[2]))
+
+
+def agreement(before: Path, now: Path, groups: list[str]) -> str:
+    """Say how far the ratios of two runs differ, and name the ten that differ most."""
+    found = changes(before, now, groups)
+    if not found:
+        return f"{before} has no rows of a millisecond and more in common with this run"
+    within = sum(abs(change) <= 0.1 for _, _, change in found)
+    most = "".join(f"\n  {change:+5.0%}  {row}, against {peer}" for row, peer, change in found[:10])
+    return f"{within} of {len(found)} ratios are within 10 % of the earlier run's; the furthest:{most}"
+
+
 def markdown(folder: Path) -> str:
     """Return the table of the README: prefill against the peers, with the machine's name and the date."""
     kept = load(folder, "prefill")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import cattn
 
 from .machine import facts
+from .report import duration
 from .timing import interleave
 
 TERMS = ("call", "wake", "task", "flop", "score", "byte")
@@ -46,8 +47,8 @@ class Point:
         flops = 4.0 * pairs * self.head_dim
         streamed = 8.0 * self.heads * self.seqlen_k * self.head_dim if few else 0.0
         wake = float(self.threads > 1)
-        tiles = 0.0 if few else 1.0
-        return np.array([1.0, wake, blocks / share, tiles * flops / share, tiles * pairs / share, streamed / share])
+        tiled = np.array([blocks, flops, pairs]) * (not few)
+        return np.array([1.0, wake, *tiled / share, streamed / share])
 
     def describe(self) -> str:
         """Return the size as text."""
@@ -56,13 +57,14 @@ class Point:
 
 
 def grid() -> Iterator[Point]:
-    """Sizes from the smallest tile to thousands of tokens."""
+    """Sizes from a bare call to thousands of tokens."""
     for threads in (1, 2):
         for head_dim in (32, 64, 128):
             for tokens, heads in ((128, 12), (256, 12), (512, 12), (1024, 12), (2048, 6), (4096, 2)):
                 yield Point(heads, tokens, tokens, head_dim, threads)
         for heads in (2, 6, 24):
             yield Point(heads, 512, 512, 64, threads)
+    yield Point(1, 1, 1, 64, 1)
     for tokens in (1024, 4096, 16384):
         yield Point(32, 1, tokens, 128, 1)
 
@@ -113,7 +115,7 @@ def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> d
         "| size | measured | predicted | deviation |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {p.describe()} | {m * 1e3:.3f} ms | {q * 1e3:.3f} ms | {e:+.0%} |"
+            f"| {p.describe()} | {duration(m)} | {duration(q)} | {e:+.0%} |"
             for p, m, q, e in zip(points, seconds, predicted, errors, strict=True)
         ),
     ]

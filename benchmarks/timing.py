@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 LEAST = 1e-3  # seconds of one measurement: shorter calls are repeated within it
@@ -15,11 +15,23 @@ FEWEST = 5
 
 @dataclass
 class Timing:
-    """Seconds of one contestant over the rounds of one run."""
+    """Seconds of one contestant, round by round, and what is kept of them."""
 
-    median: float
-    best: float
-    spread: float  # (third quartile - first quartile) / median
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.rounds)
+
+    def kept(self) -> dict[str, float]:
+        """Return median, best, and the distance between the quartiles over the median."""
+        low, _, high = statistics.quantiles(self.rounds, n=4) if len(self.rounds) > 1 else (self.median,) * 3
+        return {"median": self.median, "best": min(self.rounds), "spread": (high - low) / self.median}
+
+    def over(self, other: Timing) -> float:
+        """Return the median of the ratios round by round: what slows a whole round down slows both."""
+        return statistics.median(mine / its for mine, its in zip(self.rounds, other.rounds, strict=True))
 
 
 @dataclass
@@ -56,14 +68,7 @@ def interleave(contestants: dict[str, Callable[[], object]], rounds: int | None 
     for _ in range(rounds):
         for name, call in contestants.items():
             seconds[name].append(_once(call, numbers[name]))
-    return {name: summary(times) for name, times in seconds.items()}
-
-
-def summary(times: list[float]) -> Timing:
-    """Return median, best and spread."""
-    middle = statistics.median(times)
-    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (middle, middle, middle)
-    return Timing(middle, min(times), (high - low) / middle)
+    return {name: Timing(times) for name, times in seconds.items()}
 
 
 def run(case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> dict[str, Any]:
@@ -77,16 +82,17 @@ def run(case: Case, limits: dict[str, Callable[[], float]], rounds: int | None =
     if probe is not None:
         contestants["limit"] = lambda: done.append(probe())
     times = interleave(contestants, rounds)
-    ours = times["cattn"].median
+    cattn = times["cattn"]
     row: dict[str, Any] = {"name": case.name, **case.facts}
-    row["seconds"] = {name: asdict(timing) for name, timing in times.items() if name != "limit"}
-    row["ratios"] = {name: t.median / ours for name, t in times.items() if name not in ("cattn", "limit")}
-    if probe is not None:
-        rate = done[-1] / times["limit"].median
-        row["limit"] = {"kind": case.limit, "per_second": rate}
-        row["percent"] = 100 * case.work / ours / rate
-    aims = case.targets.items()
-    row["targets"] = {name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in aims}
+    row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
+    row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
+    if probe is not None:  # every call of a probe does the same work
+        row["limit"] = {"kind": case.limit, "per_second": done[-1] / times["limit"].median}
+        row["percent"] = 100 * case.work / done[-1] * times["limit"].over(cattn)
+    ours = cattn.median
+    row["targets"] = {
+        name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in case.targets.items()
+    }
     return row
 
 

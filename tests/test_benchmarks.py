@@ -15,7 +15,7 @@ from support import benchmarks_importable
 
 with benchmarks_importable():
     from benchmarks import __main__ as suite
-    from benchmarks import contestants, groups, report, scaling, timing
+    from benchmarks import contestants, groups, machine, report, scaling, timing
     from benchmarks.probe import Probe, check_sum
 
 
@@ -48,6 +48,33 @@ def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["ratios"].keys() >= {"torch", "numpy"}
         assert row["targets"]["microseconds"]["met"] in (True, False)
     assert "(1, 4, 16, 16)" in capsys.readouterr().out
+
+
+def test_what_slows_a_round_down_changes_no_ratio() -> None:
+    ours, peer = timing.Timing([1.0, 5.0, 1.0, 1.0, 9.0]), timing.Timing([2.0, 10.0, 2.0, 2.0, 18.0])
+    assert peer.over(ours) == 2
+    assert ours.kept() == {"median": 1.0, "best": 1.0, "spread": pytest.approx(6.0)}
+    assert timing.Timing([3.0]).kept() == {"median": 3.0, "best": 3.0, "spread": 0.0}
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    def kept(folder: str, slow: float, fast: float) -> Path:
+        rows = [
+            {"name": "slow", "seconds": {"cattn": {"median": 0.01}}, "ratios": {"torch": slow}},
+            {"name": "fast", "seconds": {"cattn": {"median": 0.0001}}, "ratios": {"torch": fast}},
+            {"name": folder, "seconds": {"cattn": {"median": 0.01}}, "ratios": {"torch": 1.0}},
+        ]
+        machine.save(tmp_path / folder, "decode", rows)
+        assert (tmp_path / folder / "decode.json").read_text().count("\n") == 8  # a line for each row
+        return tmp_path / folder
+
+    before, now = kept("before", 2.0, 1.0), kept("now", 2.5, 9.0)
+    assert report.changes(before, now, ["decode", "prefill"]) == [("decode: slow", "torch", pytest.approx(0.25))]
+    assert "0 of 1 ratios are within 10 %" in report.agreement(before, now, ["decode"])
+    assert "+25%  decode: slow, against torch" in report.agreement(before, now, ["decode"])
+    assert "no rows of a millisecond" in report.agreement(before, now, ["prefill"])
+    with pytest.raises(SystemExit):
+        suite.main(["decode", "-o", str(now), "--against", str(now)])
 
 
 def small_prefill(probe: Any) -> Any:
