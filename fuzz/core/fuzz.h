@@ -80,11 +80,20 @@ struct cursor {
     bool more;
 };
 struct cursor walk(const struct array *array);
-void step(struct cursor *cursor);
+void step_row(struct cursor *cursor);
 int64_t offset_of(const struct array *array, const int64_t *index);
 
+static inline void step(struct cursor *cursor) {
+    const int last = cursor->array->n_axes - 1;
+    if (last >= 0 && ++cursor->index[last] < cursor->array->dim[last])
+        cursor->offset += cursor->array->stride[last];
+    else
+        step_row(cursor);
+}
+
 double number_at(const struct array *array, int64_t offset);
-void set_nan(struct array *array, int64_t offset);
+/* Halves by rounding toward zero; subnormals of float16 become 0. */
+void set_number(struct array *array, int64_t offset, double number);
 /* In an input, after something was written there on purpose. */
 void renew_sum(struct array *array);
 /* Overwrites with NaN, or with true, every element whose byte in `seen` is 0; seen has `span` bytes. */

@@ -35,7 +35,7 @@ static void map_slot(struct slot *slot) {
         exit(1);
     }
     slot->begin = memory + page;
-    ASAN_POISON_MEMORY_REGION(slot->begin, SLOT_BYTES);
+    __asan_poison_memory_region(slot->begin, SLOT_BYTES);
 }
 
 static uint8_t *take_memory(size_t bytes, bool at_end) {
@@ -48,13 +48,13 @@ static uint8_t *take_memory(size_t bytes, bool at_end) {
         map_slot(slot);
     slot->used = slot->begin + (at_end ? SLOT_BYTES - bytes : 0);
     slot->bytes = bytes;
-    ASAN_UNPOISON_MEMORY_REGION(slot->used, bytes);
+    __asan_unpoison_memory_region(slot->used, bytes);
     return slot->used;
 }
 
 void arrays_begin(void) {
     for (int i = 0; i < n_used; i++)
-        ASAN_POISON_MEMORY_REGION(slots[i].used, slots[i].bytes);
+        __asan_poison_memory_region(slots[i].used, slots[i].bytes);
     n_used = 0;
 }
 
@@ -78,7 +78,7 @@ uint64_t noise_word(struct noise *noise) {
     return z ^ z >> 31;
 }
 
-/* As float; every one of them is a float16 and a bfloat16 after rounding toward zero, by write(). */
+/* As float; every one of them is a float16 and a bfloat16 after rounding toward zero, by set_number(). */
 static double noise_number(struct noise *noise, enum content content) {
     static const double extreme[] = {0.0, -0.0, 1e-40, 6e4, -6e4, 1e30, -1e30, 3e38, (double)INFINITY, (double)NAN};
     const uint64_t word = noise_word(noise);
@@ -105,18 +105,64 @@ static uint16_t to_half(float number, bool is_bfloat) {
     return (uint16_t)(exponent <= 0 ? sign : sign | (uint32_t)exponent << 10 | (as.bits >> 13 & 0x3ff));
 }
 
-static void write_number(struct array *array, int64_t offset, double number) {
-    uint8_t *at = array->memory + (array->low + offset) * (int64_t)element_size(array->element);
+/* memcpy of a size that the compiler knows: the sanitizer's own, a call, would be most of an execution. */
+static inline void copy_element(void *to, const void *from, size_t size) {
+    switch (size) {
+    case 1:
+        memcpy(to, from, 1);
+        return;
+    case 2:
+        memcpy(to, from, 2);
+        return;
+    case 4:
+        memcpy(to, from, 4);
+        return;
+    case 8:
+        memcpy(to, from, 8);
+    }
+}
+
+static inline bool same_element(const void *a, const void *b, size_t size) {
+    uint64_t left = 0, right = 0;
+    copy_element(&left, a, size);
+    copy_element(&right, b, size);
+    return left == right;
+}
+
+static inline uint8_t *element_at(const struct array *array, int64_t offset, size_t size) {
+    return array->memory + (array->low + offset) * (int64_t)size;
+}
+
+void set_number(struct array *array, int64_t offset, double number) {
+    const size_t size = element_size(array->element);
+    uint8_t *at = element_at(array, offset, size);
     const float single = (float)number;
-    const uint16_t half = to_half(single, array->element == BF16);
-    const int64_t integer = array->element == INT64 ? (int64_t)number : 0;
-    const uint8_t byte = (uint8_t)(array->element == BYTE && number != 0);
-    const void *const source[] = {&single, &number, &half, &half, &byte, &integer};
-    memcpy(at, source[array->element], element_size(array->element));
+    uint16_t half;
+    int64_t integer;
+    switch (array->element) {
+    case F32:
+        copy_element(at, &single, size);
+        return;
+    case F64:
+        copy_element(at, &number, size);
+        return;
+    case F16:
+    case BF16:
+        half = to_half(single, array->element == BF16);
+        copy_element(at, &half, size);
+        return;
+    case BYTE:
+        *at = number != 0;
+        return;
+    case INT64:
+        integer = (int64_t)number;
+        copy_element(at, &integer, size);
+    }
 }
 
 double number_at(const struct array *array, int64_t offset) {
-    const uint8_t *at = array->memory + (array->low + offset) * (int64_t)element_size(array->element);
+    const size_t size = element_size(array->element);
+    const uint8_t *at = element_at(array, offset, size);
     union {
         float single;
         double number;
@@ -124,7 +170,7 @@ double number_at(const struct array *array, int64_t offset) {
         int64_t integer;
         uint16_t half;
     } as = {0};
-    memcpy(&as, at, element_size(array->element));
+    copy_element(&as, at, size);
     switch (array->element) {
     case F32:
         return (double)as.single;
@@ -144,8 +190,6 @@ double number_at(const struct array *array, int64_t offset) {
     }
     return 0;
 }
-
-void set_nan(struct array *array, int64_t offset) { write_number(array, offset, (double)NAN); }
 
 /* ---- layout ---- */
 
@@ -207,12 +251,14 @@ static uint64_t sum_of(const struct array *array) {
     const uint8_t *at = array->memory;
     const size_t n = (size_t)array->span * element_size(array->element);
     uint64_t sum = n, word;
-    for (size_t i = 0; i < n; i += sizeof word) {
-        word = 0;
-        memcpy(&word, at + i, n - i < sizeof word ? n - i : sizeof word);
+    size_t i = 0;
+    for (; i + sizeof word <= n; i += sizeof word) {
+        copy_element(&word, at + i, sizeof word);
         sum = (sum ^ word) * 0x9e3779b97f4a7c15u;
         sum ^= sum >> 29;
     }
+    for (; i < n; i++)
+        sum = (sum ^ at[i]) * 0x9e3779b97f4a7c15u;
     return sum;
 }
 
@@ -223,7 +269,7 @@ struct array make_input(struct input *in, enum element element, int n_axes, cons
     struct array array = lay_out(in, element, n_axes, dims, broadcast);
     array.is_input = true;
     for (int64_t i = 0; i < array.span; i++)
-        write_number(&array, i - array.low, noise_number(noise, content));
+        set_number(&array, i - array.low, noise_number(noise, content));
     renew_sum(&array);
     return array;
 }
@@ -262,8 +308,7 @@ void move_array(struct array *array, bool contiguous) {
     if (!contiguous)
         memcpy(array->memory, before.memory, (size_t)array->span * size);
     for (struct cursor c = walk(array); contiguous && c.more; step(&c))
-        memcpy(array->memory + (array->low + c.offset) * (int64_t)size,
-               before.memory + (before.low + offset_of(&before, c.index)) * (int64_t)size, size);
+        copy_element(element_at(array, c.offset, size), element_at(&before, offset_of(&before, c.index), size), size);
     renew_sum(array);
 }
 
@@ -271,14 +316,16 @@ void move_array(struct array *array, bool contiguous) {
 
 struct cursor walk(const struct array *array) { return (struct cursor){.array = array, .more = array->span > 0}; }
 
-void step(struct cursor *cursor) {
+/* The last index stands behind its axis. */
+void step_row(struct cursor *cursor) {
     const struct array *array = cursor->array;
     for (int axis = array->n_axes - 1; axis >= 0; axis--) {
-        cursor->offset += array->stride[axis];
-        if (++cursor->index[axis] < array->dim[axis])
-            return;
-        cursor->offset -= array->dim[axis] * array->stride[axis];
+        cursor->offset -= (array->dim[axis] - 1) * array->stride[axis];
         cursor->index[axis] = 0;
+        if (axis > 0 && ++cursor->index[axis - 1] < array->dim[axis - 1]) {
+            cursor->offset += array->stride[axis - 1];
+            return;
+        }
     }
     cursor->more = false;
 }
@@ -293,7 +340,7 @@ int64_t offset_of(const struct array *array, const int64_t *index) {
 void poison(struct array *array, const uint8_t *seen) {
     for (int64_t i = 0; i < array->span; i++)
         if (!seen[i])
-            set_nan(array, i - array->low);
+            set_number(array, i - array->low, (double)NAN);
     renew_sum(array);
 }
 
@@ -333,7 +380,7 @@ void *gathered(const struct array *array) {
         n *= (size_t)array->dim[axis];
     uint8_t *memory = malloc(n + 1), *to = memory;
     for (struct cursor c = walk(array); c.more; step(&c), to += size)
-        memcpy(to, array->memory + (array->low + c.offset) * (int64_t)size, size);
+        copy_element(to, element_at(array, c.offset, size), size);
     return memory;
 }
 
@@ -341,7 +388,7 @@ void check_same(const struct array *array, const void *expected, const char *nam
     const size_t size = element_size(array->element);
     const uint8_t *right = expected;
     for (struct cursor c = walk(array); c.more; step(&c), right += size)
-        if (memcmp(right, array->memory + (array->low + c.offset) * (int64_t)size, size) != 0) {
+        if (!same_element(right, element_at(array, c.offset, size), size)) {
             fprintf(stderr, "at");
             for (int axis = 0; axis < array->n_axes; axis++)
                 fprintf(stderr, " %lld", (long long)c.index[axis]);

@@ -4,7 +4,7 @@
 
 #include "fuzz.h"
 
-enum { MOST = 4 };
+enum { MOST = 4, BUDGET = 40000 /* multiply-adds of a sequence */ };
 
 struct sequences {
     int64_t n, starts[MOST], lengths[MOST], total, longest;
@@ -13,13 +13,24 @@ struct sequences {
 static struct sequences choose_sequences(struct input *in, int64_t n) {
     static const int64_t lengths[] = {0, 1, 2, 5, 6, 7, 12, 13, 17, 33, 95, 97, 193, 200};
     struct sequences s = {.n = n};
-    for (int64_t b = 0; b < n; b++) {
-        s.starts[b] = s.total;
+    for (int64_t b = 0; b < n; b++)
         s.lengths[b] = TAKE_FROM(in, lengths);
-        s.total += s.lengths[b];
-        s.longest = s.lengths[b] > s.longest ? s.lengths[b] : s.longest;
-    }
     return s;
+}
+
+static void lay_end_to_end(struct sequences *s) {
+    for (int64_t b = 0; b < s->n; b++) {
+        s->starts[b] = s->total;
+        s->total += s->lengths[b];
+        s->longest = s->lengths[b] > s->longest ? s->lengths[b] : s->longest;
+    }
+}
+
+static void bound_work(struct sequences *q, const struct sequences *k, const struct cattn_attention_params *p) {
+    const int64_t depth = p->num_heads * (p->head_dim + p->d_v + 8);
+    for (int64_t b = 0; b < q->n; b++)
+        while (q->lengths[b] * k->lengths[b] * depth > BUDGET && q->lengths[b] > 1)
+            q->lengths[b] /= 2;
 }
 
 /* Lengths and starts as arrays of their own. */
@@ -68,7 +79,10 @@ void fuzz_varlen(struct input *in) {
     struct cattn_attention_params p = {0};
     choose_options(in, &p);
     const int64_t n = 1 + take_below(in, MOST);
-    const struct sequences q = choose_sequences(in, n), k = choose_sequences(in, n);
+    struct sequences q = choose_sequences(in, n), k = choose_sequences(in, n);
+    bound_work(&q, &k, &p);
+    lay_end_to_end(&q);
+    lay_end_to_end(&k);
     struct noise noise = {take_byte(in)};
     const enum content content = take_chance(in, 4) ? EXTREME : PLAIN;
     const enum element stored = stored_element(p.dtype, p.storage), computed = computed_element(p.dtype);

@@ -1,0 +1,133 @@
+/* visible.c -- who sees whom in a problem, as reference.py says it and not as mask.c does. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "problem.h"
+
+/* A row of scores: what the ranges say of its query, and where its masks begin. */
+struct row {
+    const struct problem *problem;
+    int64_t query, n_queries, n_keys;
+    double position; /* of the query among the keys; beyond 2^62 rounded, far from any key */
+    int64_t mask, bias[2];
+};
+
+static int64_t number_of(const struct problem *problem, int which, const int64_t *lead, int64_t common) {
+    const struct array *numbers = &problem->inputs[which];
+    return problem->has_input[which] ? (int64_t)number_at(numbers, offset_of(numbers, lead)) : common;
+}
+
+/* index: of its first score. */
+static struct row row_at(const struct problem *problem, const int64_t *index) {
+    const struct cattn_attention_params *p = &problem->back.forward;
+    const struct cattn_ranges *r = &p->ranges;
+    struct row row = {.problem = problem, .query = index[p->n_lead + 1]};
+    row.n_queries = number_of(problem, QUERY_LENGTHS, index, r->query_length);
+    row.n_keys = number_of(problem, KEY_LENGTHS, index, r->key_length);
+    const int64_t offset = r->lower_right ? row.n_keys - row.n_queries : number_of(problem, OFFSETS, index, r->offset);
+    row.position = (double)row.query + (double)offset;
+    row.mask = offset_of(&problem->inputs[MASK], index);
+    for (int b = 0; b < p->n_bias; b++)
+        row.bias[b] = offset_of(&problem->inputs[BIAS_0 + b], index);
+    return row;
+}
+
+static int64_t along_keys(const struct array *array, int64_t first, int64_t k) {
+    return first + k * array->stride[array->n_axes - 1];
+}
+
+static bool sees(const struct row *row, int64_t k) {
+    const struct problem *problem = row->problem;
+    const struct cattn_attention_params *p = &problem->back.forward;
+    const struct cattn_ranges *r = &p->ranges;
+    const double before = row->position - (double)k; /* keys between this one and its own */
+    if (!r->all_visible &&
+        (row->query >= row->n_queries || k >= row->n_keys || (r->left != CATTN_UNBOUNDED && before > (double)r->left) ||
+         (r->right != CATTN_UNBOUNDED && -before > (double)r->right)))
+        return false;
+    const struct array *mask = &problem->inputs[MASK];
+    if (problem->has_input[MASK] && number_at(mask, along_keys(mask, row->mask, k)) == 0)
+        return false;
+    for (int b = 0; b < p->n_bias; b++) {
+        const struct array *bias = &problem->inputs[BIAS_0 + b];
+        if (number_at(bias, along_keys(bias, row->bias[b], k)) == (double)-INFINITY)
+            return false;
+    }
+    return true;
+}
+
+/* In C order; the array is for its shape. */
+static struct cursor walk_rows(const struct problem *problem, struct array *shape) {
+    const struct cattn_attention_params *p = &problem->back.forward;
+    *shape = (struct array){.n_axes = p->n_lead + 2, .span = p->n_batch * p->num_heads * p->seqlen_q};
+    axes_of(p, p->seqlen_q, 0, shape->dim);
+    return walk(shape);
+}
+
+/* A row of a tensor. Rows are marked whole, and two that share memory share all of it: one look tells. */
+static void mark(const struct array *array, uint8_t *seen, int64_t first) {
+    const int col = array->n_axes - 1;
+    uint8_t *at = seen + array->low + first;
+    if (array->dim[col] == 0 || *at)
+        return;
+    for (int64_t d = 0; d < array->dim[col]; d++)
+        at[d * array->stride[col]] = 1;
+}
+
+/* What the query of this row sees, and the query itself if it sees anything. */
+static void mark_seen(const struct problem *problem, uint8_t *const *seen, const int64_t *index) {
+    const struct cattn_attention_params *p = &problem->back.forward;
+    const struct array *inputs = problem->inputs;
+    const struct row row = row_at(problem, index);
+    int64_t first_key[MAX_AXES] = {0}; /* of its key-value head */
+    for (int axis = 0; axis < p->n_lead; axis++)
+        first_key[axis] = index[axis];
+    first_key[p->n_lead] = index[p->n_lead] / p->group_size;
+    const int64_t key = offset_of(&inputs[KEY], first_key), value = offset_of(&inputs[VALUE], first_key);
+    for (int64_t k = 0; k < p->seqlen_k; k++) {
+        if (!sees(&row, k))
+            continue;
+        mark(&inputs[QUERY], seen[QUERY], offset_of(&inputs[QUERY], index));
+        mark(&inputs[KEY], seen[KEY], key + k * inputs[KEY].stride[p->n_lead + 1]);
+        if (problem->has_input[VALUE])
+            mark(&inputs[VALUE], seen[VALUE], value + k * inputs[VALUE].stride[p->n_lead + 1]);
+        for (int b = 0; b < p->n_bias; b++)
+            seen[BIAS_0 + b][inputs[BIAS_0 + b].low + along_keys(&inputs[BIAS_0 + b], row.bias[b], k)] = 1;
+    }
+}
+
+void poison_hidden(struct problem *problem) {
+    static const int poisoned[] = {QUERY, KEY, VALUE, BIAS_0, BIAS_1};
+    uint8_t *seen[N_INPUTS] = {NULL};
+    for (size_t i = 0; i < sizeof poisoned / sizeof *poisoned; i++)
+        seen[poisoned[i]] = calloc(1, (size_t)problem->inputs[poisoned[i]].span + 1);
+    struct array shape;
+    for (struct cursor c = walk_rows(problem, &shape); c.more; step(&c))
+        mark_seen(problem, seen, c.index);
+    for (int b = BIAS_0; b < BIAS_0 + problem->back.forward.n_bias; b++) /* what hides must go on hiding */
+        for (int64_t i = 0; i < problem->inputs[b].span; i++)
+            seen[b][i] |= number_at(&problem->inputs[b], i - problem->inputs[b].low) == (double)-INFINITY;
+    for (size_t i = 0; i < sizeof poisoned / sizeof *poisoned; i++) {
+        if (problem->has_input[poisoned[i]])
+            poison(&problem->inputs[poisoned[i]], seen[poisoned[i]]);
+        free(seen[poisoned[i]]);
+    }
+}
+
+void check_explanation(const struct problem *problem) {
+    const struct cattn_attention_params *p = &problem->back.forward;
+    if (problem->has_input[MASK] || p->n_bias > 0)
+        return;
+    struct cattn_explanation told;
+    if (cattn_attention_explain(p, &told) != CATTN_OK)
+        finding("explain was interrupted");
+    struct array shape;
+    int64_t n = 0;
+    for (struct cursor c = walk_rows(problem, &shape); c.more; step(&c)) {
+        const struct row row = row_at(problem, c.index);
+        for (int64_t k = 0; k < p->seqlen_k; k++)
+            n += sees(&row, k);
+    }
+    if (n != told.n_keys)
+        finding("explain counts other keys");
+}
