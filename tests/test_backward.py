@@ -530,6 +530,8 @@ def test_dropout(dtype: Any, rng: np.random.Generator) -> None:
             grad, cattn.reference.dropout_backward(x, 0.3, mask=kept), rtol=2 * np.finfo(dtype).eps
         )
         np.testing.assert_allclose(grad, y, rtol=2 * np.finfo(dtype).eps)
+    again = cattn.reference.dropout_backward(x, 0.3, rng=9)
+    np.testing.assert_array_equal(again, cattn.reference.dropout_backward(x, 0.3, mask=kept))
     generator = cattn.TorchGenerator(4)
     before = copy.copy(generator)
     y = cattn.dropout(x, 0.3, rng=generator)

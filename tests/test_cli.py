@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,14 @@ def test_attend_fortran_order(folder: Path) -> None:
     np.save("k.npy", np.asfortranarray(k))
     assert attend_files() == 0
     np.testing.assert_array_equal(np.load("out.npy"), cattn.scaled_dot_product_attention(q, k, v))
+
+
+def test_attend_in_a_thread(folder: Path) -> None:
+    """Where signals cannot be caught, as in a program that calls the command from a thread of its own."""
+    q, k, v = save((5, 4), (5, 4), (5, 3))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(attend_files, "--causal").result() == 0
+    np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v))
 
 
 def test_attend_replaces_an_input_and_keeps_links(folder: Path) -> None:

@@ -197,6 +197,14 @@ def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: An
     assert all(type(x) is np.ndarray for x in (result if isinstance(result, tuple) else [result])[:2])
 
 
+def test_an_array_that_dlpack_cannot_export() -> None:
+    import torch
+
+    tensor = OnlyDLPack(torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(TypeError, match=r"^key cannot be read by DLPack: .*gradient"):
+        cattn.causal_attention(np.ones((2, 3)), tensor, np.ones((2, 3)))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_lists_are_float64(name: str, rng: np.random.Generator) -> None:
     call = calls(rng, np.float64)[name]

@@ -1,5 +1,7 @@
 """ONNX's Attention: every node case of the installed onnx package, and what the function refuses."""
 
+import importlib
+import sys
 import warnings
 from typing import Any
 
@@ -124,3 +126,10 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     call: dict[str, Any] = {"Q": x, "K": x, "V": x, "q_num_heads": 2, "kv_num_heads": 2} | change
     with pytest.raises(error, match=message):
         attention(**call)
+
+
+def test_without_onnx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)  # an import of it raises
+    monkeypatch.delitem(sys.modules, "cattn.integrations.onnx")
+    with pytest.raises(ImportError, match=r"pip install 'cattn\[onnx\]'"):
+        importlib.import_module("cattn.integrations.onnx")

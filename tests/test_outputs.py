@@ -66,6 +66,21 @@ def test_an_input_that_overlaps(name: str, shift: int) -> None:
         assert np.array_equal(out, expected)
 
 
+def test_an_overlap_that_is_hard_to_find() -> None:
+    """Where NumPy gives up looking for a common element, there may be one; here there are 81."""
+    memory = np.random.default_rng(1).standard_normal(2837)
+    strides = np.array([[2, 6, 14, 23, 51, 104, 252, 550, 1194], [3, 5, 11, 20, 46, 98, 229, 486, 1311]]) * 8
+    x, out = (
+        np.lib.stride_tricks.as_strided(memory[first:], (2,) * 9, tuple(row))
+        for first, row in zip((0, 627), strides, strict=True)
+    )
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(x, out, max_work=10_000)
+    expected = cattn.softmax(x.copy())
+    assert cattn.softmax(x, out=out) is out
+    assert np.array_equal(out, expected)
+
+
 def test_a_stride_of_zero_matters_where_it_is_used() -> None:
     """An axis of one element may have any stride, as may an empty array; an axis of two may not be one place."""
     x = S[:1]

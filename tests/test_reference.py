@@ -392,6 +392,9 @@ def test_argument_types() -> None:
         reference.scaled_dot_product_attention(x, x, x, bias=np.ones((2, 2), bool))
     with pytest.raises(ValueError, match="softmax"):
         reference.attention_weights(x, x, stage="lse")
+    for lengths in (3, -1, [2, 3]):
+        with pytest.raises(ValueError, match="key_value_seq_lengths must be between 0 and 2"):
+            reference.scaled_dot_product_attention(x, x, x, key_value_seq_lengths=lengths)
     for kind in (np.float32, np.int64, list):
         converted = x.tolist() if kind is list else x.astype(kind)
         assert reference.causal_attention(converted, x, x).dtype == np.float64

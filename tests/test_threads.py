@@ -89,6 +89,10 @@ def test_context_beats_process_beats_environment() -> None:
     assert cattn.get_num_threads() == 3
 
 
+def test_the_context_shows_its_count() -> None:
+    assert repr(cattn.num_threads(np.int64(3))) == "cattn.num_threads(3)"
+
+
 def test_threadpoolctl_limits_cattn() -> None:
     import threadpoolctl
 

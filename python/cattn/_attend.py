@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -143,16 +144,16 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
     cache._check_room(x.shape[1])
 
 
-class _Attention(Module):
+class _Attention(Module, ABC):
     """The way back, which is the same for all classes."""
 
+    @abstractmethod
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, (B, heads, T, head_dim)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
         """Return the gradient of x, given those of queries, keys and values; add to the parameters' gradients."""
-        raise NotImplementedError
 
     def _finish(self, context: Array) -> Array:
         return context
@@ -264,8 +265,9 @@ class Causal(_Attention):
         self.context_length = as_size(context_length, "context_length")
         self.dtype = as_dtype(dtype)
 
+    @abstractmethod
     def _dropouts(self) -> Sequence[Dropout]:
-        raise NotImplementedError
+        """Return what drops weights: one for all heads, or one for each."""
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
         """Return a context vector for each token, which sees itself and those before it.
