@@ -58,6 +58,8 @@ struct cattn_dropout_spec {
 
 #define CATTN_MAX_BIAS 2
 #define CATTN_UNBOUNDED INT64_MAX
+/* Offsets lie within +-this, so that no position and no end of a window leaves int64. */
+#define CATTN_MAX_OFFSET ((int64_t)1 << 61)
 
 /* Which keys a query may see, as far as that is one range of keys: query i stands at position p = i + offset and sees
  * the keys p - left .. p + right among the first key_length ones. Queries from query_length on see none. The tensors

@@ -4,8 +4,6 @@
 #include "ranges.h"
 #include "error.h"
 
-#define OFFSET_LIMIT ((int64_t)1 << 62) /* query positions stay within int64 */
-
 /* An int, or an int64 array, of numbers between two bounds. */
 static bool parse_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
                            int64_t *number, PyArrayObject **numbers) {
@@ -90,7 +88,7 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
                                           "query_offset use is_causal='upper_left'");
         return false;
     }
-    return parse_integers(state, query_offset, "query_offset", -OFFSET_LIMIT, OFFSET_LIMIT, &args->offset,
+    return parse_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
                           &args->offsets);
 }
 

@@ -1,8 +1,8 @@
 /* mask.c -- key ranges and tensor addressing; see mask.h. */
 #include "mask.h"
 
-/* Far beyond any array, and far enough from the type's end that position arithmetic cannot overflow. */
-#define FAR ((int64_t)1 << 61)
+/* A side of a window this long ends beyond every array, wherever the query stands. */
+#define FAR (2 * CATTN_MAX_OFFSET)
 
 int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t index) {
     int64_t offset = 0;
@@ -28,14 +28,15 @@ struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const i
         .offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index),
         .n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
         .n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
-        .left = clamp(r->left, 0, FAR),
-        .right = clamp(r->right, 0, FAR),
+        .left = r->left,
+        .right = r->right,
     };
-    sight.offset = r->lower_right ? sight.n_keys - sight.n_queries : clamp(sight.offset, -FAR, FAR);
+    if (r->lower_right)
+        sight.offset = sight.n_keys - sight.n_queries;
     if (r->all_visible) {
         sight.n_queries = INT64_MAX;
         sight.n_keys = r->seqlen_k;
-        sight.left = sight.right = FAR;
+        sight.left = sight.right = CATTN_UNBOUNDED;
     }
     return sight;
 }

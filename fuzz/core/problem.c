@@ -106,7 +106,7 @@ static void choose_ranges(struct input *in, struct problem *problem, struct nois
     r->right = take_chance(in, 2) ? 0 : TAKE_FROM(in, sides);
     r->lower_right = take_chance(in, 3);
     r->seqlen_k = p->seqlen_k;
-    r->offset = take_chance(in, 16)  ? ((int64_t)1 << 62) * (take_chance(in, 2) ? 1 : -1)
+    r->offset = take_chance(in, 16)  ? CATTN_MAX_OFFSET * (take_chance(in, 2) ? 1 : -1)
                 : take_chance(in, 2) ? 0
                                      : take_below(in, p->seqlen_q + p->seqlen_k + 1) - p->seqlen_q;
     r->query_length = p->seqlen_q;
