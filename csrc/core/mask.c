@@ -1,7 +1,7 @@
 /* mask.c -- key ranges and tensor addressing; see mask.h. */
 #include "mask.h"
 
-/* A side of a window this long ends beyond every array, wherever the query stands. */
+/* A side of a window this long ends beyond every array, wherever the query stands, and within int64. */
 #define FAR (2 * CATTN_MAX_OFFSET)
 
 int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t index) {
@@ -28,15 +28,15 @@ struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const i
         .offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index),
         .n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
         .n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
-        .left = r->left,
-        .right = r->right,
+        .left = clamp(r->left, 0, FAR),
+        .right = clamp(r->right, 0, FAR),
     };
     if (r->lower_right)
         sight.offset = sight.n_keys - sight.n_queries;
     if (r->all_visible) {
         sight.n_queries = INT64_MAX;
         sight.n_keys = r->seqlen_k;
-        sight.left = sight.right = CATTN_UNBOUNDED;
+        sight.left = sight.right = FAR;
     }
     return sight;
 }
@@ -46,8 +46,8 @@ struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i
     if (i >= sight->n_queries)
         return (struct cattn_range){0, 0};
     const struct cattn_range range = {
-        .lo = sight->left < FAR ? clamp(position - sight->left, 0, sight->n_keys) : 0,
-        .hi = sight->right < FAR ? clamp(position + sight->right + 1, 0, sight->n_keys) : sight->n_keys,
+        .lo = clamp(position - sight->left, 0, sight->n_keys),
+        .hi = clamp(position + sight->right + 1, 0, sight->n_keys),
     };
     return range;
 }
