@@ -96,9 +96,10 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         ours = i < lead->sight.n_queries ? (int)(lead->sight.n_queries - i) : 0;
 
     cattn_visible_ranges(&lead->sight, i, n, rows->lo + r, rows->hi + r);
-    for (int k = 0; k < n; k++) {
+    for (int k = 0; k < n && p->slopes.data; k++)
         rows->position[r + k] = i + k + lead->sight.offset;
-        rows->drop_position[r + k] = (uint32_t)rows->position[r + k];
+    for (int k = 0; k < n && p->dropout.enabled; k++) {
+        rows->drop_position[r + k] = (uint32_t)(i + k + lead->sight.offset);
         rows->drop_head[r + k] = (uint32_t)head;
     }
     const char *query = cattn_stored_at(p, &p->query, lead->query + head * p->query.head + i * p->query.row);

@@ -42,20 +42,19 @@ struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const i
 }
 
 struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i) {
-    const int64_t position = i + sight->offset;
-    if (i >= sight->n_queries)
-        return (struct cattn_range){0, 0};
-    const struct cattn_range range = {
-        .lo = clamp(position - sight->left, 0, sight->n_keys),
-        .hi = clamp(position + sight->right + 1, 0, sight->n_keys),
-    };
+    struct cattn_range range;
+    cattn_visible_ranges(sight, i, 1, &range.lo, &range.hi);
     return range;
 }
 
 void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi) {
-    for (int r = 0; r < n; r++) {
-        const struct cattn_range range = cattn_visible_keys(sight, i + r);
-        lo[r] = range.lo;
-        hi[r] = range.hi;
+    const int64_t n_keys = sight->n_keys;
+    const int there = (int)clamp(sight->n_queries - i, 0, n); /* queries behind the last one see nothing */
+    int64_t first = i + sight->offset - sight->left, last = i + sight->offset + sight->right;
+    for (int r = 0; r < there; r++) {
+        lo[r] = clamp(first++, 0, n_keys);
+        hi[r] = clamp(++last, 0, n_keys);
     }
+    for (int r = there; r < n; r++)
+        lo[r] = hi[r] = 0;
 }

@@ -71,9 +71,9 @@ struct cattn_rows {
     const void *query[CATTN_TILE_ROWS];
     const uint8_t *keep[CATTN_TILE_ROWS]; /* or all NULL */
     const void *bias[2][CATTN_TILE_ROWS];
-    int64_t position[CATTN_TILE_ROWS];                    /* of the query among the keys */
+    int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: of the query among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
-    uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS];
+    uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
     uint8_t *kept[CATTN_TILE_ROWS];     /* or all NULL: one bit a key, lowest first, instead of Philox */
     void *out[CATTN_TILE_ROWS];         /* or all NULL */
     void *lse[CATTN_TILE_ROWS];         /* or all NULL */

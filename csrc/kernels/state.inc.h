@@ -310,28 +310,23 @@ static void chunk_merge(struct cattn_rows *rows) {
     }
 }
 
-/* Whole vectors of an output row of unit stride; returns how many columns that were. */
-INLINE int64_t finish_vectors(enum cattn_storage storage, void *out, const real *acc, int64_t d_v, vf factor) {
-    int64_t c = 0;
-    for (; c + LANES <= d_v; c += LANES)
-        store_stored(storage, out, c, 1, vf_loadu(acc + c) * factor + vf_set1(0), LANES);
-    return c;
-}
-
-/* One output row: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
-static void finish_out(const struct cattn_rows *rows, int r, real factor) {
-    const real *acc = (const real *)rows->total_acc + r * rows->acc_cols;
-    const vf scale = vf_set1(factor);
-    int64_t c = 0;
-    if (rows->out_col == 1 && rows->storage == CATTN_STORED_PLAIN)
-        c = finish_vectors(CATTN_STORED_PLAIN, rows->out[r], acc, rows->d_v, scale);
-    else if (rows->out_col == 1 && rows->storage == CATTN_STORED_F16)
-        c = finish_vectors(CATTN_STORED_F16, rows->out[r], acc, rows->d_v, scale);
-    else if (rows->out_col == 1)
-        c = finish_vectors(CATTN_STORED_BF16, rows->out[r], acc, rows->d_v, scale);
-    for (; c < rows->d_v; c += LANES)
-        store_stored(rows->storage, rows->out[r], c * rows->out_col, rows->out_col,
-                     vf_loadu(acc + c) * scale + vf_set1(0), (int)min64(LANES, rows->d_v - c));
+/* Output rows: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
+INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
+    const int64_t d_v = rows->d_v, col = rows->out_col, acc_cols = rows->acc_cols;
+    const int n_rows = rows->n_rows;
+    const real *acc = rows->total_acc;
+    for (int r = 0; r < n_rows; r++, acc += acc_cols) {
+        void *out = rows->out[r];
+        const vf scale = vf_set1(factor[r]);
+        int64_t c = 0;
+        if (!out)
+            continue;
+        for (; col == 1 && c + LANES <= d_v; c += LANES)
+            store_stored(storage, out, c, 1, vf_loadu(acc + c) * scale + vf_set1(0), LANES);
+        for (; c < d_v; c += LANES)
+            store_stored(storage, out, c * col, col, vf_loadu(acc + c) * scale + vf_set1(0),
+                         (int)min64(LANES, d_v - c));
+    }
 }
 
 /* The raw scores of one row become weights, in place; keys out of range get 0, or -inf where scores are asked for. */
@@ -377,22 +372,38 @@ static real take_sink(real sink, real *max, real *sum) {
     return scale;
 }
 
+/* What the accumulator of each row is to be multiplied with; sinks are in total_max and total_sum afterwards. */
+static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]) {
+    real *max = rows->total_max, *sum = rows->total_sum;
+    for (int r = 0; r < rows->n_rows && rows->has_sinks; r++)
+        factor[r] = take_sink((real)rows->sink[r], &max[r], &sum[r]);
+    for (int r = 0; r < rows->n_rows; r += LANES) {
+        vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->keep_scale);
+        if (rows->has_sinks)
+            f = f * vf_loadu(factor + r);
+        vf_storeu(factor + r, f);
+    }
+    /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
+    for (int r = 0; r < rows->n_rows; r++)
+        if (sum[r] == 0)
+            factor[r] = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
+}
+
 static void finish(struct cattn_rows *rows) {
-    const real *total_max = rows->total_max, *total_sum = rows->total_sum;
+    const real *max = rows->total_max, *sum = rows->total_sum;
+    real factor[CATTN_TILE_ROWS];
+    finish_factors(rows, factor);
+    if (rows->storage == CATTN_STORED_PLAIN)
+        finish_out(rows, CATTN_STORED_PLAIN, factor);
+    else if (rows->storage == CATTN_STORED_F16)
+        finish_out(rows, CATTN_STORED_F16, factor);
+    else
+        finish_out(rows, CATTN_STORED_BF16, factor);
     for (int r = 0; r < rows->n_rows; r++) {
-        real max = total_max[r], sum = total_sum[r];
-        const real scale = rows->has_sinks ? take_sink((real)rows->sink[r], &max, &sum) : 1;
-        const real inverse = 1 / sum;
-        real factor = inverse * (real)rows->keep_scale * scale;
-        /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
-        if (sum == 0)
-            factor = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
-        if (rows->out[r])
-            finish_out(rows, r, factor);
         if (rows->lse[r])
-            *(real *)rows->lse[r] = log_sum_exp(max, sum);
+            *(real *)rows->lse[r] = log_sum_exp(max[r], sum[r]);
         if (rows->weights[r])
-            finish_weights(rows, r, max, inverse);
+            finish_weights(rows, r, max[r], 1 / sum[r]);
         if (rows->weights[r] && rows->storage != CATTN_STORED_PLAIN)
             narrow_row(rows->storage, rows->weights[r], rows->seqlen_k, rows->weights_out[r], rows->weights_out_col);
     }

@@ -29,9 +29,9 @@ struct tile {
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
 
-static struct extent extent_of_rows(const struct tile *t, int first, int last) {
+INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
     int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
-    for (int r = first; r < last; r++) {
+    for (int r = first; r < first + n; r++) {
         begin = t->lo[r] < begin ? t->lo[r] : begin;
         end = t->hi[r] > end ? t->hi[r] : end;
         full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
@@ -43,14 +43,13 @@ static struct extent extent_of_rows(const struct tile *t, int first, int last) {
 }
 
 static void find_extents(struct tile *t) {
-    const int n_rows = t->rows->n_rows;
     const bool full = t->all.full_begin <= t->all.begin && t->all.full_end >= t->all.end;
-    t->n_vectors = (n_rows + LANES - 1) / LANES;
-    t->n_groups = (n_rows + MR - 1) / MR;
+    t->n_vectors = (t->rows->n_rows + LANES - 1) / LANES;
+    t->n_groups = (t->rows->n_rows + MR - 1) / MR;
     for (int v = 0; v < t->n_vectors; v++)
-        t->vector[v] = full ? t->all : extent_of_rows(t, v * LANES, (int)min64((v + 1) * LANES, n_rows));
+        t->vector[v] = full ? t->all : extent_of_rows(t, v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++) {
-        t->group[g] = full ? t->all : extent_of_rows(t, g * MR, (int)min64((g + 1) * MR, n_rows));
+        t->group[g] = full ? t->all : extent_of_rows(t, g * MR, MR);
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
     }
 }
@@ -313,6 +312,11 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
         const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
         t->lo[r] = lo < hi ? lo : CATTN_BLOCK_KEYS;
         t->hi[r] = lo < hi ? hi : 0;
+    }
+    /* whole vectors and groups: the last row again changes no extent */
+    for (int r = rows->n_rows; r < round_up(rows->n_rows, MR) || r < round_up(rows->n_rows, LANES); r++) {
+        t->lo[r] = t->lo[rows->n_rows - 1];
+        t->hi[r] = t->hi[rows->n_rows - 1];
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
     if (t->all.begin == t->all.end)
