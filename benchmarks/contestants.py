@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,11 @@ def as_floats(result: Any) -> Array:
     return np.asarray(result).astype(np.float64)
 
 
-def attention_calls(query: Array, key: Array, value: Array, *, numpy: bool = True, causal: bool = True) -> Calls:
-    """Causal attention (or full, for decoding) by everyone, on inputs of each one's own kind."""
+def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = True, causal: bool = True) -> Calls:
+    """Causal attention (or full, for decoding) by everyone, on inputs of each one's own kind.
+
+    Without `matrix`, not by those who keep the whole matrix of scores.
+    """
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
     ours = {"is_causal": "upper_left"} if causal else {}
     calls: Calls = {"cattn": lambda: cattn.scaled_dot_product_attention(query, key, value, out=out, **ours)}
@@ -75,11 +79,31 @@ def attention_calls(query: Array, key: Array, value: Array, *, numpy: bool = Tru
         tensors = [as_tensor(torch, array) for array in (query, key, value)]
         fused = torch.nn.functional.scaled_dot_product_attention
         calls["torch"] = lambda: fused(*tensors, is_causal=causal, enable_gqa=grouped)
-    if numpy and not grouped:
+    if matrix and not grouped:
         calls["numpy"] = lambda: textbook(query, key, value, causal)
+    if matrix and query.ndim == 4:
+        calls |= jax_call(query, key, value, causal)
     if query.ndim == 4:
         calls |= onnxruntime_call(query, key, value, causal)
     return agreeing(calls)
+
+
+def jax_call(query: Array, key: Array, value: Array, causal: bool) -> Calls:
+    """JAX's function, compiled, on arrays of its own in its own order of axes; nothing if it is not installed."""
+    jax = jax_or_none()
+    if jax is None or query.dtype.itemsize == 2:  # it refuses float16 on a CPU
+        return {}
+    given = [jax.numpy.asarray(array.swapaxes(1, 2)) for array in (query, key, value)]
+    compiled = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=causal))
+
+    class Result:  # looked at as an array only where results are compared
+        def __init__(self, out: Any) -> None:
+            self.out = out.block_until_ready()
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+            return np.asarray(self.out).swapaxes(1, 2)
+
+    return {"jax": lambda: Result(compiled(*given))}
 
 
 def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Calls:

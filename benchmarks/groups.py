@@ -61,7 +61,7 @@ PREFILL: list[tuple[str, tuple[int, ...], dict[str, float]]] = [
 def prefill(probe: Probe | None) -> Cases:
     """Causal attention of a whole text, one thread."""
     for dtype, shape, targets in PREFILL:
-        calls = attention_calls(*qkv(shape, dtype), numpy=shape[2] <= 4096)
+        calls = attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
         facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
         yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
 
@@ -227,7 +227,7 @@ def halves(probe: Probe | None) -> Cases:
 
 def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
     narrow = [a.astype(dtype) for a in wide]
-    calls = attention_calls(*narrow, numpy=False, causal=bool(options))
+    calls = attention_calls(*narrow, matrix=False, causal=bool(options))
     out = np.empty(wide[0].shape, np.float32)
     calls["float32"] = lambda: cattn.scaled_dot_product_attention(*wide, out=out, **options)
     return calls
