@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-LEAST = 1e-3  # seconds of one measurement: shorter calls are repeated within it
+LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated within it, lest the peers leave only cold caches
 BUDGET = 6.0  # seconds that the rounds of one case may take, but for the fewest rounds
 FEWEST = 5
 
