@@ -9,7 +9,8 @@ plus, where keys and values stream by, bytes / bandwidth. Six constants, found b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,21 @@ def grid() -> Iterator[Point]:
         yield Point(32, 1, tokens, 128, 1)
 
 
-def measure(point: Point) -> float:
-    """Return the median seconds of one size."""
+def call_of(point: Point) -> Callable[[], object]:
+    """Return a call of one size."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((1, point.heads, point.seqlen_q, point.head_dim), dtype=np.float32)
     key, value = rng.standard_normal((2, 1, point.heads, point.seqlen_k, point.head_dim), dtype=np.float32)
-    out = np.empty_like(query)
-    with cattn.num_threads(point.threads):
-        return interleave({"cattn": lambda: cattn.causal_attention(query, key, value, out=out)})["cattn"].median
+    return functools.partial(cattn.causal_attention, query, key, value, out=np.empty_like(query))
+
+
+def measure(points: list[Point]) -> NDArray[np.float64]:
+    """Return the median seconds of each size: sizes take turns, so that no mood of the machine has one for itself."""
+    found = {}
+    for threads in {point.threads for point in points}:
+        with cattn.num_threads(threads):
+            found |= interleave({point: call_of(point) for point in points if point.threads == threads})
+    return np.array([found[point].median for point in points])
 
 
 def fit(points: list[Point], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -93,7 +101,7 @@ def fit(points: list[Point], seconds: NDArray[np.float64]) -> NDArray[np.float64
 def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> dict[str, Any]:
     """Measure, fit, tell, and write results/scaling.md."""
     points = list(grid()) if points is None else points
-    seconds = np.array([measure(point) for point in points])
+    seconds = measure(points)
     constants = fit(points, seconds)
     predicted = np.array([point.terms() @ constants for point in points])
     errors = predicted / seconds - 1

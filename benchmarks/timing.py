@@ -6,11 +6,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated within it, lest the peers leave only cold caches
 BUDGET = 6.0  # seconds that the rounds of one case may take, but for the fewest rounds
 FEWEST = 5
+Name = TypeVar("Name")
 
 
 @dataclass
@@ -54,7 +55,7 @@ def _once(call: Callable[[], object], number: int) -> float:
     return (time.perf_counter() - start) / number
 
 
-def interleave(contestants: dict[str, Callable[[], object]], rounds: int | None = None) -> dict[str, Timing]:
+def interleave(contestants: dict[Name, Callable[[], object]], rounds: int | None = None) -> dict[Name, Timing]:
     """Time the contestants in turn. Rounds: at least 5, at most 25, as many as the budget allows."""
     numbers, total = {}, 0.0
     for name, call in contestants.items():
@@ -64,7 +65,7 @@ def interleave(contestants: dict[str, Callable[[], object]], rounds: int | None 
         total += took * numbers[name]
     if rounds is None:
         rounds = min(25, max(FEWEST, int(BUDGET / max(total, 1e-6))))
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[Name, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
             seconds[name].append(_once(call, numbers[name]))

@@ -148,7 +148,7 @@ def test_the_model_finds_its_constants() -> None:
 
 
 def test_the_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "measure", lambda point: float(point.terms().sum()))
+    monkeypatch.setattr(scaling, "measure", lambda points: np.array([point.terms().sum() for point in points]))
     found = scaling.run(tmp_path, list(scaling.grid())[:9], show=False)
     assert abs(found["worst"]) < 1e-6
     assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text()
