@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -64,6 +65,43 @@ def test_an_input_that_overlaps(name: str, shift: int) -> None:
         expected = functions[name](x.copy())
         assert functions[name](x, out=out) is out
         assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward"])
+def test_the_input_itself_in_another_layout(name: str) -> None:
+    functions: dict[str, Callable[..., np.ndarray]] = {
+        "softmax": lambda x, out=None: cattn.softmax(x, out=out),
+        "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, out=out),
+        "dropout": lambda x, out=None: cattn.dropout(x, 0.5, rng=1, out=out),
+        "softmax_backward": lambda x, out=None: cattn.softmax_backward(x, S[0], out=out),
+    }
+    x = S[1].copy()
+    expected = functions[name](x)
+    functions[name](x, out=x.T)
+    assert np.array_equal(x.T, expected)
+
+
+@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "gradient in place", "weights in place"])
+def test_in_place_nothing_is_copied(name: str) -> None:
+    functions: dict[str, Callable[[np.ndarray, np.ndarray], object]] = {
+        "softmax": lambda x, out: cattn.softmax(x, out=out),
+        "masked_softmax": lambda x, out: cattn.masked_softmax(x, is_causal=True, out=out),
+        "dropout": lambda x, out: cattn.dropout(x, 0.5, rng=1, out=out),
+        "gradient in place": lambda x, out: cattn.softmax_backward(x, other, out=out),
+        "weights in place": lambda x, out: cattn.softmax_backward(other, x, out=out),
+    }
+    x, other = np.random.default_rng(0).random((2, 500, 500))
+
+    def peak(out: np.ndarray) -> int:
+        tracemalloc.start()
+        try:
+            functions[name](x, out)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(x[::-1]) >= x.nbytes, "a copy would be seen"
+    assert peak(x) < x.nbytes // 10
 
 
 def test_an_overlap_that_is_hard_to_find() -> None:

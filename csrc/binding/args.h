@@ -55,7 +55,8 @@ struct cattn_output_spec {
     const npy_intp *dims;
     PyArrayObject *const *inputs; /* what the output must not overlap, or goes through a temporary; NULLs are skipped */
     int n_inputs;
-    PyArrayObject *in_place; /* the input that may be overwritten, if the layout is the same; or NULL */
+    PyArrayObject *in_place; /* the input of this shape and type that may be overwritten, if the strides are the same;
+                                or NULL */
 };
 /* given: None or NULL allocates. */
 bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,

@@ -123,17 +123,10 @@ static int overlap(struct binding_state *state, PyArrayObject *a, PyArrayObject 
     return truth;
 }
 
-/* Every element at the same place: what is read is overwritten only by its own result. */
+/* Every element at the same place: what is read is overwritten only by its own result. Shapes and types are one. */
 static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
-    const int nd = PyArray_NDIM(a);
-    if (PyArray_DATA(a) != PyArray_DATA(b) || PyArray_TYPE(a) != PyArray_TYPE(b) || nd != PyArray_NDIM(b))
-        return false;
-    for (int axis = 0; axis < nd; axis++) {
-        const npy_intp n = PyArray_DIM(a, axis);
-        if (n != PyArray_DIM(b, axis) || (n > 1 && PyArray_STRIDE(a, axis) != PyArray_STRIDE(b, axis)))
-            return false;
-    }
-    return true;
+    return PyArray_DATA(a) == PyArray_DATA(b) &&
+           PyArray_CompareLists(PyArray_STRIDES(a), PyArray_STRIDES(b), PyArray_NDIM(a));
 }
 
 static int needs_temporary(struct binding_state *state, PyArrayObject *array, const struct cattn_output_spec *spec) {
