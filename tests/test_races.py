@@ -32,6 +32,13 @@ def attend(**keywords: Any) -> np.ndarray:
     return np.asarray(cattn.scaled_dot_product_attention(QUERY, KEY, VALUE, **keywords))
 
 
+def gradients(**keywords: Any) -> np.ndarray:
+    """All of them in one array; steps take turns at each block of keys, and at a bias that they share."""
+    forward = cattn.scaled_dot_product_attention(QUERY, KEY, VALUE, return_lse=True, **keywords)
+    parts = cattn.attention_backward(VALUE, QUERY, KEY, VALUE, forward.out, forward.lse, **keywords)
+    return np.concatenate([part.ravel() for part in parts if part is not None])
+
+
 CALLS: dict[str, Callable[[], np.ndarray]] = {
     "tile": lambda: attend(is_causal=True),
     "rows": lambda: np.asarray(cattn.causal_attention(QUERY[:, :, -8:], KEY, VALUE, query_offset=292)),
@@ -41,6 +48,8 @@ CALLS: dict[str, Callable[[], np.ndarray]] = {
     "varlen": lambda: np.asarray(
         cattn.varlen_attention(*(a[0].swapaxes(0, 1) for a in (QUERY, KEY, VALUE)), [0, 90, 300], [0, 90, 300])
     ),
+    "gradients": lambda: gradients(is_causal=True),
+    "gradients of a shared bias": lambda: gradients(bias=QUERY[0, 0] @ KEY[0, 0].T),
     "softmax": lambda: cattn.softmax(LONG, axis=-2),
     "masked softmax": lambda: cattn.masked_softmax(QUERY @ KEY.swapaxes(-1, -2), is_causal=True),
     "dropout": lambda: cattn.dropout(LONG, 0.5, rng=3),
