@@ -369,7 +369,8 @@ def test_numbers_of_many_kinds(normal: Normal) -> None:
         assert_same_bits(call(scale=real(0.5), dropout_p=real(0.5), rng=3), half)
         assert_same_bits(cattn.dropout(q, real(0.5), rng=3), cattn.dropout(q, 0.5, rng=3))
         assert_same_bits(cattn.softmax(q, scale=real(0.5)), cattn.softmax(q, scale=0.5))
-    assert_same_bits(call(scale=np.int8(-2)), call(scale=-2.0))
+    for scale in (-2, -1):  # -1 is also how C functions say that they failed
+        assert_same_bits(call(scale=np.int8(scale)), call(scale=float(scale)))
     for whole in (np.int8, np.uint64, np.array):
         assert_same_bits(cattn.softmax(q, whole(0)), cattn.softmax(q, 0))
         assert_same_bits(call(dropout_p=0.5, rng=whole(3)), call(dropout_p=0.5, rng=3))
@@ -505,3 +506,20 @@ def test_the_warning_about_binary_float_masks(dtype: Any, warned: list[warnings.
     assert {w.category for w in warned} == {UserWarning}
     assert all("attn_mask" in str(w.message) and "additive" in str(w.message) for w in warned)
     assert {w.filename for w in warned} == {__file__}, "the warning points to the caller's line"
+
+
+def test_every_element_of_a_binary_float_mask_counts(warned: list[warnings.WarningMessage]) -> None:
+    """In any dimension: a 1 makes it binary, anything else does not."""
+    x = np.ones((2, 3, 2, 3, 1))
+    for place in np.ndindex(2, 3, 2, 3, 3):
+        mask = np.zeros((2, 3, 2, 3, 3))
+        mask[place] = 1
+        for layout in (mask, np.asfortranarray(mask), mask[:, ::-1]):
+            warned.clear()
+            cattn.scaled_dot_product_attention(x, x, x, layout)
+            assert len(warned) == 1
+        other = 1 - mask
+        other[place] = 2
+        warned.clear()
+        cattn.scaled_dot_product_attention(x, x, x, other)
+        assert warned == []
