@@ -218,14 +218,10 @@ static int64_t bias_turn(const struct run *run, const struct step *step) {
 
 static int64_t count_places(const struct run *run) {
     const struct cattn_attention_params *p = &run->params->forward;
-    const struct cattn_tensor *bias = &run->params->grad_bias;
-    int64_t matrices = 0;
-    if (run->shares_bias) {
-        matrices = bias->head ? p->num_heads : 1;
-        for (int d = 0; d < p->n_lead; d++)
-            matrices *= bias->lead[d] ? p->lead_shape[d] : 1;
-    }
-    return (run->n_units + matrices * run->blocks_per_head) * run->n_key_blocks;
+    if (!run->shares_bias || run->n_key_blocks == 0)
+        return run->n_units * run->n_key_blocks;
+    const struct step last = {.lead = p->n_batch - 1, .head = p->num_heads - 1, .block = run->blocks_per_head - 1};
+    return place_of_bias(run, &last, run->n_key_blocks - 1) + 1;
 }
 
 static bool wait_at(const struct run *run, int64_t place, int64_t turn, struct cattn_worker *worker) {
