@@ -47,6 +47,13 @@ def test_several_numbers_for_one(name: str, kind: str) -> None:
         NUMBERS[name](SEVERAL[kind])
 
 
+@pytest.mark.parametrize("given", [{"mask": np.ones(3, bool)}, {"rng": 1}, {}])
+@pytest.mark.parametrize("p", [np.zeros(3, "f4,i2"), np.ones((2, 2)), "x", None, [0.5], 1j])
+def test_the_probability_of_a_dropout_gone_back(p: object, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^p must be a real number, got "):
+        cattn.dropout_backward(X, p, **given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
     [

@@ -27,6 +27,12 @@ def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
     return np.asarray(gradient.sum(axis=axes)).reshape(shape)
 
 
+def _probability(p: float) -> float:
+    """Return p as a float, or refuse it as dropout does."""
+    _cattn.dropout(0.0, p, False, None, False, None)
+    return float(p)
+
+
 def attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
@@ -277,7 +283,8 @@ def dropout_backward(
     True
     """
     if mask is None:
-        if p != 0 and not (isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")):
+        repeats = isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")
+        if not repeats and _probability(p) > 0:
             raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
         result: NDArray[Any] = _cattn.dropout(as_array(grad_out, "grad_out"), p, True, rng, False, out)
         return result
@@ -287,8 +294,7 @@ def dropout_backward(
     result = _cattn.dropout(grad_out, 0.0, True, None, False, None)  # a copy, and the checks of it
     if np.broadcast_shapes(kept.shape, result.shape) != result.shape:
         raise ValueError(f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}")
-    if not 0 <= p <= 1:
-        raise ValueError(f"p must be in [0, 1], got {p}")
+    p = _probability(p)
     with np.errstate(all="ignore"):
         wide = result.astype(np.float32) if result.itemsize == 2 else result
         result = (wide * (1 / (1 - p) if p < 1 else 0.0)).astype(result.dtype)
