@@ -154,6 +154,12 @@ def test_arguments_that_fuzzing_found(error: type[Exception], says: str, call: C
         call()
 
 
+def test_halves_that_nobody_widened_are_refused() -> None:
+    half = X.astype(np.float16)
+    with pytest.raises(TypeError, match=r"^weights must be float32 or float64"):
+        cattn._cattn.softmax_backward(half, half, 1.0, None)
+
+
 def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
     """The C function of attention_weights alone: its flags count for attention."""
     flags = (False,) * 3

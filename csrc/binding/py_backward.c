@@ -252,8 +252,8 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
     if (type < 0 || !check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])) ||
         !cattn_arg_real(args[2], "scale", &params.scale))
         goto done;
-    if (type != cattn_arg_compute_type(type)) { /* cattn._backward has widened halves */
-        PyErr_SetString(PyExc_SystemError, "weights are halves");
+    if (type != cattn_arg_compute_type(type)) {
+        PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");
         goto done;
     }
     if (nd == 0) {
