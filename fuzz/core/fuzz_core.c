@@ -41,6 +41,8 @@ void choose_table(struct input *in) {
 
 int choose_threads(struct input *in) {
     const uint8_t byte = take_byte(in);
+    if (byte == 255)
+        cattn_release(); /* the next call starts its workers anew */
     return byte < 224 ? 1 : 2 + byte % 3;
 }
 

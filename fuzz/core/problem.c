@@ -23,10 +23,12 @@ static double work_of(const struct cattn_attention_params *p) {
 static void choose_sizes(struct input *in, struct cattn_attention_params *p) {
     const uint8_t size = take_byte(in);
     const double budget = size % 32 == 31 ? LARGE_BUDGET : (double)BUDGETS[size % 8];
+    bool is_empty[3] = {false};
     p->n_lead = (int)take_below(in, 4);
     p->n_batch = 1;
     for (int d = 0; d < p->n_lead; d++) {
-        p->lead_shape[d] = take_chance(in, 32) ? 0 : 1 + take_below(in, 3);
+        is_empty[d] = take_chance(in, 32);
+        p->lead_shape[d] = is_empty[d] ? 1 : 1 + take_below(in, 3);
         p->n_batch *= p->lead_shape[d];
     }
     p->group_size = 1 + take_below(in, 4);
@@ -50,6 +52,9 @@ static void choose_sizes(struct input *in, struct cattn_attention_params *p) {
         p->seqlen_q = p->seqlen_q * 2 / 3;
     while (work_of(p) > budget && p->seqlen_k > 1)
         p->seqlen_k = p->seqlen_k * 2 / 3;
+    for (int d = 0; d < p->n_lead; d++)
+        if (is_empty[d])
+            p->lead_shape[d] = p->n_batch = 0;
 }
 
 /* ---- options ---- */

@@ -1,0 +1,326 @@
+"""Calls that work, out of bytes: every public function, and the C functions behind them, with arguments that fit."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
+try:
+    import atheris
+except ImportError:
+    import cattn
+else:
+    with atheris.instrument_imports(include=["cattn"]):
+        import cattn
+from arguments import FLOATS, SIZES, Bytes, numbers
+
+from cattn import _cattn
+
+CANARY = 0x5A
+
+
+class Finding(Exception):  # noqa: N818 - what it is called in libFuzzer's reports too
+    """What the fuzzer is to find."""
+
+
+# ---- calls that work -----------------------------------------------------------------------------------------------
+class Shapes:
+    """Sizes and a dtype that belong together."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.dtype = data.pick(FLOATS)
+        self.compute = np.float64 if self.dtype is np.float64 else np.float32
+        self.lead = tuple(data.pick((1, 2, 2, 3, 0)) for _ in range(data.below(3)))
+        self.groups, self.kv_heads = 1 + data.below(2), 1 + data.below(2)
+        self.T_q, self.T_k, self.D, self.D_v = (data.pick(SIZES) for _ in range(4))
+        self.with_heads = len(self.lead) > 0 and data.chance(2)
+        self.heads = (self.groups * self.kv_heads,) if self.with_heads else ()
+
+    def make(self, *shape: int, dtype: Any = None) -> np.ndarray:
+        return numbers(self.data, shape, self.dtype if dtype is None else dtype)
+
+    def out(self, *shape: int, dtype: Any = None) -> np.ndarray:
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        return np.full(int(np.prod(shape)) * dtype.itemsize, CANARY, np.uint8).view(dtype).reshape(shape)
+
+    def rng(self) -> Any:
+        makers: list[Callable[[], Any]] = [
+            lambda: 5,
+            lambda: cattn.TorchGenerator(3),
+            lambda: np.random.default_rng(1),
+            lambda: np.random.RandomState(1),
+            lambda: np.random.SeedSequence(4),
+        ]
+        return self.data.pick(makers)()
+
+    def attention(self) -> dict[str, Any]:
+        kv = (self.kv_heads,) if self.with_heads else ()
+        call = {
+            "query": self.make(*self.lead, *self.heads, self.T_q, self.D),
+            "key": self.make(*self.lead, *kv, self.T_k, self.D),
+            "value": self.make(*self.lead, *kv, self.T_k, self.D_v),
+        }
+        data = self.data
+        one_head = not self.with_heads and len(self.lead) < 2
+        shape = (*self.lead, *self.heads, self.T_q, self.T_k)
+        heads = (1,) if one_head else ((self.heads or self.lead[-1:])[-1],)
+        options: dict[str, Callable[[], Any]] = {
+            "attn_mask": lambda: self.make(*shape, dtype=np.float32) > 0,
+            "bias": lambda: self.make(*shape[-2:], dtype=self.compute),
+            "scale": lambda: 0.5,
+            "softcap": lambda: 3.0,
+            "alibi_slopes": lambda: np.full(heads, 0.5),
+            "sinks": lambda: np.full(heads, 0.5),
+            "query_offset": lambda: data.below(9),
+            "window_size": lambda: (data.below(4), 0),
+            "key_value_seq_lengths": lambda: data.below(self.T_k + 1),
+            "query_seq_lengths": lambda: data.below(self.T_q + 1),
+        }
+        for name, make in options.items():
+            if data.chance(5):
+                call[name] = make()
+        if data.chance(3):
+            call |= {"dropout_p": 0.5, "rng": self.rng()}
+        return call
+
+    def outputs(self, d: int | None = None) -> np.ndarray:
+        return self.out(*self.lead, *self.heads, self.T_q, self.D_v if d is None else d)
+
+
+def attention(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    call = s.attention() | {"is_causal": data.pick((False, True, "upper_left", "lower_right"))}
+    if call["is_causal"] == "lower_right":
+        call.pop("query_offset", None)
+    for name in ("need_weights", "return_lse", "return_dropout_mask"):
+        call[name] = data.chance(4)
+    if data.chance(3):
+        call["out"] = s.outputs()
+    return call
+
+
+def causal(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    return s.attention() | ({"out": s.outputs()} if data.chance(3) else {})
+
+
+def weights(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    call = s.attention()
+    del call["value"]
+    call["stage"] = data.pick(("qk", "softcap", "bias", "mask", "softmax", "dropout"))
+    return call | ({"out": s.outputs(s.T_k)} if data.chance(3) else {})
+
+
+def explained(data: Bytes) -> dict[str, Any]:
+    call = Shapes(data).attention()
+    return {name: call[name] for name in call if name in inspect.signature(cattn.explain).parameters}
+
+
+def backward(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    call = s.attention()
+    if "dropout_p" in call:
+        call["rng"] = data.pick((5, cattn.TorchGenerator(3)))
+    lse = s.make(*s.lead, *s.heads, s.T_q, dtype=s.compute)
+    shape = (*s.lead, *s.heads, s.T_q, s.D_v)
+    return call | {"grad_out": s.make(*shape), "out": s.make(*shape), "lse": lse}
+
+
+def packed(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    q, k = ([data.pick(SIZES) for _ in range(2)] for _ in range(2))
+    heads = s.groups * s.kv_heads
+    call = {
+        "query": s.make(sum(q), heads, s.D),
+        "key": s.make(sum(k), s.kv_heads, s.D),
+        "value": s.make(sum(k), s.kv_heads, s.D_v),
+        "cu_seqlens_q": np.cumsum([0, *q]),
+        "cu_seqlens_k": np.cumsum([0, *k]),
+        "is_causal": data.pick((False, True, "upper_left", "lower_right")),
+    }
+    if data.chance(3):
+        call |= {"dropout_p": 0.5, "rng": 5}
+    return call | ({"out": s.out(sum(q), heads, s.D_v)} if data.chance(3) else {})
+
+
+def rowwise(name: str, **more: Callable[[Bytes], Any]) -> Callable[[Bytes], dict[str, Any]]:
+    def make(data: Bytes) -> dict[str, Any]:
+        s = Shapes(data)
+        shape = (*s.lead, s.T_q, s.T_k)
+        call = {name: s.make(*shape)} | {key: value(data) for key, value in more.items() if data.chance(2)}
+        if "mask" in call or "where" in call:
+            key = "mask" if "mask" in call else "where"
+            call[key] = s.make(*shape[-2:], dtype=np.float32) > 0
+        if "weights" in more:
+            call["weights"] = s.make(*shape)
+        return call | ({"out": s.out(*shape)} if data.chance(3) else {})
+
+    return make
+
+
+def axis(data: Bytes) -> int:
+    return data.below(4) - 2
+
+
+def merging(data: Bytes) -> dict[str, Any]:
+    s, n = Shapes(data), 1 + data.below(3)
+    shape = (*s.lead, s.T_q)
+    return {
+        "outs": [s.make(*shape, s.D_v) for _ in range(n)],
+        "lses": [s.make(*shape, dtype=s.compute) for _ in range(n)],
+    }
+
+
+def constant(**arguments: Any) -> Callable[[Bytes], dict[str, Any]]:
+    return lambda data: {name: value(data) if callable(value) else value for name, value in arguments.items()}
+
+
+# ---- what is called ------------------------------------------------------------------------------------------------
+def fill_cache(batch_shape: Any, num_kv_heads: Any, key: Any, value: Any, n: Any, dtype: Any) -> Any:
+    """A cache's life; its refusals leave it as it was."""
+    cache = cattn.KVCache(batch_shape, num_kv_heads, 6, 3, dtype=dtype)
+    one = np.ones((*cache.batch_shape, cache.num_kv_heads, 2, 3), np.float16)
+    cache.append(one, one)
+    before = cache.lengths, cache.k.copy()
+    for change in (lambda: cache.append(key, value), lambda: cache.truncate(n)):
+        try:
+            change()
+        except Exception:
+            same = np.array_equal(cache.lengths, before[0]) and cache.k.tobytes() == before[1].tobytes()
+            if not same:
+                raise Finding("a cache that refused has changed") from None
+            raise
+        before = cache.lengths, cache.k.copy()
+    return cache.query_offset()
+
+
+def run_layer(x: Any, num_heads: Any, num_kv_groups: Any, dropout: Any, rng: Any, grad_out: Any) -> Any:
+    layer = cattn.MultiHeadAttention(3, 4, 8, dropout, num_heads, num_kv_groups=num_kv_groups, rng=rng)
+    return layer(x), layer.backward(grad_out)
+
+
+def load_layer(state_dict: Any, strict: Any) -> Any:
+    layer = cattn.Linear(3, 2, rng=1)
+    before = layer.weight.copy()
+    try:
+        return layer.load_state_dict(state_dict, strict)
+    except Exception:
+        if layer.weight.tobytes() != before.tobytes():
+            raise Finding("a state_dict that was refused has changed the weights") from None
+        raise
+
+
+def draw(method: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        return getattr(cattn.TorchGenerator(1), method)(**arguments)
+
+    parameters = [p for p in inspect.signature(getattr(cattn.TorchGenerator, method)).parameters if p != "self"]
+    call.names = parameters  # type: ignore[attr-defined]
+    return call
+
+
+def few_slopes(num_heads: Any) -> Any:
+    """Not for billions of heads: they would all be made, in Python."""
+    return None if isinstance(num_heads, int) and num_heads > 1 << 16 else cattn.get_alibi_slopes(num_heads)
+
+
+def set_threads(n: Any) -> None:
+    try:
+        cattn.set_num_threads(n)
+    finally:
+        cattn.set_num_threads(None)
+
+
+def raw(name: str) -> Callable[..., Any]:
+    """A C function, its arguments in the order of the stub."""
+    function = getattr(_cattn, name)
+
+    def call(**arguments: Any) -> Any:
+        return function(*arguments.values())
+
+    return call
+
+
+RAW = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "bias", "query_offset"]
+RAW += ["query_seq_lengths", "key_value_seq_lengths", "window_size", "softcap", "alibi_slopes", "sinks", "rng"]
+RAW += ["need_weights", "return_lse", "return_dropout_mask", "out"]
+DEFAULTS = {"dropout_p": 0.0, "is_causal": False, "need_weights": False, "return_lse": False}
+DEFAULTS |= {"return_dropout_mask": False, "window_size": (-1, -1)}
+
+
+def raw_attention(data: Bytes) -> dict[str, Any]:
+    call = Shapes(data).attention()
+    return {name: call.get(name, DEFAULTS.get(name)) for name in RAW}
+
+
+def raw_weights(data: Bytes) -> dict[str, Any]:
+    return raw_attention(data) | {"stage": data.pick(("qk", "mask", "softmax", "dropout"))}
+
+
+def raw_backward(data: Bytes) -> dict[str, Any]:
+    call = backward(data)
+    last = {"grad_out": call.pop("grad_out"), "forward_out": call.pop("out"), "forward_lse": call.pop("lse")}
+    return {name: call.get(name, DEFAULTS.get(name)) for name in RAW} | last
+
+
+def whole(data: Bytes) -> dict[str, np.ndarray]:
+    return {"weight": numbers(data, (2, 3), np.float32), "bias": numbers(data, (2,), np.float32)}
+
+
+Maker = Callable[[Bytes], dict[str, Any]]
+SHAPE = np.ones((2, 3), np.float32)
+CALLS: list[tuple[Callable[..., Any], Maker]] = [
+    (cattn.scaled_dot_product_attention, attention),
+    (cattn.causal_attention, causal),
+    (cattn.attention_weights, weights),
+    (cattn.attention_backward, backward),
+    (cattn.varlen_attention, packed),
+    (cattn.explain, explained),
+    (cattn.softmax, rowwise("x", axis=axis, where=axis, scale=axis)),
+    (cattn.masked_softmax, rowwise("scores", mask=axis, is_causal=lambda d: d.chance(2), query_offset=axis)),
+    (cattn.softmax_backward, rowwise("grad_out", weights=axis, axis=axis)),
+    (cattn.dropout, rowwise("x", p=lambda d: d.pick((0.0, 0.5, 1.0)), rng=lambda d: 3, training=lambda d: d.chance(2))),
+    (cattn.dropout_backward, rowwise("grad_out", p=lambda d: 0.5, rng=lambda d: 3, mask=axis)),
+    (cattn.merge_attention, merging),
+    (cattn.causal_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=lambda d: d.pick(SIZES), query_offset=axis)),
+    (cattn.show_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=3, is_causal="upper_left")),
+    (cattn.sliding_window, constant(total=4)),
+    (few_slopes, constant(num_heads=4)),
+    (cattn.TorchGenerator, constant(seed=4, dropout="aten")),
+    (draw("linear"), constant(in_features=3, out_features=2, bias=True)),
+    (draw("bernoulli"), constant(p=0.5)),
+    (draw("set_state"), constant(state=lambda d: cattn.TorchGenerator(2).get_state())),
+    (draw("manual_seed"), constant(seed=5)),
+    (set_threads, constant(n=2)),
+    (fill_cache, constant(batch_shape=2, num_kv_heads=1, key=SHAPE, value=SHAPE, n=1, dtype="float32")),
+    (
+        run_layer,
+        constant(
+            x=lambda d: numbers(d, (2, 3), np.float32),
+            num_heads=2, num_kv_groups=1, dropout=0.5, rng=3,
+            grad_out=lambda d: numbers(d, (2, 4), np.float32),
+        ),
+    ),
+    (load_layer, constant(state_dict=whole, strict=True)),
+    (raw("attention"), raw_attention),
+    (raw("explain"), raw_attention),
+    (raw("attention_weights"), raw_weights),
+    (raw("attention_backward"), raw_backward),
+    (raw("softmax"), constant(x=SHAPE, axis=-1, where=None, scale=1.0, out=None)),
+    (
+        raw("masked_softmax"),
+        constant(scores=SHAPE, mask=None, is_causal=False, query_offset=0, scale=1.0, method="neg_inf", out=None),
+    ),
+    (raw("softmax_backward"), constant(grad_out=SHAPE, weights=SHAPE, scale=1.0, out=None)),
+    (raw("dropout"), constant(x=SHAPE, p=0.5, training=True, rng=3, return_mask=True, out=None)),
+    (raw("causal_mask"), constant(T_q=3, T_k=4, is_causal=True, query_offset=0, window_size=(-1, -1))),
+]  # fmt: skip
