@@ -539,6 +539,14 @@ def test_dropout(dtype: Any, rng: np.random.Generator) -> None:
     assert (cattn.dropout_backward(x, 1.0, mask=kept[1]) == 0)[1:].all()
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_dropout_of_one_number_goes_back(dtype: type) -> None:
+    for kept, expected in ((True, 6.0), (False, 0.0)):
+        out = np.empty((), dtype)
+        assert cattn.dropout_backward(np.array(3, dtype), 0.5, mask=kept, out=out) is out
+        assert out == expected == cattn.dropout_backward(np.array(3, dtype), 0.5, mask=np.array(kept))
+
+
 def test_dropout_refuses(rng: np.random.Generator) -> None:
     x = np.ones(4)
     with pytest.raises(ValueError, match="pass the mask of the forward pass"):
@@ -547,8 +555,9 @@ def test_dropout_refuses(rng: np.random.Generator) -> None:
         cattn.dropout_backward(x, 0.5, rng=rng)
     with pytest.raises(ValueError, match="either mask or rng"):
         cattn.dropout_backward(x, 0.5, rng=1, mask=[True] * 4)
-    with pytest.raises(ValueError, match="does not broadcast"):
-        cattn.dropout_backward(x, 0.5, mask=np.ones((2, 4), bool))
+    for shape in ((2, 4), (3,), (0, 0), (1, 8, 0)):
+        with pytest.raises(ValueError, match=r"^mask has shape \(.*, which does not broadcast to grad_out's \(4,\)"):
+            cattn.dropout_backward(x, 0.5, mask=np.ones(shape, bool))
     with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got 2"):
         cattn.dropout_backward(x, 2.0, mask=[True] * 4)
 

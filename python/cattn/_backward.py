@@ -292,11 +292,15 @@ def dropout_backward(
         raise ValueError("pass either mask or rng")
     kept = as_bool(mask, "mask", "")
     result = _cattn.dropout(grad_out, 0.0, True, None, False, None)  # a copy, and the checks of it
-    if np.broadcast_shapes(kept.shape, result.shape) != result.shape:
-        raise ValueError(f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}")
+    try:
+        kept = np.broadcast_to(kept, result.shape)
+    except ValueError:
+        raise ValueError(
+            f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
+        ) from None
     p = _probability(p)
     with np.errstate(all="ignore"):
         wide = result.astype(np.float32) if result.itemsize == 2 else result
         result = (wide * (1 / (1 - p) if p < 1 else 0.0)).astype(result.dtype)
-    result[np.broadcast_to(~kept, result.shape)] = 0  # not a product: what is dropped is 0, whatever it was
-    return result if out is None else _cattn._store(result, out)
+    result = np.where(kept, result, result.dtype.type(0))  # not a product: what is dropped is 0, whatever it was
+    return result[()] if out is None else _cattn._store(result, out)
