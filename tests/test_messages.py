@@ -154,6 +154,13 @@ def test_arguments_that_fuzzing_found(error: type[Exception], says: str, call: C
         call()
 
 
+@pytest.mark.parametrize("given", [{"mask": True}, {"rng": 1}])
+def test_the_gradient_of_a_dropout_is_called_as_it_is(given: dict[str, Any]) -> None:
+    for wrong in ([[1.0], [1.0, 2.0]], np.ones(3, complex), "ab"):
+        with pytest.raises((TypeError, ValueError), match=r"^grad_out "):
+            cattn.dropout_backward(wrong, 0.5, **given)  # type: ignore[arg-type]
+
+
 def test_halves_that_nobody_widened_are_refused() -> None:
     half = X.astype(np.float16)
     with pytest.raises(TypeError, match=r"^weights must be float32 or float64"):

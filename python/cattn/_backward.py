@@ -291,7 +291,7 @@ def dropout_backward(
     if rng is not None:
         raise ValueError("pass either mask or rng")
     kept = as_bool(mask, "mask", "")
-    result = _cattn.dropout(grad_out, 0.0, True, None, False, None)  # a copy, and the checks of it
+    result = _cattn.dropout(as_array(grad_out, "grad_out"), 0.0, True, None, False, None)  # a copy, and its checks
     try:
         kept = np.broadcast_to(kept, result.shape)
     except ValueError:
