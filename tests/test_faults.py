@@ -249,11 +249,40 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(tmp_path: Path, method: str) -> None:
-    """Pools of processes, started and ended while a thread computes. joblib and torch's loaders work this way."""
+    """Pools of processes, started and ended while a thread computes. PyTorch's loaders work this way."""
     script = tmp_path / "pool.py"
     script.write_text(MULTIPROCESSING)
     done = python(script, method)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+JOBLIB = """
+import sys
+import joblib
+import numpy as np
+import cattn
+
+
+def attend(x, seed):
+    return cattn.causal_attention(x, x, x, dropout_p=0.1, rng=seed).tobytes()
+
+
+if __name__ == "__main__":
+    cattn.set_num_threads(2)
+    x = np.random.default_rng(0).standard_normal((2, 500, 16), dtype=np.float32)
+    expected = [attend(x, seed) for seed in range(6)]
+    parallel = joblib.Parallel(n_jobs=2, backend=sys.argv[1], max_nbytes=1000)  # x goes as a read-only memory map
+    assert parallel(joblib.delayed(attend)(x, seed) for seed in range(6)) == expected
+"""
+
+
+@pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
+def test_joblib(tmp_path: Path, backend: str) -> None:
+    pytest.importorskip("joblib")
+    script = tmp_path / "pool.py"
+    script.write_text(JOBLIB)
+    done = python(script, backend)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- interpreters --------------------------------------------------------------------------------------------------
