@@ -479,3 +479,11 @@ def test_anything(isa: str, data: st.DataObject) -> None:
 
         assert_same_bits(masked(), yardstick(isa, masked))
         np.testing.assert_allclose(masked(), reference.masked_softmax(x, mask), rtol=eps, atol=2e-8)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, -1])
+def test_columns_that_are_not_neighbours(step: int, dtype: Any, rng: np.random.Generator) -> None:
+    """Rows that are copied together have to lie together."""
+    x = rng.standard_normal((5, 40)).astype(dtype)[:, ::step]
+    assert_same_bits(cattn.softmax(x, axis=0), cattn.softmax(x.T.copy()).T)
+    assert_same_bits(cattn.softmax(x[:, 0]), cattn.softmax(x[:, 0].copy()))
