@@ -221,6 +221,28 @@ def test_attend_promotes_as_the_library(folder: Path, kind: str) -> None:
     np.testing.assert_array_equal(np.load("out.npy"), expected)
 
 
+def test_attend_no_queries(folder: Path) -> None:
+    """An empty file cannot be mapped into memory."""
+    save((0, 8), (3, 8), (3, 8))
+    assert attend_files() == 0
+    assert np.load("out.npy").shape == (0, 8)
+
+
+def test_attend_no_memory_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez("qkv.npz", query=np.ones((2, 4)), key=np.ones((2, 4)), value=np.ones((2, 4)))
+
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "load", no_memory)
+    assert main(["attend", "qkv.npz", "-o", "out.npz"]) != 0
+    told = capsys.readouterr().err
+    assert "memory" in told
+    assert "damaged" not in told
+
+
 def test_attend_fortran_order(folder: Path) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 4))
     np.save("k.npy", np.asfortranarray(k))

@@ -340,6 +340,9 @@ REFUSED: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
         ["wrong shape: heads.0.W_q.weight, heads.1.W_q.weight have (4, 6), (4, 5)"]),
     "scalar heads": (causal(), lambda m: {"heads.0.W_q.weight": ones(), "heads.1.W_q.weight": ones()},
         ["wrong shape"]),
+    "a role alone": (v1(), lambda m: but(m, query=ones(6, 8)), ["unexpected: query"]),
+    "the output of a head": (wrapper(), lambda m: but(m, heads__0__out_proj__weight=ones(8, 8)),
+        ["unexpected: heads.0.out_proj.weight"]),
     "another torch name": (mha(), lambda m: but(m, bias_k=ones(1, 1, 8)), ["unexpected: bias_k"]),
     "many": (v2(), lambda m: other(m) | {f"x{i}": ones() for i in range(20)}, ["x0, x1,", "and 12 more"]),
     "too large": (v2(), lambda m: but(m, W_key__weight=np.full((8, 6), 1e300)),
@@ -464,6 +467,18 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
         path.write_bytes(damage)
         with pytest.raises(ValueError, match=r"is no \.\w+ file"):
             module.load(path)
+
+
+def test_no_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = v2()
+    module.save(tmp_path / "w.npz")
+    monkeypatch.setattr(np, "load", lambda *args, **kwargs: no_memory())
+    with pytest.raises(MemoryError):
+        module.load(tmp_path / "w.npz")
+
+
+def no_memory() -> Any:
+    raise MemoryError
 
 
 def test_files_of_something_else(tmp_path: Path) -> None:
