@@ -222,7 +222,6 @@ def test_attend_promotes_as_the_library(folder: Path, kind: str) -> None:
 
 
 def test_attend_no_queries(folder: Path) -> None:
-    """An empty file cannot be mapped into memory."""
     save((0, 8), (3, 8), (3, 8))
     assert attend_files() == 0
     assert np.load("out.npy").shape == (0, 8)

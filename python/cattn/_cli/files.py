@@ -1,6 +1,5 @@
 """Arrays from .npy and .npz files, and results written beside their target and renamed into place."""
 
-import contextlib
 import os
 import secrets
 import zipfile
@@ -33,12 +32,7 @@ def load(spec: str, name: str) -> Array:
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # whatever NumPy's parser of headers makes of damage
-        mapping_failed = error
-    with contextlib.suppress(Exception):
-        array: Array = np.load(file, allow_pickle=False)
-        if array.size == 0:  # an empty file section cannot be mapped
-            return array
-    raise InputError(f"{file} {_what_is_wrong(mapping_failed)}") from mapping_failed
+        raise InputError(f"{file} {_what_is_wrong(error)}") from error
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
