@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from . import plots, report, scaling
 from .groups import GROUPS
 from .machine import RESULTS, facts, save
 from .probe import find_probe
-from .timing import Case, run
+from .timing import LAPS, Case, Measured, row_of
 
 
 def progress(cases: Iterable[Any], group: str) -> tuple[Iterable[Any], Callable[[str], None]]:
@@ -37,7 +38,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("groups", nargs="*", metavar="group", help=", ".join([*GROUPS, "scaling", "report"]))
     parser.add_argument("--list", action="store_true", help="name the groups and leave")
-    parser.add_argument("--rounds", type=int, help="rounds of each row (default: by time, 5 to 25)")
+    parser.add_argument("--laps", type=int, default=LAPS, help="how often to go through a group (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="rounds of each row in a lap (default: by time, 2 to 9)")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the results")
@@ -48,25 +50,33 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     unknown = sorted(set(found.groups) - set(known))
     if unknown:
         parser.error(f"unknown group {', '.join(unknown)}; there are {', '.join(known)}")
-    if found.rounds is not None and found.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {found.rounds}")
+    for option in ("laps", "rounds"):
+        number = getattr(found, option)
+        if number is not None and number < 1:
+            parser.error(f"--{option} must be at least 1, got {number}")
     if found.against and (not found.against.is_dir() or found.against.resolve() == found.output.resolve()):
         parser.error(f"--against must be a folder of results other than the output's, got {found.against}")
     return found
 
 
 def measure(group: str, found: argparse.Namespace, probe: Any) -> list[dict[str, Any]]:
-    """Run one group, print its rows as they come, keep them."""
+    """Run one group lap by lap, print its rows in the last one, keep them."""
     print(f"\n{group}: {GROUPS[group].__doc__}")
-    rows = []
-    cases, tell = progress(GROUPS[group](probe), group)
-    for case in cases:
-        name = case.name if isinstance(case, Case) else case["name"]
-        if found.only not in name:
-            continue
-        row = run(case, probe.limits if probe else {}, found.rounds) if isinstance(case, Case) else case
-        rows.append(row)
-        tell(report.line(row))
+    measured: dict[str, Measured] = defaultdict(Measured)
+    for lap in range(1, found.laps + 1):
+        rows = []
+        cases, tell = progress(GROUPS[group](probe), f"{group}, lap {lap} of {found.laps}")
+        for case in cases:
+            name = case.name if isinstance(case, Case) else case["name"]
+            if found.only not in name:
+                continue
+            if isinstance(case, Case):
+                measured[name].lap(case, probe.limits if probe else {}, found.rounds)
+            rows.append(row_of(case, measured[name]) if isinstance(case, Case) else case)
+            if lap == found.laps or not measured:
+                tell(report.line(rows[-1]))
+        if not measured:  # rows that are not timed are there after one lap
+            break
     if rows and not found.only:
         save(found.output, group, rows)
     return rows

@@ -21,6 +21,7 @@ from .contestants import (
     numpy_dropout,
     torch_or_none,
 )
+from .machine import memory_kept
 from .probe import Probe
 from .timing import Case
 
@@ -60,10 +61,11 @@ PREFILL: list[tuple[str, tuple[int, ...], dict[str, float]]] = [
 
 def prefill(probe: Probe | None) -> Cases:
     """Causal attention of a whole text, one thread."""
-    for dtype, shape, targets in PREFILL:
-        calls = attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
-        facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
-        yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
+    with memory_kept():
+        for dtype, shape, targets in PREFILL:
+            calls = attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
+            facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
+            yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
 
 
 def threads(probe: Probe | None) -> Cases:

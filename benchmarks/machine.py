@@ -1,12 +1,15 @@
-"""What a result belongs to: the machine, the versions, the date; and the folder where results are kept."""
+"""What a result belongs to: the machine, its memory, the versions, the date; and the folder where results are kept."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,25 @@ def facts() -> dict[str, Any]:
         "cattn": cattn.__version__,
         **{peer: number for peer, number in versions.items() if number is not None},
     }
+
+
+@contextlib.contextmanager
+def memory_kept() -> Iterator[None]:
+    """Have malloc keep what it once got (glibc; elsewhere nothing happens).
+
+    Who writes gigabytes of scores is else timed by how the kernel hands out pages, which on a virtual machine changes
+    from call to call by several times.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:  # what glibc's own rule comes to after some large arrays
+        mallopt(mmap_max, 65536)
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 64 << 20)
 
 
 def save(folder: Path, group: str, rows: list[dict[str, Any]], **beside: Any) -> Path:

@@ -24,6 +24,7 @@ from .machine import facts
 from .report import duration
 from .timing import interleave
 
+ROUNDS = 15
 TERMS = ("call", "wake", "task", "flop", "score", "byte")
 
 
@@ -83,7 +84,7 @@ def measure(points: list[Point]) -> NDArray[np.float64]:
     found = {}
     for threads in {point.threads for point in points}:
         with cattn.num_threads(threads):
-            found |= interleave({point: call_of(point) for point in points if point.threads == threads})
+            found |= interleave({point: call_of(point) for point in points if point.threads == threads}, ROUNDS)
     return np.array([found[point].median for point in points])
 
 

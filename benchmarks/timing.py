@@ -1,4 +1,8 @@
-"""Interleaved timing: contestants take turns, round by round, so that the machine's moods meet all of them."""
+"""Interleaved timing: contestants take turns, round by round, so that the machine's moods meet all of them.
+
+A group of rows is gone through several times, lap by lap: minutes lie between the laps, and each has new arrays, so
+that neither a mood of minutes nor where an array happens to lie in memory decides a row.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated within it, lest the peers leave only cold caches
-BUDGET = 6.0  # seconds that the rounds of one case may take, but for the fewest rounds
-FEWEST = 5
+BUDGET = 2.5  # seconds that the rounds of one case may take in a lap, but for the fewest rounds
+LAPS = 3
+FEWEST, MOST = 2, 9  # rounds of one lap
 Name = TypeVar("Name")
 
 
@@ -56,15 +61,16 @@ def _once(call: Callable[[], object], number: int) -> float:
 
 
 def interleave(contestants: dict[Name, Callable[[], object]], rounds: int | None = None) -> dict[Name, Timing]:
-    """Time the contestants in turn. Rounds: at least 5, at most 25, as many as the budget allows."""
+    """Time the contestants in turn. Rounds: from FEWEST to MOST, as many as the budget allows."""
     numbers, total = {}, 0.0
     for name, call in contestants.items():
-        call()
         took = _once(call, 1)
+        if took < LEAST:  # the first call may have found cold caches
+            took = _once(call, 1)
         numbers[name] = max(1, round(LEAST / max(took, 1e-7)))
         total += took * numbers[name]
     if rounds is None:
-        rounds = min(25, max(FEWEST, int(BUDGET / max(total, 1e-6))))
+        rounds = min(MOST, max(FEWEST, int(BUDGET / max(total, 1e-6))))
     seconds: dict[Name, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, call in contestants.items():
@@ -72,24 +78,39 @@ def interleave(contestants: dict[Name, Callable[[], object]], rounds: int | None
     return {name: Timing(times) for name, times in seconds.items()}
 
 
-def run(case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> dict[str, Any]:
-    """Time one case together with its limit, and say which targets are met.
+@dataclass
+class Measured:
+    """What the laps of one case have found so far."""
 
-    `limits` are probes: each call takes a moment, and returns the work that it did in that time.
-    """
-    contestants = dict(case.contestants)
-    done: list[float] = []
-    probe = limits.get(case.limit or "")
-    if probe is not None:
-        contestants["limit"] = lambda: done.append(probe())
-    times = interleave(contestants, rounds)
+    times: dict[str, Timing] = field(default_factory=dict)
+    limit_work: float = 0.0  # what one call of the limit's probe does
+
+    def lap(self, case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> None:
+        """Time one case together with its limit once more.
+
+        `limits` are probes: each call takes a moment, and returns the work that it did in that time.
+        """
+        contestants = dict(case.contestants)
+        done: list[float] = []
+        probe = limits.get(case.limit or "")
+        if probe is not None:
+            contestants["limit"] = lambda: done.append(probe())
+        for name, timing in interleave(contestants, rounds).items():
+            self.times.setdefault(name, Timing([])).rounds.extend(timing.rounds)
+        self.limit_work = done[-1] if done else 0.0  # every call of a probe does the same work
+
+
+def row_of(case: Case, measured: Measured) -> dict[str, Any]:
+    """Return what is kept of a case, and say which targets are met."""
+    times = measured.times
     cattn = times["cattn"]
     row: dict[str, Any] = {"name": case.name, **case.facts}
     row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
     row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
-    if probe is not None:  # every call of a probe does the same work
-        row["limit"] = {"kind": case.limit, "per_second": done[-1] / times["limit"].median}
-        row["percent"] = 100 * case.work / done[-1] * times["limit"].over(cattn)
+    if "limit" in times:
+        work = measured.limit_work
+        row["limit"] = {"kind": case.limit, "per_second": work / times["limit"].median}
+        row["percent"] = 100 * case.work / work * times["limit"].over(cattn)
     ours = cattn.median
     row["targets"] = {
         name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in case.targets.items()

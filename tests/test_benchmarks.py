@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,18 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in told] == list(groups.GROUPS)
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["calls", "--rounds", "0"]])
+@pytest.mark.parametrize("arguments", [["nonsense"], ["calls", "--rounds", "0"], ["calls", "--laps", "0"]])
 def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         suite.main(arguments)
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert "unknown group nonsense; there are prefill" in told or "--rounds must be at least 1, got 0" in told
+    option = arguments[1] if len(arguments) > 1 else ""
+    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in told
 
 
 def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["calls", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
+    assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
     kept = json.loads((tmp_path / "calls.json").read_text())
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
     assert [row["name"] for row in kept["rows"]] == ["(6, 2)", "(1, 4, 16, 16)", "(8, 12, 64, 64)"]
@@ -48,6 +50,29 @@ def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert row["ratios"].keys() >= {"torch", "numpy"}
         assert row["targets"]["microseconds"]["met"] in (True, False)
     assert "(1, 4, 16, 16)" in capsys.readouterr().out
+
+
+def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    laps = []
+
+    def group(probe: Any) -> Any:
+        """Two rows."""
+        laps.append(probe)
+        for name in ("a", "b"):
+            array = np.zeros(3)
+            yield timing.Case(name, {"cattn": array.sum, "numpy": array.max}, "float32", 1.0)
+
+    probe = SimpleNamespace(limits={"float32": lambda: 8.0})
+    monkeypatch.setitem(groups.GROUPS, "prefill", group)
+    monkeypatch.setattr(suite, "row_of", lambda case, measured: {"name": case.name, "kept": measured, "targets": {}})
+    monkeypatch.setattr(suite, "save", lambda *args: None)
+    rows = suite.measure("prefill", suite.parse(["prefill", "--laps", "4", "--rounds", "3"]), probe)
+    assert laps == 4 * [probe]
+    assert [row["name"] for row in rows] == ["a", "b"]
+    for row in rows:
+        rounds = {name: len(times.rounds) for name, times in row["kept"].times.items()}
+        assert rounds == {"cattn": 12, "numpy": 12, "limit": 12}
+        assert row["kept"].limit_work == 8
 
 
 def test_what_slows_a_round_down_changes_no_ratio() -> None:
@@ -86,7 +111,7 @@ def small_prefill(probe: Any) -> Any:
 
 def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(groups.GROUPS, "prefill", small_prefill)
-    assert suite.main(["prefill", "--rounds", "2", "-o", str(tmp_path)]) == 0
+    assert suite.main(["prefill", "--laps", "2", "--rounds", "1", "-o", str(tmp_path)]) == 0
     table = report.markdown(tmp_path)
     assert "| float32 (1, 2, 16, 64) |" in table
     assert "NumPy textbook" in table
