@@ -51,44 +51,55 @@ INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage
     return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
 }
 
+/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys. Addresses go from row to row:
+ * computed beforehand, as the compiler would, they are more than there are registers for. */
+INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
+    const size_t size = stored_size(key.storage);
+    const bool new_line = starts_line(d, size);
+    int64_t at = d;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++, at += key.row) {
+        HIDE(at);
+        kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
+        if (new_line)
+            prefetch(ahead(key.first, KEY_AHEAD * key.row, size), at, size);
+    }
+    vf_transpose(kt);
+}
+
+/* The same where only the first n keys and nd columns are there, others 0. A function of its own: its branches would
+ * cost whole tiles their registers. */
+NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[LANES]) {
+    for (int i = 0; i < LANES; i++)
+        kt[i] = i < n ? load_row(key, i, d, nd) : vf_set1(0);
+    vf_transpose(kt);
+}
+
 /* Scores of LANES keys, the first n of them real, for `many` rows. */
 INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf acc[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
-    const size_t size = stored_size(key.storage);
     const real *query = rows->packed_query;
-    const uintptr_t next = ahead(key.first, KEY_AHEAD * key.row, size);
+    vf kt[LANES];
+    int64_t d = 0;
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
-    for (int64_t d = 0; d < depth; d += LANES) {
+    for (; n == LANES && d + LANES <= depth; d += LANES) {
+        key_tile(key, d, kt);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
+            for (int r = 0; r < many; r++)
+                acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
+    }
+    for (; d < depth; d += LANES) {
+        vf part[LANES];
         const int nd = (int)min64(LANES, depth - d);
-        const bool new_line = starts_line(d, size);
-        vf kt[LANES];
-        if (n == LANES && nd == LANES) {
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-                kt[i] = load_row(key, i, d, LANES);
-                if (new_line)
-                    prefetch(next, i * key.row + d, size);
-            }
-        } else {
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                kt[i] = i < n ? load_row(key, i, d, nd) : vf_set1(0);
-        }
-        vf_transpose(kt);
-        if (nd == LANES) {
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
+        key_tile_part(key, n, d, nd, part);
+        for (int i = 0; i < nd; i++)
 #pragma GCC unroll 8
-                for (int r = 0; r < many; r++)
-                    acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
-        } else {
-            for (int i = 0; i < nd; i++)
-#pragma GCC unroll 8
-                for (int r = 0; r < many; r++)
-                    acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
-        }
+            for (int r = 0; r < many; r++)
+                acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), part[i], acc[r]);
     }
 }
 

@@ -67,5 +67,8 @@ typedef uint64_t real_bits;
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+/* what the compiler may not compute beforehand */
+#define HIDE(x) __asm__("" : "+r"(x))
 
 #endif
