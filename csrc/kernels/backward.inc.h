@@ -24,7 +24,7 @@ INLINE void add_gradient(real *to, vf part, int n) {
 
 /* Packed panels back to rows of `cols` elements, zero behind the last row and column. */
 static void unpack_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
-    const int padded = (int)round_up(rows->n_rows, PANEL);
+    const int padded = (int)round_up(rows->n_rows, LANES);
     const int64_t depth = rows->head_dim;
     for (int r0 = 0; r0 < CATTN_TILE_ROWS; r0 += LANES) {
         const real *panel = (const real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;

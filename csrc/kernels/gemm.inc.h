@@ -36,41 +36,51 @@ INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int6
     }
 }
 
-/* LANES scaled columns of LANES queries: nothing between the loads, so that they wait for memory together. */
-INLINE void load_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, vf v[LANES]) {
+/* LANES columns of LANES queries, scaled, into the panel. First all loads, so that they wait for memory together. */
+INLINE void pack_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, real *panel) {
+    vf v[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
         v[i] = load_stored(storage, query[i], d, 1, LANES) * scale;
+    vf_transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        vf_storeu(panel + i * PANEL, v[i]);
 }
 
-/* Q^T, scaled (rounded once): panels [head_dim][PANEL], zero in the lanes behind the last row. */
+/* The same for the first n_rows queries, other lanes 0, and n columns, col apart. */
+NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, int n_rows, int64_t d, int64_t col, int n,
+                        vf scale, real *panel) {
+    vf v[LANES];
+    for (int i = 0; i < LANES; i++) {
+        v[i] = vf_set1(0);
+        if (i < n_rows)
+            v[i] = load_stored(storage, query[i], d * col, col, n) * scale;
+    }
+    vf_transpose(v);
+    for (int i = 0; i < n; i++)
+        vf_storeu(panel + i * PANEL, v[i]);
+}
+
+/* Q^T, scaled (rounded once): panels [head_dim][PANEL], zero behind the last row up to a whole vector. */
 static void pack_query_tile(struct cattn_rows *rows) {
     const int64_t depth = rows->head_dim, col = rows->query_col;
     const vf scale = vf_set1((real)rows->scale);
-    const int padded = (int)round_up(rows->n_rows, PANEL);
+    const int padded = (int)round_up(rows->n_rows, LANES);
     for (int r0 = 0; r0 < padded; r0 += LANES) {
         real *panel = (real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
         const void *const *query = rows->query + r0;
-        for (int64_t d = 0; d < depth; d += LANES) {
+        const int n_rows = (int)min64(LANES, rows->n_rows - r0);
+        for (int64_t d = 0; d < depth; d += LANES, panel += LANES * PANEL) {
             const int n = (int)min64(LANES, depth - d);
-            const bool whole = col == 1 && n == LANES && r0 + LANES <= rows->n_rows;
-            vf v[LANES];
-            if (whole && rows->storage == CATTN_STORED_PLAIN) {
-                load_square(CATTN_STORED_PLAIN, query, d, scale, v);
-            } else if (whole && rows->storage == CATTN_STORED_F16) {
-                load_square(CATTN_STORED_F16, query, d, scale, v);
-            } else if (whole) {
-                load_square(CATTN_STORED_BF16, query, d, scale, v);
-            } else {
-                for (int i = 0; i < LANES; i++) {
-                    v[i] = vf_set1(0);
-                    if (r0 + i < rows->n_rows)
-                        v[i] = load_stored(rows->storage, query[i], d * col, col, n) * scale;
-                }
-            }
-            vf_transpose(v);
-            for (int i = 0; i < n; i++)
-                vf_storeu(panel + (d + i) * PANEL, v[i]);
+            if (col != 1 || n < LANES || n_rows < LANES)
+                pack_part(rows->storage, query, n_rows, d, col, n, scale, panel);
+            else if (rows->storage == CATTN_STORED_PLAIN)
+                pack_square(CATTN_STORED_PLAIN, query, d, scale, panel);
+            else if (rows->storage == CATTN_STORED_F16)
+                pack_square(CATTN_STORED_F16, query, d, scale, panel);
+            else
+                pack_square(CATTN_STORED_BF16, query, d, scale, panel);
         }
     }
 }
