@@ -5,7 +5,7 @@
  *
  *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = dS^T (scale Q)
  *
- * Everything is kept transposed, [key][query]. S and dP^T come out of one kernel, score_block, and dQ of value_block;
+ * Everything is kept transposed, [key][query]. S and dP^T come out of one kernel, score_panel, and dQ of value_block;
  * only the sums over queries are new. 1/(1-p) and scale are taken into dO and Q once.
  *
  * Pairs that are hidden have P and dS exactly 0, by selection. In the products, where 0 * NaN would betray what

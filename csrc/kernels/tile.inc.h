@@ -126,22 +126,22 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source
 
 INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
 
-static void score_block(const struct tile *t) {
-    const struct cattn_rows *rows = t->rows;
+/* All keys of the block against the panel that begins with vector v. */
+static void score_panel(const struct tile *t, int v) {
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
-        const struct source key = key_rows(rows, t->key, k, t->n_keys);
-        for (int v = 0; v < t->n_vectors; v += NR) {
-            /* at the edge of what a panel sees, a vector alone may be left */
-            int first = v, last = (int)min64(v + NR, t->n_vectors);
-            while (first < last && !meets(&t->vector[first], k))
-                first++;
-            while (first < last && !meets(&t->vector[last - 1], k))
-                last--;
-            if (last - first == NR)
-                score_tile(t, first, NR, k, key);
-            else if (first < last)
-                score_tile(t, first, 1, k, key);
-        }
+        /* at the edge of what a panel sees, a vector alone may be left */
+        int first = v, last = (int)min64(v + NR, t->n_vectors);
+        while (first < last && !meets(&t->vector[first], k))
+            first++;
+        while (first < last && !meets(&t->vector[last - 1], k))
+            last--;
+        if (first == last)
+            continue;
+        const struct source key = key_rows(t->rows, t->key, k, t->n_keys);
+        if (last - first == NR)
+            score_tile(t, first, NR, k, key);
+        else
+            score_tile(t, first, 1, k, key);
     }
 }
 
@@ -325,8 +325,8 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     return true;
 }
 
-/* Scores of the block, with every mask applied. */
-static void tile_scores(struct tile *t) {
+/* Makes ready for the scores of the block. */
+static void scores_begin(struct tile *t) {
     struct cattn_rows *rows = t->rows;
     const int64_t k0 = t->k0;
     for (int r = 0; r < t->n_vectors * LANES; r++) {
@@ -341,16 +341,24 @@ static void tile_scores(struct tile *t) {
     for (int v = 0; v < t->n_vectors && !rows->fully_ranged; v++)
         fill_bias(t, &t->vector[v], v * LANES);
     t->key = block_rows(t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
-    score_block(t);
+}
+
+/* Scores of the block, with every mask applied. */
+static void tile_scores(struct tile *t) {
+    scores_begin(t);
+    for (int v = 0; v < t->n_vectors; v += NR)
+        score_panel(t, v);
 }
 
 static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, rows, k0, k1))
         return;
-    tile_scores(&t);
+    scores_begin(&t);
     for (int v = 0; v < t.n_vectors; v++) {
         const struct extent *e = &t.vector[v];
+        if (v % NR == 0) /* scores become weights while they are in the nearest cache */
+            score_panel(&t, v);
         if (rows->weights[0])
             keep_scores(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
