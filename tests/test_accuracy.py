@@ -58,6 +58,19 @@ def test_exp_of_attention(isa: str, kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
+@pytest.mark.parametrize("ours", [functions.exp_full, functions.exp_lean])
+def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type, ours: Callable[[Any], Any]) -> None:
+    tiny = np.finfo(kind).tiny
+    bits = np.log(tiny).view(f"u{tiny.nbytes}")
+    x = (bits + np.arange(-8, 9).astype(bits.dtype)).view(kind)  # neighbours
+    normal = np.exp(x.astype(oracle.WIDE)) >= tiny
+    assert 5 < normal.sum() < 12
+    got = ours(x)
+    assert (got[normal] >= tiny).all()
+    assert (got[~normal] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_tanh_of_softcap(isa: str, kind: type) -> None:
     """At most 3 ULP, and 1.6 from where tanh is above a half: there a softcap bends."""
     x = every_exponent(kind, 30, 100 if kind == np.float32 else 20)

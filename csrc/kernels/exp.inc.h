@@ -12,7 +12,7 @@
 
 #if REAL_BITS == 32
 #define EXP_MAGIC 0x1.8p23f      /* adding it leaves the nearest integer in the low bits */
-#define EXP_CUT (-0x1.5d5898p6f) /* just above -126 ln 2: the result is normal */
+#define EXP_CUT (-0x1.5d589ep6f) /* the lowest above -126 ln 2: the result is normal */
 #define EXP_LOG2E 0x1.715476p0f
 #define EXP_LN2_HI 0x1.62e4p-1f /* 15 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.7f7d1cp-20f
@@ -21,7 +21,7 @@ static const real exp2_poly[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f,
 static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e2p-7f, 0x1.6a2434p-10f};
 #else
 #define EXP_MAGIC 0x1.8p52
-#define EXP_CUT (-0x1.6232bdd7abcd1p9) /* just above -1022 ln 2 */
+#define EXP_CUT (-0x1.6232bdd7abcd2p9) /* the lowest above -1022 ln 2 */
 #define EXP_LOG2E 0x1.71547652b82fep0
 #define EXP_LN2_HI 0x1.62e42fefa3800p-1 /* 42 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.ef35793c76730p-45
