@@ -419,3 +419,14 @@ def test_no_warning_reaches_the_user() -> None:
         "r.causal_attention(x, x, x, return_lse=True); r.masked_softmax(x, method='renormalize'); r.dropout(x, 1.0)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_it_is_imported_when_it_is_asked_for() -> None:
+    code = (
+        "import sys, cattn\n"
+        "assert 'cattn.reference' not in sys.modules and 'reference' in dir(cattn)\n"
+        "assert cattn.reference.softmax([0.0]) == 1 and 'cattn.reference' in sys.modules\n"
+        "from cattn import *\n"
+        "assert reference is cattn.reference and not hasattr(cattn, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

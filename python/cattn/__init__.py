@@ -9,7 +9,8 @@ array([[1.  , 0.  ],
        [0.75, 0.75]])
 """
 
-from . import reference
+from typing import TYPE_CHECKING, Any
+
 from ._config import show_config
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
@@ -44,6 +45,9 @@ from .nn import (
     SelfAttention_v2,
 )
 from .random import TorchGenerator, manual_seed
+
+if TYPE_CHECKING:
+    from . import reference
 
 __version__ = "0.1.0"
 
@@ -86,3 +90,17 @@ __all__ = [
     "softmax_backward",
     "varlen_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only some programs need when it is asked for: `cattn.reference` is a third of the import."""
+    if name == "reference":
+        import importlib
+
+        return importlib.import_module(".reference", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what can be asked for, too."""
+    return sorted({*globals(), *__all__})
