@@ -15,15 +15,24 @@ from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]
 
-_MASK_ARGUMENT = {"x": "where", "scores": "mask"}
+_MASKS = ("attn_mask", "mask", "where", "bias")
+_ITS_MASK = {  # what takes the mask of a numpy.ma array, where something does
+    **dict.fromkeys(("query", "key", "value"), " and attn_mask=~x.mask (True = keep)"),
+    "scores": " and mask=~scores.mask (True = keep)",
+    "x": ", and to softmax where=~x.mask (True = keep)",
+}
 
 
 def refuse_masked(obj: object, name: str) -> None:
     """Raise TypeError for a ``numpy.ma`` array: its mask would be lost."""
     masked = sys.modules.get("numpy.ma")  # not imported: there are no such arrays
-    if masked is not None and isinstance(obj, masked.MaskedArray):
-        keep = _MASK_ARGUMENT.get(name, "attn_mask")
-        raise TypeError(f"{name} is a masked array (numpy.ma): pass {name}.data and {keep}=~x.mask (True = keep)")
+    if masked is None or not isinstance(obj, masked.MaskedArray):
+        return
+    if name in _MASKS:
+        cure = f"{name}.filled({'-np.inf' if obj.dtype.kind == 'f' else False}), which hides what it masks"
+    else:
+        cure = f"{name}.data{_ITS_MASK.get(name, '')}"
+    raise TypeError(f"{name} is a masked array (numpy.ma): pass {cure}")
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
