@@ -478,12 +478,18 @@ def test_every_function_is_in_the_table() -> None:
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - in_their_own_files
 
 
-def test_tensors_that_need_gradients_say_so_in_torchs_own_words() -> None:
+def test_tensors_that_numpy_cannot_read() -> None:
     import torch
 
-    x = torch.ones(3, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="requires grad"):
-        cattn.scaled_dot_product_attention(x, x, x)
+    x = torch.ones(3, 4)
+    for key, says in (
+        (x.to_sparse(), r"key cannot be read as an array: .*to_dense\(\)"),
+        (x.bfloat16().to_sparse(), "key cannot be read as an array: "),
+        (x.to("meta"), "key cannot be read as an array: .*meta"),
+        (torch.complex(x, x).conj().imag, r"key cannot be read as an array: .*resolve_neg\(\)"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            cattn.scaled_dot_product_attention(x, key, x)
 
 
 @pytest.mark.parametrize("flag", ["need_weights", "return_lse", "return_dropout_mask"])

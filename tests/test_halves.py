@@ -298,7 +298,7 @@ def test_torch_tensors(half: np.dtype) -> None:
     array = x.view(torch.int16).numpy().view(half)
     out = cattn.causal_attention(x, x, x)
     assert_same_bits(out, cattn.causal_attention(array, array, array))
-    with pytest.raises((TypeError, RuntimeError), match="detach"):
+    with pytest.raises(TypeError, match="detach"):
         cattn.causal_attention(x.clone().requires_grad_(), x, x)
 
 

@@ -265,19 +265,22 @@ def test_tensor_as_a_view_of_the_result(dtype: type, normal: Normal) -> None:
 
 
 def test_tensors_with_gradients_are_refused() -> None:
-    """PyTorch's own message, which says detach(): the gradient would be lost without a word."""
+    """The gradient would be lost without a word; under no_grad there is none."""
     x = torch.ones(4, 8)
     grad = torch.ones(4, 8, requires_grad=True)
-    for call in (
-        lambda: cattn.causal_attention(grad, x, x),
-        lambda: cattn.causal_attention(x, grad, x),
-        lambda: cattn.causal_attention(x, x, grad),
-        lambda: cattn.causal_attention(x, x, x, bias=torch.zeros(4, 4, requires_grad=True)),
-        lambda: cattn.softmax(grad),
-        lambda: cattn.masked_softmax(grad),
-        lambda: cattn.dropout(grad),
-        lambda: cattn.attention_weights(grad, x),
+    for name, call in (
+        ("query", lambda: cattn.causal_attention(grad, x, x)),
+        ("key", lambda: cattn.causal_attention(x, grad, x)),
+        ("value", lambda: cattn.causal_attention(x, x, grad)),
+        ("bias", lambda: cattn.causal_attention(x, x, x, bias=torch.zeros(4, 4, requires_grad=True))),
+        ("x", lambda: cattn.softmax(grad)),
+        ("scores", lambda: cattn.masked_softmax(grad)),
+        ("x", lambda: cattn.dropout(grad, 0.0)),
+        ("query", lambda: cattn.attention_weights(grad, x)),
+        ("x", lambda: cattn.softmax(torch.ones(4, dtype=torch.bfloat16, requires_grad=True))),
     ):
-        with pytest.raises(RuntimeError, match="requires grad"):
+        with pytest.raises(TypeError, match=rf"{name} is a tensor that requires grad.*{name}\.detach\(\)"):
+            call()
+        with torch.no_grad():
             call()
     assert (cattn.causal_attention(grad.detach(), x, x) == 1).all()

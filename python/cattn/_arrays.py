@@ -50,12 +50,20 @@ def load_bfloat16(asked: str) -> Any:
     return bfloat16
 
 
-def _from_torch_bfloat16(obj: Any, name: str) -> Array:
-    """Return a PyTorch tensor of bfloat16 as an array on the same memory: NumPy has no such type to read it with."""
-    bfloat16 = load_bfloat16(f"{name} is a tensor of bfloat16")
-    if obj.requires_grad:
-        raise TypeError(f"{name} is a tensor that requires grad: pass {name}.detach()")
-    return np.asarray(obj.view(sys.modules["torch"].int16)).view(bfloat16)
+def _from_torch(tensor: Any, name: str) -> Array:
+    """Return a PyTorch tensor as an array on the same memory."""
+    torch = sys.modules["torch"]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name} is a tensor that requires grad, which would be lost: pass {name}.detach(); "
+            f"cattn.integrations.torch has attention with gradients"
+        )
+    # NumPy has no bfloat16 to read it with
+    bfloat16 = load_bfloat16(f"{name} is a tensor of bfloat16") if tensor.dtype is torch.bfloat16 else None
+    try:
+        return np.asarray(tensor) if bfloat16 is None else np.asarray(tensor.view(torch.int16)).view(bfloat16)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{name} cannot be read as an array: {error}") from error
 
 
 def _asarray(obj: Any, name: str) -> Array:
@@ -64,8 +72,8 @@ def _asarray(obj: Any, name: str) -> Array:
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
     torch = sys.modules.get("torch")  # not imported: there are no tensors
-    if torch is not None and isinstance(obj, torch.Tensor) and obj.dtype is torch.bfloat16:
-        return _from_torch_bfloat16(obj, name)
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return _from_torch(obj, name)
     dlpack_only = hasattr(obj, "__dlpack__") and not any(
         hasattr(obj, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
     )
