@@ -118,6 +118,11 @@ def test_a_whole_cache_equals_its_part() -> None:
         ({"kv_num_heads": None}, ValueError, "kv_num_heads must divide the last axis of K, 8, got None"),
         ({"Q": np.zeros((3, 8))}, ValueError, "Q must have 3 or 4 dimensions, got 2"),
         ({"V": np.zeros((1, 3, 8), int)}, TypeError, "V must be float16, bfloat16, float32 or float64, got int64"),
+        *[
+            ({name: np.ma.ones((1, 3, 8), np.float32)}, TypeError, f"{name} is a masked array")
+            for name in ("Q", "K", "V", "attn_mask")
+        ],
+        (dict.fromkeys(("past_key", "past_value"), np.ma.ones((1, 2, 1, 4))), TypeError, "past_key is a masked array"),
         ({"return_qk": True, "qk_matmul_output_mode": 4}, ValueError, "qk_matmul_output_mode must be 0, 1, 2 or 3"),
     ],
 )

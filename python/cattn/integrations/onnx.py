@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn import attention_weights, scaled_dot_product_attention
-from cattn._arrays import is_bfloat16
+from cattn._arrays import is_bfloat16, refuse_masked
 
 try:
     from onnx import TensorProto
@@ -172,6 +172,7 @@ def attention(
 
 def _computable(array: ArrayLike, name: str, softmax_precision: int | None) -> Array:
     """Return the array, in float64 where that precision is asked for."""
+    refuse_masked(array, name)
     given = np.asarray(array)
     if given.dtype not in (np.float16, np.float32, np.float64) and not is_bfloat16(given.dtype):
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {given.dtype}")
@@ -193,6 +194,7 @@ def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
     """Return the mask with a last axis of all keys: what it does not reach is hidden."""
     if mask is None:
         return None
+    refuse_masked(mask, "attn_mask")
     given = np.asarray(mask)
     missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
     if missing <= 0:
