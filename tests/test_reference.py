@@ -146,6 +146,8 @@ def test_the_textbook_pipelines() -> None:
 def test_masked_softmax_refuses() -> None:
     with pytest.raises(ValueError, match='"neg_inf" or "renormalize"'):
         reference.masked_softmax(np.ones((2, 2)), method="other")
+    with pytest.raises(ValueError, match='"neg_inf" or "renormalize", got \'other\''):
+        reference.textbook_masked_softmax([1.0, 2.0], [True, False], "other")
     with pytest.raises(TypeError, match=r"mask.astype\(bool\)"):
         reference.masked_softmax(np.ones((2, 2)), np.ones((2, 2), int))
 

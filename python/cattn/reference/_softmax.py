@@ -102,5 +102,7 @@ def textbook_masked_softmax(scores: ArrayLike, mask: ArrayLike, method: str = "n
     """
     if method == "neg_inf":
         return softmax(np.where(mask, scores, -np.inf))
+    if method != "renormalize":
+        raise ValueError(f'method must be "neg_inf" or "renormalize", got {method!r}')
     kept = softmax(scores) * np.asarray(mask, np.bool_)
     return np.asarray(kept / kept.sum(axis=-1, keepdims=True))
