@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -490,13 +491,16 @@ def test_files_of_something_else(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="files of weights end in"):
             module.load(path)
     np.savez(tmp_path / "objects.npz", W_query=np.array([{}], object))
-    with pytest.raises(ValueError, match=r"is no \.npz file of numbers"):
-        module.load(tmp_path / "objects.npz")
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps({}))
+    for name in ("objects.npz", "pickle.npz"):
+        with pytest.raises(ValueError, match=r"is no \.npz file of numbers.*never unpickles") as caught:
+            module.load(tmp_path / name)
+        assert "allow_pickle" not in str(caught.value)
     np.save(tmp_path / "one.npy", ones(3))
     os.rename(tmp_path / "one.npy", tmp_path / "one.npz")
     with pytest.raises(ValueError, match=r"is no \.npz file of numbers"):
         module.load(tmp_path / "one.npz")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"absent/w\.npz'$"):
         module.save(tmp_path / "absent" / "w.npz")
 
 

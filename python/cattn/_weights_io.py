@@ -46,6 +46,10 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
             else:  # bytes, because save_file would make a file that only its owner may read
                 stream.write(_safetensors().save(arrays))
         os.replace(temporary, target)
+    except OSError as error:
+        if error.filename == str(temporary):  # a name that the caller has never seen
+            error.filename = str(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -62,7 +66,9 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
         except MemoryError:
             raise
         except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
-            raise ValueError(f"{source} is no .npz file of numbers, or damaged: {error}") from error
+            pickled = "allow_pickle" in str(error)  # how to unpickle it is no advice
+            reason = "cattn reads arrays of numbers and never unpickles" if pickled else error
+            raise ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}") from error
 
 
 def _load_safetensors(source: Path) -> dict[str, Array]:
