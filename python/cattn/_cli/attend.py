@@ -94,6 +94,10 @@ class _Job:
                 self.masks[name] = load(spec, name)
         self._files = ", ".join(f"{name}: {spec}" for name, spec in files.items())
 
+        if not 0 <= options.dropout <= 1:
+            raise InputError(f"--dropout must be in [0, 1], got {options.dropout}")
+        if options.seed is not None and not 0 <= options.seed < 2**64:
+            raise InputError(f"--seed must be in 0 <= N < 2**64, got {options.seed}")
         self.settings: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
         if options.causal:
             self.settings["is_causal"] = True
