@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import cattn
@@ -189,6 +190,41 @@ def test_errors() -> None:
         attention(x, x, x.double())
     with pytest.raises(ValueError, match="key has head_dim 3, query has 4"):
         attention(x, x[..., :3], x)
+    with pytest.raises(ValueError, match="attn_mask is on meta, cattn computes on the CPU"):
+        attention(x, x, x, torch.ones(3, 3, dtype=torch.bool, device="meta"))
+    array: Any = x.numpy()
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got ndarray"):
+        attention(array, x, x)
+    with pytest.raises(TypeError, match=r"attn_mask must be a torch\.Tensor, got ndarray"):
+        attention(x, x, x, array)
+    with bridge.use_cattn(), pytest.raises(TypeError, match=r"scaled_dot_product_attention\(\) missing .*'value'"):
+        torch.nn.functional.scaled_dot_product_attention(x, x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, for its tangents
+@pytest.mark.parametrize(("i", "name"), list(enumerate(("query", "key", "value", "attn_mask"))))
+def test_forward_mode_is_refused_and_the_swap_leaves_it_to_pytorch(i: int, name: str) -> None:
+    """PyTorch gives a custom operator's result no tangent, which reads as a derivative of 0."""
+    inputs = [t.detach() for t in tensors(*[(1, 2, 5, 4)] * 3, (5, 5))]
+
+    def along(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*inputs[:i], x, *inputs[i + 1 :]]
+
+    with forward_ad.dual_level():
+        dual = along(forward_ad.make_dual(inputs[i], torch.ones_like(inputs[i])))
+        with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
+            attention(*dual)
+        with bridge.use_cattn(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            tangent = forward_ad.unpack_dual(torch.nn.functional.scaled_dot_product_attention(*dual)).tangent
+    h = 1e-6
+    right = (attention(*along(inputs[i] + h)) - attention(*along(inputs[i] - h))) / (2 * h)
+    torch.testing.assert_close(tangent, right, atol=1e-8, rtol=0)  # 1e-16 / h of rounding, and h**2
+
+
+def test_the_swap_leaves_mixed_dtypes_to_autocast() -> None:
+    x = torch.randn(1, 2, 5, 8)
+    with bridge.use_cattn(), torch.autocast("cpu"):
+        assert torch.nn.functional.scaled_dot_product_attention(x.bfloat16(), x, x).dtype == torch.bfloat16
 
 
 def test_training_a_small_model_gives_the_same_losses() -> None:

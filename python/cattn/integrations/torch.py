@@ -23,6 +23,7 @@ __all__ = ["scaled_dot_product_attention", "use_cattn"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _theirs = torch.nn.functional.scaled_dot_product_attention
+_unpack_dual: Any = torch.autograd.forward_ad.unpack_dual  # has no types
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:
@@ -161,6 +162,20 @@ def _differentiate(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Any, 
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
+def _has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation is at work: PyTorch drops the tangents at custom operators, silently."""
+    return not torch.compiler.is_compiling() and _unpack_dual(tensor).tangent is not None
+
+
+def _check(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":  # of a mask on "meta", PyTorch would make a result that nobody computed
+        raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+    if _has_tangent(tensor):
+        raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -201,7 +216,9 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes.
+        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, and for what is no tensor.
+    NotImplementedError
+        In forward-mode differentiation.
 
     Notes
     -----
@@ -218,11 +235,12 @@ def scaled_dot_product_attention(
     torch.Size([3, 3])
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+        _check(tensor, name)
         if tensor.dtype not in _DTYPES or tensor.dtype is not query.dtype:
             wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {query.dtype}"
             raise TypeError(f"{name} has dtype {tensor.dtype}; {wanted}")
+    if attn_mask is not None:
+        _check(attn_mask, "attn_mask")
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     else:
@@ -231,16 +249,15 @@ def scaled_dot_product_attention(
     return out
 
 
-def _is_ours(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> bool:
-    return all(
-        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.dtype in _DTYPES
-        for tensor in (query, key, value)
-    )
+def _is_ours(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not _has_tangent(tensor)
 
 
 @functools.wraps(_theirs)
-def _dispatch(*args: Any, **kwargs: Any) -> Any:
-    return (scaled_dot_product_attention if _is_ours(*args, **kwargs) else _theirs)(*args, **kwargs)
+def _dispatch(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    ours = all(map(_is_ours, tensors)) and query.dtype in _DTYPES and key.dtype == value.dtype == query.dtype
+    return (scaled_dot_product_attention if ours else _theirs)(query, key, value, attn_mask, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -248,8 +265,9 @@ def use_cattn() -> Iterator[None]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
 
     Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them; other devices and
-    dtypes go to PyTorch as before. The name is the process's, so threads share it. What was computed inside has cattn's
-    backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
+    dtypes, mixed ones too, and forward-mode differentiation go to PyTorch as before. The name is the process's, so
+    threads share it. What was computed inside has cattn's backward pass wherever that runs; recomputation by
+    checkpointing belongs inside, too.
 
     Yields
     ------
