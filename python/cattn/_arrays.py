@@ -134,6 +134,8 @@ def _behaved(array: Array, name: str) -> Array:
 def _refuse_dtype(array: Array, name: str) -> TypeError:
     """Name the dtype, and what would do instead."""
     dtype = array.dtype
+    if dtype.kind == "O" and array.ndim == 0:  # None, a dict, a generator: no array at all
+        return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
     if dtype.name.startswith("float") and dtype.itemsize < 4:  # the small ones of ml_dtypes, whatever their kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":
@@ -159,7 +161,10 @@ def as_array(obj: object, name: str, dtype: str = "d") -> Array:
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
     if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
-        raise TypeError(f"{name} has dtype {array.dtype}; additive masks are float16, bfloat16, float32 or float64")
+        cure = f": pass {name}.astype(np.float64)" if array.dtype.kind in "iuf" else ""
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; additive masks are float16, bfloat16, float32 or float64{cure}"
+        )
     if array.dtype == np.dtype(dtype):
         return _behaved(array, name)
     once = _once(array)
