@@ -181,10 +181,10 @@ def rows_for_rng(functions: tuple[str, ...]) -> list[Row]:
             "rng must be None, an int, a numpy.random.Generator or a cattn.TorchGenerator, got bool",
             rng=np.True_,
         ),
-        wrong_type(functions, "rng must be None, an int, or what numpy.random.default_rng takes", rng="1"),
-        wrong_type(functions, "rng must be None, an int, or what numpy.random.default_rng takes", rng=1.5),
-        wrong_value(functions, "rng must be None, an int, or what numpy.random.default_rng takes", rng=[-1]),
-        wrong_type(functions, "rng must be None, an int, or what numpy.random.default_rng", rng=object()),
+        wrong_type(functions, "rng must be .*TorchGenerator, or what numpy.random.default_rng takes", rng="1"),
+        wrong_type(functions, "rng must be .*TorchGenerator, or what numpy.random.default_rng takes", rng=1.5),
+        wrong_value(functions, "rng must be .*TorchGenerator, or what numpy.random.default_rng takes", rng=[-1]),
+        wrong_type(functions, "rng must be .*TorchGenerator, or what numpy.random.default_rng", rng=object()),
     ]
 
 

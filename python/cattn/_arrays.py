@@ -260,5 +260,6 @@ def draw_seed(rng: Any) -> int:
     try:
         generator = np.random.default_rng(rng)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"rng must be None, an int, or what numpy.random.default_rng takes: {error}") from error
+        wanted = "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes"
+        raise type(error)(f"rng must be {wanted}: {error}") from error
     return int(generator.integers(0, 2**64, dtype=np.uint64))
