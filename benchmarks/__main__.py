@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from .probe import find_probe
 from .timing import LAPS, Case, Measured, row_of
 
 
-def progress(cases: Iterable[Any], group: str) -> tuple[Iterable[Any], Callable[[str], None]]:
-    """Show how far a group is, where tqdm is installed; also return how to print beside it."""
+def progress(cases: Iterable[Any], group: str) -> Iterable[Any]:
+    """Show how far a group is, where tqdm is installed."""
     with contextlib.suppress(ImportError):
         from tqdm.auto import tqdm
 
-        return tqdm(cases, desc=group, unit="row", leave=False, dynamic_ncols=True), tqdm.write
-    return cases, print
+        return tqdm(cases, desc=group, unit="row", leave=False, dynamic_ncols=True)  # type: ignore[no-any-return]
+    return cases
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("groups", nargs="*", metavar="group", help=", ".join([*GROUPS, "scaling", "report"]))
     parser.add_argument("--list", action="store_true", help="name the groups and leave")
-    parser.add_argument("--laps", type=int, default=LAPS, help="how often to go through a group (default: %(default)s)")
+    parser.add_argument("--laps", type=int, help="how often to go through a group (default: until its ratios settle)")
     parser.add_argument("--rounds", type=int, help="rounds of each row in a lap (default: by time, 2 to 9)")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
@@ -60,26 +60,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(group: str, found: argparse.Namespace, probe: Any) -> list[dict[str, Any]]:
-    """Run one group lap by lap, print its rows in the last one, keep them."""
+    """Run one group lap by lap, keep and print its rows."""
     print(f"\n{group}: {GROUPS[group].__doc__}")
+    rows: dict[str, dict[str, Any]] = {}
     measured: dict[str, Measured] = defaultdict(Measured)
-    for lap in range(1, found.laps + 1):
-        rows = []
-        cases, tell = progress(GROUPS[group](probe), f"{group}, lap {lap} of {found.laps}")
-        for case in cases:
+    fewest, most = (found.laps, found.laps) if found.laps else LAPS
+    for lap in range(1, most + 1):
+        for case in progress(GROUPS[group](probe), f"{group}, lap {lap}"):
             name = case.name if isinstance(case, Case) else case["name"]
             if found.only not in name:
                 continue
-            if isinstance(case, Case):
+            if not isinstance(case, Case):  # there at once, and not timed
+                rows[name] = case
+            elif lap <= fewest or not measured[name].settled():
                 measured[name].lap(case, probe.limits if probe else {}, found.rounds)
-            rows.append(row_of(case, measured[name]) if isinstance(case, Case) else case)
-            if lap == found.laps or not measured:
-                tell(report.line(rows[-1]))
-        if not measured:  # rows that are not timed are there after one lap
+                rows[name] = row_of(case, measured[name])
+        if not measured or (lap >= fewest and all(case.settled() for case in measured.values())):
             break
+    for row in rows.values():
+        print(report.line(row))
     if rows and not found.only:
-        save(found.output, group, rows)
-    return rows
+        save(found.output, group, list(rows.values()))
+    return list(rows.values())
 
 
 def main(arguments: list[str] | None = None) -> int:

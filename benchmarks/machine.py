@@ -59,7 +59,8 @@ def memory_kept() -> Iterator[None]:
     Who writes gigabytes of scores is else timed by how the kernel hands out pages, which on a virtual machine changes
     from call to call by several times.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", lambda option, value: 0)
     trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # malloc.h
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, -1)
@@ -69,6 +70,7 @@ def memory_kept() -> Iterator[None]:
         mallopt(mmap_max, 65536)
         mallopt(mmap_threshold, 32 << 20)
         mallopt(trim_threshold, 64 << 20)
+        getattr(library, "malloc_trim", lambda pad: 0)(0)
 
 
 def save(folder: Path, group: str, rows: list[dict[str, Any]], **beside: Any) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import load
+from .timing import SHORT
 
 TITLES = {"torch": "PyTorch SDPA", "numpy": "NumPy textbook", "onnxruntime": "onnxruntime", "jax": "JAX"}
 
@@ -49,13 +50,13 @@ def _rows(folder: Path, group: str) -> dict[str, Any]:
     return {row["name"]: row for row in kept["rows"]} if kept else {}
 
 
-def changes(before: Path, now: Path, groups: list[str], least: float = 1e-3) -> list[tuple[str, str, float]]:
+def changes(before: Path, now: Path, groups: list[str]) -> list[tuple[str, str, float]]:
     """Return (row, peer, change) of every ratio that two runs have in common, of rows of a millisecond and more."""
     found = []
     for group in groups:
         old, new = _rows(before, group), _rows(now, group)
         for name in old.keys() & new.keys():
-            if "ratios" in new[name] and new[name]["seconds"]["cattn"]["median"] >= least:
+            if "ratios" in new[name] and new[name]["seconds"]["cattn"]["median"] >= SHORT:
                 was, ratios = old[name]["ratios"], new[name]["ratios"]
                 found += [(f"{group}: {name}", peer, ratios[peer] / was[peer] - 1) for peer in ratios if peer in was]
     return sorted(found, key=lambda change: -abs(change[2]))

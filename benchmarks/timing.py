@@ -1,7 +1,7 @@
 """Interleaved timing: contestants take turns, round by round, so that the machine's moods meet all of them.
 
-A group of rows is gone through several times, lap by lap: minutes lie between the laps, and each has new arrays, so
-that neither a mood of minutes nor where an array happens to lie in memory decides a row.
+A group of rows is gone through several times, lap by lap, with new arrays each, so that neither a mood of minutes nor
+where an array happens to lie in memory decides a row: laps go on until the ratios are known well enough.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated within it, lest the peers leave only cold caches
 BUDGET = 2.5  # seconds that the rounds of one case may take in a lap, but for the fewest rounds
-LAPS = 3
 FEWEST, MOST = 2, 9  # rounds of one lap
+LAPS = 3, 24  # at least, at most
+SETTLED = 0.02  # the standard error of a ratio, from lap to lap, that is small enough
+SHORT = 1e-3  # rows of fewer seconds have the fewest laps, and are not compared between runs
 Name = TypeVar("Name")
 
 
@@ -82,7 +84,7 @@ def interleave(contestants: dict[Name, Callable[[], object]], rounds: int | None
 class Measured:
     """What the laps of one case have found so far."""
 
-    times: dict[str, Timing] = field(default_factory=dict)
+    laps: list[dict[str, Timing]] = field(default_factory=list)
     limit_work: float = 0.0  # what one call of the limit's probe does
 
     def lap(self, case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> None:
@@ -95,16 +97,33 @@ class Measured:
         probe = limits.get(case.limit or "")
         if probe is not None:
             contestants["limit"] = lambda: done.append(probe())
-        for name, timing in interleave(contestants, rounds).items():
-            self.times.setdefault(name, Timing([])).rounds.extend(timing.rounds)
+        self.laps.append(interleave(contestants, rounds))
         self.limit_work = done[-1] if done else 0.0  # every call of a probe does the same work
+
+    def times(self) -> dict[str, Timing]:
+        """Return the rounds of all laps."""
+        return {name: Timing([t for lap in self.laps for t in lap[name].rounds]) for name in self.laps[0]}
+
+    def settled(self) -> bool:
+        """Tell whether another lap would hardly change the ratios."""
+        first, *more = self.laps
+        if not more:
+            return False
+        if self.times()["cattn"].median < SHORT:
+            return True
+        for name in first.keys() - {"cattn"}:
+            ratios = [lap[name].over(lap["cattn"]) for lap in self.laps]
+            if statistics.stdev(ratios) > SETTLED * len(ratios) ** 0.5 * statistics.mean(ratios):
+                return False
+        return True
 
 
 def row_of(case: Case, measured: Measured) -> dict[str, Any]:
     """Return what is kept of a case, and say which targets are met."""
-    times = measured.times
+    times = measured.times()
     cattn = times["cattn"]
     row: dict[str, Any] = {"name": case.name, **case.facts}
+    row["laps"] = len(measured.laps)
     row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
     row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
     if "limit" in times:

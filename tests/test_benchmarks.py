@@ -70,9 +70,22 @@ def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert laps == 4 * [probe]
     assert [row["name"] for row in rows] == ["a", "b"]
     for row in rows:
-        rounds = {name: len(times.rounds) for name, times in row["kept"].times.items()}
+        rounds = {name: len(times.rounds) for name, times in row["kept"].times().items()}
         assert rounds == {"cattn": 12, "numpy": 12, "limit": 12}
         assert row["kept"].limit_work == 8
+
+
+def test_laps_go_on_until_ratios_settle() -> None:
+    def measured(*ratios: float, seconds: float = 0.01) -> timing.Measured:
+        laps = [{"cattn": timing.Timing([seconds]), "numpy": timing.Timing([r * seconds])} for r in ratios]
+        return timing.Measured(laps)
+
+    assert not measured(2.0).settled()
+    assert measured(2.0, 2.01, 1.99).settled()
+    assert not measured(2.0, 3.0, 2.0).settled()
+    assert measured(2.0, 3.0, 2.0, seconds=1e-4).settled()  # too short to be compared between runs
+    assert measured(*[2.0, 2.2] * 8).settled()
+    assert not measured(*[2.0, 2.2] * 2).settled()
 
 
 def test_what_slows_a_round_down_changes_no_ratio() -> None:
