@@ -38,6 +38,17 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
     return true;
 }
 
+bool cattn_arg_scale(PyObject *object, int type, double *value) {
+    if (!cattn_arg_real(object, "scale", value))
+        return false;
+    /* what rounds to infinity, whatever rounding the caller has set */
+    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127) {
+        PyErr_Format(PyExc_ValueError, "scale must round to a finite float32, got %R", object);
+        return false;
+    }
+    return true;
+}
+
 PyObject *cattn_arg_index(PyObject *object, const char *name) {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
         PyObject *number = PyNumber_Index(object);

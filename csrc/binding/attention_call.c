@@ -158,9 +158,10 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
 
 /* ---- masks and positions ---- */
 
-static bool parse_scale(PyObject *scale, struct cattn_attention_params *params) {
+static bool parse_scale(struct cattn_call *call, PyObject *scale) {
+    struct cattn_attention_params *params = call->params;
     if (scale != Py_None)
-        return cattn_arg_real(scale, "scale", &params->scale);
+        return cattn_arg_scale(scale, call->type, &params->scale);
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     params->scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
     cattn_fp_leave(mode);
@@ -253,7 +254,7 @@ static bool parse_shapers(struct cattn_call *call, PyObject *const *args) {
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_ENABLE_GQA]) &&
-           parse_lead(call) && parse_scale(args[ARG_SCALE], call->params) && parse_masks(call, args) &&
+           parse_lead(call) && parse_scale(call, args[ARG_SCALE]) && parse_masks(call, args) &&
            parse_ranges(call, args) && parse_shapers(call, args) &&
            cattn_dropout_spec_from(args[ARG_DROPOUT_P], "dropout_p", &call->params->dropout);
 }

@@ -250,7 +250,7 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
     }
     const int nd = PyArray_NDIM(inputs[1]), type = cattn_arg_promote(state, inputs, 2);
     if (type < 0 || !check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])) ||
-        !cattn_arg_real(args[2], "scale", &params.scale))
+        !cattn_arg_scale(args[2], type, &params.scale))
         goto done;
     if (type != cattn_arg_compute_type(type)) {
         PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");

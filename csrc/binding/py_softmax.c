@@ -141,8 +141,8 @@ PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n
     params.method = CATTN_SOFTMAX_PLAIN;
     params.is_causal = false;
     return finish(&call, parse_x(&call, args[0], "x") && parse_axis(&call, args[1], "x") &&
-                             parse_mask(&call, args[2], "where") && cattn_arg_real(args[3], "scale", &params.scale) &&
-                             make_output(&call, args[4]));
+                             parse_mask(&call, args[2], "where") &&
+                             cattn_arg_scale(args[3], call.type, &params.scale) && make_output(&call, args[4]));
 }
 
 static bool parse_method(struct binding_state *state, PyObject *object, enum cattn_softmax_method *method) {
@@ -171,7 +171,7 @@ PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ss
     }
     call.axis = call.nd - 1;
     return finish(&call, parsed && parse_mask(&call, args[1], "mask") && parse_positions(&call, args[2], args[3]) &&
-                             cattn_arg_real(args[4], "scale", &params.scale) &&
+                             cattn_arg_scale(args[4], call.type, &params.scale) &&
                              parse_method(call.state, args[5], &params.method) && make_output(&call, args[6]));
 }
 
