@@ -228,11 +228,6 @@ def draw(method: str) -> Callable[..., Any]:
     return call
 
 
-def few_slopes(num_heads: Any) -> Any:
-    """Not for billions of heads: they would all be made, in Python."""
-    return None if isinstance(num_heads, int) and num_heads > 1 << 16 else cattn.get_alibi_slopes(num_heads)
-
-
 def set_threads(n: Any) -> None:
     try:
         cattn.set_num_threads(n)
@@ -294,7 +289,7 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (cattn.causal_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=lambda d: d.pick(SIZES), query_offset=axis)),
     (cattn.show_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=3, is_causal="upper_left")),
     (cattn.sliding_window, constant(total=4)),
-    (few_slopes, constant(num_heads=4)),
+    (cattn.get_alibi_slopes, constant(num_heads=4)),
     (cattn.TorchGenerator, constant(seed=4, dropout="aten")),
     (draw("linear"), constant(in_features=3, out_features=2, bias=True)),
     (draw("bernoulli"), constant(p=0.5)),

@@ -41,6 +41,7 @@ def test_alibi_slopes() -> None:
         assert slopes.shape == (n,)
         assert len(set(slopes)) == n
         assert ((slopes > 0) & (slopes < 1)).all()
+    assert len(set(cattn.get_alibi_slopes(2**16).astype(np.float32))) == 2**16
 
 
 def test_alibi_is_a_bias(dtype: type) -> None:
@@ -95,6 +96,8 @@ def test_show_mask_agrees_with_causal_mask() -> None:
         (lambda: cattn.sliding_window(0), ValueError, "total must be at least 1, got 0"),
         (lambda: cattn.sliding_window(2.0), TypeError, "total must be an int, got float"),
         (lambda: cattn.get_alibi_slopes(0), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: cattn.get_alibi_slopes(2**16 + 1), ValueError, "num_heads must be at most 65536, got 65537"),
+        (lambda: cattn.get_alibi_slopes(2**31), ValueError, "num_heads must be at most 65536, got 2147483648"),
         (lambda: cattn.get_alibi_slopes("8"), TypeError, "num_heads must be an int, got str"),
         (lambda: cattn.show_mask(-1), ValueError, "T_q must be at least 0, got -1"),
         (lambda: cattn.show_mask(2, 2.5), TypeError, "T_k must be an int, got float"),

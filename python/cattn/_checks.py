@@ -22,13 +22,13 @@ def as_int(value: object, name: str) -> int:
     raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
-def as_size(value: object, name: str, minimum: int = 1) -> int:
-    """Return value as an int of at least `minimum` that may be the size of an array."""
+def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsize) -> int:
+    """Return value as an int of at least `minimum` and at most `maximum`, which may be the size of an array."""
     size = as_int(value, name)
     if size < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {size}")
-    if size > sys.maxsize:
-        raise ValueError(f"{name} must be at most {sys.maxsize}, got {size}")
+    if size > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {size}")
     return size
 
 

@@ -15,6 +15,7 @@ from ._types import Alignment, Window
 
 GRID = 64  # masks with more keys than this are told in ranges
 MOST_ROWS = 64  # and no more queries than this are told of one mask
+MOST_HEADS = 1 << 16  # hundreds of times those of any model: more are no heads, and their slopes would fill the memory
 
 
 def causal_mask(
@@ -103,7 +104,7 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     Parameters
     ----------
     num_heads : int
-        Number of query heads, at least 1.
+        Number of query heads, at least 1 and at most 65536.
 
     Returns
     -------
@@ -114,7 +115,7 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     Raises
     ------
     TypeError, ValueError
-        num_heads is not an int, or below 1.
+        num_heads is not an int, or out of range.
 
     Notes
     -----
@@ -127,7 +128,7 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     >>> cattn.get_alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625])
     """
-    num_heads = as_size(num_heads, "num_heads")
+    num_heads = as_size(num_heads, "num_heads", maximum=MOST_HEADS)
     below = 1 << (num_heads.bit_length() - 1)
 
     def powers(n: int) -> NDArray[np.float64]:
