@@ -99,6 +99,9 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
     "dropout": lambda: cattn.dropout(repeated(2**60), 0.5, rng=1),
     "causal_mask": lambda: cattn.causal_mask(2**30, 2**31),
     "softmax_backward": lambda: cattn.softmax_backward(repeated(2**60), repeated(2**60)),
+    "merge_attention": lambda: cattn.merge_attention([repeated(2**40, 2)] * 2, [repeated(2**40)] * 2),
+    "merge_attention, without columns": lambda: cattn.merge_attention([repeated(2**40, 0)] * 2, [repeated(2**40)] * 2),
+    "merge_attention, parts": lambda: cattn.merge_attention(repeated(2**40, 2), repeated(2**40)),
 }
 
 

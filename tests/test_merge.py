@@ -1,6 +1,8 @@
 """merge_attention: parts of the keys add up to all of them, and an empty part changes no bit."""
 
 import itertools
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,37 @@ def test_far_apart_and_nan(dtype: type) -> None:
 def test_mixed_dtypes_promote() -> None:
     out, lse = cattn.merge_attention([np.ones((2, 3), np.float32), np.ones((2, 3))], [np.zeros(2, np.float32)] * 2)
     assert out.dtype == lse.dtype == np.float64
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Return the most bytes of Python and NumPy that the call holds at once, its result among them."""
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_beyond_the_result() -> None:
+    """One more array of the output's size, and a number for each row of each part."""
+    outs, lses = np.ones((5, 3000, 64), np.float32), np.ones((5, 3000), np.float32)
+    assert peak(lambda: cattn.merge_attention(list(outs), list(lses))) < 2 * outs[0].nbytes + 2 * lses.nbytes + 2**14
+
+
+def test_parts_in_one_array_are_not_taken_apart() -> None:
+    """However many they are, so that what does not fit is refused at once."""
+    many, more = (np.broadcast_to(np.float32(1), n) for n in (2**16, 2**16 + 1))
+    out, lse = cattn.merge_attention(many[:, None], many)
+    assert (out.item(), lse.item()) == (1.0, pytest.approx(1 + np.log(2**16)))
+    assert peak(lambda: cattn.merge_attention(many[:, None], many)) < 2 * many.nbytes
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="as many, at least 1, got 65536 and 65537"):
+            cattn.merge_attention(many[:, None], more)
+
+    assert peak(refused) < 2**16
 
 
 @pytest.mark.parametrize(

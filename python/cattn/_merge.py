@@ -57,36 +57,45 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     True
     """
     all_outs, all_lses = _parts(outs, "outs"), _parts(lses, "lses")
-    if not all_outs or len(all_outs) != len(all_lses):
+    if len(all_outs) == 0 or len(all_outs) != len(all_lses):
         raise ValueError(f"outs and lses must be as many, at least 1, got {len(all_outs)} and {len(all_lses)}")
-    if all_outs[0].ndim == 0:
+    shape = all_outs[0].shape
+    if shape == ():
         raise ValueError("outs[0] must have at least 1 dimension, got 0")
-    for n, (out, lse) in enumerate(zip(all_outs, all_lses, strict=True)):
-        if out.shape != all_outs[0].shape:
-            raise ValueError(f"outs[{n}] has shape {out.shape}, outs[0] has {all_outs[0].shape}")
-        if lse.shape != out.shape[:-1]:
-            raise ValueError(f"lses[{n}] has shape {lse.shape}, its output wants {out.shape[:-1]}")
+    for n, out in enumerate(_unlike(all_outs)):
+        if out.shape != shape:
+            raise ValueError(f"outs[{n}] has shape {out.shape}, outs[0] has {shape}")
+    for n, lse in enumerate(_unlike(all_lses)):
+        if lse.shape != shape[:-1]:
+            raise ValueError(f"lses[{n}] has shape {lse.shape}, its output wants {shape[:-1]}")
 
-    stored = np.result_type(*all_outs)
-    dtype = np.result_type(stored, *all_lses, np.float32)
-    stacked = np.stack(all_lses).astype(dtype, copy=False)
-    top = stacked.max(axis=0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        parts = np.exp(stacked - np.where(np.isneginf(top), dtype.type(0), top))
-        total = parts.sum(axis=0)
-        merged = np.zeros(all_outs[0].shape, dtype)
-        for share, out in zip(parts, all_outs, strict=True):
-            # not a product where the share is 0: what an empty part holds does not count
-            merged += np.where(share[..., None] == 0, dtype.type(0), share[..., None] * out)
+    stored = np.result_type(*_unlike(all_outs))
+    dtype = np.result_type(stored, *_unlike(all_lses), np.float32)
+    with np.errstate(all="ignore"):
+        # all large arrays before any work: what has no room says so at once
+        merged, product, shares = np.zeros(shape, dtype), np.empty(shape, dtype), np.array(all_lses, dtype)
+        top = shares.max(axis=0)
+        shares -= np.where(np.isneginf(top), dtype.type(0), top)
+        np.exp(shares, out=shares)
+        total = shares.sum(axis=0)
+        for share, out in zip(shares[..., None], all_outs, strict=True):
+            np.multiply(share, out, out=product)
+            np.add(merged, product, out=merged, where=share != 0)  # what an empty part holds does not count
         merged /= np.where(total == 0, dtype.type(1), total)[..., None]
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)
         return merged, top + np.log(np.where(total == 0, dtype.type(1), total))
 
 
-def _parts(parts: object, name: str) -> list[NDArray[Any]]:
+def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:
+    """Return the parts: one array if they are one, however many it holds, else a list of arrays."""
     if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
-    if isinstance(parts, memoryview):  # which has rows, and no way to iterate over them
-        parts = np.asarray(parts)
+    if hasattr(parts, "ndim"):
+        return as_array(parts, name)
     return [as_array(part, f"{name}[{n}]") for n, part in enumerate(parts)]
+
+
+def _unlike(parts: NDArray[Any] | list[NDArray[Any]]) -> NDArray[Any] | list[NDArray[Any]]:
+    """Return the parts that may differ in shape and dtype: in one array the first stands for all."""
+    return parts if isinstance(parts, list) else parts[:1]
