@@ -4,6 +4,7 @@ Beside test_errors.py, which has a row for each rule: here are arrays and tensor
 objects of no use at all.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +48,34 @@ def test_several_numbers_for_one(name: str, kind: str) -> None:
         NUMBERS[name](SEVERAL[kind])
 
 
-@pytest.mark.parametrize("given", [{"mask": np.ones(3, bool)}, {"rng": 1}, {}])
-@pytest.mark.parametrize("p", [np.zeros(3, "f4,i2"), np.ones((2, 2)), "x", None, [0.5], 1j])
-def test_the_probability_of_a_dropout_gone_back(p: object, given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"^p must be a real number, got "):
-        cattn.dropout_backward(X, p, **given)  # type: ignore[arg-type]
+PROBABILITIES: list[tuple[str, Call]] = [
+    ("dropout_p", lambda p: cattn.causal_attention(X, X, X, dropout_p=p)),
+    ("dropout_p", lambda p: cattn.attention_backward(X, X, X, X, X, X[:, 0], dropout_p=p)),
+    ("dropout_p", lambda p: cattn.attention_weights(X, X, dropout_p=p)),
+    ("dropout_p", lambda p: cattn.attention_weights(X, X, dropout_p=p, stage="dropout")),
+    ("p", lambda p: cattn.dropout(X, p)),
+    ("p", lambda p: cattn.dropout_backward(X, p, rng=1)),
+    ("p", lambda p: cattn.dropout_backward(X, p, mask=np.ones(3, bool))),
+    ("p", lambda p: cattn.dropout_backward(X, p)),
+    ("p", lambda p: cattn.TorchGenerator(1).dropout_mask(p, 3)),
+    ("dropout probability", cattn.Dropout),
+    ("dropout probability", lambda p: cattn.CausalAttention(3, 2, 4, p)),
+]
+
+
+@pytest.mark.parametrize(
+    ("p", "error", "says"),
+    [
+        *[(p, TypeError, "a real number, got ") for p in (None, "0.5", b"0.5", True, np.True_, 1j, [0.5])],
+        *[(p, TypeError, "a real number, got ") for p in (np.ones((2, 2)), np.zeros(3, "f4,i2"))],
+        *[(p, ValueError, "in [0, 1], got ") for p in (-0.1, 1.5, -1, 2, np.float32(1.5), np.nextafter(1, 2))],
+        *[(p, ValueError, "finite, got ") for p in (np.nan, -np.inf, 10**400)],
+    ],
+)
+def test_one_rule_for_every_probability(p: object, error: type[Exception], says: str) -> None:
+    for name, call in PROBABILITIES:
+        with pytest.raises(error, match=f"^{name} must be {re.escape(says)}"):
+            call(p)
 
 
 @pytest.mark.parametrize(

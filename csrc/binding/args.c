@@ -49,6 +49,15 @@ bool cattn_arg_scale(PyObject *object, int type, double *value) {
     return true;
 }
 
+bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
+    if (!cattn_arg_real(object, name, p))
+        return false;
+    if (*p >= 0.0 && *p <= 1.0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, object);
+    return false;
+}
+
 PyObject *cattn_arg_index(PyObject *object, const char *name) {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
         PyObject *number = PyNumber_Index(object);

@@ -13,6 +13,8 @@
 bool cattn_arg_real(PyObject *object, const char *name, double *value);
 /* The argument `scale`, finite in the type that arrays of `type` are computed in. */
 bool cattn_arg_scale(PyObject *object, int type, double *value);
+/* A number in [0, 1]. */
+bool cattn_arg_probability(PyObject *object, const char *name, double *p);
 /* An int, a new reference; TypeError for a bool and for what is no integer. */
 PyObject *cattn_arg_index(PyObject *object, const char *name);
 /* Truth, quick for True and False. */

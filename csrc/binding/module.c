@@ -39,6 +39,18 @@ enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_
     return status;
 }
 
+/* ---- for what Python computes ---- */
+
+/* _probability(object, name): a float in [0, 1], by the rule of every dropout */
+static PyObject *probability(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *object;
+    const char *name;
+    double p;
+    if (!PyArg_ParseTuple(args, "Os:_probability", &object, &name) || !cattn_arg_probability(object, name, &p))
+        return NULL;
+    return PyFloat_FromDouble(p);
+}
+
 /* ---- threads ---- */
 
 static PyObject *get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
@@ -297,6 +309,7 @@ static PyMethodDef methods[] = {
     FASTCALL("masked_softmax", cattn_py_masked_softmax),
     FASTCALL("dropout", cattn_py_dropout),
     FASTCALL("_store", cattn_py_store),
+    {"_probability", probability, METH_VARARGS, NULL},
     {"get_num_threads", get_num_threads, METH_NOARGS, NULL},
     {"set_num_threads", set_num_threads, METH_O, NULL},
     {"_override_num_threads", override_num_threads, METH_O, NULL},

@@ -56,12 +56,8 @@ bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed) 
 
 bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec) {
     double probability;
-    if (!cattn_arg_real(p, name, &probability))
+    if (!cattn_arg_probability(p, name, &probability))
         return false;
-    if (!(probability >= 0.0 && probability <= 1.0)) {
-        PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, p);
-        return false;
-    }
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     spec->enabled = probability > 0.0;
     spec->torch = NULL;

@@ -98,15 +98,6 @@ static bool target(PyObject *object, int type, struct cattn_torch_fill *fill) {
     return true;
 }
 
-static bool probability(PyObject *object, double *p) {
-    if (!cattn_arg_real(object, "p", p))
-        return false;
-    if (*p >= 0.0 && *p <= 1.0)
-        return true;
-    PyErr_Format(PyExc_ValueError, "p must be in [0, 1], got %S", object);
-    return false;
-}
-
 /* Fills in turn, all or none. Returns what the method gives back, `out`, as a new reference. */
 static PyObject *draw(PyObject *object, struct cattn_torch_fill *fills, int n_fills, PyObject *out) {
     struct cattn_torch_random random;
@@ -187,7 +178,7 @@ static PyObject *bernoulli(PyObject *self, PyObject *const *args, Py_ssize_t n_a
     if (!cattn_error_count("_bernoulli", n_args, 2) || !target(args[0], NPY_NOTYPE, &fill))
         return NULL;
     if (!PyArray_Check(args[1])) {
-        if (!probability(args[1], &fill.probability))
+        if (!cattn_arg_probability(args[1], "p", &fill.probability))
             return NULL;
     } else {
         if (!target(args[1], NPY_NOTYPE, &p))
@@ -206,7 +197,7 @@ static PyObject *dropout_mask(PyObject *self, PyObject *const *args, Py_ssize_t 
     struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_KEEP};
     double p;
     if (!cattn_error_count("_dropout_mask", n_args, 3) || !target(args[0], NPY_BOOL, &fill) ||
-        !probability(args[1], &p))
+        !cattn_arg_probability(args[1], "p", &p))
         return NULL;
     fill.skip = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred())

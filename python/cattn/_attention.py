@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Literal, cast, overload
 
 import numpy as np
@@ -318,16 +317,13 @@ def attention_weights(
            [  0.,   0., -inf],
            [  0.,   0.,   0.]])
     """
-    keep_scale = 0.0  # read before anything is written
-    if isinstance(cast("object", stage), str) and stage == "dropout":
-        with contextlib.suppress(TypeError, ValueError, ArithmeticError):  # the call refuses it, by name
-            keep_scale = 1 / (1 - float(dropout_p)) if float(dropout_p) < 1 else 0.0
+    p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
     result = _cattn.attention_weights(
         query,
         key,
         None,  # value
         attn_mask,
-        dropout_p,
+        p,
         is_causal,
         scale,
         enable_gqa,
@@ -349,6 +345,7 @@ def attention_weights(
     if stage != "dropout":
         return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
+    keep_scale = 1 / (1 - p) if p < 1 else 0.0
     wide = weights.dtype.type if weights.itemsize > 2 else np.float32  # halves are rounded once, at the end
     np.multiply(weights, wide(keep_scale), out=weights, casting="unsafe")
     weights[~result.dropout_mask] = 0  # not a product: what is dropped is 0, whatever it was

@@ -27,12 +27,6 @@ def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
     return np.asarray(gradient.sum(axis=axes)).reshape(shape)
 
 
-def _probability(p: float) -> float:
-    """Return p as a float, or refuse it as dropout does."""
-    _cattn.dropout(0.0, p, False, None, False, None)
-    return float(p)
-
-
 def attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
@@ -284,7 +278,7 @@ def dropout_backward(
     """
     if mask is None:
         repeats = isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")
-        if not repeats and _probability(p) > 0:
+        if not repeats and _cattn._probability(p, "p") > 0:
             raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
         result: NDArray[Any] = _cattn.dropout(as_array(grad_out, "grad_out"), p, True, rng, False, out)
         return result
@@ -298,7 +292,7 @@ def dropout_backward(
         raise ValueError(
             f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
         ) from None
-    p = _probability(p)
+    p = _cattn._probability(p, "p")
     with np.errstate(all="ignore"):
         wide = result.astype(np.float32) if result.itemsize == 2 else result
         result = (wide * (1 / (1 - p) if p < 1 else 0.0)).astype(result.dtype)

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from . import _cattn
 from ._arrays import as_array
 from ._checks import as_dtype, as_size
 from ._module import Module
@@ -219,14 +220,7 @@ class Dropout(Module):
 
     def __init__(self, p: float = 0.5, *, rng: RNG = None) -> None:
         super().__init__()
-        if isinstance(p, (bool, np.bool_, str)) or not hasattr(p, "__float__"):
-            raise TypeError(f"dropout probability must be a number, got {type(p).__name__}")
-        try:
-            self.p = float(p)
-        except (TypeError, ValueError):  # an array of several
-            raise TypeError(f"dropout probability must be a number, got {type(p).__name__}") from None
-        if not 0.0 <= self.p <= 1.0:
-            raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
+        self.p = _cattn._probability(p, "dropout probability")
         self.rng = as_generator(rng)
 
     @property
