@@ -52,8 +52,9 @@ def test_attention(isa: str, dtype: type, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", FP_MODES)
 def test_converted_masks(mode: str, normal: Normal) -> None:
-    """A float64 mask is rounded to float32 on the way in."""
+    """A float64 mask is rounded to float32 on the way in, and so are numbers of each head."""
     call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
+    call |= {"alibi_slopes": [1 / 3], "sinks": [-1 / 3]}
     right = everything(**call)
     with floating_point_mode(mode):
         result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)

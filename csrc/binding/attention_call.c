@@ -213,8 +213,10 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     to->data = NULL;
     if (object == Py_None)
         return true;
+    const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
     PyObject *numbers =
         PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name, call->type == NPY_FLOAT ? "f" : "d");
+    cattn_fp_leave(mode);
     call->inputs[input] = (PyArrayObject *)numbers;
     if (numbers == NULL)
         return false;
