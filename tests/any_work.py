@@ -249,10 +249,13 @@ def modules(draw: st.DrawFn) -> Work:
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
+def any_function() -> st.SearchStrategy[Work]:
+    """All but the layers, whose projections are NumPy's."""
+    return st.one_of(attention(), gradients(), packed(), decoding(), merging(), rowwise(), stream())
+
+
 def any_work() -> st.SearchStrategy[Work]:
-    return st.one_of(
-        attention(), gradients(), packed(), decoding(), merging(), rowwise(), stream(), modules()
-    )  # fmt: skip
+    return st.one_of(any_function(), modules())
 
 
 # Arguments that must be refused; not those where a warning is made an error, which is a setting of the process, nor

@@ -96,6 +96,11 @@ def _train(layer: Any, **options: Any) -> object:
     return out, layer.backward(np.ones_like(out)), layer.grads, layer.state_dict()
 
 
+def _load() -> object:
+    layer = cattn.Linear(8, 40, rng=1)
+    return layer.load_state_dict({"weight": DOUBLE[0], "bias": DOUBLE[1, :, 0]}), layer.state_dict()
+
+
 def _set_threads() -> object:
     cattn.set_num_threads(2)
     with cattn.num_threads(3):
@@ -134,6 +139,7 @@ CALLS: dict[str, Call] = {
     "causal_attention": lambda: cattn.causal_attention(QUERY, KEY[:, :, :101], VALUE[:, :, :101], MASK[:, :101]),
     "varlen_attention": lambda: cattn.varlen_attention(PACKED, PACKED, PACKED, EDGES, EDGES, return_lse=True),
     "attention_weights": lambda: cattn.attention_weights(QUERY, KEY, MASK, dropout_p=0.5, rng=1),
+    "attention_weights, dropped": lambda: cattn.attention_weights(QUERY, KEY, dropout_p=0.3, rng=1, stage="dropout"),
     "stages": lambda: [
         cattn.attention_weights(QUERY, KEY, MASK, softcap=3.0, bias=BIAS, stage=stage)
         for stage in ("qk", "softcap", "bias", "mask")
@@ -145,7 +151,9 @@ CALLS: dict[str, Call] = {
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
     "softmax_backward": lambda: cattn.softmax_backward(SCORES, SCORES),
-    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.5, mask=KEEP),
+    "softmax_backward, half": lambda: cattn.softmax_backward(HALF, HALF, axis=1),
+    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.3, mask=KEEP),
+    "dropout_backward, integers": lambda: cattn.dropout_backward([2**53 + 1, 2**53 + 3], 0.5, mask=True),
     # row by row
     "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=KEEP),
     "softmax, half": lambda: cattn.softmax(HALF, axis=1),
@@ -164,6 +172,7 @@ CALLS: dict[str, Call] = {
     "show_config": lambda: sorted(cattn.show_config("dicts")),
     # layers
     "Linear": lambda: _train(cattn.Linear(8, 4, rng=1)),
+    "load_state_dict": _load,
     "Dropout": lambda: cattn.Dropout(0.5, rng=1)(DOUBLE),
     "SelfAttention": lambda: (
         cattn.SelfAttention_v1(8, 4, rng=1)(DOUBLE[0]), cattn.SelfAttention_v2(8, 4, rng=1)(DOUBLE[0])

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import hypothesis
 import numpy as np
 import pytest
 
 import cattn
+from any_work import Work, any_function
+from every_call import CALLS, contents, fresh
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
 from test_bits import build, plain, yardstick_of
 
@@ -88,13 +91,36 @@ def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
             assert_same_bits(a, b, f"p {p}")
 
 
+# Their projections are NumPy's matrix products, and those the BLAS's.
+PROJECTING = {"Linear", "SelfAttention", "CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper"}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - PROJECTING))
+def test_everything_public(name: str) -> None:
+    right = contents(fresh(name))
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            result = fresh(name)
+        assert contents(result) == right, mode
+
+
+@hypothesis.given(work=any_function())
+def test_any_call(work: Work) -> None:
+    right = work.run()
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            results = work.run()
+        for actual, expected in zip(results, right, strict=True):
+            assert_same_bits(actual, expected, mode)
+
+
 @pytest.mark.parametrize("mode", FP_MODES)
 def test_gradients(isa: str, dtype: type, mode: str, normal: Normal) -> None:
-    """Of what cattn itself sums: sinks over blocks, on the caller's own thread. A sum over the batch is NumPy's."""
+    """Also sums over what was broadcast: NumPy makes some of them."""
     query, grad_out = normal(2, 1, 200, 11, dtype=dtype), normal(2, 1, 200, 11, dtype=dtype)
     key, value = normal(2, 2, 1, 30, 11, dtype=dtype)
     bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # rounded to float32 on the way in
-    options = {"bias": bias, "sinks": [[0.3], [0.1]], "dropout_p": 0.1, "rng": 3, "softcap": 3}
+    options = {"bias": bias, "sinks": [0.3], "dropout_p": 0.1, "rng": 3, "softcap": 3}
     forward = cattn.scaled_dot_product_attention(query, key, value, **options, return_lse=True)
     arrays = (grad_out, query, key, value, forward.out, forward.lse)
     weights = cattn.softmax(query)

@@ -10,6 +10,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "../core/cpu_features.h"
+
 /* ---- the GIL ---- */
 
 static bool poll_signals(void *context) {
@@ -49,6 +51,18 @@ static PyObject *probability(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "Os:_probability", &object, &name) || !cattn_arg_probability(object, name, &p))
         return NULL;
     return PyFloat_FromDouble(p);
+}
+
+/* _in_default_mode(function, args, kwargs): the call, where NumPy rounds as the kernels do */
+static PyObject *in_default_mode(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *function, *positional, *keywords;
+    if (!PyArg_ParseTuple(args, "OO!O!:_in_default_mode", &function, &PyTuple_Type, &positional, &PyDict_Type,
+                          &keywords))
+        return NULL;
+    const unsigned mode = cattn_fp_enter();
+    PyObject *result = PyObject_Call(function, positional, keywords);
+    cattn_fp_leave(mode);
+    return result;
 }
 
 /* ---- threads ---- */
@@ -310,6 +324,7 @@ static PyMethodDef methods[] = {
     FASTCALL("dropout", cattn_py_dropout),
     FASTCALL("_store", cattn_py_store),
     {"_probability", probability, METH_VARARGS, NULL},
+    {"_in_default_mode", in_default_mode, METH_VARARGS, NULL},
     {"get_num_threads", get_num_threads, METH_NOARGS, NULL},
     {"set_num_threads", set_num_threads, METH_O, NULL},
     {"_override_num_threads", override_num_threads, METH_O, NULL},

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ._fp_mode import in_default_mode
+
 Array = NDArray[Any]
 
 _MASKS = ("attn_mask", "mask", "where", "bias")
@@ -115,6 +117,7 @@ def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
 _quiet = np.errstate(all="ignore")  # NaN, overflow and underflow are values here, whatever the caller has set
 
 
+@in_default_mode
 @_quiet
 def cast(array: Array, name: str, dtype: DTypeLike) -> Array:
     """Convert to dtype; what is broadcast stays broadcast."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
+from ._softmax import keep
 from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
 
@@ -345,8 +345,5 @@ def attention_weights(
     if stage != "dropout":
         return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
-    keep_scale = 1 / (1 - p) if p < 1 else 0.0
-    wide = weights.dtype.type if weights.itemsize > 2 else np.float32  # halves are rounded once, at the end
-    np.multiply(weights, wide(keep_scale), out=weights, casting="unsafe")
-    weights[~result.dropout_mask] = 0  # not a product: what is dropped is 0, whatever it was
+    keep(weights, result.dropout_mask, p)
     return weights

@@ -10,10 +10,21 @@ from numpy.typing import ArrayLike, NDArray
 from . import _cattn
 from ._arrays import as_array, as_bool
 from ._checks import as_int
+from ._fp_mode import in_default_mode
+from ._softmax import keep
 from ._types import RNG, Alignment, AttentionGradients, Window
 from .random import TorchGenerator
 
 __all__ = ["attention_backward", "dropout_backward", "softmax_backward"]
+
+
+@in_default_mode
+@np.errstate(all="ignore")
+def _as_given(gradients: list[Any], arguments: tuple[Any, ...], dtype: np.dtype[Any]) -> AttentionGradients:
+    """Return each gradient in the shape of its argument; those of query, key and value in dtype."""
+    pairs = zip(gradients, arguments, strict=True)
+    sums: list[Any] = [None if gradient is None else _sum_to(gradient, argument) for gradient, argument in pairs]
+    return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
 
 
 def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
@@ -133,7 +144,7 @@ def attention_backward(
     array([[0.   , 0.851],
            [0.173, 0.505]])
     """
-    d_query, d_key, d_value, d_bias, d_sinks, dtype = _cattn.attention_backward(
+    *gradients, dtype = _cattn.attention_backward(
         query,
         key,
         value,
@@ -159,17 +170,10 @@ def attention_backward(
         out,
         lse,
     )
-    additive = attn_mask if bias is None else bias
-    with np.errstate(all="ignore"):
-        return AttentionGradients(
-            _sum_to(d_query, query).astype(dtype, copy=False),
-            _sum_to(d_key, key).astype(dtype, copy=False),
-            _sum_to(d_value, value).astype(dtype, copy=False),
-            None if d_bias is None else _sum_to(d_bias, additive),
-            None if d_sinks is None else _sum_to(d_sinks, sinks),
-        )
+    return _as_given(gradients, (query, key, value, attn_mask if bias is None else bias, sinks), dtype)
 
 
+@in_default_mode
 def softmax_backward(
     grad_out: ArrayLike,
     weights: ArrayLike,
@@ -292,9 +296,5 @@ def dropout_backward(
         raise ValueError(
             f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
         ) from None
-    p = _cattn._probability(p, "p")
-    with np.errstate(all="ignore"):
-        wide = result.astype(np.float32) if result.itemsize == 2 else result
-        result = (wide * (1 / (1 - p) if p < 1 else 0.0)).astype(result.dtype)
-    result = np.where(kept, result, result.dtype.type(0))  # not a product: what is dropped is 0, whatever it was
+    keep(result, kept, _cattn._probability(p, "p"))
     return result[()] if out is None else _cattn._store(result, out)

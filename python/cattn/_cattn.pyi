@@ -1,10 +1,13 @@
 """The C extension. Private; every argument is positional and none has a default."""
 
-from typing import Any, Literal, TypedDict, type_check_only
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, TypeVar, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
+
+_Result = TypeVar("_Result")
 
 @type_check_only
 class IsaInfo(TypedDict):
@@ -186,6 +189,9 @@ def dropout(x: object, p: object, training: object, rng: object, return_mask: ob
 def get_num_threads() -> int: ...
 def set_num_threads(n: int | None, /) -> None: ...
 def _probability(p: object, name: str, /) -> float: ...
+def _in_default_mode(
+    function: Callable[..., _Result], args: tuple[object, ...], kwargs: dict[str, Any], /
+) -> _Result: ...
 def _store(result: NDArray[Any], out: object, /) -> NDArray[Any]: ...
 def _override_num_threads(n: int, /) -> int: ...
 def _isa_list() -> list[IsaInfo]: ...

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import _cattn
 from ._arrays import as_array
 from ._checks import as_dtype, as_size
+from ._fp_mode import in_default_mode
 from ._module import Module
 from ._softmax import dropout
 from ._types import RNG
@@ -55,6 +56,7 @@ def draw_uniform(generator: Generator, d_in: int, d_out: int, dtype: np.dtype[An
     return generator.random((d_in, d_out), dtype=dtype.type)
 
 
+@in_default_mode
 def _draw_linear(
     generator: Generator, d_in: int, d_out: int, bias: bool, dtype: np.dtype[Any]
 ) -> tuple[Array, Array | None]:

@@ -11,6 +11,7 @@ from . import _cattn
 from ._arrays import shape_of
 from ._attention import attention_weights
 from ._checks import as_size
+from ._fp_mode import in_default_mode
 from ._types import Alignment, Window
 
 GRID = 64  # masks with more keys than this are told in ranges
@@ -98,6 +99,7 @@ def sliding_window(total: int) -> tuple[int, int]:
     return as_size(total, "total") - 1, 0
 
 
+@in_default_mode
 def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     """Return the slopes of ALiBi for each head.
 

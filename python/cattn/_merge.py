@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._arrays import as_array
+from ._fp_mode import in_default_mode
 
 
+@in_default_mode
 def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Combine attention over parts of the keys into attention over all of them.
 

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
 from ._arrays import as_array, as_bool
+from ._fp_mode import in_default_mode
 from ._types import RNG, Alignment
 
 __all__ = ["dropout", "masked_softmax", "softmax"]
@@ -258,3 +259,12 @@ def dropout(
     result: NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]
     result = _cattn.dropout(x, p, training, rng, return_mask, out)
     return result
+
+
+@in_default_mode
+def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
+    """Apply a mask of dropout in place: divide by 1 - p what was kept, and drop the others."""
+    wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
+    with np.errstate(all="ignore"):
+        np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
+    x[~kept] = 0  # not a product: what is dropped is 0, whatever it was

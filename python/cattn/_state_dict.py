@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._arrays import _asarray, as_array
+from ._fp_mode import in_default_mode
 
 Array = NDArray[Any]
 
@@ -280,6 +281,7 @@ class _Loader:
         return False
 
     # ---- the result ----
+    @in_default_mode
     def cast(self, entry: _Found, array: Array, dtype: np.dtype[Any]) -> Array:
         """Return a new array: nothing that is loaded shares memory with the state."""
         with np.errstate(over="ignore"):

@@ -1,0 +1,22 @@
+"""The floating-point mode that results are promised in, for what Python computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from . import _cattn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_default_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Let function round to nearest and keep subnormals, as the kernels do, whatever its caller has set."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _cattn._in_default_mode(function, args, kwargs)
+
+    return call
