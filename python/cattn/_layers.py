@@ -39,6 +39,8 @@ def as_generator(rng: RNG) -> Generator:
         except TypeError:  # an array of no integer
             pass
         else:
+            if not -(2**63) <= seed_alone < 2**64:
+                raise ValueError(f"rng must be in -2**63 <= rng < 2**64 if it is an int, got {seed_alone}")
             return TorchGenerator(seed_alone)
     # as an exact array: NumPy recurses without end into the rows of a numpy.matrix
     seed: Any = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
