@@ -209,6 +209,82 @@ def test_parameters_are_changed_in_place(name: str, normal: Normal) -> None:
     assert any((before[key] != value).any() for key, value in ours.state_dict().items())
 
 
+def tie(module: Any, how: str) -> None:
+    """Let queries and keys be projected by the same numbers."""
+    if how == "weights":
+        module.W_key.weight = module.W_query.weight
+    else:
+        module.W_key = module.W_query
+
+
+TIES = [("heads", "layers"), ("heads", "weights"), ("v1", "arrays")]
+
+
+@pytest.mark.parametrize(("name", "how"), TIES)
+def test_tied_weights_are_one_parameter(name: str, how: str, normal: Normal) -> None:
+    """As in PyTorch: under the first of its names, its gradient the sum, and an optimiser moves it once a step."""
+    ours, theirs = pair(name)
+    set_dropout(ours, 0.0)
+    for module in theirs.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    tie(ours, how)
+    tie(theirs, how)
+    names = [key for key, _ in theirs.named_parameters()]
+    assert sorted(ours.parameters()) == sorted(names)
+    assert ours.state_dict().keys() == {key for key in theirs.state_dict() if not key.endswith("mask")}
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
+    parameters = ours.parameters()
+    momenta = {key: np.zeros_like(value) for key, value in parameters.items()}
+    for _ in range(3):
+        ours.zero_grad()
+        optimizer.zero_grad()
+        for _ in range(2):  # gradients add up, those that were looked at too
+            grad_x, expected = backward_both(ours, theirs, normal(2, 5, 6).astype(np.float64))
+            np.testing.assert_allclose(grad_x, expected, **EXACT)
+            assert_grads(ours, theirs)
+        optimizer.step()
+        for key, grad in ours.grads.items():
+            momenta[key] = 0.9 * momenta[key] + grad
+            parameters[key] -= 0.01 * momenta[key]
+    for key, value in theirs.state_dict().items():
+        if not key.endswith("mask"):
+            np.testing.assert_allclose(ours.state_dict()[key], value.numpy(), **EXACT, err_msg=key)
+
+
+@pytest.mark.parametrize(("name", "how"), TIES)
+def test_tied_weights_stay_tied(name: str, how: str) -> None:
+    ours, theirs = pair(name)
+    tie(ours, how)
+    tie(theirs, how)
+    once = list(ours.parameters())
+    state = {key: np.full(value.shape, i, np.float64) for i, (key, value) in enumerate(ours.state_dict().items())}
+    assert ours.load_state_dict(state) == ([], [])
+    theirs.load_state_dict({key: torch.from_numpy(value) for key, value in state.items()}, strict=False)  # its mask
+    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert list(module.parameters()) == once
+        for key, value in module.state_dict().items():
+            assert_same_bits(value, theirs.state_dict()[key].numpy())
+
+
+class Computed(cattn.Linear):
+    """A layer whose weight is made anew whenever it is asked for."""
+
+    @property
+    def weight(self) -> Any:
+        return np.ones((5, 6), np.float32)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        pass
+
+
+def test_what_is_made_anew_is_not_tied() -> None:
+    ours = cattn.CausalAttention(6, 5, 64, 0.0)
+    ours.W_query, ours.W_key = Computed(6, 5, False), Computed(6, 5, False)
+    assert list(ours.parameters()) == ["W_query.weight", "W_key.weight", "W_value.weight"]
+
+
 def test_parameters_given_as_lists() -> None:
     layer = cattn.Linear(2, 1, bias=False)
     layer.weight = [[1.0, 2.0]]  # type: ignore[assignment]

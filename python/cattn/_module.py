@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["Module"]
 
 Array = NDArray[Any]
+
+
+class _Slot(NamedTuple):
+    """A place that holds a parameter."""
+
+    name: str  # in the state dict
+    owner: Module
+    attribute: str
 
 
 class Module:
@@ -50,6 +58,22 @@ class Module:
                     if isinstance(item, Module):
                         yield f"{name}.{i}", item
 
+    def _slots(self) -> Iterator[_Slot]:
+        """Yield every place that holds a parameter, in the order of the state dict."""
+        for name in self._parameters:
+            if getattr(self, name) is not None:
+                yield _Slot(name, self, name)
+        for prefix, child in self._children():
+            yield from (slot._replace(name=f"{prefix}.{slot.name}") for slot in child._slots())
+
+    def _tied(self) -> Iterable[list[_Slot]]:
+        """Return the places of each parameter: several where an array, or a module, was put in several."""
+        held = [(slot, getattr(slot.owner, slot.attribute)) for slot in self._slots()]  # alive, so no two share an id
+        places: dict[int, list[_Slot]] = {}
+        for slot, value in held:
+            places.setdefault(id(value), []).append(slot)
+        return places.values()
+
     def train(self, mode: bool = True) -> Self:
         """Switch training mode, here and in every part, and return the module.
 
@@ -75,8 +99,8 @@ class Module:
         Returns
         -------
         dict of str to ndarray
-            The arrays themselves, under the names of `state_dict`. `load_state_dict` and assignments put others in
-            their place.
+            The arrays themselves, under the names of `state_dict`; one that stands in several places (tied weights)
+            once, under its first name. `load_state_dict` and assignments put others in their place.
 
         Examples
         --------
@@ -87,23 +111,33 @@ class Module:
         >>> parameters["bias"] is layer.bias
         True
         """
-        for name in self._parameters:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, np.ndarray):
-                setattr(self, name, np.asarray(value))  # a list, whose array would be a copy
-        for _, child in self._children():
-            child.parameters()
-        return self.state_dict()
+        parameters = {}
+        for slots in self._tied():
+            name, owner, attribute = slots[0]
+            parameters[name] = np.asarray(getattr(owner, attribute))
+            if not isinstance(getattr(owner, attribute), np.ndarray):  # a list, whose array is a copy
+                for slot in slots:
+                    setattr(slot.owner, slot.attribute, parameters[name])
+        return parameters
 
     @property
     def grads(self) -> dict[str, Array]:
         """The gradients by the names of the parameters, summed over the calls of `backward` since `zero_grad`.
 
-        Each is an array in the shape and dtype of its parameter. Parameters without a gradient so far are not there.
+        Each is an array in the shape and dtype of its parameter, of tied weights the sum over their places. Parameters
+        without a gradient so far are not there.
         """
-        grads = dict(self._gradients)
-        for prefix, child in self._children():
-            grads |= {f"{prefix}.{name}": value for name, value in child.grads.items()}
+        grads: dict[str, Array] = {}
+        for slots in self._tied():
+            owned = (slot.owner._gradients.get(slot.attribute) for slot in slots)
+            parts = {id(part): part for part in owned if part is not None}
+            if parts:
+                total, *others = parts.values()
+                for part in others:
+                    total += part
+                for slot in slots:
+                    slot.owner._gradients[slot.attribute] = total  # all add to it from now on
+                grads[slots[0].name] = total
         return grads
 
     def zero_grad(self) -> None:
@@ -145,11 +179,7 @@ class Module:
         >>> sorted(cattn.Linear(3, 2, rng=123).state_dict())
         ['bias', 'weight']
         """
-        own = ((name, getattr(self, name)) for name in self._parameters)
-        state = {name: np.asarray(value) for name, value in own if value is not None}
-        for prefix, child in self._children():
-            state |= {f"{prefix}.{name}": value for name, value in child.state_dict().items()}
-        return state
+        return {name: np.asarray(getattr(owner, attribute)) for name, owner, attribute in self._slots()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Take the parameters from a state dict: one of ours, PyTorch's, or one in another naming scheme.
@@ -183,7 +213,8 @@ class Module:
         is (d_in, d_out), as in SelfAttention_v1. Each is converted to the layout of this class. Only c_attn and
         c_proj are in use for both; there the shape of c_attn decides.
 
-        The arrays are copied, and replace those of the module.
+        The arrays are copied, and replace those of the module. Tied weights stay tied; of two arrays for them the last
+        one counts, as in PyTorch.
 
         Examples
         --------
@@ -196,14 +227,11 @@ class Module:
         """
         from ._state_dict import match  # here, and the files' below: most programs load no weights, and import faster
 
-        own = self.state_dict()
-        new, result = match(state_dict, own, strict=strict, what=repr(self))
-        for name, array in new.items():
-            owner: Any = self
-            *path, attribute = name.split(".")
-            for step in path:
-                owner = owner[int(step)] if step.isdecimal() else getattr(owner, step)
-            setattr(owner, attribute, array)
+        new, result = match(state_dict, self.state_dict(), strict=strict, what=repr(self))
+        for slots in self._tied():
+            for array in (new[slot.name] for slot in slots if slot.name in new):
+                for slot in slots:
+                    setattr(slot.owner, slot.attribute, array)
         return result
 
     def save(self, path: FilePath) -> None:
