@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cattn
 from any_call import KEYS, LONG, ROWS, calls
-from test_errors import CASES, WORKING, Row
+from wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -268,7 +268,7 @@ REFUSED: list[tuple[str, Row]] = [
 
 
 def refused(function: str, row: Row) -> str:
-    """Make a call that must fail, from the table of test_errors.py; return the message."""
+    """Make a call that must fail, from the table of wrong_calls.py; return the message."""
     arguments = {**WORKING[function](), **row.changes}
     try:
         getattr(cattn, function)(**arguments)

@@ -21,7 +21,7 @@ from any_work import REFUSED, Results, Work, any_work, arrays, refused
 from cattn import _cattn, reference
 from conftest import table_names
 from support import PATHS, assert_same_bits, bits, in_contract
-from test_errors import Row
+from wrong_calls import Row
 
 TABLES = [t["name"] for t in _cattn._isa_list() if t["usable"] and in_contract(t["name"])]
 HEADS, DEPTH, MOST = 2, 4, 24  # of the cache

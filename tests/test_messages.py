@@ -1,6 +1,6 @@
 """Arguments that a newcomer gets wrong: every message names the argument, and what it got where that is short.
 
-Beside test_errors.py, which has a row for each rule: here are arrays and tensors where one number is wanted, and
+Beside wrong_calls.py, which has a row for each rule: here are arrays and tensors where one number is wanted, and
 objects of no use at all.
 """
 

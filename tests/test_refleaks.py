@@ -21,7 +21,7 @@ import pytest
 
 import cattn
 from every_call import CALLS, INPUTS, OUT, Call, fresh
-from test_errors import CASES, WORKING
+from wrong_calls import CASES, WORKING
 
 REPEATS = 40  # a leak shows as so many
 # immortal since Python 3.12: there these count nothing
