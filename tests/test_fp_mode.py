@@ -8,9 +8,9 @@ import pytest
 
 import cattn
 from any_work import Work, any_function
+from bit_cases import build, plain, yardstick_of
 from every_call import CALLS, contents, fresh
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
-from test_bits import build, plain, yardstick_of
 
 Normal = Callable[..., np.ndarray]
 
