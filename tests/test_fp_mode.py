@@ -9,6 +9,7 @@ import pytest
 import cattn
 from any_work import Work, any_function
 from bit_cases import build, plain, yardstick_of
+from cattn import _cattn
 from every_call import CALLS, contents, fresh
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
 
@@ -102,6 +103,23 @@ def test_everything_public(name: str) -> None:
         with floating_point_mode(mode):
             result = fresh(name)
         assert contents(result) == right, mode
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_weights_from_numpys_generator(mode: str) -> None:
+    right = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
+    with floating_point_mode(mode):
+        result = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
+    assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_an_error_leaves_the_mode_as_it_was(mode: str) -> None:
+    with floating_point_mode(mode):
+        with pytest.raises(ValueError, match="outs and lses must be as many"):
+            cattn.merge_attention([], [])
+        with pytest.raises(TypeError):
+            _cattn._in_default_mode(len, [], {})  # type: ignore[arg-type]
 
 
 @hypothesis.given(work=any_function())
