@@ -14,6 +14,7 @@ import numpy as np
 import cattn
 
 from .contestants import (
+    Calls,
     agreeing,
     attention_calls,
     book_module,
@@ -63,9 +64,13 @@ def prefill(probe: Probe | None) -> Cases:
     """Causal attention of a whole text, one thread."""
     with memory_kept():
         for dtype, shape, targets in PREFILL:
-            calls = attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
+            calls = functools.partial(_prefill_calls, shape, dtype)
             facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
             yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
+
+
+def _prefill_calls(shape: tuple[int, ...], dtype: str) -> Calls:
+    return attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
 
 
 def threads(probe: Probe | None) -> Cases:
@@ -182,21 +187,26 @@ def softmax(probe: Probe | None) -> Cases:
 
 def decode(probe: Probe | None) -> Cases:
     """One query against a cache: bound by reading keys and values."""
-    torch = torch_or_none()
     for kv_heads, tokens in ((32, 1024), (32, 4096), (32, 16384), (8, 1024), (8, 4096), (8, 16384)):
-        query, key, value = qkv((1, 32, 1, 128), kv_shape=(1, kv_heads, tokens, 128))
-        calls = attention_calls(query, key, value, causal=False)
-        if torch is not None:  # PyTorch's own products read a group's keys once
-            q, k, v = (torch.from_numpy(a) for a in (query, key, value))
-            calls["torch matmul"] = functools.partial(_grouped_products, torch, q, k, v)
-        if probe is not None:
-            probe.limits["read"] = probe.read(key, value)
+        kv_shape = (1, kv_heads, tokens, 128)
         large = tokens == 16384
         targets: dict[str, float] = {"percent": 85, "best peer": 1.25 if kv_heads == 32 else 2.7} if large else {}
         yield Case(
-            f"T_k={tokens}, {kv_heads} key-value heads of 32", calls, "read", float(key.nbytes + value.nbytes), targets,
-            {"T": tokens, "kv_heads": kv_heads},
+            f"T_k={tokens}, {kv_heads} key-value heads of 32", functools.partial(_decode_calls, probe, kv_shape),
+            "read", 2.0 * 4 * float(np.prod(kv_shape)), targets, {"T": tokens, "kv_heads": kv_heads},
         )  # fmt: skip
+
+
+def _decode_calls(probe: Probe | None, kv_shape: tuple[int, ...]) -> Calls:
+    query, key, value = qkv((1, 32, 1, 128), kv_shape=kv_shape)
+    calls = attention_calls(query, key, value, causal=False)
+    torch = torch_or_none()
+    if torch is not None:  # PyTorch's own products read a group's keys once
+        q, k, v = (torch.from_numpy(a) for a in (query, key, value))
+        calls["torch matmul"] = functools.partial(_grouped_products, torch, q, k, v)
+    if probe is not None:
+        probe.limits["read"] = probe.read(key, value)
+    return calls
 
 
 def halves(probe: Probe | None) -> Cases:

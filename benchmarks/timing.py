@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated within it, lest the peers leave only cold caches
 BUDGET = 2.5  # seconds that the rounds of one case may take in a lap, but for the fewest rounds
 FEWEST, MOST = 2, 9  # rounds of one lap
-LAPS = 3, 24  # at least, at most
-SETTLED = 0.02  # the standard error of a ratio, from lap to lap, that is small enough
+LAPS = 3, 16  # at least, at most
+SETTLED = 0.025  # the standard error of a ratio, from lap to lap, that is small enough
 SHORT = 1e-3  # rows of fewer seconds have the fewest laps, and are not compared between runs
 Name = TypeVar("Name")
 
@@ -47,7 +47,8 @@ class Case:
     """One row: what is timed, what limits it, what is aimed at."""
 
     name: str
-    contestants: dict[str, Callable[[], object]]  # "cattn" among them
+    # "cattn" among them; or what makes them ready, if that takes its time: a lap may not need the row
+    contestants: dict[str, Callable[[], object]] | Callable[[], dict[str, Callable[[], object]]]
     limit: str | None = None  # a key of Probe.limits
     work: float = 0.0  # flops or bytes of one call of cattn, in units of the limit
     # "percent", "microseconds", "GF/s", "GB/s", or the least ratio to a peer
@@ -92,7 +93,7 @@ class Measured:
 
         `limits` are probes: each call takes a moment, and returns the work that it did in that time.
         """
-        contestants = dict(case.contestants)
+        contestants = dict(case.contestants() if callable(case.contestants) else case.contestants)
         done: list[float] = []
         probe = limits.get(case.limit or "")
         if probe is not None:
