@@ -328,10 +328,11 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
     yield {"name": "installed size", "targets": {"MiB": {"target": 2, "measured": size, "met": size <= 2}}}
 
 
+# prefill comes last: what a process was once given stays in malloc's lists
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
-        prefill, threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory,
-        footprint,
+        threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory, footprint,
+        prefill,
     )
 }  # fmt: skip

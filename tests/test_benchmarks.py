@@ -37,7 +37,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 2
     told = capsys.readouterr().err
     option = arguments[1] if len(arguments) > 1 else ""
-    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in told
+    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are threads") in told
 
 
 def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
