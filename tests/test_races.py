@@ -33,9 +33,11 @@ def attend(**keywords: Any) -> np.ndarray:
 
 
 def gradients(**keywords: Any) -> np.ndarray:
-    """All of them in one array; steps take turns at each block of keys, and at a bias that they share."""
-    forward = cattn.scaled_dot_product_attention(QUERY, KEY, VALUE, return_lse=True, **keywords)
-    parts = cattn.attention_backward(VALUE, QUERY, KEY, VALUE, forward.out, forward.lse, **keywords)
+    """All of them in one array, of three leading indices with two heads each; steps take turns at each block of keys,
+    and at a bias that they share."""
+    query, key, value = (array.swapaxes(0, 1) for array in (QUERY, KEY, VALUE))
+    forward = cattn.scaled_dot_product_attention(query, key, value, return_lse=True, **keywords)
+    parts = cattn.attention_backward(value, query, key, value, forward.out, forward.lse, **keywords)
     return np.concatenate([part.ravel() for part in parts if part is not None])
 
 
@@ -50,6 +52,8 @@ CALLS: dict[str, Callable[[], np.ndarray]] = {
     ),
     "gradients": lambda: gradients(is_causal=True),
     "gradients of a shared bias": lambda: gradients(bias=QUERY[0, 0] @ KEY[0, 0].T),
+    "gradients of a bias that heads share": lambda: gradients(bias=(QUERY[0] @ KEY[0].swapaxes(-1, -2))[:, None]),
+    "gradients of a bias for each head": lambda: gradients(bias=QUERY[:, 0] @ KEY[:, 0].swapaxes(-1, -2)),
     "softmax": lambda: cattn.softmax(LONG, axis=-2),
     "masked softmax": lambda: cattn.masked_softmax(QUERY @ KEY.swapaxes(-1, -2), is_causal=True),
     "dropout": lambda: cattn.dropout(LONG, 0.5, rng=3),

@@ -10,7 +10,8 @@
 #define LOOKS 2000
 
 bool cattn_turns_begin(struct cattn_turns *turns, int64_t n_places) {
-    turns->next = calloc((size_t)n_places + 1, sizeof *turns->next);
+    /* at least one, for nothing may be NULL; no more than there are, for AddressSanitizer to see one too many */
+    turns->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *turns->next);
     if (!turns->next)
         return false;
     pthread_mutex_init(&turns->lock, NULL);
