@@ -29,7 +29,13 @@ EVERLASTING = [None, True, False, Ellipsis, 0, 1, np.dtype("f4"), np.dtype("f8")
 EVERLASTING += [cattn.AttentionOutput, cattn.TorchGenerator, cattn.CausalAlignmentWarning]
 
 
+# Python remembers which attributes its types have, and with them strings that NumPy makes anew at each `dtype.name`:
+# up to 4096 of them, which repeats take up slowly. Forgotten by the first name since 3.13, by the other before.
+forget_attributes: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+
+
 def counts(arguments: list[object]) -> list[int]:
+    forget_attributes()
     gc.collect()
     known = [sys.getrefcount(x) for x in (*EVERLASTING, *arguments)]
     return [sys.getallocatedblocks(), *known]
@@ -45,7 +51,7 @@ def growth(call: Call, arguments: list[object]) -> int:
     gc.collect()
     gc.freeze()  # collections are short from now on
     worst = REPEATS
-    for _ in range(4):  # what a cache takes up is not taken up again
+    for _ in range(8):  # what a cache takes up is not taken up again, a leak comes each time
         before = counts(arguments)
         repeat()
         worst = min(worst, max(b - a for a, b in zip(before, counts(arguments), strict=True)))
