@@ -320,11 +320,7 @@ INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int
 static void gather_block(const struct tile *t, const struct gather *g) {
     for (int k = t->all.begin / MR * MR; k < min64(t->all.end, t->n_keys); k += MR) {
         int first = 0, last = t->n_vectors;
-        while (first < last && !meets(&t->vector[first], k))
-            first++;
-        while (first < last && !meets(&t->vector[last - 1], k))
-            last--;
-        if (first == last)
+        if (!narrow(t, k, &first, &last))
             continue;
         for (int64_t c = 0; c < g->cols; c += PANEL)
             if (g->cols - c > LANES)

@@ -126,16 +126,21 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source
 
 INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
 
+/* Leaves of the vectors [*first, *last) those from the first to the last that see a key of tile k, if any. */
+INLINE bool narrow(const struct tile *t, int k, int *first, int *last) {
+    while (*first < *last && !meets(&t->vector[*first], k))
+        ++*first;
+    while (*first < *last && !meets(&t->vector[*last - 1], k))
+        --*last;
+    return *first < *last;
+}
+
 /* All keys of the block against the panel that begins with vector v. */
 static void score_panel(const struct tile *t, int v) {
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         /* at the edge of what a panel sees, a vector alone may be left */
         int first = v, last = (int)min64(v + NR, t->n_vectors);
-        while (first < last && !meets(&t->vector[first], k))
-            first++;
-        while (first < last && !meets(&t->vector[last - 1], k))
-            last--;
-        if (first == last)
+        if (!narrow(t, k, &first, &last))
             continue;
         const struct source key = key_rows(t->rows, t->key, k, t->n_keys);
         if (last - first == NR)
