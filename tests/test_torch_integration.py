@@ -221,10 +221,26 @@ def test_forward_mode_is_refused_and_the_swap_leaves_it_to_pytorch(i: int, name:
     torch.testing.assert_close(tangent, right, atol=1e-8, rtol=0)  # 1e-16 / h of rounding, and h**2
 
 
-def test_the_swap_leaves_mixed_dtypes_to_autocast() -> None:
-    x = torch.randn(1, 2, 5, 8)
-    with bridge.use_cattn(), torch.autocast("cpu"):
-        assert torch.nn.functional.scaled_dot_product_attention(x.bfloat16(), x, x).dtype == torch.bfloat16
+@pytest.mark.parametrize("lowered", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 4, (torch.bfloat16, torch.float32, torch.float16, torch.float32),
+                                    (torch.float32,) * 3 + (torch.bool,), (torch.float64,) * 4])  # fmt: skip
+def test_autocast_casts_as_for_pytorchs_own(dtypes: tuple[torch.dtype, ...], lowered: torch.dtype) -> None:
+    shapes = [(1, 2, 5, 8)] * 3 + [(5, 5)]
+    inputs = [torch.randn(shape).tril().to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    floats = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
+    with torch.autocast("cpu", dtype=lowered):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        with bridge.use_cattn():
+            ours = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs)
+    assert ours.dtype == theirs.dtype == compiled.dtype
+    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # rounded once, where theirs may be twice
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    assert torch.equal(ours, compiled)
+    ours.sum().backward()
+    for tensor in floats:
+        assert tensor.grad is not None
+        assert tensor.grad.dtype is tensor.dtype
 
 
 def test_training_a_small_model_gives_the_same_losses() -> None:

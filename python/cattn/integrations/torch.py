@@ -176,6 +176,12 @@ def _check(tensor: Any, name: str) -> None:
         raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
 
 
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    """Return the tensor's dtype, or that which autocast, where it is on, gives to PyTorch's own function."""
+    lowered = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return torch.get_autocast_dtype("cpu") if lowered else tensor.dtype
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -191,7 +197,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : Tensor, shape (..., T_q, head_dim)
-        On the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, as key and value.
+        On the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, as key and value. Under
+        ``torch.autocast`` all but float64 is cast first, as for PyTorch's own function.
     key : Tensor, shape (..., T_k, head_dim)
         Keys.
     value : Tensor, shape (..., T_k, d_v)
@@ -236,11 +243,14 @@ def scaled_dot_product_attention(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check(tensor, name)
-        if tensor.dtype not in _DTYPES or tensor.dtype is not query.dtype:
-            wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {query.dtype}"
-            raise TypeError(f"{name} has dtype {tensor.dtype}; {wanted}")
+        dtype = _dtype_of(tensor)
+        if dtype not in _DTYPES or dtype is not _dtype_of(query):
+            wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {_dtype_of(query)}"
+            raise TypeError(f"{name} has dtype {dtype}; {wanted}")
     if attn_mask is not None:
         _check(attn_mask, "attn_mask")
+        attn_mask = attn_mask.to(_dtype_of(attn_mask))
+    query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     else:
@@ -256,7 +266,8 @@ def _is_ours(tensor: Any) -> bool:
 @functools.wraps(_theirs)
 def _dispatch(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    ours = all(map(_is_ours, tensors)) and query.dtype in _DTYPES and key.dtype == value.dtype == query.dtype
+    ours = all(map(_is_ours, tensors)) and _dtype_of(query) in _DTYPES
+    ours = ours and _dtype_of(key) == _dtype_of(value) == _dtype_of(query)
     return (scaled_dot_product_attention if ours else _theirs)(query, key, value, attn_mask, *args, **kwargs)
 
 
