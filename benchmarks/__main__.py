@@ -16,8 +16,8 @@ from typing import Any
 import cattn
 
 from . import plots, report, scaling
-from .groups import GROUPS
-from .machine import RESULTS, facts, save
+from .groups import GROUPS, KEEP_MEMORY
+from .machine import RESULTS, facts, memory_kept, save
 from .probe import find_probe
 from .timing import LAPS, Case, Measured, row_of
 
@@ -65,18 +65,19 @@ def measure(group: str, found: argparse.Namespace, probe: Any) -> list[dict[str,
     rows: dict[str, dict[str, Any]] = {}
     measured: dict[str, Measured] = defaultdict(Measured)
     fewest, most = (found.laps, found.laps) if found.laps else LAPS
-    for lap in range(1, most + 1):
-        for case in progress(GROUPS[group](probe), f"{group}, lap {lap}"):
-            name = case.name if isinstance(case, Case) else case["name"]
-            if found.only not in name:
-                continue
-            if not isinstance(case, Case):  # there at once, and not timed
-                rows[name] = case
-            elif lap <= fewest or not measured[name].settled():
-                measured[name].lap(case, probe.limits if probe else {}, found.rounds)
-                rows[name] = row_of(case, measured[name])
-        if not measured or (lap >= fewest and all(case.settled() for case in measured.values())):
-            break
+    with memory_kept() if group in KEEP_MEMORY else contextlib.nullcontext():
+        for lap in range(1, most + 1):
+            for case in progress(GROUPS[group](probe), f"{group}, lap {lap}"):
+                name = case.name if isinstance(case, Case) else case["name"]
+                if found.only not in name:
+                    continue
+                if not isinstance(case, Case):  # there at once, and not timed
+                    rows[name] = case
+                elif lap <= fewest or not measured[name].settled():
+                    measured[name].lap(case, probe.limits if probe else {}, found.rounds)
+                    rows[name] = row_of(case, measured[name])
+            if not measured or (lap >= fewest and all(case.settled() for case in measured.values())):
+                break
     for row in rows.values():
         print(report.line(row))
     if rows and not found.only:

@@ -28,6 +28,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["--list"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == list(groups.GROUPS)
+    assert set(groups.GROUPS) >= groups.KEEP_MEMORY
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["calls", "--rounds", "0"], ["calls", "--laps", "0"]])
