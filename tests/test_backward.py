@@ -154,11 +154,18 @@ def test_strides_and_dtypes_do_not_show(rng: np.random.Generator) -> None:
         view[...] = a
         return view
 
+    def every_second(a: np.ndarray) -> np.ndarray:
+        return np.repeat(a, 2, axis=-1)[..., ::2]
+
     strided = call | {name: odd(call[name]) for name in ("query", "key", "value")}
     lse = np.repeat(result.lse, 2, axis=-1)[..., ::2]
-    actual = cattn.attention_backward(odd(grad_out), out=odd(result.out), lse=lse, **strided)
-    for name in FIELDS[:3]:
-        assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+    for actual in (
+        cattn.attention_backward(odd(grad_out), out=odd(result.out), lse=lse, **strided),
+        cattn.attention_backward(every_second(grad_out), out=result.out, lse=lse, **call),
+        cattn.attention_backward(grad_out, out=every_second(result.out), lse=lse, **call),
+    ):
+        for name in FIELDS[:3]:
+            assert_same_bits(getattr(actual, name), getattr(expected, name), name)
     mixed = cattn.attention_backward(
         grad_out.tolist(), out=result.out, lse=result.lse, **call | {"value": call["value"].astype(np.float32)}
     )
@@ -258,8 +265,9 @@ def test_autograd_of_torch_agrees_with_its_own_dropout(p: float, causal: bool) -
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-11, atol=1e-11)
 
 
-def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, threads: int) -> None:
-    call = qkv(rng, np.float64, (2, 4, 120, 8), (2, 2, 210, 8), (2, 2, 210, 8)) | {"dropout_p": 0.3}
+@pytest.mark.parametrize("T_q", [1, 120])
+def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, threads: int, T_q: int) -> None:
+    call = qkv(rng, np.float64, (2, 4, T_q, 8), (2, 2, 210, 8), (2, 2, 210, 8)) | {"dropout_p": 0.3}
     generator = cattn.TorchGenerator(3)
     before = copy.copy(generator)
     result = cattn.scaled_dot_product_attention(**call, rng=generator, return_lse=True, return_dropout_mask=True)

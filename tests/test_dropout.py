@@ -68,10 +68,12 @@ def test_index_is_that_of_c_order(isa: str, dtype: type, normal: Normal) -> None
         layouts = [x, np.repeat(x[..., None], 3, axis=-1)[..., 1]]
         if x.ndim:
             layouts += [np.asfortranarray(x), np.ascontiguousarray(x[::-1])[::-1], np.repeat(x, 2, axis=0)[::2]]
+            layouts += [np.repeat(x, 2, axis=-1)[..., ::2]]
         for i, view in enumerate(layouts):
             result, mask = cattn.dropout(view, 0.4, rng=77, return_mask=True)
             assert (mask == kept).all(), f"layout {i}, {shape}"
             assert_same_bits(np.ascontiguousarray(result).reshape(shape), right, f"layout {i}, {shape}")
+            assert_same_bits(cattn.dropout(view, 0.4, rng=77, out=np.empty(shape, dtype)), right, f"plain out, {i}")
             out = np.empty((*shape, 2), dtype)[..., 0]
             assert cattn.dropout(view, 0.4, rng=77, out=out) is out
             assert_same_bits(out.copy(), right, f"out, layout {i}, {shape}")
