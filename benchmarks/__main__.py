@@ -59,30 +59,49 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return found
 
 
-def measure(group: str, found: argparse.Namespace, probe: Any) -> list[dict[str, Any]]:
-    """Run one group lap by lap, keep and print its rows."""
-    print(f"\n{group}: {GROUPS[group].__doc__}")
-    rows: dict[str, dict[str, Any]] = {}
-    measured: dict[str, Measured] = defaultdict(Measured)
-    fewest, most = (found.laps, found.laps) if found.laps else LAPS
-    with memory_kept() if group in KEEP_MEMORY else contextlib.nullcontext():
-        for lap in range(1, most + 1):
-            for case in progress(GROUPS[group](probe), f"{group}, lap {lap}"):
+class Group:
+    """One group, and what its laps have found so far."""
+
+    def __init__(self, name: str, found: argparse.Namespace) -> None:
+        self.name, self.found = name, found
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.measured: dict[str, Measured] = defaultdict(Measured)
+
+    def lap(self, number: int, fewest: int, probe: Any) -> None:
+        """Go through the rows once more, from the lap after the `fewest` on through those that have not settled."""
+        with memory_kept() if self.name in KEEP_MEMORY else contextlib.nullcontext():
+            for case in progress(GROUPS[self.name](probe), f"{self.name}, lap {number}"):
                 name = case.name if isinstance(case, Case) else case["name"]
-                if found.only not in name:
+                if self.found.only not in name:
                     continue
                 if not isinstance(case, Case):  # there at once, and not timed
-                    rows[name] = case
-                elif lap <= fewest or not measured[name].settled():
-                    measured[name].lap(case, probe.limits if probe else {}, found.rounds)
-                    rows[name] = row_of(case, measured[name])
-            if not measured or (lap >= fewest and all(case.settled() for case in measured.values())):
-                break
-    for row in rows.values():
-        print(report.line(row))
-    if rows and not found.only:
-        save(found.output, group, list(rows.values()))
-    return list(rows.values())
+                    self.rows[name] = case
+                elif number <= fewest or not self.measured[name].settled():
+                    self.measured[name].lap(case, probe.limits if probe else {}, self.found.rounds)
+                    self.rows[name] = row_of(case, self.measured[name])
+
+    def settled(self) -> bool:
+        """Tell whether another lap would hardly change a ratio."""
+        return all(case.settled() for case in self.measured.values())
+
+    def tell(self) -> None:
+        """Print the rows and keep them."""
+        print("\n".join([f"\n{self.name}: {GROUPS[self.name].__doc__}", *map(report.line, self.rows.values())]))
+        if self.rows and not self.found.only:
+            save(self.found.output, self.name, list(self.rows.values()))
+
+
+def measure(names: list[str], found: argparse.Namespace, probe: Any) -> None:
+    """Run the groups lap by lap, in turn: then what changes within minutes meets all laps of a row alike."""
+    fewest, most = (found.laps, found.laps) if found.laps else LAPS
+    groups = [Group(name, found) for name in names]
+    for number in range(1, most + 1):
+        for group in list(groups):
+            group.lap(number, fewest, probe)
+            least = fewest if group.measured else 1
+            if number == most or (number >= least and group.settled()):
+                group.tell()
+                groups.remove(group)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,8 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     with cattn.num_threads(1):
         probe = find_probe()
         groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
-        for group in groups:
-            measure(group, found, probe)
+        measure(groups, found, probe)
         if "scaling" in found.groups or not found.groups:
             scaling.run(found.output)
     if found.against:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,14 +67,42 @@ def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = SimpleNamespace(limits={"float32": lambda: 8.0})
     monkeypatch.setitem(groups.GROUPS, "prefill", group)
     monkeypatch.setattr(suite, "row_of", lambda case, measured: {"name": case.name, "kept": measured, "targets": {}})
-    monkeypatch.setattr(suite, "save", lambda *args: None)
-    rows = suite.measure("prefill", suite.parse(["prefill", "--laps", "4", "--rounds", "3"]), probe)
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(suite, "save", lambda folder, group, found: rows.extend(found))
+    suite.measure(["prefill"], suite.parse(["prefill", "--laps", "4", "--rounds", "3"]), probe)
     assert laps == 4 * [probe]
     assert [row["name"] for row in rows] == ["a", "b"]
     for row in rows:
         rounds = {name: len(times.rounds) for name, times in row["kept"].times().items()}
         assert rounds == {"cattn": 12, "numpy": 12, "limit": 12}
         assert row["kept"].limit_work == 8
+
+
+def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lap by lap, until each is settled, after three; what is not timed comes once."""
+    laps, kept = list[str](), list[str]()
+
+    def group(name: str) -> Callable[[Any], Any]:
+        def rows(probe: Any) -> Any:
+            laps.append(name)
+            yield (
+                timing.Case(name, {"cattn": list}, "float32", 1.0) if name != "once" else {"name": name, "targets": {}}
+            )
+
+        rows.__doc__ = f"About {name}."
+        return rows
+
+    for name in ("long", "once", "short"):
+        monkeypatch.setitem(groups.GROUPS, name, group(name))
+    enough = {"long": 5, "once": 1, "short": 1}
+    monkeypatch.setattr(suite.Group, "settled", lambda self: laps.count(self.name) >= enough[self.name])
+    monkeypatch.setattr(suite, "row_of", lambda case, measured: {"name": case.name, "targets": {}})
+    monkeypatch.setattr(suite, "save", lambda folder, name, rows: kept.append(name))
+    suite.measure(["long", "once", "short"], suite.parse(["calls", "--rounds", "1"]), None)
+    assert laps == ["long", "once", "short", *["long", "short"] * 2, "long", "long"]
+    assert kept == ["once", "short", "long"]
+    told = capsys.readouterr().out
+    assert told.index("once: About once.") < told.index("short: About short.") < told.index("long: About long.")
 
 
 def test_laps_go_on_until_ratios_settle() -> None:
