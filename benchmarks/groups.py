@@ -326,7 +326,7 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
     yield {"name": "installed size", "targets": {"MiB": {"target": 2, "measured": size, "met": size <= 2}}}
 
 
-# prefill comes last: what a process was once given stays in malloc's lists, and it is given most
+# prefill comes last: it takes most memory and most time
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (

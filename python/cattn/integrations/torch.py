@@ -276,9 +276,9 @@ def use_cattn() -> Iterator[None]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
 
     Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them; other devices and
-    dtypes, mixed ones too, and forward-mode differentiation go to PyTorch as before. The name is the process's, so
-    threads share it. What was computed inside has cattn's backward pass wherever that runs; recomputation by
-    checkpointing belongs inside, too.
+    dtypes, mixed ones too unless autocast makes them one, and forward-mode differentiation go to PyTorch as before. The
+    name is the process's, so threads share it. What was computed inside has cattn's backward pass wherever that runs;
+    recomputation by checkpointing belongs inside, too.
 
     Yields
     ------
