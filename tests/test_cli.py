@@ -386,10 +386,14 @@ def test_a_stopped_run_leaves_nothing(folder: Path, number: int, code: int) -> N
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_long_run_shows_progress(folder: Path) -> None:
     run = start_long_run(folder)
-    time.sleep(1.5)
+    assert run.stderr is not None
+    seen = character = run.stderr.read(1)
+    while "%" not in seen and character:
+        character = run.stderr.read(1)
+        seen += character
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=30)
-    assert "%" in errors
+    run.communicate(timeout=30)
+    assert "%" in seen
 
 
 @pytest.mark.usefixtures("ctrl_c")
