@@ -9,9 +9,16 @@
 #define ROW_STEP 16
 /* accumulators of P V: as many as leave registers for the operands */
 #define VALUE_ACCS (MR * NR >= 16 ? 16 : 8)
-/* How many keys ahead K and V are asked for. Tiles of K jump from row to row, which processors do not foresee. */
-#define KEY_AHEAD 24
-#define VALUE_AHEAD 32
+/* How far ahead K and V are asked for: so many bytes of rows, and at least so many rows. Tiles of K jump from row to
+ * row, which processors do not foresee. */
+#define KEY_BYTES_AHEAD 12288
+#define KEYS_AHEAD 24
+#define VALUE_BYTES_AHEAD 8192
+#define VALUES_AHEAD 32
+
+static int64_t rows_ahead(int64_t bytes, int64_t at_least, int64_t cols, enum cattn_storage storage) {
+    return max64(at_least, min64(CATTN_BLOCK_KEYS / 2, bytes / (max64(1, cols) * (int64_t)stored_size(storage))));
+}
 
 static void pack_query_rows(struct cattn_rows *rows) {
     const int64_t depth = rows->head_dim;
@@ -51,9 +58,10 @@ INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage
     return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
 }
 
-/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys. Addresses go from row to row:
- * computed beforehand, as the compiler would, they are more than there are registers for. */
-INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
+/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys; `next` is what to ask for.
+ * Addresses go from row to row: computed beforehand, as the compiler would, they are more than there are registers for.
+ */
+INLINE void key_tile(struct stored key, uintptr_t next, int64_t d, vf kt[LANES]) {
     const size_t size = stored_size(key.storage);
     const bool new_line = starts_line(d, size);
     int64_t at = d;
@@ -62,7 +70,7 @@ INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
         HIDE(at);
         kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
         if (new_line)
-            prefetch(ahead(key.first, KEY_AHEAD * key.row, size), at, size);
+            prefetch(next, at, size);
     }
     vf_transpose(kt);
 }
@@ -76,16 +84,18 @@ NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[L
 }
 
 /* Scores of LANES keys, the first n of them real, for `many` rows. */
-INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf acc[CATTN_FEW_ROWS]) {
+INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int64_t keys_ahead, int n,
+                       vf acc[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
     const real *query = rows->packed_query;
+    const uintptr_t next = ahead(key.first, keys_ahead * key.row, stored_size(key.storage));
     vf kt[LANES];
     int64_t d = 0;
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
     for (; n == LANES && d + LANES <= depth; d += LANES) {
-        key_tile(key, d, kt);
+        key_tile(key, next, d, kt);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 8
@@ -128,6 +138,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int i = 0; i < LANES; i++)
         lane[i] = (real)i;
     const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
+    const int64_t keys_ahead = rows_ahead(KEY_BYTES_AHEAD, KEYS_AHEAD, rows->head_dim, direct);
     vf max[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
@@ -135,10 +146,9 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
-        score_keys(
-            rows, many,
-            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows),
-            n, acc);
+        const struct stored key =
+            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows);
+        score_keys(rows, many, key, keys_ahead, n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
             vf s = neg_inf;
@@ -207,7 +217,8 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
                        int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->score;
     const size_t size = stored_size(value.storage);
-    const uintptr_t next = ahead(value.first, VALUE_AHEAD * value.row, size);
+    const uintptr_t next =
+        ahead(value.first, rows_ahead(VALUE_BYTES_AHEAD, VALUES_AHEAD, rows->d_v, value.storage) * value.row, size);
     /* where several rows take several passes, the first one asks for all columns: memory is quicker in order */
     const bool in_passes = many > 1 && vectors * LANES < rows->d_v;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
