@@ -145,6 +145,7 @@ struct cattn_softmax_params {
     double scale;
     struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
     struct cattn_tensor mask;   /* bytes, not 0 = keep; or absent */
+    bool out_is_new;            /* nothing was ever written there */
     bool is_causal;
     struct cattn_ranges ranges; /* read only if is_causal */
     int num_threads;

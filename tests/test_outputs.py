@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cattn
+from support import assert_same_bits
 
 RNG = np.random.default_rng(0)
 Q, K, V = RNG.standard_normal((3, 2, 3, 17, 8))
@@ -177,3 +178,30 @@ def test_nan_is_written_one_way_and_zero_without_a_sign() -> None:
     scores = cattn.attention_weights(x, x, stage="qk")
     for weights in (cattn.softmax(x), scores, cattn.attention_weights(x[20:21], x, stage="qk")):
         assert set(np.unique(weights.view(np.uint32)[np.isnan(weights)])) == {np.float32(np.nan).view(np.uint32)}
+
+
+# ---- past the caches -----------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_results(dtype: type, normal: Callable[..., np.ndarray], threads: int) -> None:
+    """Beyond 32 MB a causal result passes by the caches: whole lines, so nothing beside its rows."""
+    heads, n, gap = 40 // np.dtype(dtype).itemsize, 1000, 10
+    scores = normal(n, n + 3, dtype=dtype)
+    right = cattn.masked_softmax(scores, is_causal=True, query_offset=3)
+    for first, step in ((0, 1), (1, 1), (15, 1), (0, 2)):
+        memory = np.full((heads * n + 1) * (n + gap) * step, 7, dtype)
+        rows = memory[first : first + heads * n * (n + gap) * step].reshape(heads, n, -1)
+        out = rows[..., : step * (n + 3) : step]
+        with cattn.num_threads(threads):
+            cattn.masked_softmax(np.broadcast_to(scores, out.shape), is_causal=True, query_offset=3, out=out)
+        assert_same_bits(out, np.broadcast_to(right, out.shape), f"from element {first} on, step {step}")
+        out[...] = 7
+        assert (memory == 7).all(), "and nothing else was written"
+
+
+@pytest.mark.usefixtures("isa")
+def test_large_results_of_halves(normal: Callable[..., np.ndarray]) -> None:
+    scores = normal(1000, 1003, dtype=np.float16)
+    out = np.empty((10, *scores.shape), np.float16)
+    cattn.masked_softmax(np.broadcast_to(scores, out.shape), is_causal=True, query_offset=3, out=out)
+    assert_same_bits(out, np.broadcast_to(cattn.masked_softmax(scores, is_causal=True, query_offset=3), out.shape))

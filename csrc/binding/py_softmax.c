@@ -100,6 +100,7 @@ static bool make_output(struct call *call, PyObject *out) {
         if (axis != call->axis)
             params->lead_shape[lead++] = call->dims[axis];
     }
+    params->out_is_new = call->output.array != call->output.given;
     params->n_rows = PyArray_SIZE(call->output.array);
     if (params->n_cols > 0)
         params->n_rows /= params->n_cols;

@@ -11,6 +11,7 @@ struct softmax_run {
     const struct cattn_kernels *kernels;
     int64_t rows_per_task;
     int64_t bundle; /* rows copied to scratch together, 0: none */
+    bool streams;   /* each row by way of scratch, and from there past the caches */
     size_t element; /* bytes of one in x and out */
 };
 
@@ -28,6 +29,21 @@ static int64_t find_bundle(const struct cattn_softmax_params *p) {
         return 0;
     const int64_t row_bytes = bundle_stride(p->n_cols) * (int64_t)cattn_stored_size(p->dtype, p->storage);
     return row_bytes * BUNDLE <= BUNDLE_SCRATCH ? BUNDLE : 0;
+}
+
+/* Results so large do not stay in the caches anyway. */
+#define LARGE_RESULT ((int64_t)32 << 20)
+/* Rows up to here come back from scratch quickly. */
+#define STREAM_ROW ((int64_t)64 << 10)
+
+/* Does memory bound the time, so that it pays not to read what is about to be written? It does where ranges spare most
+ * of the exponentials; not where the lines are in the caches: new pages have just been cleared there, those of x been
+ * read. */
+static bool find_streams(const struct cattn_softmax_params *p, const struct cattn_kernels *kernels) {
+    const int64_t row_bytes = p->n_cols * (int64_t)cattn_element_size(p->dtype);
+    return kernels->stream_row && p->is_causal && p->method != CATTN_SOFTMAX_RENORMALIZE && !p->out_is_new &&
+           p->out.data != p->x.data && p->x.col == 1 && p->out.col == 1 && p->storage == CATTN_STORED_PLAIN &&
+           row_bytes <= STREAM_ROW && p->n_rows >= LARGE_RESULT / row_bytes;
 }
 
 /* to[r][k] = from[r][k] for n_rows x n_cols elements; strides in elements, the row axis inside: neighbours in memory.
@@ -96,8 +112,14 @@ static size_t wide_size(const struct cattn_softmax_params *p) {
 /* Row by row, where they lie. */
 static int64_t softmax_in_place(const struct softmax_run *run, int64_t row, char *scratch) {
     const struct cattn_softmax_params *p = run->params;
-    softmax_one(run, row, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, run->element), p->x.col,
-                cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, run->element), p->out.col, scratch);
+    const void *x = cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, run->element);
+    void *out = cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, run->element);
+    if (run->streams) {
+        softmax_plain(run, row, x, p->x.col, scratch, 1);
+        run->kernels->stream_row(scratch, p->n_cols, out);
+    } else {
+        softmax_one(run, row, x, p->x.col, out, p->out.col, scratch);
+    }
     return 1;
 }
 
@@ -129,14 +151,21 @@ static void softmax_task(void *context, int64_t task, struct cattn_worker *worke
     for (int64_t i = 0; i < n;)
         i += run->bundle ? softmax_bundle(run, first + i, n - i, cattn_worker_scratch(worker))
                          : softmax_in_place(run, first + i, cattn_worker_scratch(worker));
+    if (run->streams)
+        run->kernels->stream_end();
 }
 
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
-    struct softmax_run run = {p, cattn_kernels_for(p->dtype), cattn_rows_per_task(p->n_cols), find_bundle(p),
-                              cattn_stored_size(p->dtype, p->storage)};
-    size_t scratch = wide_size(p);
+    const struct cattn_kernels *kernels = cattn_kernels_for(p->dtype);
+    struct softmax_run run = {.params = p,
+                              .kernels = kernels,
+                              .rows_per_task = cattn_rows_per_task(p->n_cols),
+                              .bundle = find_bundle(p),
+                              .streams = find_streams(p, kernels),
+                              .element = cattn_stored_size(p->dtype, p->storage)};
+    size_t scratch = wide_size(p) + (run.streams ? (size_t)p->n_cols * run.element : 0);
     if (run.bundle) {
         run.rows_per_task = cattn_ceil_div(run.rows_per_task, run.bundle) * run.bundle;
         scratch += (size_t)(run.bundle * bundle_stride(p->n_cols)) * run.element;

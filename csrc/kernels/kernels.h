@@ -192,6 +192,10 @@ struct cattn_kernels {
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
+    /* a row to memory, past the caches, and what makes sure that rows got there before what is written next; NULL where
+     * the instruction set cannot */
+    void (*stream_row)(const void *from, int64_t n, void *to);
+    void (*stream_end)(void);
     void (*softmax_gradient)(const struct cattn_softmax_gradient *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
 };

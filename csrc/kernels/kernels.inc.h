@@ -51,6 +51,10 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .widen_row = widen_row,
     .narrow_row = narrow_row,
     .softmax_row = softmax_row,
+#ifdef HAS_STREAM
+    .stream_row = stream_row,
+    .stream_end = stream_end,
+#endif
     .softmax_gradient = softmax_gradient,
     .dropout_row = dropout_row,
 };

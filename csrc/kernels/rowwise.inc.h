@@ -179,6 +179,21 @@ static void softmax_row(const struct cattn_softmax_row *row) {
     softmax_divide(row, row->lo, row->hi, sum);
 }
 
+#ifdef HAS_STREAM
+/* Lines that are written whole need not be read first; those that are not go the usual way. */
+static void stream_row(const void *from, int64_t n, void *to) {
+    const real *row = from;
+    real *out = to;
+    const int64_t line = LINE_BYTES / sizeof(real), into = (int64_t)((uintptr_t)to % LINE_BYTES / sizeof(real));
+    int64_t k = min64(n, (line - into) % line);
+    memcpy(out, row, (size_t)k * sizeof(real));
+    for (; k + line <= n; k += line)
+        for (int64_t i = k; i < k + line; i += LANES)
+            vf_stream(out + i, vf_loadu(row + i));
+    memcpy(out + k, row + k, (size_t)(n - k) * sizeof(real));
+}
+#endif
+
 /* Keep decisions for the elements base .. base+127 that share c1 and c2, as bytes. */
 static void keep_run(const struct cattn_drop *drop, const uint32_t *words, uint64_t base, uint32_t c1, uint32_t c2,
                      uint8_t keep[128]) {

@@ -13,6 +13,8 @@
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
  *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing behind p[n-1]
  *   vf_storeu_n(p, v, n)
+ *   vf_stream(p, v)    vf_storeu past the caches, p a multiple of the vector's size; before the next store that another
+ *                      thread may see, stream_end(). HAS_STREAM is defined where there are such stores
  *   vf_fma(a, b, c)    a*b + c, rounded once
  *   HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit contract
  *   vf_max(a, b)       a > b ? a : b, so b where one of them is NaN

@@ -25,6 +25,9 @@ INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
 INLINE void vf_storeu(real *p, vf v) { VF(storeu)(p, v); }
 INLINE void vf_storeu_n(real *p, vf v, int n) { VF(mask_storeu)(p, lanes_below(n), v); }
+#define HAS_STREAM 1
+INLINE void vf_stream(real *p, vf v) { VF(stream)(p, v); }
+INLINE void stream_end(void) { _mm_sfence(); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
 INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
