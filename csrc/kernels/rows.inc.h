@@ -9,16 +9,11 @@
 #define ROW_STEP 16
 /* accumulators of P V: as many as leave registers for the operands */
 #define VALUE_ACCS (MR * NR >= 16 ? 16 : 8)
-/* How far ahead K and V are asked for: so many bytes of rows, and at least so many rows. Tiles of K jump from row to
- * row, which processors do not foresee. */
-#define KEY_BYTES_AHEAD 12288
-#define KEYS_AHEAD 24
-#define VALUE_BYTES_AHEAD 8192
-#define VALUES_AHEAD 32
-
-static int64_t rows_ahead(int64_t bytes, int64_t at_least, int64_t cols, enum cattn_storage storage) {
-    return max64(at_least, min64(CATTN_BLOCK_KEYS / 2, bytes / (max64(1, cols) * (int64_t)stored_size(storage))));
-}
+/* So many rows ahead K and V are asked for, V a whole run: else passes over a few columns of its rows would come too
+ * late. Tiles of K jump from row to row, which processors do not foresee. Where a row begins within a cache line, its
+ * last element lies in one more. */
+#define KEYS_AHEAD 48
+#define VALUES_AHEAD CATTN_RUN_KEYS
 
 static void pack_query_rows(struct cattn_rows *rows) {
     const int64_t depth = rows->head_dim;
@@ -70,7 +65,7 @@ INLINE void key_tile(struct stored key, uintptr_t next, int64_t d, vf kt[LANES])
         HIDE(at);
         kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
         if (new_line)
-            prefetch(next, at, size);
+            prefetch_far(next, at, size);
     }
     vf_transpose(kt);
 }
@@ -84,11 +79,11 @@ NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[L
 }
 
 /* Scores of LANES keys, the first n of them real, for `many` rows. */
-INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int64_t keys_ahead, int n,
-                       vf acc[CATTN_FEW_ROWS]) {
+INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf acc[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
     const real *query = rows->packed_query;
-    const uintptr_t next = ahead(key.first, keys_ahead * key.row, stored_size(key.storage));
+    const size_t size = stored_size(key.storage);
+    const uintptr_t next = ahead(key.first, KEYS_AHEAD * key.row, size);
     vf kt[LANES];
     int64_t d = 0;
 #pragma GCC unroll 8
@@ -102,6 +97,8 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
             for (int r = 0; r < many; r++)
                 acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
     }
+    for (int i = 0; i < LANES && key.row != depth; i++)
+        prefetch_far(next, i * key.row + depth - 1, size);
     for (; d < depth; d += LANES) {
         vf part[LANES];
         const int nd = (int)min64(LANES, depth - d);
@@ -138,7 +135,6 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int i = 0; i < LANES; i++)
         lane[i] = (real)i;
     const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
-    const int64_t keys_ahead = rows_ahead(KEY_BYTES_AHEAD, KEYS_AHEAD, rows->head_dim, direct);
     vf max[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
@@ -148,7 +144,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         vf acc[CATTN_FEW_ROWS];
         const struct stored key =
             find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows);
-        score_keys(rows, many, key, keys_ahead, n, acc);
+        score_keys(rows, many, key, n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
             vf s = neg_inf;
@@ -211,16 +207,35 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
     return block;
 }
 
+/* The rows of V that lie ahead are asked for in the order of memory, which is quickest so, whatever columns a pass
+ * reads: the next line lies at element `at`, `col` columns into its row. */
+struct rows_ahead {
+    uintptr_t first;
+    int64_t at, col;
+};
+
+/* Asks for as many columns as a pass reads of a row, n of its last vector. */
+INLINE void ask_ahead(struct rows_ahead *next, const struct stored *value, int64_t d_v, int vectors, int n) {
+    const size_t size = stored_size(value->storage);
+    const int cols = (vectors - 1) * LANES + n;
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++)
+        if ((size_t)v * LANES * size % LINE_BYTES == 0)
+            prefetch_far(next->first, next->at + v * LANES, size);
+    next->at += cols;
+    next->col += cols;
+    if (next->col >= d_v) {
+        prefetch_far(next->first, next->at - 1, size);
+        next->col -= d_v;
+        next->at += value->row - d_v;
+    }
+}
+
 /* P V of one run for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. `value`
  * starts at the run's first key; factor is of each row. */
-INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value, struct run run,
-                       int64_t k0, int64_t c, const real *factor) {
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
+                       struct rows_ahead *next, struct run run, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->score;
-    const size_t size = stored_size(value.storage);
-    const uintptr_t next =
-        ahead(value.first, rows_ahead(VALUE_BYTES_AHEAD, VALUES_AHEAD, rows->d_v, value.storage) * value.row, size);
-    /* where several rows take several passes, the first one asks for all columns: memory is quicker in order */
-    const bool in_passes = many > 1 && vectors * LANES < rows->d_v;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
@@ -230,13 +245,9 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
     for (int k = 0; k < run.end - run.begin; k++) {
         vf val[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
+        for (int v = 0; v < vectors; v++)
             val[v] = load_row(value, k, c + v * LANES, v == vectors - 1 ? n : LANES);
-            if (!in_passes && (size_t)v * LANES * size % LINE_BYTES == 0)
-                prefetch(next, k * value.row + c + v * LANES, size);
-        }
-        for (int64_t i = 0; in_passes && c == 0 && i < rows->d_v; i += (int64_t)(LINE_BYTES / size))
-            prefetch(next, k * value.row + i, size);
+        ask_ahead(next, &value, rows->d_v, vectors, n);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
             vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + run.begin + k]);
@@ -262,17 +273,18 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct run run, int64_t k0,
                           const real *factor) {
     int64_t c = 0, left = rows->d_v;
+    struct rows_ahead next = {ahead(value.first, VALUES_AHEAD * value.row, stored_size(value.storage)), 0, 0};
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
-            value_rows(rows, many, vectors, LANES, value, run, k0, c, factor);
+            value_rows(rows, many, vectors, LANES, value, &next, run, k0, c, factor);
     WHILE_FULL(8)
     WHILE_FULL(4)
     WHILE_FULL(2)
     WHILE_FULL(1)
 #undef WHILE_FULL
     if (left > 0)
-        value_rows(rows, many, 1, (int)left, value, run, k0, c, factor);
+        value_rows(rows, many, 1, (int)left, value, &next, run, k0, c, factor);
 }
 
 /* Run by run: copies, where V cannot be read where it lies, stay in the nearest cache. */

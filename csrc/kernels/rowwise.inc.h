@@ -241,8 +241,8 @@ static void dropout_row(const struct cattn_dropout_row *row) {
                             out_ahead = ahead(out, DROPOUT_AHEAD, sizeof(real));
             for (int r = 0; r < 128; r += LANES) {
                 if (starts_line(r, sizeof(real))) {
-                    prefetch(x_ahead, r, sizeof(real));
-                    prefetch(out_ahead, r, sizeof(real));
+                    prefetch_far(x_ahead, r, sizeof(real));
+                    prefetch_far(out_ahead, r, sizeof(real));
                 }
                 vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
                 vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));
