@@ -8,27 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import cattn
 
-from . import plots, report, scaling
-from .groups import GROUPS, KEEP_MEMORY
-from .machine import RESULTS, facts, memory_kept, save
+from . import laps, plots, report, scaling
+from .groups import GROUPS
+from .laps import Group
+from .machine import RESULTS, facts, save
 from .probe import find_probe
-from .timing import LAPS, Case, Measured, row_of
-
-
-def progress(cases: Iterable[Any], group: str) -> Iterable[Any]:
-    """Show how far a group is, where tqdm is installed."""
-    with contextlib.suppress(ImportError):
-        from tqdm.auto import tqdm
-
-        return tqdm(cases, desc=group, unit="row", leave=False, dynamic_ncols=True)  # type: ignore[no-any-return]
-    return cases
+from .timing import LAPS
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -59,49 +48,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return found
 
 
-class Group:
-    """One group, and what its laps have found so far."""
-
-    def __init__(self, name: str, found: argparse.Namespace) -> None:
-        self.name, self.found = name, found
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.measured: dict[str, Measured] = defaultdict(Measured)
-
-    def lap(self, number: int, fewest: int, probe: Any) -> None:
-        """Go through the rows once more, from the lap after the `fewest` on through those that have not settled."""
-        with memory_kept() if self.name in KEEP_MEMORY else contextlib.nullcontext():
-            for case in progress(GROUPS[self.name](probe), f"{self.name}, lap {number}"):
-                name = case.name if isinstance(case, Case) else case["name"]
-                if self.found.only not in name:
-                    continue
-                if not isinstance(case, Case):  # there at once, and not timed
-                    self.rows[name] = case
-                elif number <= fewest or not self.measured[name].settled():
-                    self.measured[name].lap(case, probe.limits if probe else {}, self.found.rounds)
-                    self.rows[name] = row_of(case, self.measured[name])
-
-    def settled(self) -> bool:
-        """Tell whether another lap would hardly change a ratio."""
-        return all(case.settled() for case in self.measured.values())
-
-    def tell(self) -> None:
-        """Print the rows and keep them."""
-        print("\n".join([f"\n{self.name}: {GROUPS[self.name].__doc__}", *map(report.line, self.rows.values())]))
-        if self.rows and not self.found.only:
-            save(self.found.output, self.name, list(self.rows.values()))
+def tell(group: Group, found: argparse.Namespace) -> None:
+    """Print the rows of a group and keep them."""
+    rows = list(group.rows.values())
+    print("\n".join([f"\n{group.name}: {GROUPS[group.name].__doc__}", *map(report.line, rows)]), flush=True)
+    if rows and not found.only:
+        save(found.output, group.name, rows)
 
 
-def measure(names: list[str], found: argparse.Namespace, probe: Any) -> None:
+def measure(names: list[str], found: argparse.Namespace, has_probe: bool) -> None:
     """Run the groups lap by lap, in turn: then what changes within minutes meets all laps of a row alike."""
     fewest, most = (found.laps, found.laps) if found.laps else LAPS
-    groups = [Group(name, found) for name in names]
+    plan = laps.Plan(found.rounds, found.only, fewest, has_probe)
+    groups = {name: Group(name) for name in names}
     for number in range(1, most + 1):
-        for group in list(groups):
-            group.lap(number, fewest, probe)
+        for name in list(groups):
+            group = groups[name] = laps.apart(laps.lap, groups[name], number, plan)
             least = fewest if group.measured else 1
             if number == most or (number >= least and group.settled()):
-                group.tell()
-                groups.remove(group)
+                tell(groups.pop(name), found)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,11 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(table)
         return 0
     print("  ".join(f"{name} {value}" for name, value in facts().items()))
-    with cattn.num_threads(1):
-        probe = find_probe()
-        groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
-        measure(groups, found, probe)
-        if "scaling" in found.groups or not found.groups:
+    groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
+    measure(groups, found, find_probe() is not None)
+    if "scaling" in found.groups or not found.groups:
+        with cattn.num_threads(1):
             scaling.run(found.output)
     if found.against:
         print("\n" + report.agreement(found.against, found.output, groups))

@@ -326,13 +326,11 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
     yield {"name": "installed size", "targets": {"MiB": {"target": 2, "measured": size, "met": size <= 2}}}
 
 
-# prefill comes last: it takes most memory and most time, and malloc goes on handing out what it got before memory_kept
-# ended, to peers that would else wait for new pages
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
-        threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory, footprint,
-        prefill,
+        prefill, threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory,
+        footprint,
     )
 }  # fmt: skip
 

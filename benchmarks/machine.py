@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +50,16 @@ def facts() -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def memory_kept() -> Iterator[None]:
-    """Have malloc keep what it once got (glibc; elsewhere nothing happens).
+def keep_memory() -> None:
+    """Have malloc keep what it once got, from here to the end of the process (glibc; elsewhere nothing happens).
 
     Who writes gigabytes of scores is else timed by how the kernel hands out pages, which on a virtual machine changes
     from call to call by several times.
     """
-    library = ctypes.CDLL(None)
-    mallopt = getattr(library, "mallopt", lambda option, value: 0)
-    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    trim_threshold, mmap_max = -1, -4  # malloc.h
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, -1)
-    try:
-        yield
-    finally:  # what glibc's own rule comes to after some large arrays
-        mallopt(mmap_max, 65536)
-        mallopt(mmap_threshold, 32 << 20)
-        mallopt(trim_threshold, 64 << 20)
-        getattr(library, "malloc_trim", lambda pad: 0)(0)
 
 
 def save(folder: Path, group: str, rows: list[dict[str, Any]], **beside: Any) -> Path:

@@ -1,6 +1,8 @@
 """The benchmark suite, without looking at a clock: rows, files, agreement of contestants, the probe, the model."""
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -13,16 +15,23 @@ import numpy as np
 import pytest
 
 import cattn
-from support import benchmarks_importable
+from support import UNDER_SANITIZER, benchmarks_importable
 
 with benchmarks_importable():
     from benchmarks import __main__ as suite
-    from benchmarks import contestants, groups, machine, report, scaling, timing
+    from benchmarks import child, contestants, groups, laps, machine, report, scaling, timing
     from benchmarks.probe import Probe, check_sum
 
 
 def has_compiler() -> bool:
     return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tests put their own in place of what a lap uses, it has to run here."""
+    monkeypatch.setattr(laps, "apart", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(laps, "keep_memory", lambda: None)
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +48,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert caught.value.code == 2
     told = capsys.readouterr().err
     option = arguments[1] if len(arguments) > 1 else ""
-    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are threads") in told
+    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in told
 
 
 def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,23 +63,25 @@ def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "(1, 4, 16, 16)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    laps = []
+    probes = []
 
     def group(probe: Any) -> Any:
         """Two rows."""
-        laps.append(probe)
+        probes.append(probe)
         for name in ("a", "b"):
             array = np.zeros(3)
             yield timing.Case(name, {"cattn": array.sum, "numpy": array.max}, "float32", 1.0)
 
     probe = SimpleNamespace(limits={"float32": lambda: 8.0})
     monkeypatch.setitem(groups.GROUPS, "prefill", group)
-    monkeypatch.setattr(suite, "row_of", lambda case, measured: {"name": case.name, "kept": measured, "targets": {}})
+    monkeypatch.setattr(laps, "Probe", lambda: probe)
+    monkeypatch.setattr(laps, "row_of", lambda case, measured: {"name": case.name, "kept": measured, "targets": {}})
     rows: list[dict[str, Any]] = []
     monkeypatch.setattr(suite, "save", lambda folder, group, found: rows.extend(found))
-    suite.measure(["prefill"], suite.parse(["prefill", "--laps", "4", "--rounds", "3"]), probe)
-    assert laps == 4 * [probe]
+    suite.measure(["prefill"], suite.parse(["prefill", "--laps", "4", "--rounds", "3"]), has_probe=True)
+    assert probes == 4 * [probe]
     assert [row["name"] for row in rows] == ["a", "b"]
     for row in rows:
         rounds = {name: len(times.rounds) for name, times in row["kept"].times().items()}
@@ -78,13 +89,14 @@ def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["kept"].limit_work == 8
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lap by lap, until each is settled, after three; what is not timed comes once."""
-    laps, kept = list[str](), list[str]()
+    gone, kept = list[str](), list[str]()
 
     def group(name: str) -> Callable[[Any], Any]:
         def rows(probe: Any) -> Any:
-            laps.append(name)
+            gone.append(name)
             yield (
                 timing.Case(name, {"cattn": list}, "float32", 1.0) if name != "once" else {"name": name, "targets": {}}
             )
@@ -95,11 +107,11 @@ def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     for name in ("long", "once", "short"):
         monkeypatch.setitem(groups.GROUPS, name, group(name))
     enough = {"long": 5, "once": 1, "short": 1}
-    monkeypatch.setattr(suite.Group, "settled", lambda self: laps.count(self.name) >= enough[self.name])
-    monkeypatch.setattr(suite, "row_of", lambda case, measured: {"name": case.name, "targets": {}})
+    monkeypatch.setattr(laps.Group, "settled", lambda self: gone.count(self.name) >= enough[self.name])
+    monkeypatch.setattr(laps, "row_of", lambda case, measured: {"name": case.name, "targets": {}})
     monkeypatch.setattr(suite, "save", lambda folder, name, rows: kept.append(name))
-    suite.measure(["long", "once", "short"], suite.parse(["calls", "--rounds", "1"]), None)
-    assert laps == ["long", "once", "short", *["long", "short"] * 2, "long", "long"]
+    suite.measure(["long", "once", "short"], suite.parse(["calls", "--rounds", "1"]), has_probe=False)
+    assert gone == ["long", "once", "short", *["long", "short"] * 2, "long", "long"]
     assert kept == ["once", "short", "long"]
     told = capsys.readouterr().out
     assert told.index("once: About once.") < told.index("short: About short.") < told.index("long: About long.")
@@ -152,6 +164,7 @@ def small_prefill(probe: Any) -> Any:
         yield timing.Case(str(shape), calls, "float32", groups.causal_flops(*shape), {"percent": 1.0}, facts)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(groups.GROUPS, "prefill", small_prefill)
     assert suite.main(["prefill", "--laps", "2", "--rounds", "1", "-o", str(tmp_path)]) == 0
@@ -184,6 +197,27 @@ def test_contestants_agree_or_are_refused() -> None:
         contestants.agreeing(calls | {"wrong": lambda: np.zeros_like(query)})
     decode = contestants.attention_calls(*groups.qkv((1, 4, 1, 8), kv_shape=(1, 2, 30, 8)), causal=False)
     assert decode.keys() >= {"cattn", "torch"}
+
+
+def test_a_lap_has_a_process_of_its_own() -> None:
+    here, there, again = os.getpid(), laps.apart(os.getpid), laps.apart(os.getpid)
+    assert len({here, there, again}) == 3
+    with pytest.raises(KeyError, match="no such group"):
+        laps.apart(laps.lap, laps.Group("no such group"), 1, laps.Plan(probe=False))
+
+
+def resident_after_64_mb(keep: bool) -> int:
+    if keep:
+        machine.keep_memory()
+    before = child.status("VmRSS")
+    np.ones(8 << 20)
+    return child.status("VmRSS") - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or UNDER_SANITIZER, reason="malloc is not glibc's")
+def test_memory_is_kept() -> None:
+    assert laps.apart(resident_after_64_mb, True) > 60 << 20
+    assert laps.apart(resident_after_64_mb, False) < 30 << 20
 
 
 def test_the_module_of_the_book_is_ours() -> None:
