@@ -23,6 +23,8 @@ Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attentio
 FIELDS = ("out", "weights", "lse", "dropout_mask")
 PATHS = ("auto", "tile", "rows", "split", "tiny")
 INF, NAN = np.inf, np.nan
+# tools/sanitize: malloc is the sanitizer's then, for Python's objects too
+UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 # What accuracy can be measured of: float64 only where there is something wider to compare with.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
 

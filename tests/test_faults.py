@@ -20,9 +20,9 @@ import pytest
 
 import cattn
 from every_call import contents
+from support import UNDER_SANITIZER
 
 HERE = Path(__file__).parent
-UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 
 
 def python(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from any_work import Results, Work
+from support import UNDER_SANITIZER
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is Linux's")
 
@@ -57,6 +58,7 @@ def test_a_wrong_bit_is_found(soak: ModuleType) -> None:
         soak.Soak([Work("wrong at times", wrong_at_times, {})], 4, 1).run(5, say=lambda line: None)
 
 
+@pytest.mark.skipif(UNDER_SANITIZER, reason="Python counts the blocks of its own allocator")
 @pytest.mark.parametrize("lost", ["blocks", "resident"])
 def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
     kept: list[object] = []
