@@ -18,14 +18,17 @@ PEERS = ("numpy", "torch", "jax", "onnxruntime")
 
 
 def cpu_name() -> str:
-    """Return the CPU's name as the system gives it."""
+    """Return the CPU's name as the system gives it; family and model tell virtual machines' apart."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in told:
+        return platform.processor() or platform.machine()
+    if {"cpu family", "model"} <= told.keys():
+        return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
+    return told["model name"]
 
 
 def version(package: str) -> str | None:

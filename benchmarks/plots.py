@@ -22,7 +22,8 @@ def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
     figure, ax = plt.subplots(figsize=(6.4, 3.6), dpi=110, layout="constrained")
-    ax.set(title=title, xlabel="T, tokens", ylabel=ylabel, xscale="log")
+    ax.set(xlabel="T, tokens", ylabel=ylabel, xscale="log")
+    ax.set_title(title, fontsize="medium")
     ax.set_xticks(lengths, [str(length) for length in lengths])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
