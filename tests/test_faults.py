@@ -69,7 +69,7 @@ def test_a_fault_without_memory_would_show(failing_allocations: dict[str, str], 
 
 # ---- the interpreter's end -----------------------------------------------------------------------------------------
 EXIT = """
-import atexit, sys, threading, time, types
+import atexit, os, sys, threading, time, types
 import numpy as np
 import cattn
 from cattn import _cattn
@@ -95,21 +95,31 @@ def cattn_at_exit():
     return cattn.softmax(np.zeros(2))
 
 
+def n_threads():
+    "The system's word: to ask for the pool would take it from the call."
+    return len(os.listdir("/proc/self/task"))
+
+
 sys.modules["late"] = types.ModuleType("late")
 sys.modules["late"].object = Late()
 atexit.register(lambda: print("atexit", cattn_at_exit().tolist(), flush=True))
+linux = sys.platform == "linux"
+before = linux and n_threads()
 thread = threading.Thread(target=deep, args=(60,), daemon=True)
 thread.start()
-while _cattn._release():  # the pool is idle: the machine may be busy
+while linux and n_threads() < before + 2:  # the machine may be busy
     time.sleep(0.05)
-    assert thread.is_alive(), "the call never had the pool"
-time.sleep(0.1)
+    assert thread.is_alive(), "the call has no worker"
+time.sleep(0.1 if linux else 1)
+assert not _cattn._release()
 """
 
 
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "gradients", "gradients, drawn"])
 def test_exit_while_a_daemon_thread_computes(name: str) -> None:
-    done = python("-c", EXIT.format(name=name))
+    # what the call holds is not given back, which is no finding
+    options = os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"
+    done = python("-c", EXIT.format(name=name), ASAN_OPTIONS=options)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["atexit [0.5, 0.5]", "late [0.5, 0.5]"]
 
