@@ -3,6 +3,7 @@
 import os
 import pickle
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn._weights_io import load_arrays
 from support import assert_same_bits
 from test_state_dict import assert_state, causal, mha, other, rng, v1, v2, wrapper
 
@@ -48,6 +50,19 @@ def test_safetensors_of_torch(tmp_path: Path) -> None:
         module = causal()
         module.load(tmp_path / "x.safetensors")
         assert_state(module, {key: t.float().numpy() for key, t in zip(expected, tensors.values(), strict=True)})
+
+
+def test_safetensors_of_other_types(tmp_path: Path) -> None:
+    """bfloat16 needs nobody to import ml_dtypes; what NumPy does not have is no damage."""
+    torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    path = tmp_path / "x.safetensors"
+    files.save_file({"a": torch.ones(3, dtype=torch.bfloat16)}, path)
+    code = f"from cattn._weights_io import load_arrays; print(load_arrays({str(path)!r})['a'].dtype)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("bfloat16\n", "")
+    files.save_file({"b": torch.ones(3).to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(ValueError, match=r"x\.safetensors: b is of type F8_E4M3, which NumPy does not have"):
+        load_arrays(path)
 
 
 @pytest.mark.parametrize("name", FILES)

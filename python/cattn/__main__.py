@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     attend.add_arguments(
         commands.add_parser(
             "attend",
-            help="attention of arrays in .npy or .npz files",
+            help="attention of arrays in .npy, .npz or .safetensors files",
             description=attend.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

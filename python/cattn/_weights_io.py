@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,17 @@ def _suffix(path: Path) -> str:
     return path.suffix
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
+    """Import safetensors, or say how to get it."""
     try:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
             ".safetensors files need the package safetensors: pip install 'cattn[safetensors]'"
         ) from error
-    return safetensors.numpy
+    with contextlib.suppress(ImportError):
+        import ml_dtypes  # noqa: F401 # from then on NumPy knows bfloat16 by name
+    return safetensors
 
 
 def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
@@ -44,7 +48,7 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
             if suffix == ".npz":
                 np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
             else:  # bytes, because save_file would make a file that only its owner may read
-                stream.write(_safetensors().save(arrays))
+                stream.write(safetensors_package().numpy.save(arrays))
         os.replace(temporary, target)
     except OSError as error:
         if error.filename == str(temporary):  # a name that the caller has never seen
@@ -58,7 +62,8 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
     """Read all arrays of a file. Nothing is ever unpickled."""
     source = Path(path)
     if _suffix(source) == ".safetensors":
-        return _load_safetensors(source)
+        with open_safetensors(source) as (names, read):
+            return {name: read(name) for name in names}
     with open(source, "rb") as stream:
         try:
             with np.load(stream, allow_pickle=False) as archive:
@@ -71,12 +76,26 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
             raise ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}") from error
 
 
-def _load_safetensors(source: Path) -> dict[str, Array]:
-    package = _safetensors()
+@contextlib.contextmanager
+def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+    """Give the names of a file's arrays, and the function that reads one of them."""
+    package = safetensors_package()
     with open(source, "rb"):  # a missing file is Python's own error, with the name in it
         pass
+
+    def read(name: str) -> Array:
+        try:
+            array: Array = archive.get_tensor(name)
+        except (AttributeError, TypeError) as error:
+            dtype = archive.get_slice(name).get_dtype()
+            raise ValueError(
+                f"{source}: {name} is of type {dtype}, which NumPy does not have (bfloat16: pip install 'cattn[bf16]')"
+            ) from error
+        return array
+
     try:
-        arrays: dict[str, Array] = package.load_file(source)
+        archive = package.safe_open(source, framework="np")
     except Exception as error:  # the package's own exception type moved between its versions
         raise ValueError(f"{source} is no .safetensors file, or damaged: {error}") from error
-    return arrays
+    with archive:
+        yield list(archive.keys()), read

@@ -23,10 +23,11 @@ from cattn._cli.files import Array, InputError, Output, load, load_members
 from cattn._cli.progress import Progress
 
 DESCRIPTION = """\
-Attention of the arrays in .npy files (memory-mapped) or .npz files:
+Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
 
   cattn attend q.npy k.npy v.npy -o out.npy --causal
   cattn attend qkv.npz -o out.npz                       (arrays called query, key, value)
+  cattn attend qkv.safetensors -o out.safetensors       (needs pip install 'cattn[safetensors]')
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
 
 Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
@@ -44,8 +45,8 @@ FIRST_SLICE = 2e8  # multiply-adds, before anything is known of the pace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="FILE", help="query, key and value, or one .npz file that holds all three")
-    add("-o", "--output", required=True, metavar="FILE", help=".npy or .npz; an existing file is replaced")
+    add("inputs", nargs="+", metavar="FILE", help="query, key and value, or one file that holds all three")
+    add("-o", "--output", required=True, metavar="FILE", help="written when complete: .npy, .npz, .safetensors")
     add(
         "--causal",
         nargs="?",
@@ -86,7 +87,7 @@ class _Job:
             files = dict(zip(("query", "key", "value"), options.inputs, strict=True))
             arrays = [load(spec, name) for name, spec in files.items()]
         else:
-            raise InputError(f"give one .npz file or three arrays (query, key, value), got {len(options.inputs)} files")
+            raise InputError(f"give query, key and value, or one file of all three, got {len(options.inputs)} files")
         self.masks: dict[str, Array] = {}
         for name, spec in (("attn_mask", options.mask), ("bias", options.bias)):
             if spec is not None:

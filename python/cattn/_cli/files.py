@@ -1,9 +1,9 @@
-"""Arrays from .npy and .npz files, and results written beside their target and renamed into place."""
+"""Arrays from .npy, .npz and .safetensors files; results written beside their target and renamed into place."""
 
+import contextlib
 import os
 import secrets
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cattn._weights_io import open_safetensors, safetensors_package, save_arrays
+
 Array = NDArray[Any]
+ARCHIVES = (".npz", ".safetensors")
 
 
 class InputError(Exception):
@@ -21,13 +24,13 @@ class InputError(Exception):
 def load(spec: str, name: str) -> Array:
     """Return the array that `spec` points to: ``file.npy``, ``file.npz:name``, or the member `name` of ``file.npz``.
 
-    An array of a .npy file is memory-mapped, read-only. Nothing is ever unpickled.
+    ``.safetensors`` files are like ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever
+    unpickled.
     """
-    path, colon, member = spec.rpartition(".npz:")
-    file = Path(path + ".npz" if colon else spec)
-    if _is_zip(file):
-        return load_members(file, [member if colon else name])[0]
-    if colon:
+    file, member = _split(spec)
+    if _kind(file) in ARCHIVES:
+        return load_members(file, [name if member is None else member])[0]
+    if member is not None:
         raise InputError(f"{file} is a single array, so {spec!r} cannot name one in it")
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
@@ -36,34 +39,57 @@ def load(spec: str, name: str) -> Array:
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
-    """Read the named arrays of a .npz file."""
-    if not _is_zip(file):
-        raise InputError(f"{file} is a single array; give query, key and value, or a .npz file that holds all three")
+    """Read the named arrays of a .npz or .safetensors file."""
+    kind = _kind(file)
+    if kind not in ARCHIVES:
+        raise InputError(
+            f"{file} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
+        )
     try:
-        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            present = list(archive.files)
+        with open_safetensors(file) if kind == ".safetensors" else _open_npz(file) as (present, read):
             missing = [name for name in names if name not in present]
             if not missing:
-                return [archive[name] for name in names]
+                return [read(name) for name in names]
+    except (ImportError, ValueError) as error:
+        raise InputError(str(error)) from error
+    raise InputError(f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}")
+
+
+@contextlib.contextmanager
+def _open_npz(file: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+    """Give the names of a file's arrays, and the function that reads one of them."""
+    try:
+        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            yield list(archive.files), archive.__getitem__
     except MemoryError:
         raise
     except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
         raise InputError(f"{file} {_what_is_wrong(error)}") from error
-    raise InputError(f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}")
 
 
-def _is_zip(file: Path) -> bool:
-    """Tell .npz from .npy by content; anything else is refused."""
+def _split(spec: str) -> tuple[Path, str | None]:
+    """Take ``file.npz:name`` apart."""
+    for suffix in ARCHIVES:
+        stem, colon, member = spec.rpartition(f"{suffix}:")
+        if colon:
+            return Path(stem + suffix), member
+    return Path(spec), None
+
+
+def _kind(file: Path) -> str:
+    """Tell files apart by content; anything else is refused."""
     try:
         with open(file, "rb") as stream:
-            start = stream.read(6)
+            start = stream.read(9)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}") from error
-    if start == b"\x93NUMPY":
-        return False
-    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return True
-    raise InputError(f"{file} is neither a .npy nor a .npz file")
+    if start.startswith(b"\x93NUMPY"):
+        return ".npy"
+    if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return ".npz"
+    if start[8:] == b"{":  # behind the header's length
+        return ".safetensors"
+    raise InputError(f"{file} is neither a .npy nor a .npz nor a .safetensors file")
 
 
 def _what_is_wrong(error: Exception) -> str:
@@ -84,16 +110,22 @@ class Output:
         self.target = Path(os.path.realpath(target))  # a link stays a link, its file is replaced
         self.name = name
         self.array: Array | None = None
-        if self.target.suffix not in (".npy", ".npz"):
-            raise InputError(f"{target}: output files end in .npy or .npz")
+        if self.target.suffix not in (".npy", *ARCHIVES):
+            raise InputError(f"{target}: output files end in .npy, .npz or .safetensors")
         if self.target.is_dir() or not self.target.parent.is_dir():
             raise InputError(f"{target}: there is no such directory, or the name is a directory's")
-        unique = secrets.token_hex(4)
-        self._temporary = self.target.with_name(f".{self.target.name}.{unique}.npy.part")
-        self._archive = self.target.with_name(f".{self.target.name}.{unique}.npz.part")
+        if self.target.suffix == ".safetensors":
+            try:
+                safetensors_package()
+            except ImportError as error:
+                raise InputError(str(error)) from error
+        self._temporary = self.target.with_name(f".{self.target.name}.{secrets.token_hex(4)}.npy.part")
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Create the temporary file and return its array, to be filled in."""
+        self._dtype = dtype
+        if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
+            raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
         if 0 in shape:  # nothing to map
             self.array = np.empty(shape, dtype)
             with open(self._temporary, "wb") as stream:
@@ -113,12 +145,10 @@ class Output:
             self._flush()
             del self._flush
         self.array = None
-        finished = self._temporary
-        if self.target.suffix == ".npz":
-            with zipfile.ZipFile(self._archive, "w", zipfile.ZIP_STORED) as archive:
-                archive.write(self._temporary, f"{self.name}.npy")
-            finished = self._archive
-        os.replace(finished, self.target)
+        if self.target.suffix in ARCHIVES:
+            save_arrays(self.target, {self.name: np.load(self._temporary, mmap_mode="r").view(self._dtype)})
+        else:
+            os.replace(self._temporary, self.target)
 
     def __enter__(self) -> "Output":
         return self
@@ -126,5 +156,4 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for leftover in (self._temporary, self._archive):
-            leftover.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
