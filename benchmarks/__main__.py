@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 from pathlib import Path
 
 import cattn
@@ -16,7 +17,7 @@ from . import laps, plots, report, scaling
 from .groups import GROUPS
 from .laps import Group
 from .machine import RESULTS, facts, save
-from .probe import find_probe
+from .probe import compile_probe
 from .timing import LAPS
 
 
@@ -56,10 +57,10 @@ def tell(group: Group, found: argparse.Namespace) -> None:
         save(found.output, group.name, rows)
 
 
-def measure(names: list[str], found: argparse.Namespace, has_probe: bool) -> None:
+def measure(names: list[str], found: argparse.Namespace, probe: Path | None) -> None:
     """Run the groups lap by lap, in turn: then what changes within minutes meets all laps of a row alike."""
     fewest, most = (found.laps, found.laps) if found.laps else LAPS
-    plan = laps.Plan(found.rounds, found.only, fewest, has_probe)
+    plan = laps.Plan(found.rounds, found.only, fewest, probe)
     groups = {name: Group(name) for name in names}
     for number in range(1, most + 1):
         for name in list(groups):
@@ -84,7 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print("  ".join(f"{name} {value}" for name, value in facts().items()))
     groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
-    measure(groups, found, find_probe() is not None)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(groups, found, compile_probe(Path(folder)))
     if "scaling" in found.groups or not found.groups:
         with cattn.num_threads(1):
             scaling.run(found.output)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cattn
@@ -30,7 +31,7 @@ class Plan:
     rounds: int | None = None  # of a lap; None: as many as the time allows
     only: str = ""  # rows whose name holds this text
     fewest: int = 1  # laps of a row that is timed
-    probe: bool = True  # whether the limits can be measured
+    probe: Path | None = None  # compiled, where the limits can be measured
 
 
 @dataclass
@@ -60,7 +61,7 @@ def lap(group: Group, number: int, plan: Plan) -> Group:
     if group.name in KEEP_MEMORY:
         keep_memory()
     with cattn.num_threads(1):
-        probe = Probe() if plan.probe else None
+        probe = Probe(plan.probe) if plan.probe else None
         for case in progress(GROUPS[group.name](probe), f"{group.name}, lap {number}"):
             name = case.name if isinstance(case, Case) else case["name"]
             if plan.only not in name:

@@ -6,7 +6,6 @@ import ctypes
 import shlex
 import subprocess
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,20 +24,33 @@ FLAGS = {  # instruction set: flags, bytes of a vector
 MOMENT = 2e-3  # seconds that one probe takes
 
 
+def _flags() -> tuple[list[str], int]:
+    return FLAGS.get(cattn.show_config("dicts")["instruction_set"], ([], 16))
+
+
+def compile_probe(folder: Path, compiler: str | None = None) -> Path | None:
+    """Return the compiled probe, or None with a word why not."""
+    flags, width = _flags()
+    command = shlex.split(compiler or sysconfig.get_config_var("CC") or "cc")
+    library = folder / "probe.so"
+    try:
+        subprocess.run(
+            [*command, "-O2", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", *flags, f"-DBYTES={width}",
+             str(SOURCE), "-o", str(library)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"no limits measured: the probe did not compile ({getattr(error, 'stderr', None) or error})")
+        return None
+    return library
+
+
 class Probe:
     """The compiled probe. `limits` maps "float32" and "float64" to callables that return the flops they did."""
 
-    def __init__(self, compiler: str | None = None) -> None:
-        flags, width = FLAGS.get(cattn.show_config("dicts")["instruction_set"], ([], 16))
-        command = shlex.split(compiler or sysconfig.get_config_var("CC") or "cc")
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "probe.so"
-            subprocess.run(
-                [*command, "-O2", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", *flags, f"-DBYTES={width}",
-                 str(SOURCE), "-o", str(library)],
-                check=True, capture_output=True, text=True,
-            )  # fmt: skip
-            self._library = ctypes.CDLL(str(library))
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        _, width = _flags()
         for name in ("peak_float", "peak_double"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.c_long], ctypes.c_double
@@ -70,15 +82,6 @@ class Probe:
             return float(sum(array.nbytes for array in arrays))
 
         return work
-
-
-def find_probe() -> Probe | None:
-    """Return the probe, or None with a word why not."""
-    try:
-        return Probe()
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"no limits measured: the probe did not compile ({getattr(error, 'stderr', None) or error})")
-        return None
 
 
 def check_sum(probe: Probe, array: NDArray[np.uint64]) -> int:
