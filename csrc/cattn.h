@@ -152,6 +152,15 @@ struct cattn_softmax_params {
     struct cattn_poll poll;
 };
 
+/* Which keys each query sees, as a byte each. */
+struct cattn_mask_params {
+    int64_t seqlen_q, seqlen_k;
+    struct cattn_ranges ranges;
+    uint8_t *mask; /* [seqlen_q][seqlen_k] */
+    int num_threads;
+    struct cattn_poll poll;
+};
+
 /* The gradient of a softmax over the `col` axis, given its result and the gradient of that. */
 struct cattn_softmax_backward_params {
     enum cattn_dtype dtype;
@@ -187,6 +196,7 @@ bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
+enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 
@@ -226,6 +236,8 @@ int64_t cattn_chunk_keys(void);
 /* ---- threads (parallel.c) ---- */
 /* Precedence of the count: the thread's own override, the process's setting, what the environment allows. */
 int cattn_get_num_threads(void);
+/* Whether CATTN_NUM_THREADS may have this text. */
+bool cattn_is_thread_count(const char *text);
 /* n >= 1 sets the process's count, 0 returns to the environment's */
 void cattn_set_num_threads(int n);
 /* This thread's override (the num_threads context): n >= 1, or 0 for none. Returns the one before. */

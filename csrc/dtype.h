@@ -7,8 +7,10 @@
 #include <stdint.h>
 
 #if FLT_EVAL_METHOD != 0
-#error "float must be computed in float, by the bit contract: on s390x -std=gnu11, on 32-bit x86 -mfpmath=sse -msse2"
+#error "float must be computed in float, by the bit contract: on s390x -std=gnu11"
 #endif
+
+_Static_assert(SIZE_MAX >= INT64_MAX, "sizes of scratch are counted in size_t, for arrays of up to 2^48 elements");
 
 enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
 

@@ -111,3 +111,9 @@ def test_halves_of_softmax_and_dropout_are_rounded_once(half: str, rng: np.rando
     _, kept = cattn.dropout(grad_out, 0.3, rng=1, return_mask=True)
     for grad in (cattn.dropout_backward(grad_out, 0.3, rng=1), cattn.dropout_backward(grad_out, 0.3, mask=kept)):
         assert_same_bits(grad, cattn.dropout_backward(wide[0], 0.3, rng=1).astype(kind))
+
+
+def test_one_number_is_an_array() -> None:
+    for gradient in (cattn.dropout_backward(2.0, 0.5, mask=True), cattn.dropout_backward(2.0, 0.5, rng=1)):
+        assert type(gradient) is np.ndarray
+        assert gradient.shape == ()

@@ -11,24 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cattn
 from cattn.__main__ import main
 from cattn._cli import attend, progress
-from cattn._weights_io import load_arrays, save_arrays
-from support import assert_same_bits
+from cattn._weights_io import save_arrays
 
 Say = Callable[..., int]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def save(*shapes: tuple[int, ...], dtype: type = np.float32, names: str = "qkv") -> list[np.ndarray]:
@@ -142,41 +133,6 @@ def test_attend_npz(folder: Path) -> None:
         np.testing.assert_array_equal(archive["out"], expected)
     assert main(["attend", "--causal", "named.npz:a", "named.npz", "v.npy", "-o", "out.npy"]) == 0
     np.testing.assert_array_equal(np.load("out.npy"), expected)
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_attend_safetensors(folder: Path, kind: type) -> None:
-    files = pytest.importorskip("safetensors.numpy")
-    q, k, v = (x.astype(kind) for x in save((6, 4), (6, 4), (6, 4)))
-    files.save_file({"query": q, "key": k, "value": v, "other": np.zeros(3)}, "qkv.safetensors")
-    expected = cattn.causal_attention(q, k, v)
-    assert main(["attend", "qkv.safetensors", "-o", "out.safetensors", "--causal"]) == 0
-    assert_same_bits(load_arrays("out.safetensors")["out"], expected)
-    several = ["qkv.safetensors:query", "qkv.safetensors", "qkv.safetensors:value"]
-    assert main(["attend", *several, "-o", "again.safetensors", "--causal"]) == 0
-    assert_same_bits(load_arrays("again.safetensors")["out"], expected)
-    assert leftovers(folder) == []
-
-
-def test_attend_bfloat16_needs_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """NumPy's own formats keep its bytes, but not what they are."""
-    x = np.ones((6, 4), ml_dtypes.bfloat16)
-    pytest.importorskip("safetensors.numpy").save_file({"query": x, "key": x, "value": x}, "qkv.safetensors")
-    for name in ("out.npy", "out.npz"):
-        assert main(["attend", "qkv.safetensors", "-o", name]) == 2
-        assert f"{name[3:]} files cannot hold bfloat16, .safetensors files can" in capsys.readouterr().err
-    assert os.listdir() == ["qkv.safetensors"]
-
-
-def test_attend_without_safetensors(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save((6, 4), (6, 4), (6, 4))
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    Path("in.safetensors").write_bytes(bytes(8) + b"{}")
-    for arguments in (["in.safetensors", "-o", "out.npy"], ["q.npy", "k.npy", "v.npy", "-o", "out.safetensors"]):
-        assert main(["attend", *arguments]) == 2
-        assert "pip install 'cattn[safetensors]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["<f8", ">f4", "<i4", "|b1"])

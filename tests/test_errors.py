@@ -143,7 +143,7 @@ UNUSABLE = [table["name"] for table in cattn.show_config("dicts")["tables"] if n
     ("variable", "value"),
     [
         *[("CATTN_ISA", value) for value in ("avx1024", "AVX2", "scalar ", "avx2,scalar", *UNUSABLE)],
-        *[("CATTN_NUM_THREADS", value) for value in ("0", "-1", "two", "1.5", "1x", "0x2", "99999999999", "2,1")],
+        *[("CATTN_NUM_THREADS", value) for value in ("0", "-1", "two", "1.5", "1x", "0x2", "99999999999", "2,1", "+2")],
     ],
 )
 def test_bad_environment_is_an_import_error(variable: str, value: str) -> None:

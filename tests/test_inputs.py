@@ -442,3 +442,12 @@ def test_zero_dimensions() -> None:
     assert cattn.dropout(3.0, 0.0) == 3
     assert cattn.dropout(3.0, 1.0).shape == ()
     assert cattn.dropout(np.array(3.0), rng=1) in (0, 6)
+
+
+@pytest.mark.parametrize("heads", [(0, 2), (0, 1), (1, 0), (0, 0)])
+def test_no_heads(heads: tuple[int, int]) -> None:
+    q, k, v = np.ones((1, heads[0], 3, 4)), np.ones((1, heads[1], 5, 4)), np.ones((1, heads[1], 5, 6))
+    result = cattn.scaled_dot_product_attention(q, k, v, return_lse=True)
+    grads = cattn.attention_backward(result.out, q, k, v, result.out, result.lse)
+    assert [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
+    assert not any(g.any() for g in grads[:3])

@@ -125,3 +125,21 @@ def test_windows_end_where_they_should_at_any_distance(offset: int, window: tupl
     options = {"is_causal": False, "query_offset": offset, "window_size": window}
     expected = cattn.reference.causal_mask(5, 4, **options)  # type: ignore[arg-type]
     np.testing.assert_array_equal(cattn.causal_mask(5, 4, **options), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 1), (1,), ()])
+def test_show_mask_takes_a_mask_beside_lengths(lead: tuple[int, ...]) -> None:
+    mask, heads = np.ones((*lead, 1, 6), bool), lead[1:]
+    x = np.zeros((2, *heads, 6, 8))
+    scores = cattn.attention_weights(x, x, mask, key_value_seq_lengths=[6, 2], stage="mask")
+    shown = cattn.show_mask(6, attn_mask=mask, key_value_seq_lengths=[6, 2]).split("\n\n")
+    for block, index in zip(shown, np.ndindex(2, *heads), strict=True):
+        head, _, *lines = block.split("\n")
+        assert head == f"{list(index)}:"
+        expected = ["".join("x" if s == 0 else "." for s in row) for row in scores[index]]
+        assert [line.split()[-1] for line in lines] == expected
+
+
+def test_show_mask_names_what_does_not_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"query_offset has shape \(2,\), query_seq_lengths has shape \(3,\)"):
+        cattn.show_mask(2, query_offset=[0, 1], query_seq_lengths=[1, 2, 2])

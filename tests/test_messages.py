@@ -199,3 +199,37 @@ def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
         None, "softmax",
     )  # fmt: skip
     np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))
+
+
+def test_halves_that_do_not_mix() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    h, edges = np.ones((3, 1, 2), np.float16), [0, 3]
+    b, lse = h.astype(ml_dtypes.bfloat16), np.ones((3, 1), np.float32)
+    for call in (
+        lambda: cattn.varlen_attention(h, b, h, edges, edges),
+        lambda: cattn.merge_attention([h, b], [lse, lse]),
+        lambda: cattn.softmax_backward(h, b),
+        lambda: cattn.scaled_dot_product_attention(h, b, h),
+        lambda: cattn.attention_weights(h, b, stage="dropout"),
+    ):
+        with pytest.raises(TypeError, match=r"mix float16 and bfloat16.*convert them to one, or to float32"):
+            call()
+    wide = h.astype(np.float64)
+    assert cattn.varlen_attention(h, b, wide, edges, edges).dtype == np.float64
+
+
+def test_numbers_of_heads_that_float32_does_not_have() -> None:
+    """What is finite stays finite, as in masks; nothing warns."""
+    x = np.ones((2, 2), np.float32)
+    least = np.finfo(np.float32).min
+    lse = cattn.scaled_dot_product_attention(x, x, x, np.zeros((2, 2), bool), sinks=[-1e300], return_lse=True).lse
+    assert (lse == least).all()
+    assert np.isfinite(cattn.scaled_dot_product_attention(x, x, x, sinks=[1e300])).all()
+
+
+@pytest.mark.parametrize("rng", ["x", 1.5, b"x"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_wrong_rng_is_refused_with_or_without_dropout(rng: Any, dropout_p: float) -> None:
+    x = np.ones((2, 2))
+    with pytest.raises(TypeError, match="rng must be None, an int"):
+        cattn.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p, rng=rng)

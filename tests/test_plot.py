@@ -166,3 +166,14 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_importing_cattn_does_not_import_matplotlib() -> None:
     code = "import sys, cattn; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bfloat16_and_any_token_are_drawn() -> None:
+    """matplotlib knows no bfloat16, and takes what stands between dollars for mathematics."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    tokens = ["$$", "c$ $x^", "$b$"]
+    ax = cattn.plot_attention(np.eye(3, dtype=ml_dtypes.bfloat16), tokens)
+    ax.figure.canvas.draw()
+    assert [label.get_text() for label in ax.get_yticklabels()] == tokens
+    assert not any(label.get_parse_math() for label in (*ax.get_xticklabels(), *ax.get_yticklabels()))
+    plt.close("all")

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -135,3 +136,15 @@ def test_softcaps_at_the_ends_of_the_range(isa: str, dtype: type, path: str) -> 
     np.testing.assert_array_equal(small, np.array([[0, smallest, -smallest]], dtype))
     large = cattn.attention_weights(query, key, softcap=float(largest), stage="softcap")
     np.testing.assert_allclose(large, key.T, rtol=1e-5)  # a score divided by the largest number is subnormal
+
+
+@pytest.mark.parametrize("give_out", [False, True])
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+def test_dropped_halves_are_rounded_once(kind: type, give_out: bool, rng: np.random.Generator) -> None:
+    x, y = rng.standard_normal((2, 16, 4)).astype(kind)
+    options: dict[str, Any] = {"stage": "dropout", "dropout_p": 0.9, "rng": 0}
+    wide = cattn.attention_weights(x.astype(np.float32), y.astype(np.float32), **options)
+    out = np.empty((16, 16), kind) if give_out else None
+    result = cattn.attention_weights(x, y, out=out, **options)
+    assert result is out or not give_out
+    assert_same_bits(result, wide.astype(kind))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cattn
+from support import UNDER_SANITIZER
 
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -253,4 +254,69 @@ def test_no_floating_point_warning_leaks() -> None:
         cattn.softmax(x)
         cattn.masked_softmax(x, is_causal=True, method="renormalize")
         cattn.dropout(x, 0.5, rng=1)
+        cattn.causal_attention(*[np.ones((2, 2), np.float32)] * 3, alibi_slopes=[1e-300], sinks=[1e-300])
         assert np.float64(1) + 1 == 2, "and no flag is left for the next operation"
+
+
+def test_more_threads_than_there_may_be_count_as_so_many() -> None:
+    """Gradients multiply their number, key chunks want memory for each."""
+    x = np.ones((2, 40, 8))
+    result = cattn.causal_attention(x, x, x, return_lse=True)
+    with cattn.num_threads(2**31 - 1):
+        assert cattn.get_num_threads() == 256
+        grads = cattn.attention_backward(x, x, x, x, result.out, result.lse, is_causal=True)
+    np.testing.assert_array_equal(
+        grads.key, cattn.attention_backward(x, x, x, x, result.out, result.lse, is_causal=True).key
+    )
+
+
+AFFINITY = """
+import os, numpy as np, cattn
+two = sorted(os.sched_getaffinity(0))[:2]
+x = np.ones((64, 200, 16))
+cattn.set_num_threads(2)
+for cpus in (two[:1], two, two):
+    os.sched_setaffinity(0, cpus)
+    cattn.causal_attention(x, x, x)
+workers = [int(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+print(sorted(len(os.sched_getaffinity(task)) for task in workers), [os.sched_getaffinity(task) for task in workers])
+assert any(os.sched_getaffinity(task) - {two[0]} for task in workers)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor, or not Linux"
+)
+def test_workers_follow_the_callers_processors() -> None:
+    """Confined to one at first and set free later, the workers may leave it, too."""
+    child(AFFINITY, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1").check_returncode()
+
+
+SMALL_STACK = """
+import threading
+import numpy as np
+import cattn
+
+def calls():
+    for shape in ((6, 2), (1, 4, 16, 16), (2, 60, 64), (1, 1, 192, 128)):
+        x = np.ones(shape)
+        result = cattn.causal_attention(x, x, x, return_lse=True)
+        cattn.causal_attention(x[..., ::2], x[..., ::2], x[..., ::2])
+        if BACKWARD:
+            cattn.attention_backward(x, x, x, x, result.out, result.lse, is_causal=True)
+    print("done")
+
+threading.stack_size(STACK)
+thread = threading.Thread(target=calls)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("size", "backward"), [(65536, False), (131072, True)])
+@pytest.mark.skipif(UNDER_SANITIZER, reason="sanitizers make frames larger")
+def test_small_stacks(size: int, backward: bool) -> None:
+    """The kernels' memory is not on the stack: musl gives threads 128 KiB."""
+    code = SMALL_STACK.replace("STACK", str(size)).replace("BACKWARD", str(backward))
+    done = child(code)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

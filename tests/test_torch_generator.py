@@ -249,17 +249,24 @@ def test_interrupt_leaves_the_generator(alarm: Callable[[Callable[[], None]], No
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
 def test_signal_handler_cannot_draw_meanwhile(alarm: Callable[[Callable[[], None]], None]) -> None:
-    generator, other = TorchGenerator(12), TorchGenerator(13)
-    drawn = []
+    other = TorchGenerator(13)
+    said = drawn = None
 
     def handler() -> None:
-        drawn.append(other.rand(2))
+        nonlocal drawn
+        drawn = other.rand(2)
         generator.rand(2)
 
-    alarm(handler)
-    with pytest.raises(RuntimeError, match="this TorchGenerator is drawing already"):
-        generator.randn(1 << 25, dtype="d")
-    assert len(drawn) == 1
+    for _ in range(5):  # on a busy machine the alarm may come before there is memory to draw into
+        generator = TorchGenerator(12)
+        alarm(handler)
+        try:
+            generator.randn(1 << 25, dtype="d")
+        except RuntimeError as error:
+            said = str(error)
+            break
+    assert said == "this TorchGenerator is drawing already; a signal handler must not use it"
+    assert drawn is not None
     assert_same_future(generator, TorchGenerator(12))
 
 

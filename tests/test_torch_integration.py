@@ -1,5 +1,6 @@
 """cattn inside PyTorch: the operator's contract, gradients, compilation, random numbers, and the swap."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,54 @@ def test_errors() -> None:
         attention(x, x, x, array)
     with bridge.use_cattn(), pytest.raises(TypeError, match=r"scaled_dot_product_attention\(\) missing .*'value'"):
         torch.nn.functional.scaled_dot_product_attention(x, x)
+
+
+def test_errors_of_scalars() -> None:
+    x: Any = torch.ones(2, 3, 4)
+    with pytest.raises(TypeError, match="dropout_p must be a real number, got str"):
+        attention(x, x, x, dropout_p="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\], got 1.5"):
+        attention(x, x, x, dropout_p=1.5)
+    with pytest.raises(TypeError, match="is_causal must be a bool, got 'lower_right'"):
+        attention(x, x, x, is_causal="lower_right")  # type: ignore[arg-type]
+
+
+def test_one_query_head_for_all() -> None:
+    query, key = torch.randn(2, 1, 5, 8), torch.randn(2, 4, 5, 8)
+    call = {"enable_gqa": True}
+    torch.library.opcheck(
+        torch.ops.cattn.attention.default,
+        (query, key, key, None, torch.zeros((), dtype=torch.int64), 0.0, False, None, True),
+        test_utils="test_faketensor",
+    )
+    expected = theirs(query.expand(2, 4, 5, 8), key, key)
+    torch.testing.assert_close(attention(query, key, key, **call), expected)
+
+
+def test_the_swap_leaves_to_pytorch_what_is_not_ours() -> None:
+    x = torch.randn(2, 5, 4)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch calls them a prototype
+        nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(a, x, x).sum()
+
+    functions = (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss)), torch.func.jacrev(loss))
+    expected = [function(x[None]) for function in functions]
+    with bridge.use_cattn():
+        for function, wanted in zip(functions, expected, strict=True):
+            torch.testing.assert_close(function(x[None]), wanted)
+        swapped = torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
+        batched = torch.func.vmap(torch.nn.functional.scaled_dot_product_attention)(x, x, x)
+    for part, wanted in zip(swapped.unbind(), theirs(nested, nested, nested).unbind(), strict=True):
+        torch.testing.assert_close(part, wanted)
+    torch.testing.assert_close(batched, theirs(x, x, x))
+    with pytest.raises(NotImplementedError, match=r"query is under torch\.func\.grad"):
+        torch.func.grad(lambda a: attention(a, x, x).sum())(x)
+    with pytest.raises(TypeError, match="query is nested, cattn wants dense tensors"):
+        attention(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"key is torch\.sparse_coo, cattn wants dense tensors"):
+        attention(x, x.to_sparse(), x)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, for its tangents

@@ -89,3 +89,13 @@ def test_every_element_of_a_binary_float_mask_counts(warned: list[warnings.Warni
         warned.clear()
         cattn.scaled_dot_product_attention(x, x, x, other)
         assert warned == []
+
+
+def test_long_binary_masks_warn_too(warned: list[warnings.WarningMessage]) -> None:
+    """The search ends early where there are only zeros, and not where ones have been seen."""
+    mask = np.tri(1500, dtype=np.float32)
+    x = np.ones((1500, 1), np.float32)
+    cattn.scaled_dot_product_attention(x, x, x, mask)
+    assert len(warned) == 1
+    cattn.scaled_dot_product_attention(x, x, x, 0 * mask)
+    assert len(warned) == 1

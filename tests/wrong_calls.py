@@ -168,12 +168,12 @@ def rows_for_rng(functions: tuple[str, ...]) -> list[Row]:
         wrong_value(functions, r"rng must be in 0 <= rng < 2\*\*64", rng=np.int64(-1)),
         wrong_type(
             functions,
-            "rng must be None, an int, a numpy.random.Generator or a cattn.TorchGenerator, got bool",
+            "rng must be None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes, got bool",
             rng=True,
         ),
         wrong_type(
             functions,
-            "rng must be None, an int, a numpy.random.Generator or a cattn.TorchGenerator, got bool",
+            "rng must be None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes, got bool",
             rng=np.True_,
         ),
         wrong_type(functions, "rng must be .*TorchGenerator, or what numpy.random.default_rng takes", rng="1"),

@@ -200,18 +200,18 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
 
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
     int type = -1;
+    bool unlike = false; /* halves of both kinds */
     for (int i = 0; i < n; i++) {
         const int own = arrays[i] != NULL ? PyArray_TYPE(arrays[i]) : type;
-        if (type < 0 || own == NPY_DOUBLE) {
+        if (type < 0 || own == NPY_DOUBLE || (own == NPY_FLOAT && type != NPY_DOUBLE))
             type = own;
-        } else if (own != type && type != NPY_DOUBLE) {
-            if (own != NPY_FLOAT && type != NPY_FLOAT) {
-                PyErr_SetString(PyExc_TypeError, "query, key and value mix float16 and bfloat16, which have no common "
-                                                 "dtype in NumPy: convert them to one, or to float32");
-                return -1;
-            }
-            type = NPY_FLOAT;
-        }
+        else
+            unlike |= own != type && is_half(state, own) && is_half(state, type);
+    }
+    if (unlike && is_half(state, type)) {
+        PyErr_SetString(PyExc_TypeError, "query, key and value mix float16 and bfloat16, which have no common "
+                                         "dtype in NumPy: convert them to one, or to float32");
+        return -1;
     }
     for (int i = 0; i < n; i++) {
         if (arrays[i] == NULL || PyArray_TYPE(arrays[i]) == type)
@@ -276,6 +276,9 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
     return true;
 }
 
+/* The warning is a hint: a mask that begins with so many zeros is not looked through to its end. */
+#define MOST_ZEROS (1 << 20)
+
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
     const int nd = PyArray_NDIM(mask), type = PyArray_TYPE(mask);
     npy_intp index[NPY_MAXDIMS], dims[NPY_MAXDIMS];
@@ -288,7 +291,7 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
     const npy_intp n = nd > 0 ? dims[nd - 1] : 1, stride = nd > 0 ? PyArray_STRIDE(mask, nd - 1) : 0;
     const char *data = PyArray_BYTES(mask);
     bool ones = false;
-    for (;;) {
+    for (npy_intp looked = 0; ones || looked < MOST_ZEROS; looked += n) {
         if (!row_is_binary(data, n, stride, type, &ones))
             return true;
         int axis = nd - 2;

@@ -86,7 +86,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
         return false;
     call->heads = call->nd > 3 || (forced && call->nd == 3);
     call->n_lead = call->nd - 2 - call->heads;
-    params->num_heads = params->group_size = 1;
+    params->num_heads = params->group_size = call->kv_heads = 1;
     if (!call->heads)
         return true;
     const npy_intp query = dim_back(call->inputs[QUERY], 3), key = dim_back(call->inputs[KEY], 3);
@@ -94,6 +94,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     if (key != value && key != 1 && value != 1)
         return sizes_differ("value", value, "key", key, "heads (axis -3):");
     const npy_intp both = key == 1 ? value : key;
+    call->kv_heads = both;
     if (query == 1 || both == 1 || query == both) { /* NumPy's broadcasting */
         params->num_heads = query == 1 ? both : query;
     } else if (both == 0 || query % both != 0) {
@@ -114,6 +115,22 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
         params->group_size = params->num_heads / both;
     call->dims[call->nd - 3] = (npy_intp)params->num_heads;
     return true;
+}
+
+/* At once after their sizes: what runs Python code comes later, and might change the arrays. */
+static void fill_inputs(struct cattn_call *call) {
+    struct cattn_attention_params *params = call->params;
+    struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
+    const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
+    for (int i = QUERY; i <= VALUE; i++) {
+        if (call->inputs[i] == NULL) {
+            tensors[i]->data = NULL;
+            continue;
+        }
+        cattn_tensor_from(tensors[i], call->inputs[i], call->n_lead, axes);
+        if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
+            tensors[i]->col = 1;
+    }
 }
 
 static bool parse_lead(struct cattn_call *call) {
@@ -143,7 +160,10 @@ static bool parse_lead(struct cattn_call *call) {
         PyErr_SetString(PyExc_ValueError, "query, key and value broadcast to a batch that is too large");
         return false;
     }
-    return cattn_call_counts_fit(params);
+    if (!cattn_call_counts_fit(params))
+        return false;
+    fill_inputs(call);
+    return true;
 }
 
 bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
@@ -259,21 +279,6 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
            parse_lead(call) && parse_scale(call, args[ARG_SCALE]) && parse_masks(call, args) &&
            parse_ranges(call, args) && parse_shapers(call, args) &&
            cattn_dropout_spec_from(args[ARG_DROPOUT_P], "dropout_p", &call->params->dropout);
-}
-
-void cattn_call_fill_inputs(struct cattn_call *call) {
-    struct cattn_attention_params *params = call->params;
-    struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
-    const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
-    for (int i = QUERY; i <= VALUE; i++) {
-        if (call->inputs[i] == NULL) {
-            tensors[i]->data = NULL;
-            continue;
-        }
-        cattn_tensor_from(tensors[i], call->inputs[i], call->n_lead, axes);
-        if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
-            tensors[i]->col = 1;
-    }
 }
 
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),

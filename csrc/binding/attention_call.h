@@ -51,16 +51,15 @@ struct cattn_call {
     int type;      /* NumPy's number, of what is computed in */
     int stored;    /* the same of query, key, value, out and weights */
     int n_lead;
-    int nd;         /* of dims */
-    npy_intp *dims; /* (*lead, [H], T_q, T_k) */
+    npy_intp kv_heads; /* of key and value, 1 without heads */
+    int nd;            /* of dims */
+    npy_intp *dims;    /* (*lead, [H], T_q, T_k) */
 };
 
 /* Arrays, sizes, masks, ranges and numbers into params; outputs and rng are not looked at. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
 /* ValueError for sizes that the core cannot count with. */
 bool cattn_call_counts_fit(const struct cattn_attention_params *params);
-/* The inputs' data and strides, once nothing can fail any more. */
-void cattn_call_fill_inputs(struct cattn_call *call);
 /* Everything is checked and allocated: draws dropout's seed, or from the stream, and computes; without the GIL if
  * `work`, in multiply-adds, is long enough. */
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),

@@ -236,11 +236,7 @@ static bool read_environment(void) {
     if (!select_isa(isa != NULL && *isa != '\0' ? isa : NULL, PyExc_ImportError, "CATTN_ISA"))
         return false;
     const char *threads = getenv("CATTN_NUM_THREADS");
-    if (threads == NULL || *threads == '\0')
-        return true;
-    char *end;
-    const long n = strtol(threads, &end, 10);
-    if (*end == '\0' && n >= 1 && n <= INT32_MAX)
+    if (threads == NULL || *threads == '\0' || cattn_is_thread_count(threads))
         return true;
     PyErr_Format(PyExc_ImportError, "CATTN_NUM_THREADS must be a positive integer, got '%s'", threads);
     return false;

@@ -185,7 +185,6 @@ static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stag
     stop_at(&params, stage);
     if (!make_outputs(&call, given, weights_only ? weights_names : names))
         goto done;
-    cattn_call_fill_inputs(&call);
     params.query_starts.data = NULL;
     if (packed && !unpack_sequences(&call, args))
         goto done;
@@ -238,7 +237,6 @@ PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n
         params.num_threads = cattn_get_num_threads();
         params.path = call.state->path;
         params.dropout.torch = NULL;
-        cattn_call_fill_inputs(&call);
         PyThreadState *thread;
         struct cattn_explanation told;
         cattn_gil_release(&params.poll, &thread);

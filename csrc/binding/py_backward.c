@@ -123,7 +123,7 @@ static bool make_gradients(struct backward *b, PyObject *const *args) {
     if (!make_gradient(b, GRAD_QUERY, nd, dims, &b->params.grad_query, axes))
         return false;
     if (call->heads)
-        dims[nd - 3] = (npy_intp)(params->num_heads / params->group_size);
+        dims[nd - 3] = call->kv_heads;
     dims[nd - 2] = (npy_intp)params->seqlen_k;
     if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, axes))
         return false;
@@ -188,7 +188,6 @@ PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, P
     }
     if (!make_gradients(&b, args))
         goto done;
-    cattn_call_fill_inputs(&b.call);
     params->query_starts.data = params->key_starts.data = NULL;
     params->weights.data = params->dropout_mask.data = NULL;
     params->raw_weights = false;

@@ -23,8 +23,10 @@ static bool key_from_int(PyObject *rng, uint64_t *seed) {
 
 bool cattn_rng_check(PyObject *rng) {
     uint64_t unused;
-    if (PyBool_Check(rng) || PyArray_IsScalar(rng, Bool))
-        return cattn_error_type("rng", "None, an int, a numpy.random.Generator or a cattn.TorchGenerator", rng);
+    if (PyBool_Check(rng) || PyArray_IsScalar(rng, Bool) || PyFloat_Check(rng) || PyUnicode_Check(rng) ||
+        PyBytes_Check(rng))
+        return cattn_error_type("rng", "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes",
+                                rng);
     return !PyLong_Check(rng) || key_from_int(rng, &unused);
 }
 

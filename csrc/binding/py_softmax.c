@@ -32,6 +32,12 @@ static bool parse_x(struct call *call, PyObject *object, const char *name) {
     return true;
 }
 
+/* At once after the shape: what runs Python code comes later, and might change the array. */
+static void take_axis(struct call *call, int axis) {
+    call->axis = axis;
+    cattn_tensor_rows(&call->params->x, call->inputs[X], call->nd, axis);
+}
+
 static bool parse_axis(struct call *call, PyObject *object, const char *name) {
     const Py_ssize_t axis = PyLong_Check(object) ? PyLong_AsSsize_t(object) : -2;
     if (!PyLong_Check(object))
@@ -39,7 +45,7 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
     if (axis == -1 && PyErr_Occurred())
         PyErr_Clear(); /* far out of bounds: -1 is not what was meant */
     else if (axis >= -call->nd && axis < call->nd) {
-        call->axis = (int)(axis < 0 ? axis + call->nd : axis);
+        take_axis(call, (int)(axis < 0 ? axis + call->nd : axis));
         return true;
     }
     PyErr_Format(PyExc_ValueError, "axis %R is out of bounds for %s with %d dimensions", object, name,
@@ -104,7 +110,6 @@ static bool make_output(struct call *call, PyObject *out) {
     params->n_rows = PyArray_SIZE(call->output.array);
     if (params->n_cols > 0)
         params->n_rows /= params->n_cols;
-    cattn_tensor_rows(&params->x, call->inputs[X], call->nd, call->axis);
     cattn_tensor_rows(&params->out, call->output.array, call->nd, call->axis);
     if (params->n_cols == 1)
         params->x.col = params->out.col = 1;
@@ -170,13 +175,16 @@ PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ss
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
         parsed = false;
     }
-    call.axis = call.nd - 1;
+    if (parsed)
+        take_axis(&call, call.nd - 1);
     return finish(&call, parsed && parse_mask(&call, args[1], "mask") && parse_positions(&call, args[2], args[3]) &&
                              cattn_arg_scale(args[4], call.type, &params.scale) &&
                              parse_method(call.state, args[5], &params.method) && make_output(&call, args[6]));
 }
 
 /* ---- causal_mask ---- */
+
+static enum cattn_status compute_mask(const void *params) { return cattn_mask(params); }
 
 /* causal_mask(T_q, T_k, is_causal, query_offset, window_size) */
 PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
@@ -202,15 +210,14 @@ PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize
     const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
     if (!cattn_arg_output(state, NULL, &spec, &output))
         goto done;
-    const struct cattn_sight sight = cattn_sight(&ranges, 0, NULL, 0);
-    char *row = PyArray_BYTES(output.array);
-    for (npy_intp i = 0; i < dims[0] && dims[1] > 0; i++, row += dims[1]) {
-        const struct cattn_range seen = cattn_visible_keys(&sight, i);
-        memset(row, 0, (size_t)dims[1]);
-        if (seen.lo < seen.hi)
-            memset(row + seen.lo, 1, (size_t)(seen.hi - seen.lo));
-    }
-    result = cattn_output_result(&output);
+    struct cattn_mask_params params = {.seqlen_q = seqlen_q,
+                                       .seqlen_k = seqlen_k,
+                                       .ranges = ranges,
+                                       .mask = (uint8_t *)PyArray_BYTES(output.array),
+                                       .num_threads = cattn_get_num_threads()};
+    const bool brief = PyArray_SIZE(output.array) <= CATTN_GIL_ELEMENTS;
+    if (cattn_error_status(cattn_compute(brief, &params.poll, compute_mask, &params)))
+        result = cattn_output_result(&output);
 done:
     cattn_ranges_clear(&parsed);
     cattn_output_clear(&output);

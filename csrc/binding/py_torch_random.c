@@ -33,13 +33,15 @@ bool cattn_torch_check(const struct binding_state *state, PyObject *rng) {
 }
 
 /* The child of a fork has the lock of a draw in another thread, but not that thread: the first to come takes its place.
- * The numbers are those from before that draw. */
+ * The numbers are those from before that draw. The lost thread may have had the lock, but not yet put its name there.
+ */
 static void free_from_lost_owner(struct stream *self) {
     const unsigned long owner = atomic_load(&self->owner);
     unsigned fork_count = atomic_load(&self->fork_count);
-    if (owner != 0 && cattn_left_behind(owner, fork_count) &&
+    if (cattn_left_behind(owner, fork_count) &&
         atomic_compare_exchange_strong(&self->fork_count, &fork_count, cattn_fork_count())) {
         atomic_store(&self->owner, 0);
+        (void)PyThread_acquire_lock(self->lock, NOWAIT_LOCK); /* now it is locked in any case */
         PyThread_release_lock(self->lock);
     }
 }
@@ -55,18 +57,22 @@ static bool try_lock(struct stream *self, unsigned long me, PY_TIMEOUT_T microse
 bool cattn_torch_begin(PyObject *object, struct cattn_torch_random *random) {
     struct stream *self = self_of(object);
     const unsigned long me = PyThread_get_thread_ident();
-    free_from_lost_owner(self);
-    if (atomic_load(&self->owner) == me) {
-        PyErr_SetString(PyExc_RuntimeError, "this TorchGenerator is drawing already; a signal handler must not use it");
-        return false;
-    }
-    bool locked = try_lock(self, me, 0);
-    while (!locked) {
-        PyThreadState *thread = PyEval_SaveThread();
-        locked = try_lock(self, me, WAIT_MICROSECONDS);
-        PyEval_RestoreThread(thread);
-        if (!locked && PyErr_CheckSignals() < 0)
+    for (bool locked = false, first = true; !locked; first = false) {
+        if (!first && PyErr_CheckSignals() < 0)
             return false;
+        free_from_lost_owner(self); /* each time: a signal handler may have forked */
+        if (atomic_load(&self->owner) == me) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "this TorchGenerator is drawing already; a signal handler must not use it");
+            return false;
+        }
+        if (first) {
+            locked = try_lock(self, me, 0);
+        } else {
+            PyThreadState *thread = PyEval_SaveThread();
+            locked = try_lock(self, me, WAIT_MICROSECONDS);
+            PyEval_RestoreThread(thread);
+        }
     }
     *random = self->random;
     return true;

@@ -14,6 +14,7 @@
 #include "drawn.h"
 #include "parallel.h"
 #include "plan.h"
+#include "scratch.h"
 
 /* Partial results of the split path that may wait for their turn, in bytes. */
 #define SPLIT_BUDGET ((size_t)512 << 10)
@@ -268,12 +269,24 @@ static enum cattn_status run_mask(struct run *run) {
     return cattn_parallel_for(p->n_batch * p->num_heads, p->num_threads, 0, mask_task, run, &p->poll);
 }
 
-static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
-    _Alignas(64) char memory[CATTN_TINY_SCRATCH];
+static void pass_tiny(const struct run *run, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
         pass_keys(run, block, memory, NULL);
     cattn_fp_leave(mode);
+}
+
+static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
+    if (run->plan.scratch_size <= CATTN_TINY_STACK) {
+        _Alignas(64) char memory[CATTN_TINY_STACK];
+        pass_tiny(run, n_blocks, memory);
+        return CATTN_OK;
+    }
+    struct cattn_scratch scratch;
+    if (!cattn_scratch_take(&scratch, run->plan.scratch_size))
+        return CATTN_NO_MEMORY;
+    pass_tiny(run, n_blocks, scratch.data);
+    cattn_scratch_give_back(&scratch);
     return CATTN_OK;
 }
 

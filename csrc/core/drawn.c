@@ -5,6 +5,9 @@
 
 #include "turns.h"
 
+/* So often a long row looks whether it is asked to stop; a multiple of what is drawn at a time. */
+#define LOOK_KEYS (1 << 16)
+
 void cattn_drawn_begin(struct cattn_drawn *drawn, const struct cattn_torch_random *random, double keep_probability) {
     pthread_mutex_init(&drawn->lock, NULL);
     pthread_cond_init(&drawn->turn, NULL);
@@ -22,15 +25,19 @@ void cattn_drawn_end(struct cattn_drawn *drawn, struct cattn_torch_random *rando
     }
 }
 
-static void draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *bits) {
+/* False: asked to stop. */
+static bool draw_row(struct cattn_torch_keep *cursor, int64_t n_keys, uint8_t *bits, struct cattn_worker *worker) {
     uint8_t kept[1024];
     memset(bits, 0, cattn_drawn_row_bytes(n_keys));
     for (int64_t k0 = 0; k0 < n_keys; k0 += (int64_t)sizeof kept) {
+        if (worker && k0 % LOOK_KEYS == 0 && cattn_should_stop(worker))
+            return false;
         const int64_t left = n_keys - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
         cattn_torch_keep_next(cursor, n, kept);
         for (int64_t k = 0; k < n; k++)
             bits[(k0 + k) >> 3] |= (uint8_t)(kept[k] << (k & 7));
     }
+    return true;
 }
 
 bool cattn_drawn_take(struct cattn_drawn *drawn, int64_t task, int n_rows, int64_t n_keys, uint8_t *bits,
@@ -42,8 +49,7 @@ bool cattn_drawn_take(struct cattn_drawn *drawn, int64_t task, int n_rows, int64
     pthread_mutex_unlock(&drawn->lock);
     /* nobody else touches the cursor until the turn is passed on */
     for (int r = 0; r < n_rows; r++) {
-        draw_row(&drawn->cursor, n_keys, bits + (size_t)r * cattn_drawn_row_bytes(n_keys));
-        if (worker && cattn_should_stop(worker))
+        if (!draw_row(&drawn->cursor, n_keys, bits + (size_t)r * cattn_drawn_row_bytes(n_keys), worker))
             return false; /* all are asked to stop: nobody waits for the next turn */
     }
     pthread_mutex_lock(&drawn->lock);

@@ -1,6 +1,10 @@
 /* mask.c -- key ranges and tensor addressing; see mask.h. */
 #include "mask.h"
 
+#include <string.h>
+
+#include "rowwise.h"
+
 /* A side of a window this long ends beyond every array, wherever the query stands, and within int64. */
 #define FAR (2 * CATTN_MAX_OFFSET)
 
@@ -57,4 +61,29 @@ void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int
     }
     for (int r = there; r < n; r++)
         lo[r] = hi[r] = 0;
+}
+
+/* ---- as a matrix ---- */
+
+static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct cattn_mask_params *p = context;
+    (void)worker;
+    const struct cattn_sight sight = cattn_sight(&p->ranges, 0, NULL, 0);
+    const int64_t n_rows = cattn_rows_per_task(p->seqlen_k), first = task * n_rows;
+    const int64_t last = first + n_rows < p->seqlen_q ? first + n_rows : p->seqlen_q;
+    for (int64_t i = first; i < last; i++) {
+        const struct cattn_range seen = cattn_visible_keys(&sight, i);
+        uint8_t *row = p->mask + i * p->seqlen_k;
+        memset(row, 0, (size_t)p->seqlen_k);
+        if (seen.lo < seen.hi)
+            memset(row + seen.lo, 1, (size_t)(seen.hi - seen.lo));
+    }
+}
+
+enum cattn_status cattn_mask(const struct cattn_mask_params *params) {
+    if (params->seqlen_k == 0)
+        return CATTN_OK;
+    const int64_t n_tasks = cattn_ceil_div(params->seqlen_q, cattn_rows_per_task(params->seqlen_k));
+    struct cattn_mask_params run = *params;
+    return cattn_parallel_for(n_tasks, params->num_threads, 0, mask_rows, &run, &params->poll);
 }

@@ -67,8 +67,11 @@ static struct {
     struct job *job;                           /* valid while there are seats, open or taken */
     int open_seats;
     atomic_int taken_seats; /* changes under the lock; the owner may look without */
-    int n_cpus;             /* that the caller may use, when workers were last started; 0: unknown */
+    int n_cpus;             /* that the caller may use, when workers were last started or placed; 0: unknown */
     int avoided_cpu;        /* the processor that no worker may use */
+#ifdef __linux__
+    cpu_set_t placed; /* the processors that workers may use, once avoided_cpu is known */
+#endif
     bool quit;
     unsigned fork_count; /* forks between this process and the one that loaded us */
     pthread_t survivor;  /* the thread that made the last of them */
@@ -213,19 +216,22 @@ static void *worker_main(void *unused) {
 }
 
 /* Keeps all workers off the calling thread's processor while a call with this many seats runs, if there are enough
- * others; lock held. System calls are made only where the caller has moved since the last time. A hint: errors are
- * ignored. */
+ * others, else where the caller may run; lock held. System calls are made only where the caller has moved since the
+ * last time, or there are not enough. A hint: errors are ignored. */
 static void place_workers(int seats) {
 #ifdef __linux__
     int cpu = seats < pool.n_cpus ? sched_getcpu() : AVOIDS_NONE;
     cpu_set_t cpus;
-    if (cpu == pool.avoided_cpu || sched_getaffinity(0, sizeof cpus, &cpus) != 0)
+    if ((cpu >= 0 && cpu == pool.avoided_cpu) || sched_getaffinity(0, sizeof cpus, &cpus) != 0)
         return;
+    pool.n_cpus = CPU_COUNT(&cpus);
     if (cpu >= 0)
         CPU_CLR((unsigned)cpu, &cpus);
-    for (int i = 0; i < pool.n_workers; i++)
+    const bool known = pool.avoided_cpu != AVOIDS_UNKNOWN && CPU_EQUAL(&cpus, &pool.placed);
+    for (int i = 0; i < pool.n_workers && !known; i++)
         pthread_setaffinity_np(pool.worker[i], sizeof cpus, &cpus);
     pool.avoided_cpu = cpu;
+    pool.placed = cpus;
 #else
     (void)seats;
 #endif

@@ -39,7 +39,9 @@ bool cattn_plan_copies(const struct cattn_attention_params *params, const struct
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);
 
-/* Bytes of scratch that the tiny path has on its stack. */
+/* Most bytes of scratch of the tiny path, and how many of them it has on the stack, which is quicker: threads may have
+ * but 64 KiB of that. */
 #define CATTN_TINY_SCRATCH (96 * 1024)
+#define CATTN_TINY_STACK (28 * 1024)
 
 #endif

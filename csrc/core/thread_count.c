@@ -44,6 +44,11 @@ static int parse_count(const char *text, bool comma_ends) {
     return *text == '\0' || (comma_ends && *text == ',') ? count : 0;
 }
 
+bool cattn_is_thread_count(const char *text) {
+    const int count = parse_count(text, false);
+    return count > 0 && count < INT_MAX;
+}
+
 #ifdef __linux__
 
 /* ---- control groups ---- */
@@ -197,8 +202,7 @@ static void read_environment(void) {
 
 /* ---- the count ---- */
 
-/* These two are the library's only exported functions besides the module's own, for threadpoolctl. */
-__attribute__((visibility("default"))) int cattn_get_num_threads(void) {
+static int wanted_count(void) {
     if (thread_override > 0)
         return thread_override;
     int setting = atomic_load_explicit(&process_setting, memory_order_relaxed);
@@ -206,6 +210,12 @@ __attribute__((visibility("default"))) int cattn_get_num_threads(void) {
         return setting;
     pthread_once(&environment_once, read_environment);
     return environment_count;
+}
+
+/* These two are the library's only exported functions besides the module's own, for threadpoolctl. */
+__attribute__((visibility("default"))) int cattn_get_num_threads(void) {
+    const int count = wanted_count();
+    return count < CATTN_MAX_THREADS ? count : CATTN_MAX_THREADS;
 }
 
 __attribute__((visibility("default"))) void cattn_set_num_threads(int n) {

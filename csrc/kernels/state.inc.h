@@ -184,13 +184,6 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     return true;
 }
 
-static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
-    for (int64_t key = rows->lo[r]; key < rows->hi[r]; key++)
-        if (key_visible(rows, r, key))
-            return true;
-    return false;
-}
-
 /* What masks per element add to n keys of row r from `key` on: the sum of the biases, -inf where one of them or the
  * boolean mask hides the key. Lanes from n on are 0. */
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
@@ -216,6 +209,19 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
     /* two finite biases may add up to -inf (finfo.min twice): that hides nothing */
     total = vf_select(vf_eq(total, neg_inf), vf_set1(-REAL_MAX), total);
     return vf_select(hidden, neg_inf, total);
+}
+
+static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
+    int64_t key = rows->lo[r];
+    if (rows->fully_ranged)
+        return key < rows->hi[r];
+    for (; key + LANES <= rows->hi[r]; key += LANES)
+        if (vm_any(vm_not(vf_eq(element_bias(rows, r, key, LANES), vf_set1(NEG_INF)))))
+            return true;
+    for (; key < rows->hi[r]; key++)
+        if (key_visible(rows, r, key))
+            return true;
+    return false;
 }
 
 /* Has a dropout drawn beforehand kept this key for row r? */

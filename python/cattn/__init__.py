@@ -103,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List what can be asked for, too."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ Array = NDArray[Any]
 
 _MASKS = ("attn_mask", "mask", "where", "bias")
 _ITS_MASK = {  # what takes the mask of a numpy.ma array, where something does
-    **dict.fromkeys(("query", "key", "value"), " and attn_mask=~x.mask (True = keep)"),
+    **{x: f" and attn_mask=~{x}.mask as (..., T_q, T_k), True = keep" for x in ("query", "key", "value")},
     "scores": " and mask=~scores.mask (True = keep)",
     "x": ", and to softmax where=~x.mask (True = keep)",
 }
@@ -160,6 +161,17 @@ def as_array(obj: object, name: str, dtype: str = "d") -> Array:
     return _behaved(array, name)
 
 
+def common_dtype(arrays: Iterable[Array], names: str) -> np.dtype[Any]:
+    """Return the dtype of what is computed of all of them."""
+    dtypes = {array.dtype for array in arrays}
+    wide = {dtype for dtype in dtypes if dtype.itemsize > 2}
+    if len(dtypes) > 1 and not wide:
+        raise TypeError(
+            f"{names} mix float16 and bfloat16, which have no common dtype in NumPy: convert them to one, or to float32"
+        )
+    return np.result_type(*(wide or dtypes))
+
+
 @_quiet
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
@@ -230,9 +242,10 @@ def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
 
 def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:
     """Return alibi_slopes or sinks in the compute dtype (a copy), after a look at every number."""
-    array = np.array(as_array(obj, name), dtype=dtype)
-    if array.ndim == 0:
+    given = as_array(obj, name)
+    if given.ndim == 0:
         raise ValueError(f"{name} must have one number for each query head, shape (H,), got one number")
+    array: Array = np.array(_as_float_mask(given, name, dtype))  # what is finite stays finite
     allowed = np.isneginf(array) if name == "sinks" else np.zeros(array.shape, bool)
     wrong = ~(np.isfinite(array) | allowed)
     if name == "alibi_slopes":

@@ -215,7 +215,8 @@ class _Attention(Module, ABC):
         dtype = kept.attended.out.dtype
         grad = as_gradient(grad_out, kept.shape, dtype)
         grad = grad if kept.batched else grad[None]
-        context = kept.attended.out.reshape(*kept.x.shape[:2], -1)
+        *tokens, heads, width = kept.attended.out.shape
+        context = kept.attended.out.reshape(*tokens, heads * width)
         gradients = kept.attended.backward(self._finish_backward(context, grad))
         grad_x = self._project_backward(kept.x, *gradients)
         return grad_x if kept.batched else grad_x[0]

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
+from . import _arrays, _cattn
 from ._softmax import keep
 from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
@@ -121,7 +121,7 @@ def scaled_dot_product_attention(
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
     query_seq_lengths : int or array_like of int, optional
-        Number of queries that count, from 0 to T_q; those behind get output 0 and lse -inf. An array broadcasts to the
+        Number of queries that count, from 0 to T_q; those behind see no key. An array broadcasts to the
         leading dimensions before the heads.
     key_value_seq_lengths : int or array_like of int, optional
         Number of keys that count, from 0 to T_k, in the same way: what lies behind is never read. "lower_right" then
@@ -318,6 +318,13 @@ def attention_weights(
            [  0.,   0.,   0.]])
     """
     p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
+    halves = None
+    if stage == "dropout":
+        query, key = _arrays.as_array(query, "query"), _arrays.as_array(key, "key")
+        dtype = _arrays.common_dtype((query, key), "query and key")
+        if dtype.itemsize == 2:  # computed in float32, and rounded once: behind the dropout
+            halves = dtype
+            query, key = _arrays.cast(query, "query", "f"), _arrays.cast(key, "key", "f")
     result = _cattn.attention_weights(
         query,
         key,
@@ -339,11 +346,14 @@ def attention_weights(
         True,  # need_weights
         False,  # return_lse
         False,  # return_dropout_mask
-        out,
+        None if halves else out,
         stage,
     )
     if stage != "dropout":
         return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
     keep(weights, result.dropout_mask, p)
-    return weights
+    if halves is None:
+        return weights
+    weights = _arrays.cast(weights, "weights", halves)
+    return weights if out is None else _cattn._store(weights, out)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
-from ._arrays import as_array, as_bool
+from ._arrays import as_array, as_bool, common_dtype
 from ._checks import as_int
 from ._fp_mode import in_default_mode
 from ._softmax import keep
@@ -125,8 +125,8 @@ def attention_backward(
     -----
     What a query may not see has no influence on its gradient, nor has the query on the gradient of what it may not see,
     whatever is stored there: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0; a
-    score of -inf has weight 0 and passes nothing on. The gradients have the same bits for every number of threads and
-    instruction set with FMA.
+    score of -inf has weight 0 and a gradient of 0, which times an infinite query or key is NaN. The gradients have the
+    same bits for every number of threads and instruction set with FMA.
 
     The method is that of FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
     computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.
@@ -219,7 +219,7 @@ def softmax_backward(
            [-0.5,  0.5]])
     """
     grad, result = as_array(grad_out, "grad_out"), as_array(weights, "weights")
-    dtype = np.result_type(grad, result)
+    dtype = common_dtype((grad, result), "grad_out and weights")
     if dtype.itemsize == 2:  # computed in float32, rounded once
         with np.errstate(all="ignore"):
             wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
@@ -297,4 +297,4 @@ def dropout_backward(
             f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
         ) from None
     keep(result, kept, _cattn._probability(p, "p"))
-    return result[()] if out is None else _cattn._store(result, out)
+    return result if out is None else _cattn._store(result, out)

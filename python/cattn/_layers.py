@@ -173,21 +173,23 @@ class Linear(Module):
                [0., 0., 0.]], dtype=float32)
         """
         x, dtype = self._recall()
-        shape = (*x.shape[:-1], np.shape(self.weight)[0])
-        return self._backward(x, as_gradient(grad_out, shape, dtype))
+        return self._backward(x, as_gradient(grad_out, (*x.shape[:-1], self.d_out), dtype))
 
     def _forward(self, x: Array) -> Array:
         """Return the map of x, and keep nothing."""
-        return project(x, np.asarray(self.weight).T, self.bias)
+        bias = None if self.bias is None else self._parameter("bias", (self.d_out,))
+        return project(x, self._matrix().T, bias)
+
+    def _matrix(self) -> Array:
+        return self._parameter("weight", (self.d_out, self.d_in))
 
     def _backward(self, x: Array, grad: Array) -> Array:
         """Return the gradient of x, given that of its map; add to the parameters' gradients."""
-        weight = np.asarray(self.weight)
-        rows = grad.reshape(-1, grad.shape[-1])
-        self._add_gradient("weight", rows.T @ x.reshape(-1, x.shape[-1]))
+        rows = grad.reshape(-1, self.d_out)
+        self._add_gradient("weight", rows.T @ x.reshape(-1, self.d_in))
         if self.bias is not None:
             self._add_gradient("bias", rows.sum(axis=0, dtype=np.float64))  # float32 adds thousands of rows up badly
-        result: Array = (rows @ weight).reshape(x.shape)
+        result: Array = (rows @ self._matrix()).reshape(x.shape)
         return result
 
     def __repr__(self) -> str:
@@ -300,7 +302,6 @@ def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Arr
     result: Array = (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[1])
     if bias is None:
         return result
-    bias = np.asarray(bias)
     return np.add(result, bias, out=result if np.result_type(result, bias) == result.dtype else None)
 
 

@@ -190,18 +190,12 @@ def show_mask(
     query 2  ..xxx
     """
     T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
-    batch = np.broadcast_shapes(
-        *(
-            shape_of(a, name)
-            for a, name in (
-                (query_offset, "query_offset"),
-                (query_seq_lengths, "query_seq_lengths"),
-                (key_value_seq_lengths, "key_value_seq_lengths"),
-            )
-        )
+    lead = _lead(
+        shape_of(attn_mask, "attn_mask")[:-2],
+        query_offset=shape_of(query_offset, "query_offset"),
+        query_seq_lengths=shape_of(query_seq_lengths, "query_seq_lengths"),
+        key_value_seq_lengths=shape_of(key_value_seq_lengths, "key_value_seq_lengths"),
     )
-    mask_lead = shape_of(attn_mask, "attn_mask")[:-2]
-    lead = batch if len(mask_lead) <= len(batch) else mask_lead  # the mask may have heads as well
     scores = attention_weights(
         np.zeros((*lead, T_q, 1), np.float32),
         np.zeros((*lead, T_k, 1), np.float32),
@@ -218,6 +212,18 @@ def show_mask(
         return _show(visible)
     blocks = (f"{list(index)}:\n{_show(visible[index])}" for index in np.ndindex(*lead))
     return "\n\n".join(blocks)
+
+
+def _lead(mask_lead: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the leading dimensions of the scores, given those of the mask, which may end with heads, and the rest."""
+    try:
+        batch = np.broadcast_shapes(*batches.values())
+        n = len(mask_lead) - 1 if len(mask_lead) > max(len(batch), 1) else len(mask_lead)
+        return (*np.broadcast_shapes(mask_lead[:n], batch), *mask_lead[n:])
+    except ValueError:
+        told = ", ".join(f"{name} has shape {shape}" for name, shape in batches.items() if shape)
+        mask = f", attn_mask leading dimensions {mask_lead}" if mask_lead else ""
+        raise ValueError(f"{told}{mask}: they do not broadcast to one batch") from None
 
 
 def _show(visible: NDArray[np.bool_]) -> str:

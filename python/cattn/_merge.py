@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._arrays import as_array
+from ._arrays import as_array, common_dtype
 from ._fp_mode import in_default_mode
 
 
@@ -71,8 +71,8 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         if lse.shape != shape[:-1]:
             raise ValueError(f"lses[{n}] has shape {lse.shape}, its output wants {shape[:-1]}")
 
-    stored = np.result_type(*_unlike(all_outs))
-    dtype = np.result_type(stored, *_unlike(all_lses), np.float32)
+    stored = common_dtype(_unlike(all_outs), "outs")
+    dtype = np.result_type(stored, common_dtype(_unlike(all_lses), "lses"), np.float32)
     with np.errstate(all="ignore"):
         # all large arrays before any work: what has no room says so at once
         merged, product, shares = np.zeros(shape, dtype), np.empty(shape, dtype), np.array(all_lses, dtype)

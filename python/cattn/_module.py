@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ._arrays import as_array
+
 if TYPE_CHECKING:
     from ._state_dict import LoadResult
     from ._weights_io import FilePath
@@ -124,8 +126,8 @@ class Module:
     def grads(self) -> dict[str, Array]:
         """The gradients by the names of the parameters, summed over the calls of `backward` since `zero_grad`.
 
-        Each is an array in the shape and dtype of its parameter, of tied weights the sum over their places. Parameters
-        without a gradient so far are not there.
+        Each is an array in the shape and dtype of its parameter (float64 if that holds integers), of tied weights the
+        sum over their places. Parameters without a gradient so far are not there.
         """
         grads: dict[str, Array] = {}
         for slots in self._tied():
@@ -146,12 +148,20 @@ class Module:
         for _, child in self._children():
             child.zero_grad()
 
+    def _parameter(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a parameter as an array: whoever assigned it may have assigned anything."""
+        told = f"{type(self).__name__}.{name}"
+        array = as_array(getattr(self, name), told)
+        if array.shape != shape:
+            raise ValueError(f"{told} has shape {array.shape}, wanted {shape}")
+        return array
+
     def _add_gradient(self, name: str, gradient: Array) -> None:
         """Add to the gradient of a parameter of the module's own."""
         if name in self._gradients:
             self._gradients[name] += gradient
         else:
-            dtype = np.asarray(getattr(self, name)).dtype
+            dtype = as_array(getattr(self, name), name).dtype
             self._gradients[name] = np.array(gradient, dtype=dtype, order="C")
 
     def _recall(self) -> Any:

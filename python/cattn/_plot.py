@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._arrays import as_array
+from ._arrays import as_array, is_bfloat16
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,7 +143,8 @@ def _panels(weights: ArrayLike) -> NDArray[Any]:
         )
     if array.size == 0:
         raise ValueError(f"weights must not be empty, got shape {array.shape}")
-    return array.reshape((-1, *array.shape[-2:]))
+    panels = array.reshape((-1, *array.shape[-2:]))
+    return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # which matplotlib does not know
 
 
 def _strings(labels: Sequence[str], name: str, length: int) -> list[str]:
@@ -213,7 +214,8 @@ def _name_ticks(axis: Axis, labels: list[str] | None, rotation: float) -> None:
     if labels is None or len(labels) > MOST_LABELS:
         axis.set_major_locator(MaxNLocator(integer=True))
         return
-    axis.set_ticks(range(len(labels)), labels, rotation=rotation, ha="right", rotation_mode="anchor")
+    # parse_math: a token may hold any "$"
+    axis.set_ticks(range(len(labels)), labels, rotation=rotation, ha="right", rotation_mode="anchor", parse_math=False)
     axis.set_tick_params(length=0, labelsize="small")
 
 

@@ -198,6 +198,16 @@ def dropout(
     return_mask: Literal[True],
     out: NDArray[Any] | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]: ...
+@overload
+def dropout(
+    x: ArrayLike,
+    p: float = ...,
+    *,
+    training: bool = ...,
+    rng: RNG = ...,
+    return_mask: bool,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]: ...
 def dropout(
     x: ArrayLike,
     p: float = 0.5,

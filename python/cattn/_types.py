@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .random import TorchGenerator
 
 __all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
-Window: TypeAlias = tuple[int | None, int | None] | list[int] | None
+Window: TypeAlias = tuple[int | None, int | None] | list[int] | list[int | None] | None
 # A string: naming these classes would import numpy.random, which takes as long as everything else here together.
 RNG: TypeAlias = (
     "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
-    " | np.random.RandomState | TorchGenerator | None"
+    " | np.random.RandomState | TorchGenerator | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]] | None"
 )
 
 

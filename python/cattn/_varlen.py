@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
-from ._arrays import as_array, as_integers
+from ._arrays import as_array, as_integers, common_dtype
 from ._checks import as_size
 from ._types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
 from .random import TorchGenerator
@@ -120,7 +120,7 @@ def varlen_attention(
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # one head is broadcast
     shape = (len(q), heads, v.shape[2])
     if out is None:
-        out = np.empty(shape, np.result_type(q, k, v))
+        out = np.empty(shape, common_dtype((q, k, v), "query, key and value"))
     elif not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a numpy.ndarray, got {type(out).__name__}")
     elif out.shape != shape:

@@ -1,4 +1,4 @@
-"""Weights in .npz and .safetensors files, written beside their target and renamed into place."""
+"""Arrays in .npz and .safetensors files, written beside their target and renamed into place."""
 
 from __future__ import annotations
 
@@ -37,23 +37,36 @@ def safetensors_package() -> Any:
     return safetensors
 
 
+def temporary_beside(target: Path) -> Path:
+    """Return the name of a file that is not there, short enough wherever the target's is."""
+    return target.with_name(f".cattn-{secrets.token_hex(8)}.part")
+
+
+@contextlib.contextmanager
+def told_as(temporary: Path, target: Path) -> Iterator[None]:
+    """Name the target in errors about the temporary file, which the caller has never seen."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
 def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
     """Write arrays to path; an existing file is replaced when the new one is complete, and not before."""
     target = Path(os.path.realpath(path))  # a link stays a link, its file is replaced
     suffix = _suffix(target)
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    temporary = temporary_beside(target)
     try:
-        with open(temporary, "xb") as stream:
-            if suffix == ".npz":
-                np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
-            else:  # bytes, because save_file would make a file that only its owner may read
-                stream.write(safetensors_package().numpy.save(arrays))
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.filename == str(temporary):  # a name that the caller has never seen
-            error.filename = str(target)
-        raise
+        with told_as(temporary, target):
+            with open(temporary, "xb") as stream:
+                if suffix == ".npz":
+                    np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
+                else:  # bytes, because save_file would make a file that only its owner may read
+                    stream.write(safetensors_package().numpy.save(arrays))
+            os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -44,7 +44,7 @@ class KVCache:
     Raises
     ------
     TypeError, ValueError
-        A size is not an int or negative, dtype is neither float32 nor float64.
+        A size is not an int or negative, dtype is none of float16, bfloat16, float32 and float64.
 
     Notes
     -----
@@ -74,7 +74,7 @@ class KVCache:
 
     def __init__(
         self,
-        batch_shape: int | tuple[int, ...],
+        batch_shape: int | tuple[int, ...] | list[int],
         num_kv_heads: int,
         max_len: int,
         head_dim: int,

@@ -49,7 +49,8 @@ def _project_backward(module: Any, x: Array, d_q: Array, d_k: Array, d_v: Array)
 
 def _merge(heads: Array) -> Array:
     """Return (B, heads, T, head_dim) as (B, T, heads * head_dim)."""
-    return heads.swapaxes(1, 2).reshape(heads.shape[0], heads.shape[2], -1)
+    batch, n, tokens, width = heads.shape
+    return heads.swapaxes(1, 2).reshape(batch, tokens, n * width)
 
 
 class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
@@ -94,15 +95,18 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
         self.W_value = draw_uniform(generator, d_in, d_out, self.dtype)
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (project(x, np.asarray(w), None)[:, None] for w in (self.W_query, self.W_key, self.W_value))
+        q, k, v = (project(x, self._matrix(name), None)[:, None] for name in self._parameters)
         return q, k, v
+
+    def _matrix(self, name: str) -> Array:
+        return self._parameter(name, (self.d_in, self.d_out))
 
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
         grad_x = np.zeros_like(x, dtype=d_q.dtype)
         for name, grad in zip(self._parameters, (d_q, d_k, d_v), strict=True):
             rows = grad.reshape(-1, self.d_out)
             self._add_gradient(name, x.reshape(-1, self.d_in).T @ rows)
-            grad_x += (rows @ np.asarray(getattr(self, name)).T).reshape(x.shape)
+            grad_x += (rows @ self._matrix(name).T).reshape(x.shape)
         return grad_x
 
     def __repr__(self) -> str:

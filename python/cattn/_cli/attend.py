@@ -21,6 +21,7 @@ import numpy as np
 import cattn
 from cattn._cli.files import Array, InputError, Output, load, load_members
 from cattn._cli.progress import Progress
+from cattn._types import AttentionOutput
 
 DESCRIPTION = """\
 Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
@@ -115,12 +116,14 @@ class _Job:
         """Let the library judge everything, on no queries at all, before the first file is created."""
         query, key, value = arrays
         try:
-            none = _attention(
-                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, **self.settings
-            )
-            self.dtype = none.dtype
-            self.shape = (*none.shape[:-2], query.shape[-2], none.shape[-1])
-            self.score_shape = (*none.shape[:-2], query.shape[-2], key.shape[-2])
+            none: AttentionOutput = _attention(
+                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, need_weights=True,
+                return_lse=True, **self.settings,
+            )  # fmt: skip
+            self.shape = (*none.out.shape[:-2], query.shape[-2], none.out.shape[-1])
+            self.score_shape = (*self.shape[:-1], key.shape[-2])
+            shapes = {"out": self.shape, "weights": self.score_shape, "lse": self.shape[:-1]}
+            self.results = {name: (shape, getattr(none, name).dtype) for name, shape in shapes.items()}
             for name, mask in self.masks.items():
                 if not _broadcasts(mask.shape, self.score_shape):
                     raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
@@ -135,7 +138,7 @@ class _Job:
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
         # Converted once here, not once in every slice; arrays of the right type stay where they are.
-        return [np.asarray(array, self.dtype) for array in arrays]
+        return [np.asarray(array, none.out.dtype) for array in arrays]
 
     @staticmethod
     def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
@@ -159,7 +162,7 @@ class _Job:
             query_offset=self.offset + rows.start,
             need_weights="weights" in parts,
             return_lse="lse" in parts,
-            out=cattn.AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
+            out=AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
             **masks,
             **self.settings,
         )
@@ -235,13 +238,15 @@ def run(options: argparse.Namespace) -> None:
         if options.threads is not None:
             if options.threads < 1:
                 raise InputError(f"--threads must be at least 1, got {options.threads}")
-            stack.enter_context(cattn.num_threads(options.threads))
+            try:
+                stack.enter_context(cattn.num_threads(options.threads))
+            except ValueError as error:
+                raise InputError(f"--threads: {error}") from error
         job = _Job(options)
         files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path}
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")
-        shapes = {"out": job.shape, "weights": job.score_shape, "lse": job.shape[:-1]}
-        outputs = {name: file.allocate(shapes[name], job.dtype) for name, file in files.items()}
+        outputs = {name: file.allocate(*job.results[name]) for name, file in files.items()}
 
         slices = _Slices(job)
         with Progress(job.batch * job.T_q, options.quiet) as progress:
@@ -255,4 +260,16 @@ def run(options: argparse.Namespace) -> None:
             file.commit()
     if not options.quiet:
         seed = f", dropout seed {job.settings['rng']}" if "rng" in job.settings else ""
-        print(f"{options.output}: {job.shape} {job.dtype}{seed}, {time.perf_counter() - start:.2f} s")
+        shape, dtype = job.results["out"]
+        _say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")
+
+
+def _say(line: str) -> None:
+    """Print what is no part of the result: that is there, whether anybody listens or not."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # else Python tries once more at its end
+        if not isinstance(error, BrokenPipeError):
+            print(f"cattn: warning: cannot write to standard output: {error.strerror}; {line}", file=sys.stderr)

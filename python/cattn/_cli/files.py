@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cattn._weights_io import open_safetensors, safetensors_package, save_arrays
+from cattn._weights_io import open_safetensors, safetensors_package, save_arrays, temporary_beside, told_as
 
 Array = NDArray[Any]
 ARCHIVES = (".npz", ".safetensors")
@@ -119,19 +118,23 @@ class Output:
                 safetensors_package()
             except ImportError as error:
                 raise InputError(str(error)) from error
-        self._temporary = self.target.with_name(f".{self.target.name}.{secrets.token_hex(4)}.npy.part")
+        self._temporary = temporary_beside(self.target)
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Create the temporary file and return its array, to be filled in."""
         self._dtype = dtype
         if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
             raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
+        with told_as(self._temporary, self.target):
+            return self._allocate(shape)
+
+    def _allocate(self, shape: tuple[int, ...]) -> Array:
         if 0 in shape:  # nothing to map
-            self.array = np.empty(shape, dtype)
+            self.array = np.empty(shape, self._dtype)
             with open(self._temporary, "wb") as stream:
                 np.lib.format.write_array(stream, self.array)
             return self.array
-        mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=dtype, shape=shape)
+        mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=self._dtype, shape=shape)
         if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a bus error later
             with open(self._temporary, "r+b") as stream:
                 os.posix_fallocate(stream.fileno(), 0, os.path.getsize(self._temporary))
@@ -148,7 +151,8 @@ class Output:
         if self.target.suffix in ARCHIVES:
             save_arrays(self.target, {self.name: np.load(self._temporary, mmap_mode="r").view(self._dtype)})
         else:
-            os.replace(self._temporary, self.target)
+            with told_as(self._temporary, self.target):
+                os.replace(self._temporary, self.target)
 
     def __enter__(self) -> "Output":
         return self

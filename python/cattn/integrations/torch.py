@@ -122,6 +122,8 @@ def _shapes(
     broadcast_shapes: Any = torch.broadcast_shapes  # has no types
     lead = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
     rows = (*lead, *query.shape[-shared:-1])
+    if heads and query.shape[-3] == 1:  # one query head for all heads of keys
+        rows = (*lead, *broadcast_shapes(key.shape[-3:-2], value.shape[-3:-2]), query.shape[-2])
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
     return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=wide)
 
@@ -167,13 +169,31 @@ def _has_tangent(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and _unpack_dual(tensor).tangent is not None
 
 
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether ``torch.func.grad`` or one of its kind is at work, which custom operators cannot be taken through."""
+    functorch = torch._C._functorch
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _check(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device.type != "cpu":  # of a mask on "meta", PyTorch would make a result that nobody computed
         raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+    if not _is_strided(tensor):
+        raise TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
     if _has_tangent(tensor):
         raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
+    if _is_transformed(tensor):
+        raise NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
@@ -225,7 +245,7 @@ def scaled_dot_product_attention(
     TypeError, ValueError
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, and for what is no tensor.
     NotImplementedError
-        In forward-mode differentiation.
+        In forward-mode differentiation, and under ``torch.func.grad`` and its kind.
 
     Notes
     -----
@@ -251,6 +271,10 @@ def scaled_dot_product_attention(
         _check(attn_mask, "attn_mask")
         attn_mask = attn_mask.to(_dtype_of(attn_mask))
     query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
+    if not isinstance(dropout_p, (int, float, np.floating)):
+        raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}: the operator knows upper_left alone")
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     else:
@@ -260,7 +284,9 @@ def scaled_dot_product_attention(
 
 
 def _is_ours(tensor: Any) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not _has_tangent(tensor)
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or not _is_strided(tensor):
+        return False
+    return not _has_tangent(tensor) and not _is_transformed(tensor)
 
 
 @functools.wraps(_theirs)
@@ -275,10 +301,10 @@ def _dispatch(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: An
 def use_cattn() -> Iterator[None]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
 
-    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them; other devices and
-    dtypes, mixed ones too unless autocast makes them one, and forward-mode differentiation go to PyTorch as before. The
-    name is the process's, so threads share it. What was computed inside has cattn's backward pass wherever that runs;
-    recomputation by checkpointing belongs inside, too.
+    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them. Other devices and
+    dtypes (mixed ones too unless autocast makes them one), nested and sparse tensors, forward-mode differentiation and
+    ``torch.func.grad`` go to PyTorch as before. The name is the process's, so threads share it. What was computed
+    inside has cattn's backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
 
     Yields
     ------

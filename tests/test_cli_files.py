@@ -1,0 +1,109 @@
+"""The files of ``python -m cattn attend``: formats, types, names that cannot be written, nobody who listens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cattn
+from cattn.__main__ import main
+from cattn._weights_io import load_arrays
+from support import assert_same_bits
+from test_cli import attend_files, leftovers, save
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_attend_safetensors(folder: Path, kind: type) -> None:
+    files = pytest.importorskip("safetensors.numpy")
+    q, k, v = (x.astype(kind) for x in save((6, 4), (6, 4), (6, 4)))
+    files.save_file({"query": q, "key": k, "value": v, "other": np.zeros(3)}, "qkv.safetensors")
+    expected = cattn.causal_attention(q, k, v)
+    assert main(["attend", "qkv.safetensors", "-o", "out.safetensors", "--causal"]) == 0
+    assert_same_bits(load_arrays("out.safetensors")["out"], expected)
+    several = ["qkv.safetensors:query", "qkv.safetensors", "qkv.safetensors:value"]
+    assert main(["attend", *several, "-o", "again.safetensors", "--causal"]) == 0
+    assert_same_bits(load_arrays("again.safetensors")["out"], expected)
+    assert leftovers(folder) == []
+
+
+def test_attend_bfloat16_needs_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NumPy's own formats keep its bytes, but not what they are."""
+    x = np.ones((6, 4), ml_dtypes.bfloat16)
+    pytest.importorskip("safetensors.numpy").save_file({"query": x, "key": x, "value": x}, "qkv.safetensors")
+    for name in ("out.npy", "out.npz"):
+        assert main(["attend", "qkv.safetensors", "-o", name]) == 2
+        assert f"{name[3:]} files cannot hold bfloat16, .safetensors files can" in capsys.readouterr().err
+    assert os.listdir() == ["qkv.safetensors"]
+
+
+def test_attend_without_safetensors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    Path("in.safetensors").write_bytes(bytes(8) + b"{}")
+    for arguments in (["in.safetensors", "-o", "out.npy"], ["q.npy", "k.npy", "v.npy", "-o", "out.safetensors"]):
+        assert main(["attend", *arguments]) == 2
+        assert "pip install 'cattn[safetensors]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.npz", "out.safetensors"])
+def test_attend_halves(folder: Path, name: str) -> None:
+    """The log-sum-exp of halves is float32."""
+    q, k, v = save((2, 5, 4), (2, 6, 4), (2, 6, 3), dtype=np.float16)
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--lse", name, "--weights", "w.npy"]) == 0
+    expected = cattn.scaled_dot_product_attention(q, k, v, need_weights=True, return_lse=True)
+    lse = np.load(name) if name.endswith(".npy") else load_arrays(name)["lse"]
+    for result, wanted in ((np.load("o.npy"), expected.out), (np.load("w.npy"), expected.weights), (lse, expected.lse)):
+        assert_same_bits(result, wanted)
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.npz", "out.safetensors"])
+def test_attend_nothing(folder: Path, name: str) -> None:
+    save((2, 0, 4), (2, 6, 4), (2, 6, 3))
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 0
+    out = np.load(name) if name.endswith(".npy") else load_arrays(name)["out"]
+    assert out.shape == (2, 0, 3)
+    assert leftovers(folder) == []
+
+
+def test_attend_long_names(folder: Path) -> None:
+    q, k, v = save((5, 4), (6, 4), (6, 3))
+    for name in ("n" * 251 + ".npy", "n" * 251 + ".npz"):
+        assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 0
+    assert_same_bits(np.load("n" * 251 + ".npy"), cattn.scaled_dot_product_attention(q, k, v))
+
+
+def test_attend_names_the_file_that_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    name = "n" * 252 + ".npy"  # longer than a name may be
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 1
+    told = capsys.readouterr().err
+    assert name in told
+    assert ".part" not in told
+
+
+def test_attend_refuses_more_threads_than_there_are_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    assert attend_files("--threads", str(10**20)) == 2
+    assert "--threads: n must be" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize(("listener", "says"), [("> /dev/full", "No space left"), ("| true", "")])
+def test_attend_needs_no_listener(folder: Path, listener: str, says: str) -> None:
+    """The result is there: whether the closing line can be written or not is no failure."""
+    q, k, v = save((5, 4), (6, 4), (6, 3))
+    package = Path(cattn.__file__).parents[1]
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m cattn attend q.npy k.npy v.npy -o o.npy {listener}"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(package)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_same_bits(np.load("o.npy"), cattn.scaled_dot_product_attention(q, k, v))
