@@ -19,7 +19,6 @@ static void detect(void) {
     __builtin_cpu_init();
     cpu.avx2 = __builtin_cpu_supports("avx2");
     cpu.fma = __builtin_cpu_supports("fma");
-    cpu.bmi2 = __builtin_cpu_supports("bmi2");
     cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 

@@ -14,7 +14,7 @@
 #include <stdbool.h>
 
 struct cattn_cpu {
-    bool avx2, fma, f16c, bmi2;
+    bool avx2, fma, f16c;
     bool avx512; /* F, BW, DQ and VL together */
 };
 

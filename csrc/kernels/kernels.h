@@ -82,7 +82,7 @@ struct cattn_rows {
     int64_t seqlen_k, n_keys;           /* of the weights' last axis; that are there */
 
     /* scratch, 64-byte aligned */
-    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim + pad] */
+    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim] */
     void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
     void *cap_slope;    /* as score, or NULL: the derivative of softcap (tile path, for the backward pass) */
     void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key of a run][d_v], for strided values and halves */
