@@ -75,8 +75,8 @@ static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) 
         const struct cattn_range seen = cattn_visible_keys(&sight, i);
         uint8_t *row = p->mask + i * p->seqlen_k;
         memset(row, 0, (size_t)p->seqlen_k);
-        if (seen.lo < seen.hi)
-            memset(row + seen.lo, 1, (size_t)(seen.hi - seen.lo));
+        for (int64_t k = seen.lo; k < seen.hi; k++)
+            row[k] = 1;
     }
 }
 
