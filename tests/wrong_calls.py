@@ -260,7 +260,7 @@ TABLE = [
     # the named stages
     *[
         wrong_value(STAGE, "stage must be 'qk', .* or 'dropout', got", stage=s)
-        for s in ("QK", "", None, 0, ["softmax"])
+        for s in ("QK", "", None, 0, ["softmax"], np.ones(2), np.zeros(3, "f4,i2"))
     ],
     # softmax
     wrong_value(SOFTMAX, "axis 3 is out of bounds for x with 3 dimensions", axis=3),
@@ -410,6 +410,9 @@ TABLE = [
     *[wrong_value(THREADS, f"n must be at least 1, got {x}", n=x) for x in (0, -1)],
     *[wrong_value(THREADS, "n must be (?!at least)", n=x) for x in (2**31, 10**30)],
     wrong_type(("num_threads",), "n must be an int, got NoneType", n=None),
-    wrong_value(("show_config",), "mode must be 'stdout' or 'dicts', got 'json'", mode="json"),
+    *[
+        wrong_value(("show_config",), "mode must be 'stdout' or 'dicts', got ", mode=m)
+        for m in ("json", None, np.ones(2), np.zeros(3, "f4,i2"))
+    ],
 ]
 CASES = [(function, row) for row in TABLE for function in row.functions]

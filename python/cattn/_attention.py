@@ -121,8 +121,8 @@ def scaled_dot_product_attention(
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
     query_seq_lengths : int or array_like of int, optional
-        Number of queries that count, from 0 to T_q; those behind see no key. An array broadcasts to the
-        leading dimensions before the heads.
+        Number of queries that count, from 0 to T_q; those behind see no key. An array broadcasts to the leading
+        dimensions before the heads.
     key_value_seq_lengths : int or array_like of int, optional
         Number of keys that count, from 0 to T_k, in the same way: what lies behind is never read. "lower_right" then
         lines up the last query with the last key that counts.
@@ -318,8 +318,8 @@ def attention_weights(
            [  0.,   0.,   0.]])
     """
     p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
-    halves = None
-    if stage == "dropout":
+    halves, drops = None, isinstance(stage, str) and stage == "dropout"
+    if drops:
         query, key = _arrays.as_array(query, "query"), _arrays.as_array(key, "key")
         dtype = _arrays.common_dtype((query, key), "query and key")
         if dtype.itemsize == 2:  # computed in float32, and rounded once: behind the dropout
@@ -349,7 +349,7 @@ def attention_weights(
         None if halves else out,
         stage,
     )
-    if stage != "dropout":
+    if not drops:
         return cast("NDArray[Any]", result)
     weights: NDArray[Any] = result.weights
     keep(weights, result.dropout_mask, p)

@@ -75,7 +75,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     >>> config["instruction_set"] in [table["name"] for table in config["tables"] if table["usable"]]
     True
     """
-    if mode not in ("stdout", "dicts"):
+    if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
         raise ValueError(f"mode must be 'stdout' or 'dicts', got {mode!r}")
     config = _config()
     if mode == "dicts":
