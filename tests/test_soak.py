@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from any_work import Results, Work
-from support import UNDER_SANITIZER
+from test_refleaks import own_blocks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is Linux's")
 
@@ -56,9 +56,6 @@ def test_a_wrong_bit_is_found(soak: ModuleType) -> None:
 
     with pytest.raises(AssertionError, match="1 of 2 differ"):
         soak.Soak([Work("wrong at times", wrong_at_times, {})], 4, 1).run(5, say=lambda line: None)
-
-
-own_blocks = pytest.mark.skipif(UNDER_SANITIZER, reason="Python counts the blocks of its own allocator")
 
 
 @pytest.mark.parametrize("lost", [pytest.param("blocks", marks=own_blocks), "resident"])

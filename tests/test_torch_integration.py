@@ -214,14 +214,13 @@ def test_errors_of_scalars() -> None:
 
 def test_one_query_head_for_all() -> None:
     query, key = torch.randn(2, 1, 5, 8), torch.randn(2, 4, 5, 8)
-    call = {"enable_gqa": True}
     torch.library.opcheck(
         torch.ops.cattn.attention.default,
         (query, key, key, None, torch.zeros((), dtype=torch.int64), 0.0, False, None, True),
         test_utils="test_faketensor",
     )
     expected = theirs(query.expand(2, 4, 5, 8), key, key)
-    torch.testing.assert_close(attention(query, key, key, **call), expected)
+    torch.testing.assert_close(attention(query, key, key, enable_gqa=True), expected)
 
 
 def test_the_swap_leaves_to_pytorch_what_is_not_ours() -> None:

@@ -1,4 +1,4 @@
-/* mask.c -- key ranges and tensor addressing; see mask.h. */
+/* mask.c -- key ranges, tensor addressing (see mask.h), and ranges as a matrix of bytes. */
 #include "mask.h"
 
 #include <string.h>

@@ -271,6 +271,7 @@ def scaled_dot_product_attention(
         _check(attn_mask, "attn_mask")
         attn_mask = attn_mask.to(_dtype_of(attn_mask))
     query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
+    # plain Python, which PyTorch's compiler can trace; the range is looked at by the operator
     if not isinstance(dropout_p, (int, float, np.floating)):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
     if not isinstance(is_causal, bool):
