@@ -184,14 +184,21 @@ def test_stages(stage: str, half: np.dtype, rng: np.random.Generator) -> None:
 
 
 def test_dropped_weights(half: np.dtype, rng: np.random.Generator) -> None:
-    """The last stage starts from stored weights: two roundings."""
-    call = inputs(rng, half, 40, 50, dropout_p=0.3, rng=1)
+    """Rounded once, after the dropout; an out that is refused is refused before anything is drawn."""
+    call = inputs(rng, half, 40, 50, dropout_p=0.3, rng=1, stage="dropout")
     del call["value"]
-    result = cattn.attention_weights(**call, stage="dropout")
-    exact = cattn.attention_weights(**widened(call), stage="dropout")
-    assert result.dtype == half
-    eps = float(ml_dtypes.finfo(half).eps)
-    np.testing.assert_allclose(result.astype(np.float64), exact, rtol=1.01 * eps, atol=1e-7)
+    exact = cattn.attention_weights(**widened(call))
+    assert_same_bits(cattn.attention_weights(**call), quiet(exact, half))
+    out = np.zeros((*exact.shape[:-1], 100), half)[..., ::2]
+    assert cattn.attention_weights(**call, out=out) is out
+    assert_same_bits(np.ascontiguousarray(out), quiet(exact, half))
+    stream = call["rng"] = cattn.TorchGenerator(1)
+    state, still = stream.get_state(), out.copy()
+    still.flags.writeable = False
+    for wrong in (still, out[..., 1:], out.astype(np.float32), "out"):
+        with pytest.raises((TypeError, ValueError), match=r"^out "):
+            cattn.attention_weights(**call, out=wrong)
+        np.testing.assert_array_equal(stream.get_state(), state)
 
 
 @pytest.mark.parametrize("method", ["neg_inf", "renormalize"])

@@ -201,6 +201,17 @@ def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
     np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))
 
 
+def test_an_out_is_checked_for_a_dtype() -> None:
+    """The C function alone, which takes the dtype of a result that is still to come."""
+    check: Any = cattn._cattn._check_out
+    out = np.zeros((2, 3))
+    assert check(out, out.dtype) is None
+    with pytest.raises(TypeError, match=r"dtype must be a numpy\.dtype, got str"):
+        check(out, "float64")
+    with pytest.raises(TypeError, match="out has dtype float64, the result has float32"):
+        check(out, np.dtype("f4"))
+
+
 def test_halves_that_do_not_mix() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     h, edges = np.ones((3, 1, 2), np.float16), [0, 3]

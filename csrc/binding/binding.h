@@ -59,6 +59,7 @@ PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n
 PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* py_random.c: what `rng` says. check: without drawing; seed: the 64-bit key, drawn where one has to be. */

@@ -318,6 +318,7 @@ static PyMethodDef methods[] = {
     FASTCALL("softmax", cattn_py_softmax),
     FASTCALL("masked_softmax", cattn_py_masked_softmax),
     FASTCALL("dropout", cattn_py_dropout),
+    FASTCALL("_check_out", cattn_py_check_out),
     FASTCALL("_store", cattn_py_store),
     {"_probability", probability, METH_VARARGS, NULL},
     {"_in_default_mode", in_default_mode, METH_VARARGS, NULL},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast, overload
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _arrays, _cattn
+from ._checks import is_word
 from ._softmax import keep
 from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
@@ -318,13 +320,16 @@ def attention_weights(
            [  0.,   0.,   0.]])
     """
     p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
-    halves, drops = None, isinstance(stage, str) and stage == "dropout"
+    halves, computed, drops = None, out, is_word(stage, "dropout")
     if drops:
         query, key = _arrays.as_array(query, "query"), _arrays.as_array(key, "key")
         dtype = _arrays.common_dtype((query, key), "query and key")
         if dtype.itemsize == 2:  # computed in float32, and rounded once: behind the dropout
             halves = dtype
             query, key = _arrays.cast(query, "query", "f"), _arrays.cast(key, "key", "f")
+            if out is not None:
+                _cattn._check_out(out, halves)
+                computed = np.empty(out.shape, np.float32)
     result = _cattn.attention_weights(
         query,
         key,
@@ -346,7 +351,7 @@ def attention_weights(
         True,  # need_weights
         False,  # return_lse
         False,  # return_dropout_mask
-        None if halves else out,
+        computed,
         stage,
     )
     if not drops:

@@ -12,6 +12,11 @@ from numpy.typing import DTypeLike
 from ._arrays import is_bfloat16, load_bfloat16
 
 
+def is_word(value: object, word: str) -> bool:
+    """Is value this string? Arrays, which compare element by element, are none."""
+    return isinstance(value, str) and value == word
+
+
 def as_int(value: object, name: str) -> int:
     """Return value as an int."""
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, SupportsIndex):
@@ -35,7 +40,7 @@ def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsi
 def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
     """Return dtype, one of the two that cattn computes in, or also of those that it stores."""
     wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
-    if halves and isinstance(wanted, str) and wanted == "bfloat16":
+    if halves and is_word(dtype, "bfloat16"):
         wanted = load_bfloat16("dtype is bfloat16")
     allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
     try:

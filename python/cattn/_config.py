@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from . import _cattn, _threads
+from ._checks import is_word
 
 __all__ = ["show_config"]
 
@@ -75,7 +76,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     >>> config["instruction_set"] in [table["name"] for table in config["tables"] if table["usable"]]
     True
     """
-    if not isinstance(mode, str) or mode not in ("stdout", "dicts"):
+    if not is_word(mode, "stdout") and not is_word(mode, "dicts"):
         raise ValueError(f"mode must be 'stdout' or 'dicts', got {mode!r}")
     config = _config()
     if mode == "dicts":

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from . import _cattn
 from ._arrays import shape_of
 from ._attention import attention_weights
-from ._checks import as_size
+from ._checks import as_size, is_word
 from ._fp_mode import in_default_mode
 from ._types import Alignment, Window
 
@@ -65,7 +65,7 @@ def causal_mask(
            [0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
-    if query_offset is not None and isinstance(is_causal, str) and is_causal == "lower_right":
+    if query_offset is not None and is_word(is_causal, "lower_right"):
         is_causal = "upper_left"
     return _cattn.causal_mask(T_q, T_k, is_causal, query_offset, window_size)
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
 from ._arrays import as_array, as_integers, common_dtype
-from ._checks import as_size
+from ._checks import as_size, is_word
 from ._types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
 from .random import TorchGenerator
 
@@ -112,7 +112,7 @@ def varlen_attention(
         raise ValueError(f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}")
     if isinstance(rng, TorchGenerator):
         raise TypeError("rng must be None, an int or what numpy.random.default_rng takes, got TorchGenerator")
-    lower_right = isinstance(is_causal, str) and is_causal == "lower_right"
+    lower_right = is_word(is_causal, "lower_right")
     if isinstance(is_causal, (bool, np.bool_)) and not np.array_equal(lengths_q, lengths_k):
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
