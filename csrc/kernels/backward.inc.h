@@ -215,8 +215,8 @@ static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) 
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         vf acc[MR][NR];
         /* not the rows of the last vector that are not there: weight 0, but what they are given may be NaN */
-        micro_tile(1, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1, ones, 0,
-                   acc);
+        micro_tile(MR, 1, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1,
+                   ones, 0, acc);
         for (int m = 0; m < MR; m++)
             vf_storeu_n(part + k + m, acc[m][0], 1);
     }
@@ -289,7 +289,7 @@ static vf gather_visible(const struct tile *t, const struct gather *g, int k, in
 /* MR keys from k on, columns c on, the rows first .. last-1. */
 INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int64_t c, int nr, int first, int last) {
     vf sum[MR][NR];
-    micro_tile(nr, last - first, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
+    micro_tile(MR, nr, last - first, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
                g->rows + first * g->stride + c, g->stride, sum);
     /* stay 0 as long as everything is finite */
     vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
@@ -315,6 +315,17 @@ INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             add_gradient(to + m * row + n * LANES, sum[m][n], LANES);
+}
+
+INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
+
+/* Leaves of the vectors [*first, *last) those from the first to the last that see a key of tile k, if any. */
+INLINE bool narrow(const struct tile *t, int k, int *first, int *last) {
+    while (*first < *last && !meets(&t->vector[*first], k))
+        ++*first;
+    while (*first < *last && !meets(&t->vector[*last - 1], k))
+        --*last;
+    return *first < *last;
 }
 
 static void gather_block(const struct tile *t, const struct gather *g) {

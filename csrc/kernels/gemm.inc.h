@@ -1,7 +1,7 @@
 /* gemm.inc.h -- packing and the one micro-kernel of the tile path.
  *
- * Both products of attention run through micro_tile, MR rows by up to NR vectors, with a broadcast operand `a` that is
- * read where it lies and an operand `b` whose rows are vectors, packed or where they lie:
+ * Both products of attention run through micro_tile, up to MR rows by up to NR vectors, with a broadcast operand `a`
+ * that is read where it lies and an operand `b` whose rows are vectors, packed or where they lie:
  *
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
@@ -11,12 +11,26 @@
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
-/* The accumulators must be filled one by one and every loop over them unrolled: `= {0}` or a plain loop sends them to
- * memory. */
-INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b, int64_t b_row,
-                       vf acc[MR][NR]) {
+/* Tiles of MR rows, and at the edges of 8 or 4, so that little is computed for rows that nobody needs. */
+INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR > 8 && n_rows <= 8 ? 8 : MR; }
+
+/* tile(mr, ...) with a constant mr. */
+#define AT_HEIGHT(height, tile, ...)                                                                                   \
+    do {                                                                                                               \
+        if (MR > 4 && (height) == 4)                                                                                   \
+            tile(4, __VA_ARGS__);                                                                                      \
+        else if (MR > 8 && (height) == 8)                                                                              \
+            tile(8, __VA_ARGS__);                                                                                      \
+        else                                                                                                           \
+            tile(MR, __VA_ARGS__);                                                                                     \
+    } while (0)
+
+/* mr and nr are constants, once everything is inlined. The accumulators must be filled one by one and every loop over
+ * them unrolled: `= {0}` or a plain loop sends them to memory. */
+INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
+                       int64_t b_row, vf acc[MR][NR]) {
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             acc[m][n] = vf_set1(0);
@@ -27,7 +41,7 @@ INLINE void micro_tile(int nr, int64_t depth, const real *a, int64_t a_row, int6
         for (int n = 0; n < nr; n++)
             b_k[n] = vf_loadu(b + k * b_row + n * LANES);
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; m++) {
+        for (int m = 0; m < mr; m++) {
             vf a_mk = vf_set1(a[m * a_row + k * a_col]);
 #pragma GCC unroll 2
             for (int n = 0; n < nr; n++)
@@ -85,14 +99,14 @@ static void pack_query_tile(struct cattn_rows *rows) {
     }
 }
 
-/* MR keys of the block from k on: where they lie, else a copy padded with zero rows. */
-static struct source key_rows(const struct cattn_rows *rows, struct source key, int k, int n_keys) {
+/* So many keys of the block from k on: where they lie, else a copy padded with zero rows. */
+static struct source key_rows(const struct cattn_rows *rows, struct source key, int k, int height, int n_keys) {
     const int64_t depth = rows->head_dim;
     const struct source from = {key.first + k * key.row, key.row};
-    if (k + MR <= n_keys)
+    if (k + height <= n_keys)
         return from;
     real *copy = rows->key_rows;
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < height; m++)
         for (int64_t d = 0; d < depth; d++)
             copy[m * depth + d] = k + m < n_keys ? from.first[m * from.row + d] : 0;
     return (struct source){copy, depth};

@@ -9,8 +9,8 @@
 #define N_VECTORS (CATTN_TILE_ROWS / LANES)
 #define N_GROUPS (CATTN_TILE_ROWS / MR)
 
-/* Keys of this block, relative to its first, that some row may see: [begin, end), widened to multiples of the sum
- * chains; and those that every row sees. */
+/* Keys of this block, relative to its first, that some row may see: [begin, end), of vectors widened to multiples of
+ * the sum chains; and those that every row sees. */
 struct extent {
     int begin, end;
     int full_begin, full_end;
@@ -29,7 +29,8 @@ struct tile {
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
 
-INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
+/* The keys that n rows see, as they are. */
+INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
     int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
     for (int r = first; r < first + n; r++) {
         begin = t->lo[r] < begin ? t->lo[r] : begin;
@@ -37,9 +38,14 @@ INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
         full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
         full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
     }
-    begin = begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
-    end = (int)round_up(end, CATTN_SUM_CHAINS);
     return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
+}
+
+INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
+    struct extent e = range_of_rows(t, first, n);
+    e.begin = e.begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
+    e.end = (int)round_up(e.end, CATTN_SUM_CHAINS);
+    return e;
 }
 
 static void find_extents(struct tile *t) {
@@ -49,14 +55,14 @@ static void find_extents(struct tile *t) {
     for (int v = 0; v < t->n_vectors; v++)
         t->vector[v] = full ? t->all : extent_of_rows(t, v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++) {
-        t->group[g] = full ? t->all : extent_of_rows(t, g * MR, MR);
+        t->group[g] = full ? t->all : range_of_rows(t, g * MR, MR);
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
     }
 }
 
 /* The rows of K or V that this block of keys needs, by place in the block; copies of V replace those of K. */
 static struct source block_rows(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
-    const int first = t->all.begin / MR * MR, last = (int)min64(t->all.end, t->n_keys);
+    const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
     struct source rows = rows_of(t->rows->storage, base, row, col, t->k0 + first, last - first, n_cols,
                                  (real *)t->rows->block_rows + first * n_cols);
     rows.first -= first * rows.row;
@@ -77,46 +83,46 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     }
 }
 
-/* MR keys from k on against nr vectors of queries from vector v on, inside one panel: scores with every mask applied,
+/* mr keys from k on against nr vectors of queries from vector v on, inside one panel: scores with every mask applied,
  * and the running block maximum. */
-INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source key) {
+INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struct source key) {
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    micro_tile(nr, rows->head_dim, key.first, key.row, 1,
+    micro_tile(mr, nr, rows->head_dim, key.first, key.row, 1,
                (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
         const int r = (v + n) * LANES;
-        const bool partial = k < t->vector[v + n].full_begin || k + MR > t->vector[v + n].full_end;
+        const bool partial = k < t->vector[v + n].full_begin || k + mr > t->vector[v + n].full_end;
         real *score = (real *)rows->score + k * CATTN_TILE_ROWS + r;
         real *block_max = (real *)rows->block_max + r;
         vf max = vf_loadu(block_max);
         if (rows->softcap > 0)
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++)
+            for (int m = 0; m < mr; m++)
                 acc[m][n] = cap_score(acc[m][n], rows->softcap);
         if (rows->cap_slope)
-            for (int m = 0; m < MR; m++)
+            for (int m = 0; m < mr; m++)
                 vf_storeu((real *)rows->cap_slope + (k + m) * CATTN_TILE_ROWS + r, cap_slope(acc[m][n], rows->softcap));
         if (rows->has_slopes)
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++)
+            for (int m = 0; m < mr; m++)
                 acc[m][n] =
                     slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
         if (!rows->fully_ranged)
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++)
+            for (int m = 0; m < mr; m++)
                 acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
         if (partial)
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) {
+            for (int m = 0; m < mr; m++) {
                 vf at = vf_set1((real)(k + m));
                 vm inside = vm_and(vf_lt(at, vf_loadu(t->last + r)), vm_not(vf_lt(at, vf_loadu(t->first + r))));
                 acc[m][n] = vf_select(inside, acc[m][n], neg_inf);
             }
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; m++) {
+        for (int m = 0; m < mr; m++) {
             vf_storeu(score + m * CATTN_TILE_ROWS, acc[m][n]);
             max = vf_max(acc[m][n], max);
         }
@@ -124,29 +130,45 @@ INLINE void score_tile(const struct tile *t, int v, int nr, int k, struct source
     }
 }
 
-INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
-
-/* Leaves of the vectors [*first, *last) those from the first to the last that see a key of tile k, if any. */
-INLINE bool narrow(const struct tile *t, int k, int *first, int *last) {
-    while (*first < *last && !meets(&t->vector[*first], k))
-        ++*first;
-    while (*first < *last && !meets(&t->vector[*last - 1], k))
-        --*last;
-    return *first < *last;
+/* Of the vectors [*first, *last): leaves those that see key k, if any. Returns the key before which that changes. */
+INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
+    int edge = t->all.end, begin = *last, end = *first;
+    for (int v = *first; v < *last; v++) {
+        const struct extent *e = &t->vector[v];
+        if (k < e->begin) {
+            edge = (int)min64(edge, e->begin);
+        } else if (k < e->end) {
+            edge = (int)min64(edge, e->end);
+            begin = (int)min64(begin, v);
+            end = v + 1;
+        }
+    }
+    *first = begin;
+    *last = end;
+    return edge;
 }
 
-/* All keys of the block against the panel that begins with vector v. */
+/* How many of the keys that are left the next tile takes. They are a multiple of 8 in all: two tiles of 4 rather than
+ * one of 6 and a rest of 2. */
+INLINE int score_height(int left) { return left > MR && left < MR + 4 ? 4 : tile_height(left); }
+
+/* All keys of the block against the panel that begins with vector v. No score is computed twice: it takes the place of
+ * its bias. */
 static void score_panel(const struct tile *t, int v) {
-    for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
-        /* at the edge of what a panel sees, a vector alone may be left */
+    int k = t->all.begin;
+    while (k < t->all.end) {
         int first = v, last = (int)min64(v + NR, t->n_vectors);
-        if (!narrow(t, k, &first, &last))
-            continue;
-        const struct source key = key_rows(t->rows, t->key, k, t->n_keys);
-        if (last - first == NR)
-            score_tile(t, first, NR, k, key);
-        else
-            score_tile(t, first, 1, k, key);
+        const int edge = next_edge(t, k, &first, &last);
+        while (first < last && k < edge) {
+            const int height = score_height(edge - k);
+            const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
+            if (last - first == NR)
+                AT_HEIGHT(height, score_tile, NR, t, first, k, key);
+            else
+                AT_HEIGHT(height, score_tile, 1, t, first, k, key);
+            k += height;
+        }
+        k = edge;
     }
 }
 
@@ -246,24 +268,24 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct run ru
     }
 }
 
-/* MR rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
-INLINE void value_tile(const struct tile *t, int r, int64_t c, int nr, bool partial, struct run run,
+/* mr rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
+INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct run run,
                        struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
     vf block[MR][NR];
-    micro_tile(nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1, CATTN_TILE_ROWS,
-               value.first, value.row, block);
+    micro_tile(mr, nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
+               CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial) {
         /* stay 0 as long as everything is finite */
         vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; m++)
+        for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
             for (int n = 0; n < nr; n++)
                 zero[(m * NR + n) % 4] = vf_fma(block[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
         if (__builtin_expect(vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3])))), 0)) {
-            for (int m = 0; m < MR && r + m < rows->n_rows; m++) {
+            for (int m = 0; m < mr && r + m < rows->n_rows; m++) {
                 vf again[NR];
                 value_row_visible(t, r + m, nr, run, value, again);
                 for (int n = 0; n < nr; n++)
@@ -273,7 +295,7 @@ INLINE void value_tile(const struct tile *t, int r, int64_t c, int nr, bool part
         }
     }
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
@@ -299,10 +321,11 @@ static void value_block(const struct tile *t) {
                 const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
                 const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
+                const int height = tile_height(rows->n_rows - g * MR);
                 if (rows->d_v - c > LANES)
-                    value_tile(t, g * MR, c, NR, partial, run, from, factor);
+                    AT_HEIGHT(height, value_tile, NR, t, g * MR, c, partial, run, from, factor);
                 else
-                    value_tile(t, g * MR, c, 1, partial, run, from, factor);
+                    AT_HEIGHT(height, value_tile, 1, t, g * MR, c, partial, run, from, factor);
             }
         }
     }
