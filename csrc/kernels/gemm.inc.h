@@ -20,7 +20,7 @@ INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR >
         if (MR > 4 && (height) == 4)                                                                                   \
             tile(4, __VA_ARGS__);                                                                                      \
         else if (MR > 8 && (height) == 8)                                                                              \
-            tile(8, __VA_ARGS__);                                                                                      \
+            tile(MR > 8 ? 8 : MR, __VA_ARGS__);                                                                        \
         else                                                                                                           \
             tile(MR, __VA_ARGS__);                                                                                     \
     } while (0)

@@ -41,6 +41,7 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
     return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
 }
 
+/* The same, widened. */
 INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
     struct extent e = range_of_rows(t, first, n);
     e.begin = e.begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
@@ -321,11 +322,12 @@ static void value_block(const struct tile *t) {
                 const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
                 const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
-                const int height = tile_height(rows->n_rows - g * MR);
                 if (rows->d_v - c > LANES)
-                    AT_HEIGHT(height, value_tile, NR, t, g * MR, c, partial, run, from, factor);
+                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run, from,
+                              factor);
                 else
-                    AT_HEIGHT(height, value_tile, 1, t, g * MR, c, partial, run, from, factor);
+                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run, from,
+                              factor);
             }
         }
     }
