@@ -411,8 +411,8 @@ TABLE = [
     *[wrong_value(THREADS, "n must be (?!at least)", n=x) for x in (2**31, 10**30)],
     wrong_type(("num_threads",), "n must be an int, got NoneType", n=None),
     *[
-        wrong_value(("show_config",), "mode must be 'stdout' or 'dicts', got ", mode=m)
-        for m in ("json", None, np.ones(2), np.zeros(3, "f4,i2"))
+        wrong_value(("show_config",), rf"mode must be 'stdout' or 'dicts', got {got}", mode=m)
+        for m, got in (("json", "'json'"), (None, "None"), (np.ones(2), "array"), (np.zeros(3, "f4,i2"), "array"))
     ],
 ]
 CASES = [(function, row) for row in TABLE for function in row.functions]

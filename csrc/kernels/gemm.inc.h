@@ -14,7 +14,7 @@
 /* Tiles of MR rows, and at the edges of 8 or 4, so that little is computed for rows that nobody needs. */
 INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR > 8 && n_rows <= 8 ? 8 : MR; }
 
-/* tile(mr, ...) with a constant mr. */
+/* tile(mr, ...) with a constant mr, at most MR in branches that are never taken, too. */
 #define AT_HEIGHT(height, tile, ...)                                                                                   \
     do {                                                                                                               \
         if (MR > 4 && (height) == 4)                                                                                   \
