@@ -9,7 +9,6 @@
  */
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "arena.h"
 #include "attention_rows.h"
@@ -57,7 +56,8 @@ static struct step find_step(const struct run *run, int64_t unit, int64_t index)
 
 static int64_t padded(int64_t cols) { return (cols + CATTN_PAD - 1) / CATTN_PAD * CATTN_PAD; }
 
-/* Called without memory to measure, with memory to cut it; only then may `b` be used. */
+/* Points `b` and its views at their scratch. Called without memory to measure, with memory to cut it; only then may
+ * those pointers be used. */
 static void lay_out(const struct run *run, struct cattn_backward *b, struct cattn_arena *arena) {
     const struct cattn_attention_params *p = &run->params->forward;
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
@@ -65,7 +65,6 @@ static void lay_out(const struct run *run, struct cattn_backward *b, struct catt
     const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
     const size_t panel = (size_t)run->kernels->lanes * (size_t)run->kernels->nr;
     struct cattn_rows *s = &b->scores, *g = &b->grads, *k = &b->keys;
-    memset(b, 0, sizeof *b);
     b->query_cols = padded(p->head_dim);
     b->grad_cols = padded(p->d_v);
     s->kept[0] = run->drawn ? cattn_carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
@@ -76,6 +75,7 @@ static void lay_out(const struct run *run, struct cattn_backward *b, struct catt
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->cap_slope = p->softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
+    g->cap_slope = NULL;
     s->key_rows = g->key_rows = cattn_carve(arena, (size_t)run->kernels->mr * depth * size);
     s->block_rows = g->block_rows = k->block_rows = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     s->block_max = g->block_max = cattn_carve(arena, rows * size);
@@ -90,26 +90,10 @@ static void lay_out(const struct run *run, struct cattn_backward *b, struct catt
 
 /* ---- from tensors to a step ---- */
 
-/* The masks and ranges of `from`; scratch, operands and sizes of its own. */
-static void copy_view(struct cattn_rows *view, const struct cattn_rows *from) {
-    const struct cattn_rows own = *view;
-    *view = *from;
-    view->packed_query = own.packed_query;
-    view->score = own.score;
-    view->cap_slope = own.cap_slope;
-    view->key_rows = own.key_rows;
-    view->block_rows = own.block_rows;
-    view->value_panel = own.value_panel;
-    view->block_max = own.block_max;
-    view->alpha = own.alpha;
-    view->acc = own.acc;
-}
-
 /* grad_out against the values: products without a mask of their own. */
 static void set_up_grads(const struct cattn_backward_params *params, struct cattn_backward *b, int64_t start) {
     const struct cattn_attention_params *p = &params->forward;
     struct cattn_rows *grads = &b->grads;
-    copy_view(grads, &b->scores);
     for (int r = 0; r < grads->n_rows; r++)
         grads->query[r] = cattn_stored_at(p, &params->grad_out, start + r * params->grad_out.row);
     grads->query_col = params->grad_out.col;
@@ -125,7 +109,6 @@ static void set_up_grads(const struct cattn_backward_params *params, struct catt
 
 static void set_up_keys(const struct cattn_backward_params *params, struct cattn_backward *b) {
     struct cattn_rows *keys = &b->keys;
-    copy_view(keys, &b->scores);
     keys->value = keys->key;
     keys->value_row = keys->key_row;
     keys->value_col = keys->key_col;
@@ -136,6 +119,7 @@ static void set_up_keys(const struct cattn_backward_params *params, struct cattn
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
     const struct cattn_attention_params *p = &params->forward;
     const struct cattn_tensor *bias = &params->grad_bias;
+    b->grad_bias[0] = b->grad_bias_row[0] = b->grad_bias_keys = NULL;
     if (!bias->data)
         return;
     const int64_t start = cattn_lead_start(p, bias, step->lead) + step->head * bias->head;
@@ -153,18 +137,19 @@ static struct cattn_backward *set_up(const struct run *run, const struct step *s
     const struct cattn_attention_params *p = &params->forward;
     struct cattn_arena arena = cattn_arena(memory, run->scratch_size, true);
     struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
-    lay_out(run, b, &arena);
     const struct cattn_lead lead = cattn_lead(p, step->lead);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     const int64_t left = p->seqlen_q - first;
     struct cattn_rows *rows = &b->scores;
     rows->n_rows = (int)(left < CATTN_TILE_ROWS ? left : CATTN_TILE_ROWS);
     cattn_rows_common(rows, p, &lead, kv_head);
-    for (int r = 1; r < rows->n_rows && run->drawn; r++)
-        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
     const int64_t start = cattn_lead_start(p, query, step->lead) + step->head * query->head + first * query->row;
     cattn_rows_of_head(rows, p, &lead, 0, rows->n_rows, step->head, first);
+    b->grads = b->keys = *rows; /* the same masks and ranges; scratch and operands are of their own */
+    lay_out(run, b, &arena);
+    for (int r = 1; r < rows->n_rows && run->drawn; r++)
+        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
     for (int r = 0; r < rows->n_rows; r++)
         b->grad_query[r] = cattn_tensor_at(p, query, start + r * query->row);
     const struct cattn_tensor *grad_out = &params->grad_out;
