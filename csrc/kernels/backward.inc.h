@@ -22,11 +22,11 @@ INLINE void add_gradient(real *to, vf part, int n) {
         vf_storeu_n(to, sum, n);
 }
 
-/* Packed panels back to rows of `cols` elements, zero behind the last row and column. */
+/* Packed panels back to rows of `cols` elements, zero behind the last row, up to a multiple of 4, and column. */
 static void unpack_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
     const int padded = (int)round_up(rows->n_rows, LANES);
     const int64_t depth = rows->head_dim;
-    for (int r0 = 0; r0 < CATTN_TILE_ROWS; r0 += LANES) {
+    for (int r0 = 0; r0 < round_up(padded, 4); r0 += LANES) {
         const real *panel = (const real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
         for (int64_t d = 0; d < cols; d += LANES) {
             vf v[LANES];
@@ -63,12 +63,12 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
 /* delta: products of grad_out and output, rounded, summed in eight chains by column and the tree. */
 static void sum_deltas(const struct cattn_backward *b) {
     const int step = LANES > CATTN_SUM_CHAINS ? LANES : CATTN_SUM_CHAINS;
-    for (int r = 0; r < CATTN_TILE_ROWS; r += LANES) {
+    for (int r = 0; r < b->scores.n_rows; r += LANES) {
         vf sum[CATTN_SUM_CHAINS];
 #pragma GCC unroll 8
         for (int i = 0; i < CATTN_SUM_CHAINS; i++)
             sum[i] = vf_set1(0);
-        for (int64_t c = 0; c < b->scores.d_v && r < b->scores.n_rows; c += step)
+        for (int64_t c = 0; c < b->scores.d_v; c += step)
 #pragma GCC unroll 8
             for (int part = 0; part < step; part += LANES) {
                 vf v[LANES];
@@ -87,14 +87,16 @@ static void backward_begin(struct cattn_backward *b) {
     unpack_rows(&b->scores, b->query_rows, b->query_cols);
     unpack_rows(&b->grads, b->grad_rows, b->grad_cols);
     sum_deltas(b);
-    for (int r = 0; r < CATTN_TILE_ROWS; r++) {
+    /* whole vectors, and whole groups of P V */
+    const int padded = (int)max64(round_up(b->scores.n_rows, LANES), round_up(b->scores.n_rows, MR));
+    for (int r = 0; r < padded; r++) {
         /* rows that are not there have weights exp(-inf) */
         ((real *)b->lse)[r] = r < b->scores.n_rows ? *(const real *)b->scores.lse[r] : (real)INFINITY;
         ((real *)b->bias_sum)[r] = 0;
         ((real *)b->keys.alpha)[r] = 1;
     }
     if (b->keys.acc_cols)
-        memset(b->keys.acc, 0, CATTN_TILE_ROWS * (size_t)b->keys.acc_cols * sizeof(real));
+        memset(b->keys.acc, 0, (size_t)padded * (size_t)b->keys.acc_cols * sizeof(real));
 }
 
 /* One vector of queries and one key: the score becomes the weight after dropout, the product dO V^T becomes dS. */
@@ -286,15 +288,16 @@ static vf gather_visible(const struct tile *t, const struct gather *g, int k, in
     return sum;
 }
 
-/* MR keys from k on, columns c on, the rows first .. last-1. */
-INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int64_t c, int nr, int first, int last) {
+/* mr keys from k on, columns c on, the rows first .. last-1. */
+INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gather *g, int k, int64_t c, int first,
+                        int last) {
     vf sum[MR][NR];
-    micro_tile(MR, nr, last - first, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
+    micro_tile(mr, nr, last - first, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
                g->rows + first * g->stride + c, g->stride, sum);
     /* stay 0 as long as everything is finite */
     vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             zero[(m * NR + n) % 4] = vf_fma(sum[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
@@ -302,8 +305,8 @@ INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int
     const int left = (int)min64(g->cols - c, nr * LANES);
     const int64_t row = g->to_row;
     real *to = g->to + (t->k0 + k) * row + c;
-    if (__builtin_expect(again || k + MR > t->n_keys || left < nr * LANES, 0)) {
-        for (int m = 0; m < MR && k + m < t->n_keys; m++)
+    if (__builtin_expect(again || k + mr > t->n_keys || left < nr * LANES, 0)) {
+        for (int m = 0; m < mr && k + m < t->n_keys; m++)
             for (int n = 0; n < nr; n++)
                 add_gradient(to + m * row + n * LANES,
                              again ? gather_visible(t, g, k + m, c + n * LANES, first, last) : sum[m][n],
@@ -311,33 +314,39 @@ INLINE void gather_tile(const struct tile *t, const struct gather *g, int k, int
         return;
     }
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             add_gradient(to + m * row + n * LANES, sum[m][n], LANES);
 }
 
-INLINE bool meets(const struct extent *e, int k) { return k + MR > e->begin && k < e->end; }
+/* Does row r see one of the `height` keys from k on? */
+INLINE bool meets(const struct tile *t, int r, int k, int height) { return t->hi[r] > k && t->lo[r] < k + height; }
 
-/* Leaves of the vectors [*first, *last) those from the first to the last that see a key of tile k, if any. */
-INLINE bool narrow(const struct tile *t, int k, int *first, int *last) {
-    while (*first < *last && !meets(&t->vector[*first], k))
+/* Leaves of the rows [*first, *last) those from the first to the last that see one of the keys, if any; widened to
+ * fours, which the loop over them takes at a time. */
+INLINE bool narrow(const struct tile *t, int k, int height, int *first, int *last) {
+    while (*first < *last && !meets(t, *first, k, height))
         ++*first;
-    while (*first < *last && !meets(&t->vector[*last - 1], k))
+    while (*first < *last && !meets(t, *last - 1, k, height))
         --*last;
-    return *first < *last;
+    const bool any = *first < *last;
+    *first = *first / 4 * 4;
+    *last = (*last + 3) / 4 * 4;
+    return any;
 }
 
 static void gather_block(const struct tile *t, const struct gather *g) {
-    for (int k = t->all.begin / MR * MR; k < min64(t->all.end, t->n_keys); k += MR) {
-        int first = 0, last = t->n_vectors;
-        if (!narrow(t, k, &first, &last))
+    for (int k = t->all.begin, height; k < min64(t->all.end, t->n_keys); k += height) {
+        int first = 0, last = t->rows->n_rows;
+        height = score_height(t->all.end - k);
+        if (!narrow(t, k, height, &first, &last))
             continue;
         for (int64_t c = 0; c < g->cols; c += PANEL)
             if (g->cols - c > LANES)
-                gather_tile(t, g, k, c, NR, first * LANES, last * LANES);
+                AT_HEIGHT(height, gather_tile, NR, t, g, k, c, first, last);
             else
-                gather_tile(t, g, k, c, 1, first * LANES, last * LANES);
+                AT_HEIGHT(height, gather_tile, 1, t, g, k, c, first, last);
     }
 }
 
