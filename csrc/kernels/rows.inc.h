@@ -53,10 +53,11 @@ INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage
     return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
 }
 
-/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys; `next` is what to ask for.
+/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys; `next` is what to ask for,
+ * row by row as the tile itself lies, or in the order of memory, where that has no gaps: quicker for halves alone.
  * Addresses go from row to row: computed beforehand, as the compiler would, they are more than there are registers for.
  */
-INLINE void key_tile(struct stored key, uintptr_t next, int64_t d, vf kt[LANES]) {
+INLINE void key_tile(struct stored key, uintptr_t next, bool in_order, int64_t d, vf kt[LANES]) {
     const size_t size = stored_size(key.storage);
     const bool new_line = starts_line(d, size);
     int64_t at = d;
@@ -64,8 +65,8 @@ INLINE void key_tile(struct stored key, uintptr_t next, int64_t d, vf kt[LANES])
     for (int i = 0; i < LANES; i++, at += key.row) {
         HIDE(at);
         kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
-        if (new_line)
-            prefetch_far(next, at, size);
+        if (in_order ? starts_line(i * LANES, size) : new_line)
+            prefetch_far(next, in_order ? (d + i) * LANES : at, size);
     }
     vf_transpose(kt);
 }
@@ -89,8 +90,12 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
         acc[r] = vf_set1(0);
+    const bool in_order = key.storage != CATTN_STORED_PLAIN && key.row == depth;
     for (; n == LANES && d + LANES <= depth; d += LANES) {
-        key_tile(key, next, d, kt);
+        if (in_order)
+            key_tile(key, next, true, d, kt);
+        else
+            key_tile(key, next, false, d, kt);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 8
