@@ -7,6 +7,7 @@
  * the number of threads. Blocks start at multiples of CATTN_TILE_ROWS queries and CATTN_BLOCK_KEYS keys: the order
  * hangs on the lengths alone.
  */
+#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -137,6 +138,7 @@ static struct cattn_backward *set_up(const struct run *run, const struct step *s
     const struct cattn_attention_params *p = &params->forward;
     struct cattn_arena arena = cattn_arena(memory, run->scratch_size, true);
     struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
+    assert(b); /* a step always has scratch */
     const struct cattn_lead lead = cattn_lead(p, step->lead);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     const int64_t left = p->seqlen_q - first;
