@@ -202,7 +202,7 @@ def test_errors() -> None:
         torch.nn.functional.scaled_dot_product_attention(x, x)
 
 
-def test_errors_of_scalars() -> None:
+def test_errors_of_flags_and_numbers() -> None:
     x: Any = torch.ones(2, 3, 4)
     with pytest.raises(TypeError, match="dropout_p must be a real number, got str"):
         attention(x, x, x, dropout_p="x")  # type: ignore[arg-type]
