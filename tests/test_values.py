@@ -340,10 +340,11 @@ def accuracy_case(T_q: int, T_k: int, D: int, dtype: type, seed: int) -> tuple[d
 def test_accuracy(isa: str, kind: type, T_q: int, T_k: int, D: int) -> None:
     """RMS error over all elements of many seeds, at most 1.2 times that of NumPy's textbook in the same dtype.
 
-    Both add a score up as one chain over D, which makes most of the error: ours gains by fused multiply-adds, NumPy by
-    a more exact exponential. With a single query NumPy's product is a row of dot products, each of many short chains;
-    that order would cost us the bits that rows share, so there the yardstick is a plain loop. Measured: 0.69
-    to 1.12. A mean over thousands of scores needs no allowance for luck; the largest error is for `Expected` to bound.
+    How a score is added up makes most of the error: NumPy's is one chain over D, ours are fused multiply-adds in chains
+    of 16, and NumPy's exponential is more exact. With a single query NumPy's product is a row of dot products, each of
+    many short chains; that order would cost us the bits that rows share, so there the yardstick is a plain loop.
+    Measured: 0.44 to 1.11. A mean over thousands of scores needs no allowance for luck; the largest error is for
+    `Expected` to bound.
     """
     squares = {name: np.zeros(2) for name in ("out", "weights", "lse")}
     for seed in range(8 if T_q > 1 else 48):

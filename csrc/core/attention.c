@@ -50,8 +50,7 @@ static struct cattn_rows *set_up(const struct run *run, int64_t block, void *mem
     const int64_t left = plan->unit_rows - first;
     rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
     cattn_rows_common(rows, p, &lead, first_head / p->group_size);
-    for (int r = 1; r < rows->n_rows && plan->drawn; r++)
-        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
+    cattn_rows_drawn(rows);
     int64_t head = first_head + first / p->seqlen_q, i = first % p->seqlen_q;
     for (int r = 0, n; r < rows->n_rows; r += n, head++, i = 0) {
         n = (int)(p->seqlen_q - i < rows->n_rows - r ? p->seqlen_q - i : rows->n_rows - r);

@@ -150,8 +150,7 @@ static struct cattn_backward *set_up(const struct run *run, const struct step *s
     cattn_rows_of_head(rows, p, &lead, 0, rows->n_rows, step->head, first);
     b->grads = b->keys = *rows; /* the same masks and ranges; scratch and operands are of their own */
     lay_out(run, b, &arena);
-    for (int r = 1; r < rows->n_rows && run->drawn; r++)
-        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(p->seqlen_k);
+    cattn_rows_drawn(rows);
     for (int r = 0; r < rows->n_rows; r++)
         b->grad_query[r] = cattn_tensor_at(p, query, start + r * query->row);
     const struct cattn_tensor *grad_out = &params->grad_out;

@@ -1,6 +1,7 @@
 /* attention_rows.c -- points a struct cattn_rows at its queries, keys, masks and outputs; see attention_rows.h. */
 #include "attention_rows.h"
 
+#include "drawn.h"
 #include "dropout.h"
 #include "plan.h"
 
@@ -142,6 +143,11 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
                 p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
         }
     }
+}
+
+void cattn_rows_drawn(struct cattn_rows *rows) {
+    for (int r = 1; r < rows->n_rows && rows->kept[0]; r++)
+        rows->kept[r] = rows->kept[0] + (size_t)r * cattn_drawn_row_bytes(rows->seqlen_k);
 }
 
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {

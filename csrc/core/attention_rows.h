@@ -29,6 +29,9 @@ void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_par
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
                         int r, int n, int64_t head, int64_t i);
 
+/* Where each row's dropout bits will lie that are drawn beforehand: behind those of row 0, if that has any. */
+void cattn_rows_drawn(struct cattn_rows *rows);
+
 /* First and last key that any row of the task sees. */
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);
 

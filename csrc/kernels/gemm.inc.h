@@ -6,23 +6,26 @@
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is one chain of FMAs in ascending order from +0, as the bit contract asks.
+ * Every element is a chain of FMAs in ascending order from +0, as the bit contract asks, or in dot_tile some of them,
+ * added in order.
  */
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
-/* Tiles of MR rows, and at the edges of 8 or 4, so that little is computed for rows that nobody needs. */
-INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR > 8 && n_rows <= 8 ? 8 : MR; }
+/* Tiles are `tallest` rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
+INLINE int tile_height(int tallest, int64_t n_rows) {
+    return tallest > 4 && n_rows <= 4 ? 4 : tallest > 8 && n_rows <= 8 ? 8 : tallest;
+}
 
-/* tile(mr, ...) with a constant mr, at most MR in branches that are never taken, too. */
-#define AT_HEIGHT(height, tile, ...)                                                                                   \
+/* tile(mr, ...) with a constant mr, at most the constant `tallest` in branches that are never taken, too. */
+#define AT_HEIGHT(tallest, height, tile, ...)                                                                          \
     do {                                                                                                               \
-        if (MR > 4 && (height) == 4)                                                                                   \
+        if ((tallest) > 4 && (height) == 4)                                                                            \
             tile(4, __VA_ARGS__);                                                                                      \
-        else if (MR > 8 && (height) == 8)                                                                              \
-            tile(MR > 8 ? 8 : MR, __VA_ARGS__);                                                                        \
+        else if ((tallest) > 8 && (height) == 8)                                                                       \
+            tile((tallest) > 8 ? 8 : (tallest), __VA_ARGS__);                                                          \
         else                                                                                                           \
-            tile(MR, __VA_ARGS__);                                                                                     \
+            tile(tallest, __VA_ARGS__);                                                                                \
     } while (0)
 
 /* mr and nr are constants, once everything is inlined. The accumulators must be filled one by one and every loop over
@@ -47,6 +50,40 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
             for (int n = 0; n < nr; n++)
                 acc[m][n] = vf_fma(a_mk, b_k[n], acc[m][n]);
         }
+    }
+}
+
+/* Rows of a tile of scores: as many as leave registers for a chain and a sum each, where there are 32; where there are
+ * 16, sums in memory cost less than smaller tiles. */
+#define SCORE_MR (MR > 6 ? 6 : MR)
+
+INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < mr; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < nr; n++)
+            sum[m][n] = sum[m][n] + chain[m][n];
+}
+
+/* As micro_tile, but in chains of CATTN_SCORE_TERMS, added in order; `a` has a unit step from term to term. Whole
+ * chains are written apart from the rest: with a constant length they are quicker. */
+INLINE void dot_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, const real *b, int64_t b_row,
+                     vf sum[MR][NR]) {
+    const int64_t terms = CATTN_SCORE_TERMS;
+    if (depth < terms) {
+        micro_tile(mr, nr, depth, a, a_row, 1, b, b_row, sum);
+        return;
+    }
+    vf chain[MR][NR];
+    int64_t d = terms;
+    micro_tile(mr, nr, terms, a, a_row, 1, b, b_row, sum);
+    for (; d + terms <= depth; d += terms) {
+        micro_tile(mr, nr, terms, a + d, a_row, 1, b + d * b_row, b_row, chain);
+        add_tile(mr, nr, sum, chain);
+    }
+    if (d < depth) {
+        micro_tile(mr, nr, depth - d, a + d, a_row, 1, b + d * b_row, b_row, chain);
+        add_tile(mr, nr, sum, chain);
     }
 }
 

@@ -12,8 +12,8 @@
  * Kernels cannot fail and allocate nothing; everything was checked before. `void *` stands for the table's own element
  * type. All strides count elements.
  *
- * CATTN_BLOCK_KEYS and CATTN_CHUNK_KEYS are law: the order of every sum hangs on them (csrc/README.md, "The bit
- * contract"). 192 is a multiple of every table's micro-tile height and of the 64 keys that share Philox counters.
+ * The lengths of blocks, chunks, runs and chains are law: the order of every sum hangs on them (csrc/README.md, "The
+ * bit contract"). 192 is a multiple of every table's micro-tile height and of the 64 keys that share Philox counters.
  */
 #ifndef CATTN_KERNELS_H
 #define CATTN_KERNELS_H
@@ -26,7 +26,9 @@
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
-/* a block of P V is one chain of sums for each of these runs: shorter chains, smaller errors */
+/* a score is one chain of FMAs for so many columns each, a block of P V one for each of these runs: shorter chains,
+ * smaller errors */
+#define CATTN_SCORE_TERMS 16
 #define CATTN_RUN_KEYS (CATTN_BLOCK_KEYS / 2)
 /* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
 #define CATTN_TILE_ROWS 96

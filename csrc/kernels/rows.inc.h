@@ -1,8 +1,8 @@
 /* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by. Decoding, and tiny inputs.
  *
  * For the scores lanes run across keys: LANES rows of K are transposed in registers, LANES columns at a time, and every
- * query takes its chain of FMAs over d from there. For the output lanes run across the columns of V. Rows are padded to
- * 1, 2, 4 or 8 so that all accumulators live in registers.
+ * query takes its chains of FMAs over d from there. For the output lanes run across the columns of V. Rows are padded
+ * to 1, 2, 4 or 8 so that all accumulators live in registers.
  */
 
 /* keys of a block are visited in steps of this, so that every table leaves the same elements defined */
@@ -79,17 +79,38 @@ NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[L
     vf_transpose(kt);
 }
 
-/* Scores of LANES keys, the first n of them real, for `many` rows. */
-INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf acc[CATTN_FEW_ROWS]) {
+/* The columns d .. d+n-1 of a tile of K, which are the next terms of the chains of `many` rows. A chain that ends with
+ * them is added to the scores. */
+INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, int n, const vf kt[LANES],
+                          vf chain[CATTN_FEW_ROWS], vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
     const real *query = rows->packed_query;
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < many; r++)
+            chain[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], chain[r]);
+    if ((d + n) % CATTN_SCORE_TERMS != 0 && d + n != depth)
+        return;
+#pragma GCC unroll 8
+    for (int r = 0; r < many; r++) {
+        score[r] = score[r] + chain[r];
+        chain[r] = vf_set1(0);
+    }
+}
+
+/* Scores of LANES keys, the first n of them real, for `many` rows. */
+INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf score[CATTN_FEW_ROWS]) {
+    const int64_t depth = rows->head_dim;
     const size_t size = stored_size(key.storage);
     const uintptr_t next = ahead(key.first, KEYS_AHEAD * key.row, size);
-    vf kt[LANES];
+    vf kt[LANES], chain[CATTN_FEW_ROWS];
     int64_t d = 0;
 #pragma GCC unroll 8
-    for (int r = 0; r < many; r++)
-        acc[r] = vf_set1(0);
+    for (int r = 0; r < many; r++) {
+        chain[r] = vf_set1(0);
+        score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x, also where x is -0 */
+    }
     /* a constant in each tile: one tile that asks which is a twentieth slower */
     const bool in_order = key.storage != CATTN_STORED_PLAIN && key.row == depth;
     for (; n == LANES && d + LANES <= depth; d += LANES) {
@@ -97,11 +118,7 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
             key_tile(key, next, true, d, kt);
         else
             key_tile(key, next, false, d, kt);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 8
-            for (int r = 0; r < many; r++)
-                acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], acc[r]);
+        score_columns(rows, many, d, LANES, kt, chain, score);
     }
     for (int i = 0; i < LANES && key.row != depth; i++)
         prefetch_far(next, i * key.row + depth - 1, size);
@@ -109,10 +126,7 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
         vf part[LANES];
         const int nd = (int)min64(LANES, depth - d);
         key_tile_part(key, n, d, nd, part);
-        for (int i = 0; i < nd; i++)
-#pragma GCC unroll 8
-            for (int r = 0; r < many; r++)
-                acc[r] = vf_fma(vf_set1(query[r * depth + d + i]), part[i], acc[r]);
+        score_columns(rows, many, d, nd, part, chain, score);
     }
 }
 

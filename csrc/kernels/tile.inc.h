@@ -90,8 +90,8 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    micro_tile(mr, nr, rows->head_dim, key.first, key.row, 1,
-               (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
+    dot_tile(mr, nr, rows->head_dim, key.first, key.row,
+             (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
         const int r = (v + n) * LANES;
@@ -151,7 +151,9 @@ INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
 
 /* How many of the keys that are left the next tile takes. They are a multiple of 8 in all: two tiles of 4 rather than
  * one of 6 and a rest of 2. */
-INLINE int score_height(int left) { return left > MR && left < MR + 4 ? 4 : tile_height(left); }
+INLINE int key_height(int tallest, int left) {
+    return left > tallest && left < tallest + 4 ? 4 : tile_height(tallest, left);
+}
 
 /* All keys of the block against the panel that begins with vector v. No score is computed twice: it takes the place of
  * its bias. */
@@ -161,12 +163,12 @@ static void score_panel(const struct tile *t, int v) {
         int first = v, last = (int)min64(v + NR, t->n_vectors);
         const int edge = next_edge(t, k, &first, &last);
         while (first < last && k < edge) {
-            const int height = score_height(edge - k);
+            const int height = key_height(SCORE_MR, edge - k);
             const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
             if (last - first == NR)
-                AT_HEIGHT(height, score_tile, NR, t, first, k, key);
+                AT_HEIGHT(SCORE_MR, height, score_tile, NR, t, first, k, key);
             else
-                AT_HEIGHT(height, score_tile, 1, t, first, k, key);
+                AT_HEIGHT(SCORE_MR, height, score_tile, 1, t, first, k, key);
             k += height;
         }
         k = edge;
@@ -323,11 +325,11 @@ static void value_block(const struct tile *t) {
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
                 const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
                 if (rows->d_v - c > LANES)
-                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run, from,
-                              factor);
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run,
+                              from, factor);
                 else
-                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run, from,
-                              factor);
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run,
+                              from, factor);
             }
         }
     }
