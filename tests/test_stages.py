@@ -148,3 +148,12 @@ def test_dropped_halves_are_rounded_once(kind: type, give_out: bool, rng: np.ran
     result = cattn.attention_weights(x, y, out=out, **options)
     assert result is out or not give_out
     assert_same_bits(result, wide.astype(kind))
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 16, 20, 64])
+def test_scores_that_underflow(isa: str, dtype: type, head_dim: int) -> None:
+    """Products below all numbers add up to -0, on every path: one chain more, of nothing, would make +0 of it."""
+    tiny = np.finfo(dtype).tiny
+    query, key = np.full((40, head_dim), tiny, dtype), np.full((30, head_dim), -tiny, dtype)
+    tile, row = (cattn.attention_weights(query[:n], key, scale=1.0, stage="qk") for n in (40, 1))
+    assert_same_bits(tile, np.broadcast_to(row, tile.shape))
