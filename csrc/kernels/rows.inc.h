@@ -79,9 +79,9 @@ NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[L
     vf_transpose(kt);
 }
 
-/* The columns d .. d+n-1 of a tile of K, which are the next terms of the chains of `many` rows. A chain that ends with
- * them is added to the scores. */
-INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, int n, const vf kt[LANES],
+/* The columns d .. d+n-1 of a tile of K, a constant number of them, are the next terms of the chains of `many` rows. A
+ * chain that ends with them is added to the scores. */
+INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, int n, const vf *kt,
                           vf chain[CATTN_FEW_ROWS], vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
     const real *query = rows->packed_query;
@@ -126,7 +126,8 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
         vf part[LANES];
         const int nd = (int)min64(LANES, depth - d);
         key_tile_part(key, n, d, nd, part);
-        score_columns(rows, many, d, nd, part, chain, score);
+        for (int i = 0; i < nd; i++)
+            score_columns(rows, many, d + i, 1, part + i, chain, score);
     }
 }
 
