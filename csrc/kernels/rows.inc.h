@@ -45,8 +45,7 @@ INLINE vf load_row(struct stored from, int64_t r, int64_t c, int n) {
 }
 
 /* Rows that will be read, asked for a line after the other as they lie in memory, whatever columns of them a tile or a
- * pass takes. Processors drop requests while too many are under way. So each line is asked for three times, twice into
- * the second cache and at last into the nearest: from memory that is up to 1.4 times as fast as once. */
+ * pass takes. */
 struct rows_ahead {
     uintptr_t line, end; /* of a row that is read now: the next line, and where the row ends */
     int64_t row, gap;    /* bytes from row to row, and from its end to the next one */
@@ -60,9 +59,7 @@ INLINE struct rows_ahead rows_ahead(struct stored from, int64_t n_cols) {
 }
 
 INLINE void ask_for_line(uintptr_t line, int64_t row) {
-    prefetch_far(line, ROWS_FAR * row, 1);
-    prefetch_far(line, ROWS_MIDWAY * row, 1);
-    prefetch(line, ROWS_NEAR * row, 1);
+    prefetch_thrice(line, ROWS_FAR * row, ROWS_MIDWAY * row, ROWS_NEAR * row, 1);
 }
 
 /* Asks for the next n bytes, whole lines or less than one. Where a row begins within a line, its end lies in one more.

@@ -219,8 +219,14 @@ static void keep_row(const struct cattn_drop *drop, uint32_t position, uint32_t 
     }
 }
 
-/* Elements asked for ahead of time: the random bits take so long that the processor does not get there by itself. */
-#define DROPOUT_AHEAD 1024
+/* Elements from here that are asked for ahead of time: the random bits take so long that the processor does not get
+ * there by itself. */
+#define DROPOUT_FAR 1024
+#define DROPOUT_MIDWAY 512
+#define DROPOUT_NEAR 256
+INLINE void dropout_ask(const real *here) {
+    prefetch_thrice((uintptr_t)here, DROPOUT_FAR, DROPOUT_MIDWAY, DROPOUT_NEAR, sizeof(real));
+}
 
 /* Elements first .. first+n-1 of a flat array; the runs of 64 count from element 0, so the ends may be ragged. */
 static void dropout_row(const struct cattn_dropout_row *row) {
@@ -237,12 +243,10 @@ static void dropout_row(const struct cattn_dropout_row *row) {
         if (plain && base >= first && base + 128 <= end) {
             x += base - first;
             out += base - first;
-            const uintptr_t x_ahead = ahead(x, DROPOUT_AHEAD, sizeof(real)),
-                            out_ahead = ahead(out, DROPOUT_AHEAD, sizeof(real));
             for (int r = 0; r < 128; r += LANES) {
                 if (starts_line(r, sizeof(real))) {
-                    prefetch_far(x_ahead, r, sizeof(real));
-                    prefetch_far(out_ahead, r, sizeof(real));
+                    dropout_ask(x + r);
+                    dropout_ask(out + r);
                 }
                 vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
                 vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));
