@@ -17,20 +17,36 @@
 #define PHILOX_M0 0xd2511f53u
 #define PHILOX_M1 0xcd9e8d57u
 
-INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
-    vw w0 = vw_from(c[0]), w1 = vw_from(c[1]), w2 = vw_from(c[2]), w3 = vw_from(c[3]);
+/* The rounds from `first` on; the state becomes the four words. */
+INLINE void philox_rounds(vw w[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2], int first, vu c[4]) {
 #pragma GCC unroll 10
-    for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
-        vw p0 = vw_mul(w0, PHILOX_M0), p1 = vw_mul(w2, PHILOX_M1);
-        w0 = vw_xor(vw_high(p1), w1, key[round][0]);
-        w1 = p1;
-        w2 = vw_xor(vw_high(p0), w3, key[round][1]);
-        w3 = p0;
+    for (int round = first; round < CATTN_PHILOX_ROUNDS; round++) {
+        const vw p0 = vw_mul(w[0], PHILOX_M0), p1 = vw_mul(w[2], PHILOX_M1);
+        w[0] = vw_xor(vw_high(p1), w[1], key[round][0]);
+        w[1] = p1;
+        w[2] = vw_xor(vw_high(p0), w[3], key[round][1]);
+        w[3] = p0;
     }
-    c[0] = vw_low(w0);
-    c[1] = vw_low(w1);
-    c[2] = vw_low(w2);
-    c[3] = vw_low(w3);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        c[i] = vw_low(w[i]);
+}
+
+INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
+    vw w[4] = {vw_from(c[0]), vw_from(c[1]), vw_from(c[2]), vw_from(c[3])};
+    philox_rounds(w, key, 0, c);
+}
+
+/* The same where all lanes have c1, c2 and c3 in common, and half of the work of the first two rounds. */
+INLINE void philox_common(vu c0, uint32_t c1, uint32_t c2, uint32_t c3, const uint32_t key[CATTN_PHILOX_ROUNDS][2],
+                          vu c[4]) {
+    const vw zero = vw_from(vu_set1(0)), p0 = vw_mul(vw_from(c0), PHILOX_M0);
+    const uint64_t p1 = (uint64_t)c2 * PHILOX_M1;
+    const uint64_t next_p0 = (uint64_t)((uint32_t)(p1 >> 32) ^ c1 ^ key[0][0]) * PHILOX_M0;
+    const vw next_p1 = vw_mul(vw_xor(vw_high(p0), zero, c3 ^ key[0][1]), PHILOX_M1);
+    vw w[4] = {vw_xor(vw_high(next_p1), zero, (uint32_t)p1 ^ key[1][0]), next_p1,
+               vw_xor(p0, zero, (uint32_t)(next_p0 >> 32) ^ key[1][1]), vw_from(vu_set1((uint32_t)next_p0))};
+    philox_rounds(w, key, 2, c);
 }
 
 /* The same for one counter and one digit; for ties and ragged ends. */
@@ -54,27 +70,19 @@ static bool philox_keep(const struct cattn_drop *drop, uint64_t j, uint32_t c1, 
     return philox_digit(drop, j, c1, c2, drop->lead2 + 1) < drop->threshold_lo;
 }
 
-/* First draws for elements base .. base+127, base a multiple of 64: words[64] for vu_digits. */
+/* First draws for elements base .. base+127, base a multiple of 64: words[w * 16 + i] is word w of the i-th counter. */
 static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t c1, uint32_t c2, uint32_t *words) {
     uint32_t lane[LANES];
     for (uint32_t i = 0; i < LANES; i++)
         lane[i] = i;
     const vu lanes = vu_loadu(lane);
     for (uint32_t i = 0; i < 16; i += LANES) {
-        vu c[4] = {vu_add(vu_set1((uint32_t)((base >> 6) << 3) + i), lanes), vu_set1(c1), vu_set1(c2),
-                   vu_set1(drop->lead2)};
-        philox(c, drop->key);
+        const vu c0 = vu_add(vu_set1((uint32_t)((base >> 6) << 3) + i), lanes);
+        vu c[4];
+        philox_common(c0, c1, c2, drop->lead2, drop->key, c);
 #pragma GCC unroll 4
-        for (uint32_t w = 0; w < 4; w++) {
-#if LANES == 16
-            uint32_t both[16];
-            vu_storeu(both, c[w]);
-            memcpy(words + 8 * w, both, 32);
-            memcpy(words + 32 + 8 * w, both + 8, 32);
-#else
-            vu_storeu(words + 32 * (i >> 3) + 8 * w + (i & 7), c[w]);
-#endif
-        }
+        for (uint32_t w = 0; w < 4; w++)
+            vu_storeu(words + 16 * w + i, c[w]);
     }
 }
 

@@ -38,7 +38,7 @@
  *   vw_mul(w, m)  vw_high(w)              the 64-bit product with a number; a product's high 32 bits moved low
  *   vw_xor(a, b, c)                       of two and a number
  *   vu_lt(a, b)  vu_eq(a, b)              -> vm of the same lanes
- *   vu_digits(words, r)  16-bit digits of LANES consecutive elements, see philox.inc.h
+ *   vu_digits(words, r)  16-bit digits of the elements r .. r+LANES-1, from philox_words
  *
  * What the bit contract asks of a header: vf_fma rounds once, results in the normal range are IEEE's, nothing flushes
  * subnormals, vf_scale2 is exact wherever the result is normal.
@@ -72,5 +72,8 @@ typedef uint64_t real_bits;
 #define NOINLINE static __attribute__((noinline))
 /* what the compiler may not compute beforehand */
 #define HIDE(x) __asm__("" : "+r"(x))
+
+/* Where philox_words has the word that element r of 128 takes its digit from. */
+INLINE int digit_word(int r) { return 16 * (r >> 4 & 3) + 8 * (r >> 6) + (r & 7); }
 
 #endif

@@ -183,6 +183,6 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
     return vf_from_bytes(bytes);
 }
 INLINE vu vu_digits(const uint32_t *words, int r) {
-    vu w = vu_loadu(words + ((r >> 4) << 3) + (r & 7));
+    vu w = vu_loadu(words + digit_word(r));
     return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
 }

@@ -129,7 +129,7 @@ INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
     /* r is a multiple of 16: the low halves of eight words, then their high halves */
-    __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + ((r >> 4) << 3))));
+    __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + digit_word(r))));
     __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(16), 1);
     return _mm512_and_si512(_mm512_srlv_epi32(w, shift), _mm512_set1_epi32(0xffff));
 }
@@ -192,7 +192,7 @@ INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.o
 INLINE vm vu_lt(vu a, vu b) { return _mm256_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
-    vu w = vu_loadu(words + ((r >> 4) << 3));
+    vu w = vu_loadu(words + digit_word(r));
     return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
 }
 

@@ -155,7 +155,7 @@ INLINE vm vu_eq(vu a, vu b) { return __builtin_convertvector(a == b, vm); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
     vu digits;
     EACH_LANE(i) {
-        uint32_t word = words[(((r + i) >> 4) << 3) + ((r + i) & 7)];
+        uint32_t word = words[digit_word(r + i)];
         digits[i] = ((r + i) >> 3) & 1 ? word >> 16 : word & 0xffff;
     }
     return digits;

@@ -98,6 +98,6 @@ INLINE vu vw_low(vw a) { return (vu)a; }
 INLINE vm vu_lt(vu a, vu b) { return a < b; }
 INLINE vm vu_eq(vu a, vu b) { return a == b; }
 INLINE vu vu_digits(const uint32_t *words, int r) {
-    uint32_t word = words[((r >> 4) << 3) + (r & 7)];
+    uint32_t word = words[digit_word(r)];
     return (r >> 3) & 1 ? word >> 16 : word & 0xffff;
 }
