@@ -62,8 +62,7 @@ INLINE void ask_for_line(uintptr_t line, int64_t row) {
     prefetch_thrice(line, ROWS_FAR * row, ROWS_MIDWAY * row, ROWS_NEAR * row, 1);
 }
 
-/* Asks for the next n bytes, whole lines or less than one. Where a row begins within a line, its end lies in one more.
- */
+/* Asks for the next n bytes: whole lines, or less than one. A row that begins within a line ends in one more. */
 INLINE void ask_ahead(struct rows_ahead *next, size_t n) {
 #pragma GCC unroll 16
     for (size_t asked = 0; asked < n; asked += LINE_BYTES) {
