@@ -71,8 +71,8 @@ def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = Tr
     Without `matrix`, not by those who keep the whole matrix of scores.
     """
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
-    ours = {"is_causal": "upper_left"} if causal else {}
-    calls: Calls = {"cattn": lambda: cattn.scaled_dot_product_attention(query, key, value, out=out, **ours)}
+    attend, alignment = cattn.scaled_dot_product_attention, "upper_left" if causal else False
+    calls: Calls = {"cattn": lambda: attend(query, key, value, is_causal=alignment, out=out)}
     grouped = query.shape[-3] != key.shape[-3] if query.ndim > 2 else False
     torch = torch_or_none()
     if torch is not None:

@@ -316,7 +316,7 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
         ),
     ),
     (load_layer, constant(state_dict=whole, strict=True)),
-    (raw("attention"), raw_attention),
+    (raw("scaled_dot_product_attention"), raw_attention),
     (in_time(raw("explain")), raw_attention),
     (raw("attention_weights"), raw_weights),
     (raw("attention_backward"), raw_backward),

@@ -158,6 +158,7 @@ CALLS: dict[str, Call] = {
     "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=KEEP),
     "softmax, half": lambda: cattn.softmax(HALF, axis=1),
     "masked_softmax": lambda: cattn.masked_softmax(SCORES, KEEP, is_causal="upper_left", method="renormalize"),
+    "masked_softmax, name put together": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
     "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
     "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),
     # masks, numbers, settings

@@ -70,7 +70,7 @@ PyObject *cattn_arg_index(PyObject *object, const char *name) {
 }
 
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value) {
-    PyObject *number = cattn_arg_index(object, name);
+    PyObject *number = PyLong_CheckExact(object) ? Py_NewRef(object) : cattn_arg_index(object, name);
     if (number == NULL)
         return false;
     int overflow;
@@ -279,7 +279,7 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
 /* The warning is a hint: a mask that begins with so many zeros is not looked through to its end. */
 #define MOST_ZEROS (1 << 20)
 
-bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name, int stacklevel) {
     const int nd = PyArray_NDIM(mask), type = PyArray_TYPE(mask);
     npy_intp index[NPY_MAXDIMS], dims[NPY_MAXDIMS];
     if (PyArray_SIZE(mask) == 0)
@@ -305,7 +305,7 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
         if (axis < 0)
             break;
     }
-    return !ones || PyErr_WarnFormat(PyExc_UserWarning, 2,
+    return !ones || PyErr_WarnFormat(PyExc_UserWarning, stacklevel,
                                      "%s holds only 0 and 1, but float masks are additive (0 keeps, -inf hides); "
                                      "for True = keep pass %s.astype(bool)",
                                      name, name) == 0;

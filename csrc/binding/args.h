@@ -43,8 +43,8 @@ enum cattn_mask_kind {
 /* A mask or bias that broadcasts to dims; NPY_BOOL, or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
-/* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
-bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
+/* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1; stacklevel as that of warnings.warn. */
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name, int stacklevel);
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
 bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
 

@@ -200,7 +200,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         if (mask == NULL)
             return false;
         const bool boolean = PyArray_TYPE(mask) == NPY_BOOL;
-        if (!boolean && !cattn_arg_warn_binary(mask, "attn_mask"))
+        if (!boolean && !cattn_arg_warn_binary(mask, "attn_mask", call->stacklevel))
             return false;
         cattn_tensor_from(boolean ? &params->attn_mask : &params->bias[params->n_bias++], mask, call->n_lead, axes);
     }
@@ -224,7 +224,7 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
                                             .key_lengths = args[ARG_KEY_LENGTHS]};
     return cattn_arg_ranges(call->state, args[ARG_IS_CAUSAL], args[ARG_QUERY_OFFSET], args[ARG_WINDOW_SIZE],
                             &call->ranges) &&
-           cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
+           cattn_ranges_settle(call->state, &call->ranges, &sizes, call->stacklevel, &call->params->ranges);
 }
 
 /* One number for each query head, or for each of the batch: (H,) or (*lead, H), in the call's dtype. */

@@ -41,6 +41,7 @@ enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 struct cattn_call {
     struct binding_state *state;
     struct cattn_attention_params *params;
+    int stacklevel;                  /* of warnings: 1 where the caller's frame is the innermost one of Python */
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];

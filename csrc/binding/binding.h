@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "cattn.h"
+#include "shortcuts.h"
 
 struct binding_state {
     /* functions of cattn._arrays, for everything that the fast path in C does not take as it is */
@@ -33,6 +34,7 @@ struct binding_state {
     /* without a GIL any thread may write these while others read */
     atomic_int bfloat16; /* type number of ml_dtypes.bfloat16, -1 before the first such array */
     atomic_int path;     /* a test hook: CATTN_PATH_AUTO unless a test forces one */
+    struct cattn_shortcut shortcuts[CATTN_N_SHORTCUTS];
 };
 
 static inline struct binding_state *cattn_state(PyObject *module) {
@@ -50,6 +52,7 @@ enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_
                                 const void *params);
 
 PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_causal_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

@@ -1,7 +1,7 @@
 /* module.c -- the module cattn._cattn: its functions, its state, threads and test hooks, and what the environment asks.
  *
  * Multi-phase initialisation. Public functions with defaults and docstrings live in Python; the ones here take a fixed
- * number of positional arguments.
+ * number of positional arguments. Some become public functions themselves: see shortcuts.c.
  */
 #define CATTN_IMPORT_NUMPY
 #include "args.h"
@@ -291,6 +291,11 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
 #define VISIT(name) Py_VISIT(state->name);
     STATE_OBJECTS(VISIT)
 #undef VISIT
+    for (int i = 0; i < CATTN_N_SHORTCUTS; i++) {
+        Py_VISIT(state->shortcuts[i].function);
+        Py_VISIT(state->shortcuts[i].names);
+        Py_VISIT(state->shortcuts[i].defaults);
+    }
     return 0;
 }
 
@@ -299,16 +304,23 @@ static int module_clear(PyObject *module) {
 #define CLEAR(name) Py_CLEAR(state->name);
     STATE_OBJECTS(CLEAR)
 #undef CLEAR
+    for (int i = 0; i < CATTN_N_SHORTCUTS; i++)
+        cattn_shortcut_clear(&state->shortcuts[i]);
     return 0;
 }
 
-static void module_free(void *module) { module_clear((PyObject *)module); }
+static void module_free(void *module) {
+    module_clear((PyObject *)module);
+    for (int i = 0; i < CATTN_N_SHORTCUTS; i++)
+        Py_CLEAR(cattn_state(module)->shortcuts[i].text); /* what shortcuts point to, and they hold the module */
+}
 
 /* The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    FASTCALL("attention", cattn_py_attention),
+    FASTCALL("scaled_dot_product_attention", cattn_py_attention),
+    FASTCALL("causal_attention", cattn_py_causal_attention),
     FASTCALL("attention_weights", cattn_py_attention_weights),
     FASTCALL("varlen_attention", cattn_py_varlen_attention),
     FASTCALL("attention_backward", cattn_py_attention_backward),
@@ -320,6 +332,7 @@ static PyMethodDef methods[] = {
     FASTCALL("dropout", cattn_py_dropout),
     FASTCALL("_check_out", cattn_py_check_out),
     FASTCALL("_store", cattn_py_store),
+    {"_shortcut", cattn_py_shortcut, METH_VARARGS, NULL},
     {"_probability", probability, METH_VARARGS, NULL},
     {"_in_default_mode", in_default_mode, METH_VARARGS, NULL},
     {"get_num_threads", get_num_threads, METH_NOARGS, NULL},

@@ -158,13 +158,13 @@ static bool unpack_sequences(struct cattn_call *call, PyObject *const *args) {
 
 /* args in the order of ARG_*. Before STAGE_OUT value is NULL and weights are the one result; with STAGE_DROPOUT the
  * mask comes along, to be applied to them. packed: more arguments follow. */
-static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stage, bool packed) {
+static PyObject *attend(PyObject *module, PyObject *const *args, enum stage stage, bool packed, int stacklevel) {
     static const char *const names[] = {"out", "out.weights", "out.lse", "out.dropout_mask"};
     static const char *const weights_names[] = {"out", "out", "out.lse", "out.dropout_mask"};
     struct cattn_attention_params params;
     npy_intp dims[NPY_MAXDIMS];
     PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
-    struct cattn_call call = {.state = cattn_state(module), .params = &params, .dims = dims};
+    struct cattn_call call = {.state = cattn_state(module), .params = &params, .stacklevel = stacklevel, .dims = dims};
     const bool weights_only = stage < STAGE_OUT;
     const int single = weights_only ? WEIGHTS : OUT;
 
@@ -199,16 +199,24 @@ done:
     return result;
 }
 
-PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    if (!cattn_error_count("attention", n_args, N_ARGS))
-        return NULL;
-    return attend(module, args, STAGE_OUT, false);
+PyObject *cattn_attention_body(PyObject *module, PyObject *const *args, int stacklevel) {
+    return attend(module, args, STAGE_OUT, false, stacklevel);
+}
+
+/* The arguments of attention without is_causal. */
+PyObject *cattn_causal_attention_body(PyObject *module, PyObject *const *args, int stacklevel) {
+    const struct binding_state *state = cattn_state(module);
+    PyObject *all[N_ARGS];
+    memcpy(all, args, ARG_IS_CAUSAL * sizeof *all);
+    memcpy(all + ARG_IS_CAUSAL + 1, args + ARG_IS_CAUSAL, (N_ARGS - ARG_IS_CAUSAL - 1) * sizeof *all);
+    all[ARG_IS_CAUSAL] = all[ARG_QUERY_OFFSET] == Py_None ? state->lower_right : state->upper_left;
+    return attend(module, all, STAGE_OUT, false, stacklevel);
 }
 
 PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("varlen_attention", n_args, N_PACKED))
         return NULL;
-    return attend(module, args, STAGE_OUT, true);
+    return attend(module, args, STAGE_OUT, true, CATTN_BEHIND_PYTHON);
 }
 
 /* The arguments of attention, of which value and the extras do not count, and the stage. */
@@ -219,7 +227,7 @@ PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py
     PyObject *without_value[N_ARGS];
     memcpy(without_value, args, sizeof without_value);
     without_value[ARG_VALUE] = NULL;
-    return attend(module, without_value, stage, false);
+    return attend(module, without_value, stage, false, CATTN_BEHIND_PYTHON);
 }
 
 /* explain(the arguments of attention): what the core would do, as a dict. Nothing is allocated or drawn. */
@@ -228,7 +236,8 @@ PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n
     struct cattn_attention_params params;
     npy_intp dims[NPY_MAXDIMS];
     PyObject *result = NULL;
-    struct cattn_call call = {.state = cattn_state(module), .params = &params, .dims = dims};
+    struct cattn_call call = {
+        .state = cattn_state(module), .params = &params, .stacklevel = CATTN_BEHIND_PYTHON, .dims = dims};
     if (!cattn_error_count("explain", n_args, N_ARGS))
         return NULL;
     if (cattn_call_parse(&call, args)) {

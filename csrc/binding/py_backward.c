@@ -177,7 +177,8 @@ PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, P
     PyObject *result = NULL;
     if (!cattn_error_count("attention_backward", n_args, N_BACKWARD))
         return NULL;
-    b.call = (struct cattn_call){.state = cattn_state(module), .params = params, .dims = b.dims};
+    b.call = (struct cattn_call){
+        .state = cattn_state(module), .params = params, .stacklevel = CATTN_BEHIND_PYTHON, .dims = b.dims};
     memset(b.given, 0, sizeof b.given);
     memset(b.gradients, 0, sizeof b.gradients);
     if (!cattn_call_parse(&b.call, args) || !check_rng(&b, args[ARG_RNG]))

@@ -79,14 +79,11 @@ static bool draw_and_run(struct call *call, PyObject *rng) {
     return done;
 }
 
-/* dropout(x, p, training, rng, return_mask, out) */
-PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+PyObject *cattn_dropout_body(PyObject *module, PyObject *const *args, int Py_UNUSED(stacklevel)) {
     struct cattn_dropout_params params;
     struct call call = {.state = cattn_state(module), .params = &params};
     bool training, return_mask;
     PyObject *result = NULL;
-    if (!cattn_error_count("dropout", n_args, 6))
-        return NULL;
     call.x = cattn_arg_floats(call.state, args[0], "x");
     if (call.x == NULL || !cattn_dropout_spec_from(args[1], "p", &params.dropout) ||
         !cattn_arg_flag(args[2], "training", &training) || !cattn_rng_check(args[3]) ||

@@ -60,11 +60,15 @@ bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout
     double probability;
     if (!cattn_arg_probability(p, name, &probability))
         return false;
-    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     spec->enabled = probability > 0.0;
     spec->torch = NULL;
-    spec->keep_probability = 1.0 - probability;
     spec->seed = 0;
+    spec->keep_probability = spec->keep_scale = 1.0;
+    spec->threshold = (uint64_t)1 << 32;
+    if (!spec->enabled)
+        return true;
+    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
+    spec->keep_probability = 1.0 - probability;
     spec->threshold = (uint64_t)rint((1.0 - probability) * 4294967296.0);
     spec->keep_scale = probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;
     cattn_fp_leave(mode);

@@ -10,6 +10,7 @@ enum { X, MASK, N_INPUTS };
 struct call {
     struct binding_state *state;
     struct cattn_softmax_params *params;
+    int stacklevel;                  /* of warnings */
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     struct cattn_range_args ranges;
     struct cattn_output output;
@@ -83,7 +84,7 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None};
     params->ranges.offsets.lead[sizes.n_lead] = 0; /* the query axis */
-    return cattn_ranges_settle(call->state, &call->ranges, &sizes, &params->ranges);
+    return cattn_ranges_settle(call->state, &call->ranges, &sizes, call->stacklevel, &params->ranges);
 }
 
 static bool make_output(struct call *call, PyObject *out) {
@@ -163,13 +164,10 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
     return true;
 }
 
-/* masked_softmax(scores, mask, is_causal, query_offset, scale, method, out) */
-PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+PyObject *cattn_masked_softmax_body(PyObject *module, PyObject *const *args, int stacklevel) {
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
-    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
-    if (!cattn_error_count("masked_softmax", n_args, 7))
-        return NULL;
+    struct call call = {.state = cattn_state(module), .params = &params, .stacklevel = stacklevel, .dims = dims};
     bool parsed = parse_x(&call, args[0], "scores");
     if (parsed && PyArray_NDIM(call.inputs[X]) == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
@@ -205,7 +203,7 @@ PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize
     const npy_intp dims[2] = {(npy_intp)seqlen_q, (npy_intp)seqlen_k};
     const struct cattn_range_sizes sizes = {
         .seqlen_q = dims[0], .seqlen_k = dims[1], .query_lengths = Py_None, .key_lengths = Py_None};
-    if (!cattn_ranges_settle(state, &parsed, &sizes, &ranges))
+    if (!cattn_ranges_settle(state, &parsed, &sizes, CATTN_BEHIND_PYTHON, &ranges))
         goto done;
     const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
     if (!cattn_arg_output(state, NULL, &spec, &output))

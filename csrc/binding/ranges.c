@@ -100,16 +100,16 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
 
 /* An ambiguous alignment: T_q and T_k differ, and no argument says which query stands where. */
 static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args, npy_intp seqlen_q,
-                           npy_intp seqlen_k) {
+                           npy_intp seqlen_k, int stacklevel) {
     if (!args->bare || seqlen_q == seqlen_k)
         return true;
     if (!args->is_causal)
-        return PyErr_WarnFormat(state->causal_alignment_warning, 2,
+        return PyErr_WarnFormat(state->causal_alignment_warning, stacklevel,
                                 "window_size with %zd queries and %zd keys is counted from key i of query i; give "
                                 "query_offset=%zd if the last query belongs to the last key, or 0 to silence this "
                                 "warning",
                                 (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k, (Py_ssize_t)(seqlen_k - seqlen_q)) == 0;
-    return PyErr_WarnFormat(state->causal_alignment_warning, 2,
+    return PyErr_WarnFormat(state->causal_alignment_warning, stacklevel,
                             "is_causal=True with %zd queries and %zd keys means 'upper_left' (query i sees keys "
                             "j <= i); for 'lower_right' (the last query sees every key) name it; naming either "
                             "silences this warning",
@@ -135,7 +135,7 @@ static bool set_lengths(struct binding_state *state, PyObject *object, const cha
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
-                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges) {
+                         const struct cattn_range_sizes *sizes, int stacklevel, struct cattn_ranges *ranges) {
     static const char *const query_name = "query_seq_lengths", *const key_name = "key_value_seq_lengths";
     ranges->left = args->left;
     ranges->right = args->is_causal ? 0 : args->right;
@@ -149,5 +149,5 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
            set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_lead, sizes->lead) &&
            set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_lead, sizes->lead) &&
            set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_lead, sizes->lead) &&
-           warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k);
+           warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k, stacklevel);
 }

@@ -23,9 +23,9 @@ struct cattn_range_sizes {
     const npy_intp *lead;
     PyObject *query_lengths, *key_lengths; /* the arguments, or None */
 };
-/* Lengths are checked against the sizes; warns if the alignment is ambiguous. */
+/* Lengths are checked against the sizes; warns, with that stacklevel, if the alignment is ambiguous. */
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
-                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges);
+                         const struct cattn_range_sizes *sizes, int stacklevel, struct cattn_ranges *ranges);
 void cattn_ranges_clear(struct cattn_range_args *args);
 
 #endif

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _arrays, _cattn
 from ._checks import is_word
+from ._shortcut import shortcut
 from ._softmax import keep
 from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
@@ -63,6 +64,7 @@ def scaled_dot_product_attention(
     return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
 ) -> Any: ...
+@shortcut
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -208,7 +210,7 @@ def scaled_dot_product_attention(
     array([[1. , 1.5, 2.5, 3.5],
            [1. , 1.5, 0. , 0. ]])
     """
-    return _cattn.attention(
+    return _cattn.scaled_dot_product_attention(
         query,
         key,
         value,

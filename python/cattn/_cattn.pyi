@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
 _Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @type_check_only
 class IsaInfo(TypedDict):
@@ -64,13 +65,36 @@ def explain(
     out: object,
     /,
 ) -> dict[str, Any]: ...
-def attention(
+def scaled_dot_product_attention(
     query: object,
     key: object,
     value: object,
     attn_mask: object,
     dropout_p: object,
     is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    bias: object,
+    query_offset: object,
+    query_seq_lengths: object,
+    key_value_seq_lengths: object,
+    window_size: object,
+    softcap: object,
+    alibi_slopes: object,
+    sinks: object,
+    rng: object,
+    need_weights: object,
+    return_lse: object,
+    return_dropout_mask: object,
+    out: object,
+    /,
+) -> Any: ...
+def causal_attention(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object,
+    dropout_p: object,
     scale: object,
     enable_gqa: object,
     bias: object,
@@ -188,6 +212,9 @@ def masked_softmax(
 def dropout(x: object, p: object, training: object, rng: object, return_mask: object, out: object, /) -> Any: ...
 def get_num_threads() -> int: ...
 def set_num_threads(n: int | None, /) -> None: ...
+def _shortcut(
+    function: _Function, text: str, names: tuple[str, ...], defaults: tuple[object, ...], n_positional: int, /
+) -> _Function: ...
 def _probability(p: object, name: str, /) -> float: ...
 def _in_default_mode(
     function: Callable[..., _Result], args: tuple[object, ...], kwargs: dict[str, Any], /

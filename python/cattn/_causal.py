@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
+from ._shortcut import shortcut
 from ._types import RNG, AttentionOutput, Window
 
 
@@ -58,6 +59,7 @@ def causal_attention(
     return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
 ) -> Any: ...
+@shortcut
 def causal_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -141,13 +143,12 @@ def causal_attention(
     >>> bool((full[2:] == last).all())
     True
     """
-    return _cattn.attention(
+    return _cattn.causal_attention(
         query,
         key,
         value,
         attn_mask,
         dropout_p,
-        "lower_right" if query_offset is None else "upper_left",
         scale,
         enable_gqa,
         bias,

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from . import _cattn
 from ._arrays import as_array, as_bool
 from ._fp_mode import in_default_mode
+from ._shortcut import shortcut
 from ._types import RNG, Alignment
 
 __all__ = ["dropout", "masked_softmax", "softmax"]
@@ -115,6 +116,7 @@ def _softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -
     return np.ascontiguousarray(result) if out is None else _cattn._store(result, out)
 
 
+@shortcut
 def masked_softmax(
     scores: ArrayLike,
     mask: ArrayLike | None = None,
@@ -208,6 +210,7 @@ def dropout(
     return_mask: bool,
     out: NDArray[Any] | None = ...,
 ) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]: ...
+@shortcut
 def dropout(
     x: ArrayLike,
     p: float = 0.5,
