@@ -45,7 +45,8 @@ static struct cattn_rows *set_up(const struct run *run, int64_t block, void *mem
     const int64_t unit = block / plan->blocks_per_unit;
     const int64_t index = block % plan->blocks_per_unit;
     const int64_t first = (plan->drawn ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
-    const struct cattn_lead lead = cattn_lead(p, unit / plan->units_per_lead);
+    struct cattn_lead lead;
+    cattn_lead(p, unit / plan->units_per_lead, &lead);
     const int64_t first_head = unit % plan->units_per_lead * plan->heads_per_unit;
     const int64_t left = plan->unit_rows - first;
     rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
@@ -121,7 +122,8 @@ static bool lies_behind(const struct run *run, int64_t block) {
     if (!run->params->query_starts.data || plan->heads_per_unit > 1)
         return false;
     const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
-    const struct cattn_lead lead = cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    struct cattn_lead lead;
+    cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead, &lead);
     return first >= lead.sight.n_queries;
 }
 
@@ -230,8 +232,9 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     const struct cattn_attention_params *p = run->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t head = task % p->num_heads;
-    const struct cattn_lead lead = cattn_lead(p, task / p->num_heads);
+    struct cattn_lead lead;
     struct cattn_rows common;
+    cattn_lead(p, task / p->num_heads, &lead);
     cattn_rows_common(&common, p, &lead, 0);
     uint8_t *to = (uint8_t *)mask->data + cattn_lead_start(p, mask, lead.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
@@ -304,10 +307,13 @@ static enum cattn_status run_blocks(struct run *run) {
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
-    struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    struct run run;
     struct cattn_drawn drawn;
+    run.params = params;
+    run.kernels = cattn_kernels_for(params->dtype);
     run.element = cattn_element_size(params->dtype);
     run.plan = cattn_plan(params, run.kernels);
+    run.drawn = NULL;
     if (run.plan.drawn) {
         cattn_drawn_begin(&drawn, params->dropout.torch, params->dropout.keep_probability);
         run.drawn = &drawn;
@@ -325,7 +331,8 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
 /* The keys of one block of rows, and how many its rows see together. */
 static struct cattn_range explain_block(const struct run *run, int64_t block, int64_t *n_keys) {
     const struct cattn_plan *plan = &run->plan;
-    const struct cattn_lead lead = cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead);
+    struct cattn_lead lead;
+    cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead, &lead);
     const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
     const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
     struct cattn_range all = {INT64_MAX, 0};

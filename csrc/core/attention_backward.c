@@ -139,7 +139,8 @@ static struct cattn_backward *set_up(const struct run *run, const struct step *s
     struct cattn_arena arena = cattn_arena(memory, run->scratch_size, true);
     struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
     assert(b); /* a step always has scratch */
-    const struct cattn_lead lead = cattn_lead(p, step->lead);
+    struct cattn_lead lead;
+    cattn_lead(p, step->lead, &lead);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     const int64_t left = p->seqlen_q - first;
     struct cattn_rows *rows = &b->scores;

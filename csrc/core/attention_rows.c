@@ -1,6 +1,8 @@
 /* attention_rows.c -- points a struct cattn_rows at its queries, keys, masks and outputs; see attention_rows.h. */
 #include "attention_rows.h"
 
+#include <string.h>
+
 #include "drawn.h"
 #include "dropout.h"
 #include "plan.h"
@@ -14,35 +16,34 @@ void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn
 }
 
 int64_t cattn_lead_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index) {
-    return tensor->data ? cattn_lead_offset(tensor, p->n_lead, p->lead_shape, index) : 0;
+    return tensor->data && index ? cattn_lead_offset(tensor, p->n_lead, p->lead_shape, index) : 0;
 }
 
-struct cattn_lead cattn_lead(const struct cattn_attention_params *p, int64_t index) {
-    struct cattn_lead lead = {
-        .index = index,
-        .sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, index),
-        .query = cattn_lead_start(p, &p->query, index),
-        .key = cattn_lead_start(p, &p->key, index),
-        .value = cattn_lead_start(p, &p->value, index),
-        .attn_mask = cattn_lead_start(p, &p->attn_mask, index),
-        .slopes = cattn_lead_start(p, &p->slopes, index),
-        .sinks = cattn_lead_start(p, &p->sinks, index),
-        .out = cattn_lead_start(p, &p->out, index),
-        .weights = cattn_lead_start(p, &p->weights, index),
-        .lse = cattn_lead_start(p, &p->lse, index),
-    };
+/* Written in place: as a value that is returned it would be built elsewhere and copied, which small calls would feel.
+ */
+void cattn_lead(const struct cattn_attention_params *p, int64_t index, struct cattn_lead *lead) {
+    lead->index = index;
+    cattn_sight(&p->ranges, p->n_lead, p->lead_shape, index, &lead->sight);
+    lead->query = cattn_lead_start(p, &p->query, index);
+    lead->key = cattn_lead_start(p, &p->key, index);
+    lead->value = cattn_lead_start(p, &p->value, index);
+    lead->attn_mask = cattn_lead_start(p, &p->attn_mask, index);
+    lead->slopes = cattn_lead_start(p, &p->slopes, index);
+    lead->sinks = cattn_lead_start(p, &p->sinks, index);
+    lead->out = cattn_lead_start(p, &p->out, index);
+    lead->weights = cattn_lead_start(p, &p->weights, index);
+    lead->lse = cattn_lead_start(p, &p->lse, index);
     for (int b = 0; b < p->n_bias; b++)
-        lead.bias[b] = cattn_lead_start(p, &p->bias[b], index);
+        lead->bias[b] = cattn_lead_start(p, &p->bias[b], index);
     if (p->query_starts.data) {
         const int64_t query = cattn_lead_number(&p->query_starts, 0, p->n_lead, p->lead_shape, index);
         const int64_t key = cattn_lead_number(&p->key_starts, 0, p->n_lead, p->lead_shape, index);
-        lead.query += query * p->query.row;
-        lead.out += query * p->out.row;
-        lead.lse += p->lse.data ? query * p->lse.row : 0;
-        lead.key += key * p->key.row;
-        lead.value += key * p->value.row;
+        lead->query += query * p->query.row;
+        lead->out += query * p->out.row;
+        lead->lse += p->lse.data ? query * p->lse.row : 0;
+        lead->key += key * p->key.row;
+        lead->value += key * p->value.row;
     }
-    return lead;
 }
 
 void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
@@ -59,6 +60,7 @@ void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_par
     rows->softcap = p->softcap;
     rows->has_slopes = p->slopes.data;
     rows->has_sinks = p->sinks.data;
+    rows->has_lse = p->lse.data;
     rows->raw_weights = p->raw_weights;
     rows->storage = p->storage;
     rows->key = cattn_stored_at(p, &p->key, lead->key + kv_head * p->key.head);
@@ -78,7 +80,7 @@ void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_par
     rows->n_bias = p->n_bias;
     for (int b = 0; b < p->n_bias; b++)
         rows->bias_col[b] = p->bias[b].col;
-    rows->drop = cattn_drop(dropout, lead->index);
+    cattn_drop(dropout, lead->index, &rows->drop);
 }
 
 /* A number of each head, in the call's own dtype. */
@@ -86,6 +88,9 @@ static double number_at(const struct cattn_attention_params *p, const struct cat
     const void *number = cattn_tensor_at(p, numbers, offset);
     return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
 }
+
+/* NULL for each of n rows: the tensor has none for them. */
+static void no_rows(void *rows, int n) { memset(rows, 0, (size_t)n * sizeof(void *)); }
 
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
                         int r, int n, int64_t head, int64_t i) {
@@ -104,13 +109,18 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         rows->drop_head[r + k] = (uint32_t)head;
     }
     const char *query = cattn_stored_at(p, &p->query, lead->query + head * p->query.head + i * p->query.row);
-    for (int k = 0; k < n; k++)
-        rows->query[r + k] = k < ours ? query + k * p->query.row * stored : p->query.data;
-    const uint8_t *keep = p->attn_mask.data;
-    if (keep)
-        keep += lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
-    for (int k = 0; k < n; k++)
-        rows->keep[r + k] = keep ? keep + k * p->attn_mask.row : NULL;
+    for (int k = 0; k < ours; k++)
+        rows->query[r + k] = query + k * p->query.row * stored;
+    for (int k = ours; k < n; k++)
+        rows->query[r + k] = p->query.data;
+    if (!p->attn_mask.data) {
+        no_rows(rows->keep + r, n);
+    } else {
+        const uint8_t *keep =
+            (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
+        for (int k = 0; k < n; k++)
+            rows->keep[r + k] = keep + k * p->attn_mask.row;
+    }
     for (int b = 0; b < p->n_bias; b++) {
         const struct cattn_tensor *tensor = &p->bias[b];
         const char *bias = cattn_tensor_at(p, tensor, lead->bias[b] + head * tensor->head + i * tensor->row);
@@ -122,8 +132,9 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     for (int k = 0; k < n && p->sinks.data; k++)
         rows->sink[r + k] = number_at(p, &p->sinks, lead->sinks + head * p->sinks.head);
 
-    for (int k = 0; k < n; k++)
-        rows->out[r + k] = rows->weights[r + k] = rows->lse[r + k] = NULL;
+    no_rows(rows->out + r, n);
+    no_rows(rows->lse + r, n);
+    no_rows(rows->weights + r, n);
     if (p->out.data) {
         char *out = cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row);
         for (int k = 0; k < ours; k++)

@@ -13,7 +13,7 @@ struct cattn_lead {
     int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights, lse;
 };
 
-struct cattn_lead cattn_lead(const struct cattn_attention_params *p, int64_t index);
+void cattn_lead(const struct cattn_attention_params *p, int64_t index, struct cattn_lead *lead);
 
 /* Elements from a tensor's start to its part for one leading index; 0 where it is absent. */
 int64_t cattn_lead_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index);

@@ -10,25 +10,24 @@
 /* Rows this long are dropped out in pieces; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
 
-struct cattn_drop cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead) {
+void cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead, struct cattn_drop *drop) {
     const uint64_t threshold = spec->enabled ? spec->threshold : (uint64_t)1 << 32; /* keeps all */
-    struct cattn_drop drop = {
-        .enabled = spec->enabled,
-        .lead2 = (uint32_t)(2 * lead),
-        .threshold_hi = (uint32_t)(threshold >> 16),
-        .threshold_lo = (uint32_t)(threshold & 0xffff),
-    };
-    if (!spec->enabled)
-        return drop;
+    drop->enabled = spec->enabled;
+    drop->lead2 = (uint32_t)(2 * lead);
+    drop->threshold_hi = (uint32_t)(threshold >> 16);
+    drop->threshold_lo = (uint32_t)(threshold & 0xffff);
+    if (!spec->enabled) { /* any key will do */
+        memset(drop->key, 0, sizeof drop->key);
+        return;
+    }
     /* the key schedule: each round adds a Weyl constant to each half */
     uint32_t key0 = (uint32_t)spec->seed, key1 = (uint32_t)(spec->seed >> 32);
     for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
-        drop.key[round][0] = key0;
-        drop.key[round][1] = key1;
+        drop->key[round][0] = key0;
+        drop->key[round][1] = key1;
         key0 += 0x9e3779b9u;
         key1 += 0xbb67ae85u;
     }
-    return drop;
 }
 
 struct dropout_run {
@@ -234,11 +233,11 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
     struct dropout_run run = {
         .params = p,
         .kernels = cattn_kernels_for(p->dtype),
-        .drop = cattn_drop(&p->dropout, 0),
         .n_lead = p->n_lead,
         .n_rows = p->n_rows,
         .n_cols = p->n_cols,
     };
+    cattn_drop(&p->dropout, 0, &run.drop);
     merge_rows(&run);
     if (p->dropout.torch)
         return torch_dropout(&run);

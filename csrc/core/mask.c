@@ -27,22 +27,20 @@ int64_t cattn_lead_number(const struct cattn_tensor *numbers, int64_t common, in
                          : common;
 }
 
-struct cattn_sight cattn_sight(const struct cattn_ranges *r, int n_lead, const int64_t *lead_shape, int64_t index) {
-    struct cattn_sight sight = {
-        .offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index),
-        .n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index),
-        .n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index),
-        .left = clamp(r->left, 0, FAR),
-        .right = clamp(r->right, 0, FAR),
-    };
+void cattn_sight(const struct cattn_ranges *r, int n_lead, const int64_t *lead_shape, int64_t index,
+                 struct cattn_sight *sight) {
+    sight->offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index);
+    sight->n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index);
+    sight->n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index);
+    sight->left = clamp(r->left, 0, FAR);
+    sight->right = clamp(r->right, 0, FAR);
     if (r->lower_right)
-        sight.offset = sight.n_keys - sight.n_queries;
+        sight->offset = sight->n_keys - sight->n_queries;
     if (r->all_visible) {
-        sight.n_queries = INT64_MAX;
-        sight.n_keys = r->seqlen_k;
-        sight.left = sight.right = FAR;
+        sight->n_queries = INT64_MAX;
+        sight->n_keys = r->seqlen_k;
+        sight->left = sight->right = FAR;
     }
-    return sight;
 }
 
 struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i) {
@@ -54,11 +52,11 @@ struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i
 void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi) {
     const int64_t n_keys = sight->n_keys;
     const int there = (int)clamp(sight->n_queries - i, 0, n); /* queries behind the last one see nothing */
-    int64_t first = i + sight->offset - sight->left, last = i + sight->offset + sight->right;
-    for (int r = 0; r < there; r++) {
-        lo[r] = clamp(first++, 0, n_keys);
-        hi[r] = clamp(++last, 0, n_keys);
-    }
+    const int64_t first = i + sight->offset - sight->left, end = i + sight->offset + sight->right + 1;
+    for (int r = 0; r < there; r++)
+        lo[r] = clamp(first + r, 0, n_keys);
+    for (int r = 0; r < there; r++)
+        hi[r] = clamp(end + r, 0, n_keys);
     for (int r = there; r < n; r++)
         lo[r] = hi[r] = 0;
 }
@@ -68,7 +66,8 @@ void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int
 static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) {
     const struct cattn_mask_params *p = context;
     (void)worker;
-    const struct cattn_sight sight = cattn_sight(&p->ranges, 0, NULL, 0);
+    struct cattn_sight sight;
+    cattn_sight(&p->ranges, 0, NULL, 0, &sight);
     const int64_t n_rows = cattn_rows_per_task(p->seqlen_k), first = task * n_rows;
     const int64_t last = first + n_rows < p->seqlen_q ? first + n_rows : p->seqlen_q;
     for (int64_t i = first; i < last; i++) {

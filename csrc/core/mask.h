@@ -23,7 +23,8 @@ int64_t cattn_lead_number(const struct cattn_tensor *numbers, int64_t common, in
 struct cattn_sight {
     int64_t offset, n_queries, n_keys, left, right;
 };
-struct cattn_sight cattn_sight(const struct cattn_ranges *ranges, int n_lead, const int64_t *lead_shape, int64_t index);
+void cattn_sight(const struct cattn_ranges *ranges, int n_lead, const int64_t *lead_shape, int64_t index,
+                 struct cattn_sight *sight);
 
 /* The keys that query i sees. */
 struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i);

@@ -114,9 +114,11 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
         return plan;
     }
     const bool few = plan.unit_rows <= CATTN_FEW_ROWS;
-    cut(&plan, p, kernels, CATTN_PATH_TINY);
-    if (few && cattn_attention_work(p) <= TINY_WORK && tiny_fits(&plan, p))
-        return plan;
+    if (few && cattn_attention_work(p) <= TINY_WORK) {
+        cut(&plan, p, kernels, CATTN_PATH_TINY);
+        if (tiny_fits(&plan, p))
+            return plan;
+    }
     /* few rows: give key chunks to the threads where units alone would leave some idle */
     const int64_t tasks = plan.n_units * ceil_div(plan.unit_rows, CATTN_FEW_ROWS);
     const bool split = plan.unit_rows <= SPLIT_ROWS && plan.n_chunks > 1 && p->num_threads > 1 &&

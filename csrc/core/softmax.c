@@ -69,7 +69,8 @@ static void softmax_plain(const struct softmax_run *run, int64_t row, const void
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
         const int64_t i = row % p->lead_shape[p->n_lead - 1];
-        const struct cattn_sight sight = cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row);
+        struct cattn_sight sight;
+        cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row, &sight);
         visible = cattn_visible_keys(&sight, i);
     }
     const bool plain = p->storage == CATTN_STORED_PLAIN;

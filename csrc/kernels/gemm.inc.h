@@ -87,12 +87,16 @@ INLINE void dot_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row
     }
 }
 
-/* LANES columns of LANES queries, scaled, into the panel. First all loads, so that they wait for memory together. */
+/* LANES columns of LANES queries, scaled, into the panel. First all loads, so that they wait for memory together. Each
+ * address by itself: as vectors, which they would become, they are slow to begin with and to take apart. */
 INLINE void pack_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, real *panel) {
     vf v[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        v[i] = load_stored(storage, query[i], d, 1, LANES) * scale;
+    for (int i = 0; i < LANES; i++) {
+        const void *from = query[i];
+        HIDE(from);
+        v[i] = load_stored(storage, from, d, 1, LANES) * scale;
+    }
     vf_transpose(v);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)

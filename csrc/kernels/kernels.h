@@ -56,7 +56,7 @@ struct cattn_rows {
     double scale;
     double keep_scale; /* 1, or 1/(1-p) under dropout */
     double softcap;    /* > 0, or 0: none */
-    bool has_slopes, has_sinks;
+    bool has_slopes, has_sinks, has_lse;
     bool raw_weights;           /* weights stay scores, -inf out of range */
     enum cattn_storage storage; /* of query, key, value, out and weights_out */
 

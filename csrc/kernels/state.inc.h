@@ -398,14 +398,17 @@ static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]
     real *max = rows->total_max, *sum = rows->total_sum;
     for (int r = 0; r < rows->n_rows && rows->has_sinks; r++)
         factor[r] = take_sink((real)rows->sink[r], &max[r], &sum[r]);
+    bool empty = false;
     for (int r = 0; r < rows->n_rows; r += LANES) {
         vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->keep_scale);
+        /* behind the last row there may be anything */
+        empty = empty || r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0)));
         if (rows->has_sinks)
             f = f * vf_loadu(factor + r);
         vf_storeu(factor + r, f);
     }
     /* nothing summed: 0 for a row without keys, NaN for one whose visible scores are all -inf */
-    for (int r = 0; r < rows->n_rows; r++)
+    for (int r = 0; r < rows->n_rows && empty; r++)
         if (sum[r] == 0)
             factor[r] = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
 }
@@ -420,12 +423,12 @@ static void finish(struct cattn_rows *rows) {
         finish_out(rows, CATTN_STORED_F16, factor);
     else
         finish_out(rows, CATTN_STORED_BF16, factor);
-    for (int r = 0; r < rows->n_rows; r++) {
+    for (int r = 0; r < rows->n_rows && rows->has_lse; r++)
         if (rows->lse[r])
             *(real *)rows->lse[r] = log_sum_exp(max[r], sum[r]);
-        if (rows->weights[r])
-            finish_weights(rows, r, max[r], 1 / sum[r]);
-        if (rows->weights[r] && rows->storage != CATTN_STORED_PLAIN)
+    for (int r = 0; r < rows->n_rows && rows->weights[0]; r++) {
+        finish_weights(rows, r, max[r], 1 / sum[r]);
+        if (rows->storage != CATTN_STORED_PLAIN)
             narrow_row(rows->storage, rows->weights[r], rows->seqlen_k, rows->weights_out[r], rows->weights_out_col);
     }
 }
