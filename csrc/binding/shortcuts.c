@@ -35,8 +35,9 @@ static bool bind(const struct cattn_shortcut *shortcut, PyObject *const *args, P
     const Py_ssize_t n_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0;
     if (n_args > shortcut->n_positional)
         return false;
-    for (int i = 0; i < shortcut->n_parameters; i++)
-        bound[i] = i < n_args ? args[i] : shortcut->fallback[i];
+    memcpy(bound, shortcut->fallback, sizeof shortcut->fallback);
+    for (Py_ssize_t i = 0; i < n_args; i++)
+        bound[i] = args[i];
     for (Py_ssize_t k = 0; k < n_keywords; k++) {
         PyObject *name = PyTuple_GetItem(keywords, k);
         int i = (int)n_args;

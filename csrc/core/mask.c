@@ -49,14 +49,23 @@ struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i
     return range;
 }
 
+/* first, first + 1, ..., n of them, each from 0 to most. */
+static void clamp_run(int64_t first, int n, int64_t most, int64_t *to) {
+    const int64_t least = clamp(first, 0, most);
+    if (least == clamp(first + n - 1, 0, most)) /* all of them are: there is often no other */
+        for (int r = 0; r < n; r++)
+            to[r] = least;
+    else
+        for (int r = 0; r < n; r++)
+            to[r] = clamp(first + r, 0, most);
+}
+
 void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi) {
     const int64_t n_keys = sight->n_keys;
     const int there = (int)clamp(sight->n_queries - i, 0, n); /* queries behind the last one see nothing */
     const int64_t first = i + sight->offset - sight->left, end = i + sight->offset + sight->right + 1;
-    for (int r = 0; r < there; r++)
-        lo[r] = clamp(first + r, 0, n_keys);
-    for (int r = 0; r < there; r++)
-        hi[r] = clamp(end + r, 0, n_keys);
+    clamp_run(first, there, n_keys, lo);
+    clamp_run(end, there, n_keys, hi);
     for (int r = there; r < n; r++)
         lo[r] = hi[r] = 0;
 }

@@ -378,7 +378,12 @@ enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t sc
     struct cattn_scratch scratch;
     if (!cattn_scratch_take(&scratch, scratch_size))
         return CATTN_NO_MEMORY;
-    struct job job = {.fn = fn, .context = context, .n_tasks = n_tasks};
+    struct job job;
+    job.fn = fn;
+    job.context = context;
+    job.n_tasks = n_tasks;
+    atomic_init(&job.next_task, 0);
+    atomic_init(&job.stop, false);
     struct cattn_worker caller = {.scratch = scratch.data, .stop = &job.stop};
     if (poll != NULL && poll->stop != NULL) {
         caller.poll = poll;

@@ -54,7 +54,7 @@ static void find_extents(struct tile *t) {
     t->n_vectors = (t->rows->n_rows + LANES - 1) / LANES;
     t->n_groups = (t->rows->n_rows + MR - 1) / MR;
     for (int v = 0; v < t->n_vectors; v++)
-        t->vector[v] = full ? t->all : extent_of_rows(t, v * LANES, LANES);
+        t->vector[v] = full || t->n_vectors == 1 ? t->all : extent_of_rows(t, v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++) {
         t->group[g] = full ? t->all : range_of_rows(t, g * MR, MR);
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
