@@ -11,7 +11,8 @@
 /* out= is None, an array for the one result, or an AttentionOutput: given[] gets borrowed fields. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObject **given) {
     static const char *const asked_by[] = {"", "need_weights", "return_lse", "return_dropout_mask"};
-    const int is_tuple = out == Py_None ? 0 : PyObject_IsInstance(out, call->state->attention_output);
+    const bool plain = out == Py_None || PyArray_CheckExact(out);
+    const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
         given[single] = out;
         if (is_tuple == 0 && out != Py_None && !PyArray_Check(out))
@@ -199,11 +200,12 @@ done:
     return result;
 }
 
+/* scaled_dot_product_attention(the arguments in the order of ARG_*) */
 PyObject *cattn_attention_body(PyObject *module, PyObject *const *args, int stacklevel) {
     return attend(module, args, STAGE_OUT, false, stacklevel);
 }
 
-/* The arguments of attention without is_causal. */
+/* causal_attention(the same without is_causal) */
 PyObject *cattn_causal_attention_body(PyObject *module, PyObject *const *args, int stacklevel) {
     const struct binding_state *state = cattn_state(module);
     PyObject *all[N_ARGS];

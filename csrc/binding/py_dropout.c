@@ -79,6 +79,7 @@ static bool draw_and_run(struct call *call, PyObject *rng) {
     return done;
 }
 
+/* dropout(x, p, training, rng, return_mask, out) */
 PyObject *cattn_dropout_body(PyObject *module, PyObject *const *args, int Py_UNUSED(stacklevel)) {
     struct cattn_dropout_params params;
     struct call call = {.state = cattn_state(module), .params = &params};

@@ -164,6 +164,7 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
     return true;
 }
 
+/* masked_softmax(scores, mask, is_causal, query_offset, scale, method, out) */
 PyObject *cattn_masked_softmax_body(PyObject *module, PyObject *const *args, int stacklevel) {
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];

@@ -5,29 +5,18 @@
  * shortcut knows the names and defaults of its Python function. It takes what binds at once; anything else, an error as
  * a rule, goes to the Python function, which binds as Python does.
  */
-#include "shortcuts.h"
+#include "attention_call.h"
 #include "error.h"
 
-static const struct {
-    const char *name;
-    cattn_body *body;
-    int n_parameters;
-} BODIES[] = {
-    [CATTN_ATTENTION] = {"scaled_dot_product_attention", cattn_attention_body, 21},
-    [CATTN_CAUSAL_ATTENTION] = {"causal_attention", cattn_causal_attention_body, 20},
-    [CATTN_MASKED_SOFTMAX] = {"masked_softmax", cattn_masked_softmax_body, 7},
-    [CATTN_DROPOUT] = {"dropout", cattn_dropout_body, 6},
-};
-_Static_assert(sizeof BODIES / sizeof *BODIES == CATTN_N_SHORTCUTS, "one body for each");
+/* Which, the body in C, the Python function's name and the number of its parameters. */
+#define SHORTCUTS(DO)                                                                                                  \
+    DO(CATTN_ATTENTION, attention, "scaled_dot_product_attention", N_ARGS)                                             \
+    DO(CATTN_CAUSAL_ATTENTION, causal_attention, "causal_attention", N_ARGS - 1)                                       \
+    DO(CATTN_MASKED_SOFTMAX, masked_softmax, "masked_softmax", 7)                                                      \
+    DO(CATTN_DROPOUT, dropout, "dropout", 6)
+_Static_assert(N_ARGS <= CATTN_MOST_PARAMETERS, "none has more");
 
 /* ---- the two forms ---- */
-
-static PyObject *call_by_position(enum cattn_shortcut_name which, PyObject *module, PyObject *const *args,
-                                  Py_ssize_t n_args) {
-    if (!cattn_error_count(BODIES[which].name, n_args, BODIES[which].n_parameters))
-        return NULL;
-    return BODIES[which].body(module, args, CATTN_BEHIND_PYTHON);
-}
 
 /* False: these are not arguments that bind at once. Names are compared by address: both are interned, as a rule. */
 static bool bind(const struct cattn_shortcut *shortcut, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords,
@@ -73,35 +62,25 @@ static PyObject *call_python(PyObject *function, PyObject *const *args, Py_ssize
     return result;
 }
 
-static PyObject *call_shortcut(enum cattn_shortcut_name which, PyObject *module, PyObject *const *args,
-                               Py_ssize_t n_args, PyObject *keywords) {
-    const struct cattn_shortcut *shortcut = &cattn_state(module)->shortcuts[which];
+static PyObject *call_shortcut(const struct cattn_shortcut *shortcut, cattn_body *body, PyObject *module,
+                               PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {
     PyObject *bound[CATTN_MOST_PARAMETERS];
     if (!bind(shortcut, args, n_args, keywords, bound))
         return call_python(shortcut->function, args, n_args, keywords);
-    return BODIES[which].body(module, bound, CATTN_IN_PLACE_OF_PYTHON);
+    return body(module, bound, CATTN_IN_PLACE_OF_PYTHON);
 }
 
-#define BOTH_FORMS(name, which)                                                                                        \
-    PyObject *cattn_py_##name(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {                            \
-        return call_by_position(which, module, args, n_args);                                                          \
+#define BOTH_FORMS(which, body, public_name, n_parameters)                                                             \
+    PyObject *cattn_py_##body(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {                            \
+        if (!cattn_error_count(public_name, n_args, n_parameters))                                                     \
+            return NULL;                                                                                               \
+        return cattn_##body##_body(module, args, CATTN_BEHIND_PYTHON);                                                 \
     }                                                                                                                  \
-    static PyObject *name##_shortcut(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) { \
-        return call_shortcut(which, module, args, n_args, keywords);                                                   \
+    static PyObject *body##_shortcut(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) { \
+        return call_shortcut(&cattn_state(module)->shortcuts[which], cattn_##body##_body, module, args, n_args,        \
+                             keywords);                                                                                \
     }
-BOTH_FORMS(attention, CATTN_ATTENTION)
-BOTH_FORMS(causal_attention, CATTN_CAUSAL_ATTENTION)
-BOTH_FORMS(masked_softmax, CATTN_MASKED_SOFTMAX)
-BOTH_FORMS(dropout, CATTN_DROPOUT)
-
-/* The cast by way of void(*)(void) is the documented one. */
-#define CALLED_BY_NAME(name) (PyCFunction)(void (*)(void)) name##_shortcut
-static const PyCFunction SHORTCUTS[CATTN_N_SHORTCUTS] = {
-    [CATTN_ATTENTION] = CALLED_BY_NAME(attention),
-    [CATTN_CAUSAL_ATTENTION] = CALLED_BY_NAME(causal_attention),
-    [CATTN_MASKED_SOFTMAX] = CALLED_BY_NAME(masked_softmax),
-    [CATTN_DROPOUT] = CALLED_BY_NAME(dropout),
-};
+SHORTCUTS(BOTH_FORMS)
 
 /* ---- making one ---- */
 
@@ -112,10 +91,19 @@ void cattn_shortcut_clear(struct cattn_shortcut *shortcut) {
     Py_CLEAR(shortcut->defaults);
 }
 
-/* The index in BODIES of the body that a Python function of this name has, or -1. */
-static int find_body(const char *name, Py_ssize_t n_parameters) {
+/* The cast by way of void(*)(void) is the documented one. */
+#define METHOD(which, body, public_name, n_parameters)                                                                 \
+    [which] = {{public_name, (PyCFunction)(void (*)(void))body##_shortcut, METH_FASTCALL | METH_KEYWORDS, NULL},       \
+               n_parameters},
+static const struct {
+    PyMethodDef method;
+    int n_parameters;
+} KNOWN[CATTN_N_SHORTCUTS] = {SHORTCUTS(METHOD)};
+
+/* The index in KNOWN of a Python function of this name, or -1. */
+static int find_known(const char *name, Py_ssize_t n_parameters) {
     for (int i = 0; i < CATTN_N_SHORTCUTS; i++)
-        if (strcmp(BODIES[i].name, name) == 0 && BODIES[i].n_parameters == n_parameters)
+        if (strcmp(KNOWN[i].method.ml_name, name) == 0 && KNOWN[i].n_parameters == n_parameters)
             return i;
     PyErr_Format(PyExc_ValueError, "there is no body in C for a function %s of %zd parameters", name, n_parameters);
     return -1;
@@ -134,7 +122,7 @@ PyObject *cattn_py_shortcut(PyObject *module, PyObject *args) {
     PyObject *name = PyObject_GetAttrString(function, "__name__"), *result = NULL;
     PyObject *home = name != NULL ? PyObject_GetAttrString(function, "__module__") : NULL;
     const char *own = home != NULL && doc != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-    const int which = own != NULL ? find_body(own, n) : -1;
+    const int which = own != NULL ? find_known(own, n) : -1;
     if (which < 0)
         goto done;
     if (n_defaults > n || n_positional < n - n_defaults || n_positional > n) {
@@ -157,7 +145,8 @@ PyObject *cattn_py_shortcut(PyObject *module, PyObject *args) {
         shortcut->fallback[i] =
             i < shortcut->n_required ? NULL : PyTuple_GetItem(defaults, i - (Py_ssize_t)shortcut->n_required);
     }
-    shortcut->method = (PyMethodDef){BODIES[which].name, SHORTCUTS[which], METH_FASTCALL | METH_KEYWORDS, doc};
+    shortcut->method = KNOWN[which].method;
+    shortcut->method.ml_doc = doc;
     Py_XDECREF(old_text);
     result = PyCFunction_NewEx(&shortcut->method, module, home);
 done:

@@ -400,8 +400,9 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
             drop_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);
     }
-    /* the last group's rows behind the last vector: what an earlier tile left there may not be finite */
-    for (int r = t.n_vectors * LANES; r < t.n_groups * MR; r += LANES)
+    /* rows of the last group's tile behind the last vector: what an earlier tile left there may not be finite */
+    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(MR, rows->n_rows - last);
+    for (int r = t.n_vectors * LANES; r < behind; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
     if (rows->d_v) {
         t.value = block_rows(&t, rows->value, rows->value_row, rows->value_col, rows->d_v);
