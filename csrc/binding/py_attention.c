@@ -209,8 +209,8 @@ PyObject *cattn_attention_body(PyObject *module, PyObject *const *args, int stac
 PyObject *cattn_causal_attention_body(PyObject *module, PyObject *const *args, int stacklevel) {
     const struct binding_state *state = cattn_state(module);
     PyObject *all[N_ARGS];
-    memcpy(all, args, ARG_IS_CAUSAL * sizeof *all);
-    memcpy(all + ARG_IS_CAUSAL + 1, args + ARG_IS_CAUSAL, (N_ARGS - ARG_IS_CAUSAL - 1) * sizeof *all);
+    for (int i = 0; i < N_ARGS; i++)
+        all[i] = args[i > ARG_IS_CAUSAL ? i - 1 : i];
     all[ARG_IS_CAUSAL] = all[ARG_QUERY_OFFSET] == Py_None ? state->lower_right : state->upper_left;
     return attend(module, all, STAGE_OUT, false, stacklevel);
 }
