@@ -89,8 +89,12 @@ static bool whole_strides(PyArrayObject *array, npy_intp itemsize) {
 
 /* ---- overlap ---- */
 
-/* The bytes from *low up to but not including *high hold every element; nothing for an empty array. */
-static void extent(PyArrayObject *array, uintptr_t *low, uintptr_t *high) {
+/* The bytes from `low` up to but not including `high` hold every element; nothing for an empty array. */
+struct extent {
+    uintptr_t low, high;
+};
+
+static struct extent extent_of(PyArrayObject *array) {
     npy_intp below = 0, above = PyArray_ITEMSIZE(array);
     for (int axis = 0; axis < PyArray_NDIM(array); axis++) {
         const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
@@ -104,16 +108,14 @@ static void extent(PyArrayObject *array, uintptr_t *low, uintptr_t *high) {
             above += (n - 1) * stride;
     }
     const uintptr_t data = (uintptr_t)PyArray_DATA(array);
-    *low = data - (uintptr_t)-below;
-    *high = data + (uintptr_t)above;
+    return (struct extent){data - (uintptr_t)-below, data + (uintptr_t)above};
 }
 
 /* 1 or 0; -1 with an exception. Only arrays with common extents pay for the exact answer. */
-static int overlap(struct binding_state *state, PyArrayObject *a, PyArrayObject *b) {
-    uintptr_t low_a, high_a, low_b, high_b;
-    extent(a, &low_a, &high_a);
-    extent(b, &low_b, &high_b);
-    if (low_a >= high_b || low_b >= high_a || low_a == high_a || low_b == high_b)
+static int overlap(struct binding_state *state, PyArrayObject *a, struct extent extent_a, PyArrayObject *b) {
+    const struct extent extent_b = extent_of(b);
+    if (extent_a.low >= extent_b.high || extent_b.low >= extent_a.high || extent_a.low == extent_a.high ||
+        extent_b.low == extent_b.high)
         return 0;
     PyObject *answer = PyObject_CallFunctionObjArgs(state->shares_memory, (PyObject *)a, (PyObject *)b, NULL);
     if (answer == NULL)
@@ -132,11 +134,12 @@ static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
 static int needs_temporary(struct binding_state *state, PyArrayObject *array, const struct cattn_output_spec *spec) {
     if (!whole_strides(array, type_size(spec->type)))
         return 1;
+    const struct extent extent = extent_of(array);
     for (int i = 0; i < spec->n_inputs; i++) {
         PyArrayObject *input = spec->inputs[i];
         if (input == NULL || (input == spec->in_place && same_layout(array, input)))
             continue;
-        const int shared = overlap(state, array, input);
+        const int shared = overlap(state, array, extent, input);
         if (shared != 0)
             return shared;
     }
@@ -169,7 +172,7 @@ bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_out
                              const struct cattn_output *b, const char *name_b) {
     if (a->given == NULL || b->given == NULL)
         return true;
-    const int shared = overlap(state, a->given, b->given);
+    const int shared = overlap(state, a->given, extent_of(a->given), b->given);
     if (shared > 0)
         PyErr_Format(PyExc_ValueError, "%s and %s share memory", name_a, name_b);
     return shared == 0;

@@ -23,12 +23,10 @@ static bool parse_integers(struct binding_state *state, PyObject *object, const 
 static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_range_args *args) {
     if (is_causal == Py_False || is_causal == Py_True) {
         args->is_causal = args->bare = is_causal == Py_True;
-    } else if (is_causal == state->upper_left) { /* found without comparing letters, as the other one */
+    } else if (cattn_arg_is(is_causal, state->upper_left)) {
         args->is_causal = true;
     } else if (cattn_arg_is(is_causal, state->lower_right)) {
         args->is_causal = args->lower_right = true;
-    } else if (cattn_arg_is(is_causal, state->upper_left)) {
-        args->is_causal = true;
     } else if (PyArray_IsScalar(is_causal, Bool)) {
         args->is_causal = args->bare = PyObject_IsTrue(is_causal) > 0;
     } else {

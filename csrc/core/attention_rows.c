@@ -1,8 +1,6 @@
 /* attention_rows.c -- points a struct cattn_rows at its queries, keys, masks and outputs; see attention_rows.h. */
 #include "attention_rows.h"
 
-#include <string.h>
-
 #include "drawn.h"
 #include "dropout.h"
 #include "plan.h"
@@ -60,7 +58,10 @@ void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_par
     rows->softcap = p->softcap;
     rows->has_slopes = p->slopes.data;
     rows->has_sinks = p->sinks.data;
+    rows->has_keep = p->attn_mask.data;
+    rows->has_out = p->out.data;
     rows->has_lse = p->lse.data;
+    rows->has_weights = p->weights.data;
     rows->raw_weights = p->raw_weights;
     rows->storage = p->storage;
     rows->key = cattn_stored_at(p, &p->key, lead->key + kv_head * p->key.head);
@@ -89,8 +90,13 @@ static double number_at(const struct cattn_attention_params *p, const struct cat
     return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
 }
 
-/* NULL for each of n rows: the tensor has none for them. */
-static void no_rows(void *rows, int n) { memset(rows, 0, (size_t)n * sizeof(void *)); }
+/* Points n rows at theirs of an output, the first of which is at `first`; behind those that are `ours`, at nothing. */
+static void point_rows(void **rows, int n, int ours, char *first, int64_t bytes) {
+    for (int k = 0; k < ours; k++)
+        rows[k] = first + k * bytes;
+    for (int k = ours; k < n; k++)
+        rows[k] = NULL;
+}
 
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_lead *lead,
                         int r, int n, int64_t head, int64_t i) {
@@ -102,6 +108,7 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         ours = i < lead->sight.n_queries ? (int)(lead->sight.n_queries - i) : 0;
 
     cattn_visible_ranges(&lead->sight, i, n, rows->lo + r, rows->hi + r);
+    rows->ascending = n == rows->n_rows && i + n <= lead->sight.n_queries;
     for (int k = 0; k < n && p->slopes.data; k++)
         rows->position[r + k] = i + k + lead->sight.offset;
     for (int k = 0; k < n && p->dropout.enabled; k++) {
@@ -113,9 +120,7 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         rows->query[r + k] = query + k * p->query.row * stored;
     for (int k = ours; k < n; k++)
         rows->query[r + k] = p->query.data;
-    if (!p->attn_mask.data) {
-        no_rows(rows->keep + r, n);
-    } else {
+    if (p->attn_mask.data) {
         const uint8_t *keep =
             (const uint8_t *)p->attn_mask.data + lead->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
         for (int k = 0; k < n; k++)
@@ -132,23 +137,16 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     for (int k = 0; k < n && p->sinks.data; k++)
         rows->sink[r + k] = number_at(p, &p->sinks, lead->sinks + head * p->sinks.head);
 
-    no_rows(rows->out + r, n);
-    no_rows(rows->lse + r, n);
-    no_rows(rows->weights + r, n);
-    if (p->out.data) {
-        char *out = cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row);
-        for (int k = 0; k < ours; k++)
-            rows->out[r + k] = out + k * p->out.row * stored;
-    }
-    if (p->lse.data) {
-        char *lse = cattn_tensor_at(p, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row);
-        for (int k = 0; k < ours; k++)
-            rows->lse[r + k] = lse + k * p->lse.row * element;
-    }
+    if (p->out.data)
+        point_rows(rows->out + r, n, ours, cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row),
+                   p->out.row * stored);
+    if (p->lse.data)
+        point_rows(rows->lse + r, n, ours, cattn_tensor_at(p, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row),
+                   p->lse.row * element);
     if (p->weights.data) {
         char *weights = cattn_stored_at(p, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
         float *scratch = rows->weight_rows;
-        for (int k = 0; k < ours; k++) {
+        for (int k = 0; k < n; k++) {
             rows->weights_out[r + k] = weights + k * p->weights.row * stored;
             rows->weights[r + k] =
                 p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
@@ -163,7 +161,9 @@ void cattn_rows_drawn(struct cattn_rows *rows) {
 
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     struct cattn_range all = {INT64_MAX, 0};
-    for (int r = 0; r < rows->n_rows; r++)
+    if (rows->ascending)
+        all = (struct cattn_range){rows->lo[0], rows->hi[rows->n_rows - 1]};
+    for (int r = 0; r < rows->n_rows && !rows->ascending; r++)
         if (rows->lo[r] < rows->hi[r]) {
             all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
             all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;

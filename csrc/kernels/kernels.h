@@ -51,14 +51,16 @@ struct cattn_drop {
 struct cattn_rows {
     int n_rows;
     bool fully_ranged; /* no mask per element: the ranges alone decide */
+    bool ascending;    /* one head's queries, all of them there: lo and hi never fall from row to row */
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
     double scale;
     double keep_scale; /* 1, or 1/(1-p) under dropout */
     double softcap;    /* > 0, or 0: none */
-    bool has_slopes, has_sinks, has_lse;
-    bool raw_weights;           /* weights stay scores, -inf out of range */
-    enum cattn_storage storage; /* of query, key, value, out and weights_out */
+    bool has_slopes, has_sinks;
+    bool has_keep, has_out, has_lse, has_weights; /* else these pointers of the rows are not set */
+    bool raw_weights;                             /* weights stay scores, -inf out of range */
+    enum cattn_storage storage;                   /* of query, key, value, out and weights_out */
 
     const void *key, *value; /* of this key-value head */
     int64_t key_row, key_col, value_row, value_col;
@@ -71,15 +73,15 @@ struct cattn_rows {
     /* per row */
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
-    const uint8_t *keep[CATTN_TILE_ROWS]; /* or all NULL */
+    const uint8_t *keep[CATTN_TILE_ROWS];
     const void *bias[2][CATTN_TILE_ROWS];
     int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: of the query among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
-    uint8_t *kept[CATTN_TILE_ROWS];     /* or all NULL: one bit a key, lowest first, instead of Philox */
-    void *out[CATTN_TILE_ROWS];         /* or all NULL */
-    void *lse[CATTN_TILE_ROWS];         /* or all NULL */
-    void *weights[CATTN_TILE_ROWS];     /* or all NULL; in the kernels' own type */
+    uint8_t *kept[CATTN_TILE_ROWS];     /* or the first NULL: one bit a key, lowest first, instead of Philox */
+    void *out[CATTN_TILE_ROWS];         /* NULL: a row behind the end of its sequence */
+    void *lse[CATTN_TILE_ROWS];         /* the same */
+    void *weights[CATTN_TILE_ROWS];     /* in the kernels' own type */
     void *weights_out[CATTN_TILE_ROWS]; /* of halves, which weights go to in the end */
     int64_t seqlen_k, n_keys;           /* of the weights' last axis; that are there */
 

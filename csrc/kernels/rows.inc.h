@@ -320,7 +320,7 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
                             int begin, int end) {
     real *score = rows->score, *row_sum = rows->row_sum, sum[CATTN_PAD] = {0};
     score_rows(rows, direct, many, k0, n_keys, begin, end);
-    if (rows->weights[0])
+    if (rows->has_weights)
         for (int r = 0; r < rows->n_rows; r++)
             for (int k = begin; k < min64(end, n_keys); k += LANES)
                 store_strided((real *)rows->weights[r] + (k0 + k) * rows->weights_col, rows->weights_col,

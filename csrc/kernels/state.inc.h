@@ -184,7 +184,7 @@ INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     if (key < rows->lo[r] || key >= rows->hi[r])
         return false;
-    if (rows->keep[r] && !rows->keep[r][key * rows->keep_col])
+    if (rows->has_keep && !rows->keep[r][key * rows->keep_col])
         return false;
     for (int b = 0; b < rows->n_bias; b++)
         if (is_neg_inf(((const real *)rows->bias[b][r])[key * rows->bias_col[b]]))
@@ -197,7 +197,7 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
     vf total = vf_set1(0);
-    if (rows->keep[r]) {
+    if (rows->has_keep) {
         const uint8_t *keep = rows->keep[r] + key * rows->keep_col;
         uint8_t lanes[LANES];
         if (rows->keep_col != 1) {
@@ -334,7 +334,7 @@ static void chunk_merge(struct cattn_rows *rows) {
 /* Output rows: acc / l + 0 (so no -0 betrays a path), any NaN the canonical one. */
 INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
     const int64_t d_v = rows->d_v, col = rows->out_col, acc_cols = rows->acc_cols;
-    const int n_rows = rows->n_rows;
+    const int n_rows = rows->has_out ? rows->n_rows : 0;
     const real *acc = rows->total_acc;
     for (int r = 0; r < n_rows; r++, acc += acc_cols) {
         void *out = rows->out[r];
@@ -426,7 +426,7 @@ static void finish(struct cattn_rows *rows) {
     for (int r = 0; r < rows->n_rows && rows->has_lse; r++)
         if (rows->lse[r])
             *(real *)rows->lse[r] = log_sum_exp(max[r], sum[r]);
-    for (int r = 0; r < rows->n_rows && rows->weights[0]; r++) {
+    for (int r = 0; r < rows->n_rows && rows->has_weights; r++) {
         finish_weights(rows, r, max[r], 1 / sum[r]);
         if (rows->storage != CATTN_STORED_PLAIN)
             narrow_row(rows->storage, rows->weights[r], rows->seqlen_k, rows->weights_out[r], rows->weights_out_col);

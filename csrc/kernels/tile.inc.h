@@ -24,17 +24,25 @@ struct tile {
     int n_vectors, n_groups;
     struct extent all; /* of the whole block */
     struct extent vector[N_VECTORS], group[N_GROUPS];
-    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative; none: the block's end, 0 */
+    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative */
     real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi, for lanes: exact in any element type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
 };
 
-/* The keys that n rows see, as they are. */
+/* The keys that up to n rows see, as they are. */
 INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
+    const int behind = (int)min64(first + n, t->rows->n_rows);
     int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
-    for (int r = first; r < first + n; r++) {
-        begin = t->lo[r] < begin ? t->lo[r] : begin;
-        end = t->hi[r] > end ? t->hi[r] : end;
+    if (t->rows->ascending) { /* rows that see nothing come first or last, and change nothing there */
+        begin = t->lo[first];
+        end = t->hi[behind - 1];
+        full_begin = t->lo[behind - 1];
+        full_end = t->hi[first];
+    }
+    for (int r = first; r < behind && !t->rows->ascending; r++) {
+        const bool sees = t->lo[r] < t->hi[r];
+        begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
+        end = sees && t->hi[r] > end ? t->hi[r] : end;
         full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
         full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
     }
@@ -341,14 +349,8 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     t->k0 = k0;
     t->n_keys = (int)(k1 - k0);
     for (int r = 0; r < rows->n_rows; r++) {
-        const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
-        t->lo[r] = lo < hi ? lo : CATTN_BLOCK_KEYS;
-        t->hi[r] = lo < hi ? hi : 0;
-    }
-    /* whole vectors and groups: the last row again changes no extent */
-    for (int r = rows->n_rows; r < round_up(rows->n_rows, MR) || r < round_up(rows->n_rows, LANES); r++) {
-        t->lo[r] = t->lo[rows->n_rows - 1];
-        t->hi[r] = t->hi[rows->n_rows - 1];
+        t->lo[r] = relative(rows->lo[r], k0);
+        t->hi[r] = relative(rows->hi[r], k0);
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
     if (t->all.begin == t->all.end)
@@ -391,7 +393,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         const struct extent *e = &t.vector[v];
         if (v % NR == 0) /* scores become weights while they are in the nearest cache */
             score_panel(&t, v);
-        if (rows->weights[0])
+        if (rows->has_weights)
             keep_scores(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
         if (rows->kept[0])
