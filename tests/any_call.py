@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 INF = np.inf
-# Around one vector, one panel of two vectors, micro-tiles of 6 and 12, 32 rows, a tile of 96, ...
+# Around one vector, one panel, micro-tiles of 6 and 12, chains of 16, 32 rows, a tile of 96, ...
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 95, 96, 97, 191, 192]
-# ... the 8 chains of a sum, 64 keys of dropout, runs of 96 in P V, a block of 192 keys and a chunk of 1536.
+# ... the 8 chains of a sum, chains of 16 and runs of 96 in P V, 64 keys of dropout, a block of 192, a chunk of 1536.
 KEYS = [1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 383, 384]
 KEYS += [95, 96, 97, 287, 288, 289, 385, 575, 577]
 LONG = [1535, 1536, 1537, 1729, 3071, 3072, 3073, 4700]

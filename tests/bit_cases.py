@@ -86,8 +86,9 @@ def mask_of(rng_seed: int, *shape: int, p: float = 0.5) -> np.ndarray:
     return np.random.default_rng(rng_seed).random(shape) < p
 
 
-# Keys around the sums' 8 chains, the runs of P V, blocks and a chunk.
-EDGES = [1, 7, 8, 9, 63, 65, 95, 96, 97, 103, 104, 105, 191, 192, 193, 287, 288, 289, 384, 385, 1535, 1536, 1537]
+# Keys around the sums' 8 chains, the chains of 16 and the runs of P V, blocks and a chunk.
+EDGES = [1, 7, 8, 9, 15, 16, 17, 63, 65, 95, 96, 97, 103, 104, 105, 111, 112, 113, 191, 192, 193]
+EDGES += [287, 288, 289, 384, 385, 1535, 1536, 1537]
 CASES: dict[str, Callable[[Normal], Call]] = {
     "plain": plain,
     "causal": lambda normal: plain(normal, is_causal="lower_right"),

@@ -209,7 +209,7 @@ static void add_bias_rows(const struct tile *t, const struct cattn_backward *b, 
     }
 }
 
-/* Sums over the rows, each a chain; all lanes hold the same. */
+/* Sums over the rows; all lanes hold the same. */
 static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) {
     real ones[LANES], *part = b->bias_part;
     for (int i = 0; i < LANES; i++)
@@ -217,8 +217,8 @@ static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) 
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         vf acc[MR][NR];
         /* not the rows of the last vector that are not there: weight 0, but what they are given may be NaN */
-        micro_tile(MR, 1, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1,
-                   ones, 0, acc);
+        dot_tile(MR, 1, 0, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1,
+                 ones, 0, acc);
         for (int m = 0; m < MR; m++)
             vf_storeu_n(part + k + m, acc[m][0], 1);
     }
@@ -282,9 +282,16 @@ struct gather {
 /* One vector again, leaving out the queries that may not see the key. */
 static vf gather_visible(const struct tile *t, const struct gather *g, int k, int64_t c, int first, int last) {
     vf sum = vf_set1(0);
-    for (int r = first; r < min64(last, t->rows->n_rows); r++)
-        if (key_visible(t->rows, r, t->k0 + k))
-            sum = vf_fma(vf_set1(g->weights[k * CATTN_TILE_ROWS + r]), vf_loadu(g->rows + r * g->stride + c), sum);
+    const int end = (int)min64(last, t->rows->n_rows);
+    for (int r = first; r < end;) {
+        vf chain = vf_set1(0);
+        for (const int64_t stop = chain_end(r, end); r < stop; r++)
+            if (key_visible(t->rows, r, t->k0 + k)) {
+                vf w = vf_set1(g->weights[k * CATTN_TILE_ROWS + r]);
+                chain = vf_fma(w, vf_loadu(g->rows + r * g->stride + c), chain);
+            }
+        sum = sum + chain;
+    }
     return sum;
 }
 
@@ -292,8 +299,8 @@ static vf gather_visible(const struct tile *t, const struct gather *g, int k, in
 INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gather *g, int k, int64_t c, int first,
                         int last) {
     vf sum[MR][NR];
-    micro_tile(mr, nr, last - first, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
-               g->rows + first * g->stride + c, g->stride, sum);
+    dot_tile(mr, nr, first, last, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
+             g->rows + first * g->stride + c, g->stride, sum);
     /* stay 0 as long as everything is finite */
     vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
 #pragma GCC unroll 16
@@ -339,14 +346,14 @@ INLINE bool narrow(const struct tile *t, int k, int height, int *first, int *las
 static void gather_block(const struct tile *t, const struct gather *g) {
     for (int k = t->all.begin, height; k < min64(t->all.end, t->n_keys); k += height) {
         int first = 0, last = t->rows->n_rows;
-        height = key_height(MR, t->all.end - k);
+        height = key_height(t->all.end - k);
         if (!narrow(t, k, height, &first, &last))
             continue;
         for (int64_t c = 0; c < g->cols; c += PANEL)
-            if (g->cols - c > LANES)
-                AT_HEIGHT(MR, height, gather_tile, NR, t, g, k, c, first, last);
+            if (NR == 1 || g->cols - c > LANES)
+                AT_HEIGHT(height, gather_tile, NR, t, g, k, c, first, last);
             else
-                AT_HEIGHT(MR, height, gather_tile, 1, t, g, k, c, first, last);
+                AT_HEIGHT(height, gather_tile, 1, t, g, k, c, first, last);
     }
 }
 

@@ -6,26 +6,24 @@
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is a chain of FMAs in ascending order from +0, as the bit contract asks, or in dot_tile some of them,
- * added in order.
+ * Every element is a sum of chains of FMAs, added in order; each chain has CATTN_CHAIN_TERMS terms in ascending order
+ * from +0 and ends where the next one begins, wherever the sum does: the bit contract asks for it.
  */
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
-/* Tiles are `tallest` rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
-INLINE int tile_height(int tallest, int64_t n_rows) {
-    return tallest > 4 && n_rows <= 4 ? 4 : tallest > 8 && n_rows <= 8 ? 8 : tallest;
-}
+/* Tiles are MR rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
+INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR > 8 && n_rows <= 8 ? 8 : MR; }
 
-/* tile(mr, ...) with a constant mr, at most the constant `tallest` in branches that are never taken, too. */
-#define AT_HEIGHT(tallest, height, tile, ...)                                                                          \
+/* tile(mr, ...) with a constant mr, at most MR in branches that are never taken, too. */
+#define AT_HEIGHT(height, tile, ...)                                                                                   \
     do {                                                                                                               \
-        if ((tallest) > 4 && (height) == 4)                                                                            \
+        if (MR > 4 && (height) == 4)                                                                                   \
             tile(4, __VA_ARGS__);                                                                                      \
-        else if ((tallest) > 8 && (height) == 8)                                                                       \
-            tile((tallest) > 8 ? 8 : (tallest), __VA_ARGS__);                                                          \
+        else if (MR > 8 && (height) == 8)                                                                              \
+            tile(MR > 8 ? 8 : MR, __VA_ARGS__);                                                                        \
         else                                                                                                           \
-            tile(tallest, __VA_ARGS__);                                                                                \
+            tile(MR, __VA_ARGS__);                                                                                     \
     } while (0)
 
 /* mr and nr are constants, once everything is inlined. The accumulators must be filled one by one and every loop over
@@ -37,7 +35,7 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
             acc[m][n] = vf_set1(0);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k++) {
         vf b_k[NR];
 #pragma GCC unroll 2
@@ -53,10 +51,6 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
     }
 }
 
-/* Rows of a tile of scores: as many as leave registers for a chain and a sum each, where there are 32; where there are
- * 16, sums in memory cost less than smaller tiles. */
-#define SCORE_MR (MR > 6 ? 6 : MR)
-
 INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
 #pragma GCC unroll 16
     for (int m = 0; m < mr; m++)
@@ -65,24 +59,29 @@ INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
             sum[m][n] = sum[m][n] + chain[m][n];
 }
 
-/* As micro_tile, but in chains of CATTN_SCORE_TERMS, added in order; `a` has a unit step from term to term. Whole
+/* Where the chain that has this term ends, in a sum of terms up to `end`. */
+INLINE int64_t chain_end(int64_t term, int64_t end) {
+    return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
+}
+
+/* The terms begin .. end-1 of a sum; a and b are those of `begin`. Tiles leave registers for a chain and a sum each
+ * where there are 32 (MR 12, NR 1); where there are 16, sums in memory cost less than smaller tiles (6, 2). Whole
  * chains are written apart from the rest: with a constant length they are quicker. */
-INLINE void dot_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, const real *b, int64_t b_row,
-                     vf sum[MR][NR]) {
-    const int64_t terms = CATTN_SCORE_TERMS;
-    if (depth < terms) {
-        micro_tile(mr, nr, depth, a, a_row, 1, b, b_row, sum);
-        return;
-    }
+INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, int64_t a_row, int64_t a_col,
+                     const real *b, int64_t b_row, vf sum[MR][NR]) {
+    const int64_t terms = CATTN_CHAIN_TERMS, n = chain_end(begin, end) - begin, depth = end - begin;
     vf chain[MR][NR];
-    int64_t d = terms;
-    micro_tile(mr, nr, terms, a, a_row, 1, b, b_row, sum);
+    if (n == terms)
+        micro_tile(mr, nr, terms, a, a_row, a_col, b, b_row, sum);
+    else
+        micro_tile(mr, nr, n, a, a_row, a_col, b, b_row, sum);
+    int64_t d = n;
     for (; d + terms <= depth; d += terms) {
-        micro_tile(mr, nr, terms, a + d, a_row, 1, b + d * b_row, b_row, chain);
+        micro_tile(mr, nr, terms, a + d * a_col, a_row, a_col, b + d * b_row, b_row, chain);
         add_tile(mr, nr, sum, chain);
     }
     if (d < depth) {
-        micro_tile(mr, nr, depth - d, a + d, a_row, 1, b + d * b_row, b_row, chain);
+        micro_tile(mr, nr, depth - d, a + d * a_col, a_row, a_col, b + d * b_row, b_row, chain);
         add_tile(mr, nr, sum, chain);
     }
 }

@@ -26,9 +26,9 @@
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
-/* a score is one chain of FMAs for so many columns each, a block of P V one for each of these runs: shorter chains,
- * smaller errors */
-#define CATTN_SCORE_TERMS 16
+/* every sum of products is one chain of FMAs for so many terms each, by their place: shorter chains, smaller errors */
+#define CATTN_CHAIN_TERMS 16
+/* P V goes by runs of so many keys of a block: that much of V stays in the nearest cache */
 #define CATTN_RUN_KEYS (CATTN_BLOCK_KEYS / 2)
 /* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
 #define CATTN_TILE_ROWS 96

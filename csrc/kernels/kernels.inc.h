@@ -19,7 +19,7 @@
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile is whole panels");
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile is whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block is whole micro-tiles");
-_Static_assert(CATTN_SCORE_TERMS % LANES == 0, "the row path's tiles of K end where chains do");
+_Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains do");
 _Static_assert(CATTN_BLOCK_KEYS % 64 == 0, "a key block starts at a run of Philox counters");
 _Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "padding holds whole panels");
 

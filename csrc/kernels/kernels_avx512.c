@@ -1,7 +1,7 @@
-/* kernels_avx512.c -- 24 accumulators of 32 registers. Compiled twice, with REAL_BITS 32 and 64. */
+/* kernels_avx512.c -- 12 chains and their 12 sums in 32 registers. Compiled twice, with REAL_BITS 32 and 64. */
 #define ISA avx512
 #define MR 12
-#define NR 2
+#define NR 1
 #include "simd_avx512.h"
 
 #include "kernels.inc.h"

@@ -2,7 +2,7 @@
  * and 64. */
 #define ISA gnu512
 #define MR 12
-#define NR 2
+#define NR 1
 #define VECTOR_BYTES 64
 #include "simd_gnu.h"
 

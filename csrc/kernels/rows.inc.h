@@ -7,8 +7,8 @@
 
 /* keys of a block are visited in steps of this, so that every table leaves the same elements defined */
 #define ROW_STEP 16
-/* accumulators of P V: as many as leave registers for the operands */
-#define VALUE_ACCS (MR * NR >= 16 ? 16 : 8)
+/* chains of P V side by side: as many as leave registers for the operands; their sums may lie in memory */
+#define VALUE_ACCS (MR >= 12 ? 16 : 8)
 /* So many rows ahead K and V are asked for: first a whole run of V, whose rows are passed several times, a few columns
  * at a time; at last a tile of K. */
 #define ROWS_FAR CATTN_RUN_KEYS
@@ -116,7 +116,7 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++)
             chain[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], chain[r]);
-    if ((d + n) % CATTN_SCORE_TERMS != 0 && d + n != depth)
+    if ((d + n) % CATTN_CHAIN_TERMS != 0 && d + n != depth)
         return;
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++) {
@@ -150,6 +150,11 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
     }
 }
 
+/* Out of line: it is long, and would be there once for each of the rows. */
+NOINLINE vf mask_elements(const struct cattn_rows *rows, int r, int64_t key, int n, vf score) {
+    return add_bias(score, element_bias(rows, r, key, n));
+}
+
 /* Caps, slopes and masks one vector of scores: keys k0+k .. of row r, n of them real. */
 INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
     const vf neg_inf = vf_set1(NEG_INF);
@@ -159,7 +164,7 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
         score = slope_score(score, vf_set1((real)rows->slope[r]), vf_set1((real)(rows->position[r] - k0)),
                             index + vf_set1((real)k));
     if (!rows->fully_ranged)
-        score = add_bias(score, element_bias(rows, r, k0 + k, n));
+        score = mask_elements(rows, r, k0 + k, n, score);
     const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
     if (lo <= k && k + LANES <= hi)
         return score;
@@ -239,11 +244,15 @@ static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, re
 static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
                                struct run run, int64_t k0) {
     vf block = vf_set1(0);
-    for (int k = run.begin; k < run.end; k++)
-        if (key_visible(rows, r, k0 + k)) {
-            vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
-            block = vf_fma(w, load_row(value, k - run.begin, c, n), block);
-        }
+    for (int k = run.begin; k < run.end;) {
+        vf chain = vf_set1(0);
+        for (const int64_t end = chain_end(k, run.end); k < end; k++)
+            if (key_visible(rows, r, k0 + k)) {
+                vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
+                chain = vf_fma(w, load_row(value, k - run.begin, c, n), chain);
+            }
+        block = block + chain;
+    }
     return block;
 }
 
@@ -252,25 +261,37 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
                        struct rows_ahead *next, struct run run, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->score;
-    vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
+    vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             block[r][v] = vf_set1(0);
-    for (int k = 0; k < run.end - run.begin; k++) {
-        vf val[CATTN_FEW_ROWS];
+    for (int k = run.begin; k < run.end;) {
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            val[v] = load_row(value, k, c + v * LANES, v == vectors - 1 ? n : LANES);
-        ask_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++) {
-            vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + run.begin + k]);
+        for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
-                block[r][v] = vf_fma(w, val[v], block[r][v]);
+                chain[r][v] = vf_set1(0);
+        for (const int end = (int)chain_end(k, run.end); k < end; k++) {
+            vf val[CATTN_FEW_ROWS];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                val[v] = load_row(value, k - run.begin, c + v * LANES, v == vectors - 1 ? n : LANES);
+            ask_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
+#pragma GCC unroll 8
+            for (int r = 0; r < many; r++) {
+                vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++)
+                    chain[r][v] = vf_fma(w, val[v], chain[r][v]);
+            }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < many; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                block[r][v] = block[r][v] + chain[r][v];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++) {
@@ -341,16 +362,36 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         value_keys(rows, direct, many, k0, begin, (int)min64(end, n_keys));
 }
 
-INLINE void rows_block_stored(struct cattn_rows *rows, enum cattn_storage direct, int64_t k0, int n_keys, int begin,
-                              int end) {
-    if (rows->n_rows == 1)
-        rows_block_many(rows, direct, 1, k0, n_keys, begin, end);
-    else if (rows->n_rows == 2 && direct == CATTN_STORED_PLAIN)
-        rows_block_many(rows, direct, 2, k0, n_keys, begin, end);
-    else if (rows->n_rows <= 4)
-        rows_block_many(rows, direct, 4, k0, n_keys, begin, end);
-    else
-        rows_block_many(rows, direct, 8, k0, n_keys, begin, end);
+/* The same with constants in place of `direct` and `many`. Each is a function of its own: all in one, they would be
+ * given registers badly. */
+typedef void rows_block_of(struct cattn_rows *rows, int64_t k0, int n_keys, int begin, int end);
+#define ROWS_BLOCK(name, direct, many)                                                                                 \
+    NOINLINE void name(struct cattn_rows *rows, int64_t k0, int n_keys, int begin, int end) {                          \
+        rows_block_many(rows, direct, many, k0, n_keys, begin, end);                                                   \
+    }
+ROWS_BLOCK(rows_block_1, CATTN_STORED_PLAIN, 1)
+ROWS_BLOCK(rows_block_2, CATTN_STORED_PLAIN, 2)
+ROWS_BLOCK(rows_block_4, CATTN_STORED_PLAIN, 4)
+ROWS_BLOCK(rows_block_8, CATTN_STORED_PLAIN, 8)
+#ifdef HALVES_ARE_QUICK /* else it is better to convert once, to scratch */
+ROWS_BLOCK(rows_block_f16_1, CATTN_STORED_F16, 1)
+ROWS_BLOCK(rows_block_f16_4, CATTN_STORED_F16, 4)
+ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
+ROWS_BLOCK(rows_block_bf16_1, CATTN_STORED_BF16, 1)
+ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
+ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
+#endif
+
+static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
+    const int n = rows->n_rows;
+#ifdef HALVES_ARE_QUICK
+    const bool direct = rows->key_col == 1 && (rows->value_col == 1 || !rows->d_v);
+    if (direct && rows->storage == CATTN_STORED_F16)
+        return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
+    if (direct && rows->storage == CATTN_STORED_BF16)
+        return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
+#endif
+    return n == 1 ? rows_block_1 : n == 2 ? rows_block_2 : n <= 4 ? rows_block_4 : rows_block_8;
 }
 
 static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
@@ -364,16 +405,5 @@ static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     const int end = (int)round_up(relative(min64(hi, k1), k0), ROW_STEP);
     if (begin >= end)
         return;
-#ifdef HALVES_ARE_QUICK /* else it is better to convert once, to scratch */
-    const bool direct = rows->key_col == 1 && (rows->value_col == 1 || !rows->d_v);
-    if (direct && rows->storage == CATTN_STORED_F16) {
-        rows_block_stored(rows, CATTN_STORED_F16, k0, n_keys, begin, end);
-        return;
-    }
-    if (direct && rows->storage == CATTN_STORED_BF16) {
-        rows_block_stored(rows, CATTN_STORED_BF16, k0, n_keys, begin, end);
-        return;
-    }
-#endif
-    rows_block_stored(rows, CATTN_STORED_PLAIN, k0, n_keys, begin, end);
+    find_rows_block(rows)(rows, k0, n_keys, begin, end);
 }

@@ -98,7 +98,7 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    dot_tile(mr, nr, rows->head_dim, key.first, key.row,
+    dot_tile(mr, nr, 0, rows->head_dim, key.first, key.row, 1,
              (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
@@ -159,8 +159,9 @@ INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
 
 /* How many of the keys that are left the next tile takes. They are a multiple of 8 in all: two tiles of 4 rather than
  * one of 6 and a rest of 2. */
-INLINE int key_height(int tallest, int left) {
-    return left > tallest && left < tallest + 4 ? 4 : tile_height(tallest, left);
+INLINE int key_height(int left) {
+    const bool leaves_little = left > MR && left < MR + 4;
+    return leaves_little ? 4 : tile_height(left);
 }
 
 /* All keys of the block against the panel that begins with vector v. No score is computed twice: it takes the place of
@@ -171,12 +172,12 @@ static void score_panel(const struct tile *t, int v) {
         int first = v, last = (int)min64(v + NR, t->n_vectors);
         const int edge = next_edge(t, k, &first, &last);
         while (first < last && k < edge) {
-            const int height = key_height(SCORE_MR, edge - k);
+            const int height = key_height(edge - k);
             const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
-            if (last - first == NR)
-                AT_HEIGHT(SCORE_MR, height, score_tile, NR, t, first, k, key);
+            if (NR == 1 || last - first == NR)
+                AT_HEIGHT(height, score_tile, NR, t, first, k, key);
             else
-                AT_HEIGHT(SCORE_MR, height, score_tile, 1, t, first, k, key);
+                AT_HEIGHT(height, score_tile, 1, t, first, k, key);
             k += height;
         }
         k = edge;
@@ -268,14 +269,18 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
 /* One row of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. */
 static void value_row_visible(const struct tile *t, int r, int nr, struct run run, struct source value, vf *block) {
     const struct cattn_rows *rows = t->rows;
-    for (int n = 0; n < nr; n++)
+    for (int n = 0; n < nr; n++) {
+        const real *from = value.first + n * LANES;
         block[n] = vf_set1(0);
-    for (int k = run.begin; k < run.end; k++, value.first += value.row) {
-        if (!key_visible(rows, r, t->k0 + k))
-            continue;
-        vf w = vf_set1(((const real *)rows->score)[k * CATTN_TILE_ROWS + r]);
-        for (int n = 0; n < nr; n++)
-            block[n] = vf_fma(w, vf_loadu(value.first + n * LANES), block[n]);
+        for (int k = run.begin; k < run.end;) {
+            vf chain = vf_set1(0);
+            for (const int64_t end = chain_end(k, run.end); k < end; k++, from += value.row)
+                if (key_visible(rows, r, t->k0 + k)) {
+                    vf w = vf_set1(((const real *)rows->score)[k * CATTN_TILE_ROWS + r]);
+                    chain = vf_fma(w, vf_loadu(from), chain);
+                }
+            block[n] = block[n] + chain;
+        }
     }
 }
 
@@ -285,8 +290,8 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, b
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
     vf block[MR][NR];
-    micro_tile(mr, nr, run.end - run.begin, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
-               CATTN_TILE_ROWS, value.first, value.row, block);
+    dot_tile(mr, nr, run.begin, run.end, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
+             CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial) {
         /* stay 0 as long as everything is finite */
         vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
@@ -332,12 +337,12 @@ static void value_block(const struct tile *t) {
                 const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
                 const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
-                if (rows->d_v - c > LANES)
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run,
-                              from, factor);
+                if (NR == 1 || rows->d_v - c > LANES)
+                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run, from,
+                              factor);
                 else
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run,
-                              from, factor);
+                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run, from,
+                              factor);
             }
         }
     }
@@ -403,7 +408,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         zero_outside(&t, e, v * LANES);
     }
     /* rows of the last group's tile behind the last vector: what an earlier tile left there may not be finite */
-    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(MR, rows->n_rows - last);
+    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(rows->n_rows - last);
     for (int r = t.n_vectors * LANES; r < behind; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
     if (rows->d_v) {
