@@ -163,10 +163,11 @@ struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     struct cattn_range all = {INT64_MAX, 0};
     if (rows->ascending)
         all = (struct cattn_range){rows->lo[0], rows->hi[rows->n_rows - 1]};
-    for (int r = 0; r < rows->n_rows && !rows->ascending; r++)
-        if (rows->lo[r] < rows->hi[r]) {
-            all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
-            all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;
-        }
+    else
+        for (int r = 0; r < rows->n_rows; r++)
+            if (rows->lo[r] < rows->hi[r]) {
+                all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
+                all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;
+            }
     return all.lo < all.hi ? all : (struct cattn_range){0, 0};
 }

@@ -346,14 +346,14 @@ INLINE bool narrow(const struct tile *t, int k, int height, int *first, int *las
 static void gather_block(const struct tile *t, const struct gather *g) {
     for (int k = t->all.begin, height; k < min64(t->all.end, t->n_keys); k += height) {
         int first = 0, last = t->rows->n_rows;
-        height = key_height(t->all.end - k);
+        height = key_height(MR, t->all.end - k);
         if (!narrow(t, k, height, &first, &last))
             continue;
         for (int64_t c = 0; c < g->cols; c += PANEL)
             if (NR == 1 || g->cols - c > LANES)
-                AT_HEIGHT(height, gather_tile, NR, t, g, k, c, first, last);
+                AT_HEIGHT(MR, height, gather_tile, NR, t, g, k, c, first, last);
             else
-                AT_HEIGHT(height, gather_tile, 1, t, g, k, c, first, last);
+                AT_HEIGHT(MR, height, gather_tile, 1, t, g, k, c, first, last);
     }
 }
 

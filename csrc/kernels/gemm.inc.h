@@ -12,19 +12,24 @@
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
-/* Tiles are MR rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
-INLINE int tile_height(int64_t n_rows) { return MR > 4 && n_rows <= 4 ? 4 : MR > 8 && n_rows <= 8 ? 8 : MR; }
+/* Tiles are `tallest` rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
+INLINE int tile_height(int tallest, int64_t n_rows) {
+    return tallest > 4 && n_rows <= 4 ? 4 : tallest > 8 && n_rows <= 8 ? 8 : tallest;
+}
 
-/* tile(mr, ...) with a constant mr, at most MR in branches that are never taken, too. */
-#define AT_HEIGHT(height, tile, ...)                                                                                   \
+/* tile(mr, ...) with a constant mr, at most the constant `tallest` in branches that are never taken, too. */
+#define AT_HEIGHT(tallest, height, tile, ...)                                                                          \
     do {                                                                                                               \
-        if (MR > 4 && (height) == 4)                                                                                   \
+        if ((tallest) > 4 && (height) == 4)                                                                            \
             tile(4, __VA_ARGS__);                                                                                      \
-        else if (MR > 8 && (height) == 8)                                                                              \
-            tile(MR > 8 ? 8 : MR, __VA_ARGS__);                                                                        \
+        else if ((tallest) > 8 && (height) == 8)                                                                       \
+            tile((tallest) > 8 ? 8 : (tallest), __VA_ARGS__);                                                          \
         else                                                                                                           \
-            tile(MR, __VA_ARGS__);                                                                                     \
+            tile(tallest, __VA_ARGS__);                                                                                \
     } while (0)
+
+/* Rows of a tile of scores: few enough that the rows of K that are read at a time come from memory in time. */
+#define SCORE_MR (MR > 6 ? 6 : MR)
 
 /* mr and nr are constants, once everything is inlined. The accumulators must be filled one by one and every loop over
  * them unrolled: `= {0}` or a plain loop sends them to memory. */

@@ -38,13 +38,14 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
         end = t->hi[behind - 1];
         full_begin = t->lo[behind - 1];
         full_end = t->hi[first];
-    }
-    for (int r = first; r < behind && !t->rows->ascending; r++) {
-        const bool sees = t->lo[r] < t->hi[r];
-        begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
-        end = sees && t->hi[r] > end ? t->hi[r] : end;
-        full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
-        full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
+    } else {
+        for (int r = first; r < behind; r++) {
+            const bool sees = t->lo[r] < t->hi[r];
+            begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
+            end = sees && t->hi[r] > end ? t->hi[r] : end;
+            full_begin = t->lo[r] > full_begin ? t->lo[r] : full_begin;
+            full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
+        }
     }
     return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
 }
@@ -159,9 +160,9 @@ INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
 
 /* How many of the keys that are left the next tile takes. They are a multiple of 8 in all: two tiles of 4 rather than
  * one of 6 and a rest of 2. */
-INLINE int key_height(int left) {
-    const bool leaves_little = left > MR && left < MR + 4;
-    return leaves_little ? 4 : tile_height(left);
+INLINE int key_height(int tallest, int left) {
+    const bool leaves_little = left > tallest && left < tallest + 4;
+    return leaves_little ? 4 : tile_height(tallest, left);
 }
 
 /* All keys of the block against the panel that begins with vector v. No score is computed twice: it takes the place of
@@ -172,12 +173,12 @@ static void score_panel(const struct tile *t, int v) {
         int first = v, last = (int)min64(v + NR, t->n_vectors);
         const int edge = next_edge(t, k, &first, &last);
         while (first < last && k < edge) {
-            const int height = key_height(edge - k);
+            const int height = key_height(SCORE_MR, edge - k);
             const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
             if (NR == 1 || last - first == NR)
-                AT_HEIGHT(height, score_tile, NR, t, first, k, key);
+                AT_HEIGHT(SCORE_MR, height, score_tile, NR, t, first, k, key);
             else
-                AT_HEIGHT(height, score_tile, 1, t, first, k, key);
+                AT_HEIGHT(SCORE_MR, height, score_tile, 1, t, first, k, key);
             k += height;
         }
         k = edge;
@@ -338,11 +339,11 @@ static void value_block(const struct tile *t) {
                 const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
                 const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
                 if (NR == 1 || rows->d_v - c > LANES)
-                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run, from,
-                              factor);
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run,
+                              from, factor);
                 else
-                    AT_HEIGHT(tile_height(rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run, from,
-                              factor);
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run,
+                              from, factor);
             }
         }
     }
@@ -408,7 +409,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         zero_outside(&t, e, v * LANES);
     }
     /* rows of the last group's tile behind the last vector: what an earlier tile left there may not be finite */
-    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(rows->n_rows - last);
+    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(MR, rows->n_rows - last);
     for (int r = t.n_vectors * LANES; r < behind; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
     if (rows->d_v) {
