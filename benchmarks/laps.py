@@ -6,6 +6,7 @@ No group finds the memory, the thread pools or the caches that another one left.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ class Group:
     name: str
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     measured: dict[str, Measured] = field(default_factory=lambda: defaultdict(Measured))
+    quick: float = math.inf  # the canary's best in any row
 
     def settled(self) -> bool:
         """Tell whether another lap would hardly change a ratio."""
@@ -68,9 +70,13 @@ def lap(group: Group, number: int, plan: Plan) -> Group:
                 continue
             if not isinstance(case, Case):  # there at once, and not timed
                 group.rows[name] = case
-            elif number <= plan.fewest or not group.measured[name].settled():
-                group.measured[name].lap(case, probe.limits if probe else {}, plan.rounds)
-                group.rows[name] = row_of(case, group.measured[name])
+                continue
+            measured = group.measured[name]
+            measured.quick = group.quick
+            if number <= plan.fewest or not measured.settled():
+                measured.lap(case, probe.limits if probe else {}, plan.rounds)
+            group.quick = measured.quick
+            group.rows[name] = row_of(case, measured)
     return group
 
 

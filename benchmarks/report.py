@@ -36,7 +36,7 @@ def line(row: dict[str, Any]) -> str:
     parts = [f"{row['name']:<38}"]
     if "seconds" in row:
         ours = row["seconds"]["cattn"]
-        parts.append(f"{duration(ours['median']):>8} ±{ours['spread']:>4.0%}")
+        parts.append(f"{duration(ours['median']):>8} ±{ours['spread']:>4.0%} {ours['quiet']:>4.0%} quiet")
         parts.append(f"{row['percent']:>5.0f} %" if "percent" in row else " " * 7)
         parts.append("  ".join(f"{name} {ratio:.2f}x" for name, ratio in row["ratios"].items()))
     elif "bytes" in row:

@@ -56,7 +56,7 @@ def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
     assert [row["name"] for row in kept["rows"]] == ["(6, 2)", "(1, 4, 16, 16)", "(8, 12, 64, 64)"]
     for row in kept["rows"]:
-        assert set(row["seconds"]["cattn"]) == {"median", "best", "spread"}
+        assert set(row["seconds"]["cattn"]) == {"median", "best", "spread", "quiet"}
         assert row["ratios"].keys() >= {"torch", "numpy"}
         assert row["targets"]["microseconds"]["met"] in (True, False)
     assert "(1, 4, 16, 16)" in capsys.readouterr().out
@@ -132,8 +132,44 @@ def test_laps_go_on_until_ratios_settle() -> None:
 def test_what_slows_a_round_down_changes_no_ratio() -> None:
     ours, peer = timing.Timing([1.0, 5.0, 1.0, 1.0, 9.0]), timing.Timing([2.0, 10.0, 2.0, 2.0, 18.0])
     assert peer.over(ours) == 2
-    assert ours.kept() == {"median": 1.0, "best": 1.0, "spread": pytest.approx(6.0)}
-    assert timing.Timing([3.0]).kept() == {"median": 3.0, "best": 3.0, "spread": 0.0}
+    assert ours.kept() == {"median": 1.0, "best": 1.0, "spread": pytest.approx(6.0), "quiet": 1.0}
+    assert timing.Timing([3.0]).kept() == {"median": 3.0, "best": 3.0, "spread": 0.0, "quiet": 1.0}
+
+
+def test_rounds_beside_another_guest_do_not_count() -> None:
+    fine = [1.0] * 5
+    ours = timing.Timing([5.0, 7.0, *fine], [1.5, 1.5, *fine], quick=1.0)
+    peer = timing.Timing([9.0, 8.0, *[3.0] * 5], [1.0, 1.5, *fine], quick=1.0)
+    assert ours.kept() == {"median": 1.0, "best": 1.0, "spread": 0.0, "quiet": pytest.approx(5 / 7)}
+    assert peer.median == 3.0
+    assert peer.over(ours) == 3.0
+    few = timing.Timing([5.0, 7.0, 1.0], [1.5, 1.5, 1.0], quick=1.0)
+    assert few.median == 5.0  # one quiet round is too few to go by
+    peer = timing.Timing([1.0] * 3, [1.0, 2.0, 1.0], quick=1.0)
+    assert few.over(peer) == 5.0
+    assert few.over(peer, enough=1) == 1.0
+
+
+def test_laps_go_on_until_enough_rounds_are_quiet() -> None:
+    def lap(canary: float) -> dict[str, timing.Timing]:
+        return {name: timing.Timing([0.01] * 3, [canary] * 3, quick=canary) for name in ("cattn", "numpy")}
+
+    assert timing.Measured([lap(1.0)] * 2, quick=1.0).settled()
+    assert not timing.Measured([lap(1.0), lap(2.0), lap(2.0)], quick=1.0).settled()
+    assert timing.Measured([lap(1.0), lap(2.0), lap(1.0)], quick=1.0).settled()
+
+
+def test_a_restless_moment_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, naps = iter([1.0, 1.0, 3.0, 3.0, 1.0, 1.0, *[3.0] * 1000]), list[float]()
+    monkeypatch.setattr(timing, "canary", lambda: next(found))
+    monkeypatch.setattr(timing.time, "sleep", naps.append)
+    times = timing.interleave({"cattn": list}, rounds=3)["cattn"]
+    assert times.canary == [1.0, 3.0, 1.0]
+    assert times.quick == 1.0
+    assert len(naps) == 2
+    assert len(times.rounds) == 3
+    timing.interleave({"cattn": list}, rounds=3, quick=1.0)
+    assert sum(naps) < 1.1 * timing.PATIENCE  # but not for ever
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:
