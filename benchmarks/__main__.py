@@ -61,13 +61,19 @@ def measure(names: list[str], found: argparse.Namespace, probe: Path | None) -> 
     """Run the groups lap by lap, in turn: then what changes within minutes meets all laps of a row alike."""
     fewest, most = (found.laps, found.laps) if found.laps else LAPS
     plan = laps.Plan(found.rounds, found.only, fewest, probe)
-    groups = {name: Group(name) for name in names}
-    for number in range(1, most + 1):
-        for name in list(groups):
-            group = groups[name] = laps.apart(laps.lap, groups[name], number, plan)
-            least = fewest if group.measured else 1
-            if number == most or (number >= least and group.settled()):
-                tell(groups.pop(name), found)
+    groups, number = {name: Group(name) for name in names}, 1
+    try:
+        for number in range(1, most + 1):
+            for name in list(groups):
+                group = groups[name] = laps.apart(laps.lap, groups[name], number, plan)
+                least = fewest if group.measured else 1
+                if number == most or (number >= least and group.settled()):
+                    tell(groups.pop(name), found)
+    except KeyboardInterrupt:
+        if number > fewest:  # half an hour's work: all groups have the laps that they need
+            for group in groups.values():
+                tell(group, found)
+        raise
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,8 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print("  ".join(f"{name} {value}" for name, value in facts().items()))
     groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(groups, found, compile_probe(Path(folder)))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(groups, found, compile_probe(Path(folder)))
+    except KeyboardInterrupt:
+        return 130
     if "scaling" in found.groups or not found.groups:
         with cattn.num_threads(1):
             scaling.run(found.output)

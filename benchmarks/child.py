@@ -1,7 +1,7 @@
 """A process of its own for what cannot be measured twice in one: high-water marks and imports.
 
 python child.py memory cattn 12 4096 64  ->  bytes beyond inputs and output
-python child.py import cattn             ->  seconds
+python child.py import numpy cattn       ->  seconds of the last one
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def memory(name: str, heads: int, tokens: int, head_dim: int) -> int:
     return max(0, peak - own)
 
 
-def seconds_of_import(name: str) -> float:
-    """Return how long an import takes in a fresh process."""
-    start = time.perf_counter()
-    __import__(name)
+def seconds_of_import(*names: str) -> float:
+    """Return how long the last of some imports takes in a fresh process."""
+    start = 0.0
+    for name in names:
+        start = time.perf_counter()
+        __import__(name)
     return time.perf_counter() - start
 
 
 if __name__ == "__main__":
-    what, name, *sizes = sys.argv[1:]
-    print(memory(name, *map(int, sizes)) if what == "memory" else seconds_of_import(name))
+    what, name, *more = sys.argv[1:]
+    print(memory(name, *map(int, more)) if what == "memory" else seconds_of_import(name, *more))

@@ -116,6 +116,26 @@ def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert told.index("once: About once.") < told.index("short: About short.") < told.index("long: About long.")
 
 
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(("stopped_in", "kept"), [(3, []), (4, ["prefill"])])
+def test_a_run_that_is_stopped_keeps_what_has_its_laps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped_in: int, kept: list[str]
+) -> None:
+    begun = []
+
+    def rows(probe: Any) -> Any:
+        """One row."""
+        begun.append(1)
+        if len(begun) == stopped_in:
+            raise KeyboardInterrupt
+        yield timing.Case("a", {"cattn": list})
+
+    monkeypatch.setitem(groups.GROUPS, "prefill", rows)
+    monkeypatch.setattr(laps.Group, "settled", lambda self: False)
+    assert suite.main(["prefill", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 130
+    assert [path.stem for path in tmp_path.glob("*.json")] == kept
+
+
 def test_laps_go_on_until_ratios_settle() -> None:
     def measured(*ratios: float, seconds: float = 0.01) -> timing.Measured:
         laps = [{"cattn": timing.Timing([seconds]), "numpy": timing.Timing([r * seconds])} for r in ratios]

@@ -28,7 +28,8 @@
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
 /* every sum of products is one chain of FMAs for so many terms each, by their place: shorter chains, smaller errors */
 #define CATTN_CHAIN_TERMS 16
-/* P V goes by runs of so many keys of a block: that much of V stays in the nearest cache */
+/* P V goes by runs of so many keys of a block, added to the output one by one: that much of V stays in the nearest
+ * cache, and the order is law */
 #define CATTN_RUN_KEYS (CATTN_BLOCK_KEYS / 2)
 /* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
 #define CATTN_TILE_ROWS 96
