@@ -1,7 +1,7 @@
 """A process of its own for what cannot be measured twice in one: high-water marks and imports.
 
 python child.py memory cattn 12 4096 64  ->  bytes beyond inputs and output
-python child.py import numpy cattn       ->  seconds of the last one
+python child.py import numpy cattn       ->  seconds of the second one
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ def memory(name: str, heads: int, tokens: int, head_dim: int) -> int:
     return max(0, peak - own)
 
 
-def seconds_of_import(*names: str) -> float:
-    """Return how long the last of some imports takes in a fresh process."""
-    start = 0.0
-    for name in names:
-        start = time.perf_counter()
-        __import__(name)
+def seconds_of_import(before: str, name: str) -> float:
+    """Return how long an import takes in a fresh process, where another one came before."""
+    __import__(before)
+    start = time.perf_counter()
+    __import__(name)
     return time.perf_counter() - start
 
 
