@@ -15,25 +15,8 @@ import cattn
 Array = NDArray[Any]
 
 
-def exp_full(x: Array) -> Array:
-    """Return exp of x <= 0 as softmax computes it.
-
-    Beside a 0, a column far below is exp itself, for the sum is 1. Nearer to 0 a third column brings the sum to 2, and
-    the result to exactly half of exp: columns 1 and 5 are added first. The weight of column 0 tells that it did.
-    """
-    rows = np.full((x.size, 6), -np.inf, x.dtype)
-    rows[:, 0], rows[:, 1] = 0, x
-    near = x > np.log(np.finfo(x.dtype).eps) - 4
-    with np.errstate(divide="ignore"):
-        rows[near, 5] = np.log(-np.expm1(x[near].astype(np.float64)))
-    weights = cattn.softmax(rows)
-    assert (weights[:, 0] == np.where(near, 0.5, 1)).all(), "the sum is no power of two"
-    result: Array = weights[:, 1] / weights[:, 0]
-    return result
-
-
-def exp_lean(x: Array) -> Array:
-    """Return exp of x <= 0 as attention computes it: the weights of the gradients are exp(score - lse), undivided."""
+def exp(x: Array) -> Array:
+    """Return exp of x <= 0: the weights of the gradients are exp(score - lse), undivided."""
     one, keys = np.ones((1, 1), x.dtype), x[:, None]
     value, lse = np.zeros_like(keys), np.zeros(1, x.dtype)
     return cattn.attention_backward(one, one, keys, value, one, lse, scale=1.0).value[:, 0]

@@ -103,7 +103,7 @@ static void backward_begin(struct cattn_backward *b) {
 INLINE void weigh(real *score, real *grad, vf lse, vf delta, bool dropping, vm kept) {
     const vf zero = vf_set1(0), s = vf_loadu(score);
     const vm hidden = vf_eq(s, vf_set1(NEG_INF));
-    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, exp_lean(s - lse));
+    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, vf_exp(s - lse));
     if (dropping)
         dp = vf_select(kept, dp, zero);
     vf_storeu(grad, vf_select(hidden, zero, p * (dp - delta)));
@@ -387,7 +387,7 @@ static double backward_sink(struct cattn_backward *b) {
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         real weight;
-        vf_storeu_n(&weight, exp_lean(vf_set1((real)rows->sink[r]) - vf_loadu_n((const real *)b->lse + r, 1)), 1);
+        vf_storeu_n(&weight, vf_exp(vf_set1((real)rows->sink[r]) - vf_loadu_n((const real *)b->lse + r, 1)), 1);
         if (!is_neg_inf((real)rows->sink[r]) && row_sees_any_key(rows, r))
             vf_storeu_n(&sum, vf_fma(vf_set1(weight), vf_set1(((const real *)b->delta)[r]), vf_set1(sum)), 1);
     }

@@ -1,13 +1,11 @@
-/* exp.inc.h -- exponentials and the logarithm, the same bits on every instruction set.
+/* exp.inc.h -- exp, tanh and the logarithm, the same bits on every instruction set.
  *
- * Both exponentials take x <= 0, -inf or NaN: exp(0) is 1 and exp(-inf) is +0 exactly, NaN stays NaN, and what would
- * fall below the smallest normal number is +0. Reduction by powers of two with round-to-nearest through a magic number,
- * then a minimax polynomial (Remez, relative error, constant term pinned to 1).
+ * `vf_exp` is of x <= 0, -inf or NaN, and below 1 ULP: exp(0) is 1 and exp(-inf) is +0 exactly, NaN stays NaN, and what
+ * would fall below the smallest normal number is +0. `vf_tanh` is of any x, for softcap: at most 3 ULP, and 1.6 where
+ * it exceeds a half.
  *
- *   exp_lean   for attention: one constant, x*log2(e) - n in one rounding; the error grows with |x|, it is at most
- *              2.2 + 0.22|x| ULP in float32 and 1 + 0.13|x| in float64
- *   exp_full   for softmax: ln 2 in two parts; below 1 ULP over the whole range
- *   tanh_full  for softcap, of any x: built like exp_full; at most 3 ULP, 1.6 where it exceeds a half
+ * Reduction by powers of two with round-to-nearest through a magic number and ln 2 in two parts, then a minimax
+ * polynomial (Remez, relative error, the first two terms pinned to 1 and x).
  */
 
 #if REAL_BITS == 32
@@ -17,7 +15,6 @@
 #define EXP_LN2_HI 0x1.62e4p-1f /* 15 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.7f7d1cp-20f
 #define TANH_FAR (-1.125f) /* -2|x| where tanh is about 1/2 */
-static const real exp2_poly[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba12p-10f};
 static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e2p-7f, 0x1.6a2434p-10f};
 #else
 #define EXP_MAGIC 0x1.8p52
@@ -26,67 +23,50 @@ static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2
 #define EXP_LN2_HI 0x1.62e42fefa3800p-1 /* 42 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.ef35793c76730p-45
 #define TANH_FAR (-1.125)
-static const real exp2_poly[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c5a4p-3,  0x1.c6b08d7049fe8p-5,
-                                 0x1.3b2ab6fba011ap-7,  0x1.5d87fe78cd6d2p-10, 0x1.4309130ed8cbcp-13,
-                                 0x1.ffcbfba980214p-17, 0x1.62bfc79d4ee48p-20, 0x1.b5267ce1af2c9p-24,
-                                 0x1.e61b4f94c16bbp-28, 0x1.e79bb42bb9aa7p-32};
 static const real exp_poly[] = {1.0,
-                                0x1.0000000000000p-1,
-                                0x1.555555555555bp-3,
-                                0x1.5555555555503p-5,
-                                0x1.111111110ec5dp-7,
-                                0x1.6c16c16c3048ep-10,
-                                0x1.a01a01b37e392p-13,
-                                0x1.a01a01368efaap-16,
-                                0x1.71ddf020cad51p-19,
-                                0x1.27e5b4474932bp-22,
-                                0x1.af6be7ea4c9b9p-26,
-                                0x1.1e3d2b97d0eaap-29};
+                                0x1.000000000000ap-1,
+                                0x1.55555555554fap-3,
+                                0x1.555555555088dp-5,
+                                0x1.1111111127b92p-7,
+                                0x1.6c16c184261aap-10,
+                                0x1.a01a012a6bfd9p-13,
+                                0x1.a0199a17bfbb3p-16,
+                                0x1.71df253711dfap-19,
+                                0x1.28ad67da0addcp-22,
+                                0x1.ad7f7cfc0e86ep-26};
 #endif
 
-/* c[0] + r*(c[1] + ...), innermost first */
-INLINE vf horner(vf r, const real *c, int n) {
-    vf p = vf_set1(c[n - 1]);
+/* (e^r - 1) / r */
+INLINE vf exp_horner(vf r) {
+    int last = sizeof exp_poly / sizeof *exp_poly - 1;
+    vf p = vf_set1(exp_poly[last]);
 #pragma GCC unroll 16
-    for (int i = n - 2; i >= 0; i--)
-        p = vf_fma(p, r, vf_set1(c[i]));
+    for (int i = last - 1; i >= 0; i--)
+        p = vf_fma(p, r, vf_set1(exp_poly[i]));
     return p;
 }
 
-/* 1 + r*(c[0] + r*(c[1] + ...)) */
-INLINE vf horner_one(vf r, const real *c, int n) { return vf_fma(horner(r, c, n), r, vf_set1(1)); }
-
-INLINE vf exp_lean(vf x) {
-    const vf log2e = vf_set1(EXP_LOG2E), magic = vf_set1(EXP_MAGIC);
-    /* 1) n = nearest integer of x*log2(e) */
-    vf n = vf_fma(x, log2e, magic) - magic;
-    /* 2) r = x*log2(e) - n in [-1/2, 1/2], the product unrounded */
-    vf r = vf_fma(x, log2e, -n);
-    /* 3) 2^r 2^n; the select also covers x = -inf, where r is NaN */
-    vf p = horner_one(r, exp2_poly, sizeof exp2_poly / sizeof *exp2_poly);
-    return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_scale2(p, n));
-}
-
 /* x = n ln 2 + r, to more digits than x has */
-INLINE vf reduce_full(vf x, vf *n) {
+INLINE vf reduce(vf x, vf *n) {
     const vf magic = vf_set1(EXP_MAGIC);
     *n = vf_fma(x, vf_set1(EXP_LOG2E), magic) - magic;
     return vf_fma(*n, vf_set1(-EXP_LN2_LO), vf_fma(*n, vf_set1(-EXP_LN2_HI), x));
 }
 
-INLINE vf exp_full(vf x) {
-    vf n, r = reduce_full(x, &n);
-    vf p = horner_one(r, exp_poly, sizeof exp_poly / sizeof *exp_poly);
+INLINE vf vf_exp(vf x) {
+    vf n, r = reduce(x, &n);
+    vf p = vf_fma(exp_horner(r), r, vf_set1(1));
+    /* covers x = -inf, too, where r is NaN */
     return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_scale2(p, n));
 }
 
 /* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), for e keeps its digits; farther out
  * 1 - 2q / (2 + e), for q is small and so are its errors beside 1. */
-INLINE vf tanh_full(vf x) {
+INLINE vf vf_tanh(vf x) {
     const vf one = vf_set1(1), y = vf_max(vf_set1(EXP_CUT), vf_max(x, -x) * vf_set1(-2));
-    vf n, r = reduce_full(y, &n);
+    vf n, r = reduce(y, &n);
     const vf power = vf_scale2(one, n);
-    const vf m = horner(r, exp_poly, sizeof exp_poly / sizeof *exp_poly) * r;
+    const vf m = exp_horner(r) * r;
     const vf q = vf_fma(m, power, power), e = vf_fma(m, power, power - one);
     const vm far = vf_lt(y, vf_set1(TANH_FAR));
     vf t = vf_div(vf_select(far, q + q, e), e + vf_set1(2)); /* of -|x| */

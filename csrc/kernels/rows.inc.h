@@ -213,7 +213,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
 static real softmax_keys(real *score, int begin, int end, real shift) {
     real chain[CATTN_SUM_CHAINS] = {0};
     for (int k = begin; k < end; k += LANES)
-        vf_storeu(score + k, exp_lean(vf_loadu(score + k) - vf_set1(shift)));
+        vf_storeu(score + k, vf_exp(vf_loadu(score + k) - vf_set1(shift)));
     for (int k = begin; k < end; k += CATTN_SUM_CHAINS)
         for (int c = 0; c < CATTN_SUM_CHAINS; c++)
             chain[c] += score[k + c];

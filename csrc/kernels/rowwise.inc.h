@@ -75,12 +75,12 @@ static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t
         real *e = row->out_stride == 1 ? out : buffer;
         int64_t k = from;
         for (; k + LANES <= to; k += LANES) {
-            vf_storeu(e + (k - from), exp_full(softmax_load(row, k, LANES, masked) - shift));
+            vf_storeu(e + (k - from), vf_exp(softmax_load(row, k, LANES, masked) - shift));
             if (starts_line(k, sizeof(real)))
                 prefetch((uintptr_t)row->next, k, sizeof(real));
         }
         if (k < to)
-            vf_storeu_n(e + (k - from), exp_full(softmax_load(row, k, (int)(to - k), masked) - shift), (int)(to - k));
+            vf_storeu_n(e + (k - from), vf_exp(softmax_load(row, k, (int)(to - k), masked) - shift), (int)(to - k));
         total += sum_run(e, from, to - from);
         if (row->out_stride != 1)
             for (int64_t i = 0; i < to - from; i++)
@@ -126,7 +126,7 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
 static bool literal_works(const struct cattn_softmax_row *row, real max) {
     const vf inf = vf_set1((real)INFINITY);
     real largest[LANES]; /* of the visible exponentials; every lane the same */
-    vf_storeu(largest, exp_full(vf_set1(softmax_max(row, row->lo, row->hi, true) - max)));
+    vf_storeu(largest, vf_exp(vf_set1(softmax_max(row, row->lo, row->hi, true) - max)));
     if (!(largest[0] >= (real)0x1p-100))
         return false;
     for (int64_t k = 0; k < row->n; k += LANES) {

@@ -240,7 +240,7 @@ INLINE bool key_kept(const struct cattn_rows *rows, int r, int64_t key) {
 /* What softcap makes of raw scores. Out of line: it is long, and rarely asked for. */
 static __attribute__((noinline)) vf cap_score(vf score, double softcap) {
     const vf cap = vf_set1((real)softcap);
-    return cap * tanh_full(vf_div(score, cap));
+    return cap * vf_tanh(vf_div(score, cap));
 }
 
 /* What the derivative of softcap is where it has made this of a score. */
@@ -282,7 +282,7 @@ INLINE void update_max(struct cattn_rows *rows, int r) {
     vf shift = vf_select(vf_eq(now, vf_set1(NEG_INF)), vf_set1(0), now);
     vf_storeu(row_max, now);
     vf_storeu(block_max, shift);
-    vf_storeu((real *)rows->alpha + r, exp_lean(old - shift));
+    vf_storeu((real *)rows->alpha + r, vf_exp(old - shift));
 }
 
 /* Fixed tree over the eight chains of a block sum. */
@@ -317,7 +317,7 @@ static void chunk_merge(struct cattn_rows *rows) {
     for (int r0 = 0; r0 < rows->n_rows; r0 += LANES) {
         vf max1 = vf_loadu(m1 + r0), max2 = vf_loadu(m2 + r0), now = vf_max(max1, max2);
         vf shift = vf_select(vf_eq(now, vf_set1(NEG_INF)), vf_set1(0), now);
-        vf scale1 = exp_lean(max1 - shift), scale2 = exp_lean(max2 - shift);
+        vf scale1 = vf_exp(max1 - shift), scale2 = vf_exp(max2 - shift);
         vf_storeu(m1 + r0, now);
         vf_storeu(l1 + r0, vf_fma(vf_loadu(l2 + r0), scale2, vf_loadu(l1 + r0) * scale1));
         vf_storeu(a1, scale1);
@@ -369,7 +369,7 @@ static void finish_weights(const struct cattn_rows *rows, int r, real max, real 
     }
     for (int64_t k = lo; k < hi; k += LANES) {
         int n = (int)min64(LANES, hi - k);
-        vf p = exp_lean(load_strided(w + k * col, col, n) - shift);
+        vf p = vf_exp(load_strided(w + k * col, col, n) - shift);
         store_strided(w + k * col, col, p * factor, n);
     }
 }
@@ -386,8 +386,8 @@ static real take_sink(real sink, real *max, real *sum) {
     if (is_neg_inf(sink))
         return 1;
     real scale, own, now = sink > *max ? sink : *max;
-    vf_storeu_n(&scale, exp_lean(vf_set1(*max) - vf_set1(now)), 1);
-    vf_storeu_n(&own, exp_lean(vf_set1(sink) - vf_set1(now)), 1);
+    vf_storeu_n(&scale, vf_exp(vf_set1(*max) - vf_set1(now)), 1);
+    vf_storeu_n(&own, vf_exp(vf_set1(sink) - vf_set1(now)), 1);
     vf_storeu_n(sum, vf_fma(vf_set1(*sum), vf_set1(scale), vf_set1(own)), 1);
     *max = now;
     return scale;

@@ -214,7 +214,7 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
 #pragma GCC unroll 8
         for (int c = 0; c < CATTN_SUM_CHAINS; c++) {
             real *s = score + (k + c) * CATTN_TILE_ROWS;
-            vf w = exp_lean(vf_loadu(s) - shift);
+            vf w = vf_exp(vf_loadu(s) - shift);
             vf_storeu(s, w);
             sum[c] = sum[c] + w;
         }
