@@ -94,11 +94,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             measure(groups, found, compile_probe(Path(folder)))
+        if "scaling" in found.groups or not found.groups:
+            with cattn.num_threads(1):
+                scaling.run(found.output)
     except KeyboardInterrupt:
         return 130
-    if "scaling" in found.groups or not found.groups:
-        with cattn.num_threads(1):
-            scaling.run(found.output)
     if found.against:
         print("\n" + report.agreement(found.against, found.output, groups))
     if not found.no_plots:

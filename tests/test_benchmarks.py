@@ -136,6 +136,15 @@ def test_a_run_that_is_stopped_keeps_what_has_its_laps(
     assert [path.stem for path in tmp_path.glob("*.json")] == kept
 
 
+def test_a_stop_within_the_grid_of_sizes_is_a_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite.scaling, "interleave", stopped)
+    assert suite.main(["scaling", "-o", str(tmp_path), "--no-plots"]) == 130
+    assert not list(tmp_path.iterdir())
+
+
 def test_laps_go_on_until_ratios_settle() -> None:
     def measured(*ratios: float, seconds: float = 0.01) -> timing.Measured:
         laps = [{"cattn": timing.Timing([seconds]), "numpy": timing.Timing([r * seconds])} for r in ratios]
