@@ -173,7 +173,10 @@ static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *
     return array;
 }
 
-static bool is_half(const struct binding_state *state, int type) { return type == NPY_HALF || type == state->bfloat16; }
+/* Some users' types have no number of their own: theirs is -1, as bfloat16's is while it is unknown. */
+static bool is_half(const struct binding_state *state, int type) {
+    return type == NPY_HALF || (type >= 0 && type == state->bfloat16);
+}
 
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name) {
     if (PyArray_CheckExact(object)) {

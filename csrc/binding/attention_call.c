@@ -21,11 +21,18 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     for (int i = QUERY; i <= VALUE; i++) {
         if (args[i] == NULL)
             continue;
-        PyArrayObject *array = cattn_arg_floats(call->state, args[i], INPUT_NAMES[i]);
-        call->inputs[i] = array;
-        if (array == NULL)
+        call->inputs[i] = cattn_arg_floats(call->state, args[i], INPUT_NAMES[i]);
+        if (call->inputs[i] == NULL)
             return false;
-        const int nd = PyArray_NDIM(array);
+    }
+    call->stored = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
+    if (call->stored < 0)
+        return false;
+    call->type = cattn_arg_compute_type(call->stored);
+    call->params->dtype = cattn_arg_dtype(call->stored);
+    call->params->storage = cattn_arg_storage(call->stored);
+    for (int i = QUERY; i <= VALUE; i++) {
+        const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 2;
         if (nd < 2) {
             PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s), got %d", INPUT_NAMES[i],
                          i == QUERY ? "T_q, head_dim"
@@ -37,12 +44,6 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         if (nd > call->nd)
             call->nd = nd;
     }
-    call->stored = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
-    if (call->stored < 0)
-        return false;
-    call->type = cattn_arg_compute_type(call->stored);
-    call->params->dtype = cattn_arg_dtype(call->stored);
-    call->params->storage = cattn_arg_storage(call->stored);
     return true;
 }
 
@@ -188,21 +189,34 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     return true;
 }
 
+/* At once, as fill_inputs. */
+static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
+    struct cattn_attention_params *params = call->params;
+    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_lead, axes);
+    call->bias_nd = PyArray_NDIM(bias);
+    for (int axis = 0; call->bias_dims != NULL && axis < call->bias_nd; axis++)
+        call->bias_dims[axis] = PyArray_DIM(bias, axis);
+}
+
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
     const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
     params->attn_mask.data = NULL;
     params->n_bias = 0;
+    call->bias_nd = -1;
     if (args[ARG_ATTN_MASK] != Py_None) {
         PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_ATTN_MASK], "attn_mask", CATTN_MASK_ANY, call->type,
                                              call->nd, call->dims);
         call->inputs[ATTN_MASK] = mask;
         if (mask == NULL)
             return false;
-        const bool boolean = PyArray_TYPE(mask) == NPY_BOOL;
-        if (!boolean && !cattn_arg_warn_binary(mask, "attn_mask", call->stacklevel))
-            return false;
-        cattn_tensor_from(boolean ? &params->attn_mask : &params->bias[params->n_bias++], mask, call->n_lead, axes);
+        if (PyArray_TYPE(mask) == NPY_BOOL) {
+            cattn_tensor_from(&params->attn_mask, mask, call->n_lead, axes);
+        } else {
+            take_bias(call, mask, axes);
+            if (!cattn_arg_warn_binary(mask, "attn_mask", call->stacklevel))
+                return false;
+        }
     }
     if (args[ARG_BIAS] != Py_None) {
         PyArrayObject *bias =
@@ -210,7 +224,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         call->inputs[BIAS] = bias;
         if (bias == NULL)
             return false;
-        cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_lead, axes);
+        take_bias(call, bias, axes);
     }
     return true;
 }

@@ -52,9 +52,11 @@ struct cattn_call {
     int type;      /* NumPy's number, of what is computed in */
     int stored;    /* the same of query, key, value, out and weights */
     int n_lead;
-    npy_intp kv_heads; /* of key and value, 1 without heads */
-    int nd;            /* of dims */
-    npy_intp *dims;    /* (*lead, [H], T_q, T_k) */
+    npy_intp kv_heads;   /* of key and value, 1 without heads */
+    int nd;              /* of dims */
+    npy_intp *dims;      /* (*lead, [H], T_q, T_k) */
+    npy_intp *bias_dims; /* room for the shape of what a gradient may be asked of, or NULL */
+    int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };
 
 /* Arrays, sizes, masks, ranges and numbers into params; outputs and rng are not looked at. */

@@ -127,7 +127,7 @@ static int overlap(struct binding_state *state, PyArrayObject *a, struct extent 
 
 /* Every element at the same place: what is read is overwritten only by its own result. Shapes and types are one. */
 static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
-    return PyArray_DATA(a) == PyArray_DATA(b) &&
+    return PyArray_DATA(a) == PyArray_DATA(b) && PyArray_NDIM(a) == PyArray_NDIM(b) &&
            PyArray_CompareLists(PyArray_STRIDES(a), PyArray_STRIDES(b), PyArray_NDIM(a));
 }
 
@@ -158,7 +158,7 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
     if (!check_type(state, given, spec) || !check_shape(array, spec))
         return false;
     const int temporary = needs_temporary(state, array, spec);
-    if (temporary < 0)
+    if (temporary < 0 || !check_shape(array, spec)) /* again: that may have run Python code, which might change it */
         return false;
     Py_INCREF(given);
     output->given = array;

@@ -17,6 +17,7 @@ struct backward {
     PyArrayObject *given[N_GIVEN];         /* owned, or NULL */
     PyArrayObject *gradients[N_GRADIENTS]; /* owned, or NULL: not asked for */
     npy_intp dims[NPY_MAXDIMS];            /* of the call */
+    npy_intp bias_dims[NPY_MAXDIMS];
 };
 
 /* ---- what the forward pass gave ---- */
@@ -89,23 +90,21 @@ static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dim
 }
 
 /* The gradient of the bias, summed over the rows or the columns of the scores where it has but one. */
-static bool make_bias_gradient(struct backward *b, PyObject *const *args) {
+static bool make_bias_gradient(struct backward *b) {
     struct cattn_call *call = &b->call;
-    PyArrayObject *bias = args[ARG_BIAS] != Py_None ? call->inputs[BIAS] : call->inputs[ATTN_MASK];
     b->params.grad_bias.data = NULL;
     b->params.bias_sum = CATTN_BIAS_NO_SUM;
-    if (bias == NULL || PyArray_TYPE(bias) == NPY_BOOL)
+    if (call->bias_nd < 0)
         return true;
-    const int own = PyArray_NDIM(bias), nd = call->nd;
+    const int own = call->bias_nd, nd = call->nd;
     const int axes = (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | CATTN_AXIS_COL;
-    const bool one_row = own < 2 || PyArray_DIM(bias, own - 2) == 1,
-               one_col = own < 1 || PyArray_DIM(bias, own - 1) == 1;
+    const bool one_row = own < 2 || call->bias_dims[own - 2] == 1, one_col = own < 1 || call->bias_dims[own - 1] == 1;
     if (one_row && call->params->seqlen_q != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_ROWS;
     else if (one_col && call->params->seqlen_k != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_COLS;
     else
-        return make_gradient(b, GRAD_BIAS, own, PyArray_DIMS(bias), &b->params.grad_bias, axes);
+        return make_gradient(b, GRAD_BIAS, own, call->bias_dims, &b->params.grad_bias, axes);
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
     dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
@@ -128,7 +127,7 @@ static bool make_gradients(struct backward *b, PyObject *const *args) {
     if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, axes))
         return false;
     dims[nd - 1] = (npy_intp)params->d_v;
-    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, axes) || !make_bias_gradient(b, args))
+    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, axes) || !make_bias_gradient(b))
         return false;
     b->params.grad_sinks.data = NULL;
     memcpy(dims, call->dims, (size_t)call->n_lead * sizeof *dims);
@@ -177,8 +176,11 @@ PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, P
     PyObject *result = NULL;
     if (!cattn_error_count("attention_backward", n_args, N_BACKWARD))
         return NULL;
-    b.call = (struct cattn_call){
-        .state = cattn_state(module), .params = params, .stacklevel = CATTN_BEHIND_PYTHON, .dims = b.dims};
+    b.call = (struct cattn_call){.state = cattn_state(module),
+                                 .params = params,
+                                 .stacklevel = CATTN_BEHIND_PYTHON,
+                                 .dims = b.dims,
+                                 .bias_dims = b.bias_dims};
     memset(b.given, 0, sizeof b.given);
     memset(b.gradients, 0, sizeof b.gradients);
     if (!cattn_call_parse(&b.call, args) || !check_rng(&b, args[ARG_RNG]))
@@ -215,22 +217,19 @@ static bool run_softmax(struct cattn_softmax_backward_params *params, PyArrayObj
     return cattn_error_status(cattn_compute(brief, &params->poll, compute_softmax, params));
 }
 
-static void fill_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs,
-                         PyArrayObject *out) {
-    const int nd = PyArray_NDIM(out);
-    params->dtype = PyArray_TYPE(out) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+/* At once after their sizes: what runs Python code comes later, and might change the arrays. */
+static void fill_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
+                         const npy_intp *dims) {
+    params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
     params->n_lead = nd - 1;
     params->n_rows = 1;
     for (int axis = 0; axis < nd - 1; axis++) {
-        params->lead_shape[axis] = PyArray_DIM(out, axis);
-        params->n_rows *= PyArray_DIM(out, axis);
+        params->lead_shape[axis] = dims[axis];
+        params->n_rows *= dims[axis];
     }
-    params->n_cols = PyArray_DIM(out, nd - 1);
+    params->n_cols = dims[nd - 1];
     cattn_tensor_rows(&params->grad, inputs[0], nd, nd - 1);
     cattn_tensor_rows(&params->weights, inputs[1], nd, nd - 1);
-    cattn_tensor_rows(&params->out, out, nd, nd - 1);
-    if (params->n_cols == 1)
-        params->grad.col = params->weights.col = params->out.col = 1;
 }
 
 /* softmax_backward(grad_out, weights, scale, out) over the last axis; at least one dimension */
@@ -248,9 +247,9 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         if (inputs[i] == NULL)
             goto done;
     }
-    const int nd = PyArray_NDIM(inputs[1]), type = cattn_arg_promote(state, inputs, 2);
-    if (type < 0 || !check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])) ||
-        !cattn_arg_scale(args[2], type, &params.scale))
+    const int type = cattn_arg_promote(state, inputs, 2), nd = PyArray_NDIM(inputs[1]);
+    npy_intp dims[NPY_MAXDIMS];
+    if (type < 0 || !check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])))
         goto done;
     if (type != cattn_arg_compute_type(type)) {
         PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");
@@ -260,17 +259,23 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
         goto done;
     }
+    memcpy(dims, PyArray_DIMS(inputs[1]), (size_t)nd * sizeof *dims);
+    fill_softmax(&params, inputs, nd, dims);
+    if (!cattn_arg_scale(args[2], type, &params.scale))
+        goto done;
     const bool first = args[3] == (PyObject *)inputs[0]; /* in place of one or the other */
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = type,
                                            .nd = nd,
-                                           .dims = PyArray_DIMS(inputs[1]),
+                                           .dims = dims,
                                            .inputs = inputs,
                                            .n_inputs = 2,
                                            .in_place = inputs[first ? 0 : 1]};
     if (!cattn_arg_output(state, args[3], &spec, &output))
         goto done;
-    fill_softmax(&params, inputs, output.array);
+    cattn_tensor_rows(&params.out, output.array, nd, nd - 1);
+    if (params.n_cols == 1)
+        params.grad.col = params.weights.col = params.out.col = 1;
     if (run_softmax(&params, output.array) && cattn_output_finish(&output))
         result = cattn_output_result(&output);
 done:

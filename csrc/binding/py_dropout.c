@@ -9,22 +9,61 @@ struct call {
     struct cattn_dropout_params *params;
     PyArrayObject *x;
     struct cattn_output output, mask;
+    int nd;         /* of x */
+    npy_intp *dims; /* the same: one element in a row where x has no axis */
 };
 
+/* At once: what runs Python code comes later, and might change the array. */
+static void take_x(struct call *call) {
+    struct cattn_dropout_params *params = call->params;
+    call->nd = PyArray_NDIM(call->x);
+    for (int axis = 0; axis < call->nd; axis++)
+        call->dims[axis] = PyArray_DIM(call->x, axis);
+    if (call->nd == 0)
+        call->dims[0] = 1;
+    const int nd = call->nd > 0 ? call->nd : 1;
+    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
+    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
+    params->n_lead = nd - 1;
+    for (int axis = 0; axis < nd - 1; axis++)
+        params->lead_shape[axis] = call->dims[axis];
+    params->n_cols = call->dims[nd - 1];
+    params->n_rows = PyArray_SIZE(call->x);
+    if (params->n_cols > 0)
+        params->n_rows /= params->n_cols;
+    cattn_tensor_rows(&params->x, call->x, nd, nd - 1);
+    if (params->n_cols == 1)
+        params->x.col = 1;
+}
+
+/* As take_x. */
+static void take_output(const struct call *call, const struct cattn_output *output, struct cattn_tensor *tensor) {
+    const int nd = call->nd > 0 ? call->nd : 1;
+    cattn_tensor_rows(tensor, output->array, nd, nd - 1);
+    if (call->params->n_cols == 1)
+        tensor->col = 1;
+}
+
 static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
-    const int type = PyArray_TYPE(call->x);
     struct cattn_output_spec spec = {.name = "out",
-                                     .type = type,
-                                     .nd = PyArray_NDIM(call->x),
-                                     .dims = PyArray_DIMS(call->x),
+                                     .type = PyArray_TYPE(call->x),
+                                     .nd = call->nd,
+                                     .dims = call->dims,
                                      .inputs = &call->x,
                                      .n_inputs = 1,
                                      .in_place = call->x};
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
+    take_output(call, &call->output, &call->params->out);
+    call->params->mask.data = NULL;
+    if (!return_mask)
+        return true;
     spec.name = "mask";
     spec.type = NPY_BOOL;
-    return !return_mask || cattn_arg_output(call->state, NULL, &spec, &call->mask);
+    if (!cattn_arg_output(call->state, NULL, &spec, &call->mask))
+        return false;
+    take_output(call, &call->mask, &call->params->mask);
+    return true;
 }
 
 /* Nothing is dropped: the result is a copy, the mask all True. */
@@ -41,25 +80,8 @@ static enum cattn_status compute(const void *params) { return cattn_dropout(para
 
 static bool run(struct call *call) {
     struct cattn_dropout_params *params = call->params;
-    const int nd = PyArray_NDIM(call->x) > 0 ? PyArray_NDIM(call->x) : 1;
-    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
-    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
-    params->n_lead = nd - 1;
-    for (int axis = 0; axis < nd - 1; axis++)
-        params->lead_shape[axis] = PyArray_DIM(call->x, axis);
-    params->n_cols = PyArray_NDIM(call->x) > 0 ? PyArray_DIM(call->x, nd - 1) : 1;
-    params->n_rows = PyArray_SIZE(call->x);
-    if (params->n_cols > 0)
-        params->n_rows /= params->n_cols;
-    cattn_tensor_rows(&params->x, call->x, nd, nd - 1);
-    cattn_tensor_rows(&params->out, call->output.array, nd, nd - 1);
-    params->mask.data = NULL;
-    if (call->mask.array != NULL)
-        cattn_tensor_rows(&params->mask, call->mask.array, nd, nd - 1);
-    if (params->n_cols == 1)
-        params->x.col = params->out.col = params->mask.col = 1;
     params->num_threads = cattn_get_num_threads();
-    const bool brief = PyArray_SIZE(call->x) <= CATTN_GIL_ELEMENTS;
+    const bool brief = params->n_rows * params->n_cols <= CATTN_GIL_ELEMENTS;
     const enum cattn_status status = cattn_compute(brief, &params->poll, compute, params);
     return cattn_error_status(status) && cattn_output_finish(&call->output);
 }
@@ -82,13 +104,17 @@ static bool draw_and_run(struct call *call, PyObject *rng) {
 /* dropout(x, p, training, rng, return_mask, out) */
 PyObject *cattn_dropout_body(PyObject *module, PyObject *const *args, int Py_UNUSED(stacklevel)) {
     struct cattn_dropout_params params;
-    struct call call = {.state = cattn_state(module), .params = &params};
+    npy_intp dims[NPY_MAXDIMS];
+    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
     bool training, return_mask;
     PyObject *result = NULL;
     call.x = cattn_arg_floats(call.state, args[0], "x");
-    if (call.x == NULL || !cattn_dropout_spec_from(args[1], "p", &params.dropout) ||
-        !cattn_arg_flag(args[2], "training", &training) || !cattn_rng_check(args[3]) ||
-        !cattn_arg_flag(args[4], "return_mask", &return_mask) || !make_outputs(&call, args[5], return_mask))
+    if (call.x == NULL)
+        return NULL;
+    take_x(&call);
+    if (!cattn_dropout_spec_from(args[1], "p", &params.dropout) || !cattn_arg_flag(args[2], "training", &training) ||
+        !cattn_rng_check(args[3]) || !cattn_arg_flag(args[4], "return_mask", &return_mask) ||
+        !make_outputs(&call, args[5], return_mask))
         goto done;
     if (!training || !params.dropout.enabled) {
         if (!copy(&call))

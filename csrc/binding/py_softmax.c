@@ -15,6 +15,7 @@ struct call {
     struct cattn_range_args ranges;
     struct cattn_output output;
     int type, axis;
+    int own_nd;     /* of x */
     int nd;         /* at least 1: a 0-d array is one element in a row */
     npy_intp *dims; /* of x, nd of them */
 };
@@ -25,7 +26,7 @@ static bool parse_x(struct call *call, PyObject *object, const char *name) {
     if (x == NULL)
         return false;
     call->type = PyArray_TYPE(x);
-    call->nd = PyArray_NDIM(x);
+    call->nd = call->own_nd = PyArray_NDIM(x);
     for (int axis = 0; axis < call->nd; axis++)
         call->dims[axis] = PyArray_DIM(x, axis);
     if (call->nd == 0)
@@ -49,8 +50,7 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
         take_axis(call, (int)(axis < 0 ? axis + call->nd : axis));
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "axis %R is out of bounds for %s with %d dimensions", object, name,
-                 PyArray_NDIM(call->inputs[X]));
+    PyErr_Format(PyExc_ValueError, "axis %R is out of bounds for %s with %d dimensions", object, name, call->own_nd);
     return false;
 }
 
@@ -73,8 +73,7 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
     if (call->nd < 2) {
         if (params->is_causal)
             PyErr_Format(PyExc_ValueError,
-                         "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d",
-                         PyArray_NDIM(call->inputs[X]));
+                         "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d", call->own_nd);
         return !params->is_causal;
     }
     const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
@@ -91,7 +90,7 @@ static bool make_output(struct call *call, PyObject *out) {
     struct cattn_softmax_params *params = call->params;
     const struct cattn_output_spec spec = {.name = "out",
                                            .type = call->type,
-                                           .nd = PyArray_NDIM(call->inputs[X]),
+                                           .nd = call->own_nd,
                                            .dims = call->dims,
                                            .inputs = call->inputs,
                                            .n_inputs = N_INPUTS,
@@ -170,7 +169,7 @@ PyObject *cattn_masked_softmax_body(PyObject *module, PyObject *const *args, int
     npy_intp dims[NPY_MAXDIMS];
     struct call call = {.state = cattn_state(module), .params = &params, .stacklevel = stacklevel, .dims = dims};
     bool parsed = parse_x(&call, args[0], "scores");
-    if (parsed && PyArray_NDIM(call.inputs[X]) == 0) {
+    if (parsed && call.own_nd == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
         parsed = false;
     }
