@@ -248,7 +248,7 @@ bool cattn_release(void);
 /* Forks between this process and the one that loaded us. In the child, locks and conditions from before may be held, or
  * waited at, by threads that it does not have. */
 unsigned cattn_fork_count(void);
-/* Is `thread`, a pthread_t of when there had been fork_count forks, one that the last fork has left behind? */
+/* Is `thread`, a pthread_t of when there had been fork_count forks, one that a fork has left behind since? */
 bool cattn_left_behind(unsigned long thread, unsigned fork_count);
 
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -211,14 +212,21 @@ def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], No
 DRAW, OF_DOUBLES = (1 << 24,), {"dtype": np.float64}
 
 
-def test_a_generator_of_a_thread_that_the_child_lacks() -> None:
-    """The child draws on from where the generator was before the draw that it does not have."""
+@pytest.mark.parametrize("forks_again", [False, True])
+def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None:
+    """The child, or its child, draws on from where the generator was before the draw that it does not have."""
     generator = cattn.TorchGenerator(1)
     expected = generator.get_state()
     seen: list[Any] = []
 
-    def in_new_thread() -> None:
-        seen.append(generator.get_state())
+    def in_new_thread() -> None:  # may well get the name of the one that is gone
+        pid = os.fork() if forks_again else 0
+        if pid:
+            os._exit(finish(pid) & 0xFF)
+        signal.alarm(20)
+        with contextlib.suppress(RuntimeError):
+            seen.append(generator.get_state())
+        os._exit(0 if seen and (seen[0] == expected).all() else 3)
 
     for _ in range(60):  # until a fork is in the middle of a draw: the machine may be busy
         drawing = threading.Thread(target=generator.manual_seed(1).randn, args=DRAW, kwargs=OF_DOUBLES)
@@ -226,10 +234,10 @@ def test_a_generator_of_a_thread_that_the_child_lacks() -> None:
         time.sleep(0.03)
         pid = os.fork()
         if pid == 0:
-            thread = threading.Thread(target=in_new_thread)  # may well get the name of the one that is gone
+            thread = threading.Thread(target=in_new_thread)
             thread.start()
             thread.join()
-            os._exit(0 if (seen[0] == expected).all() else 3)
+            os._exit(4)
         in_the_middle = drawing.is_alive()
         drawing.join()
         code = finish(pid)

@@ -81,6 +81,15 @@ def test_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
+def test_the_range_of_a_uniform_draw(dtype: type, mode: str) -> None:
+    """It is checked as it will be drawn: 3.4028235e38 is float32's largest number, or rounds to inf."""
+    right = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
+    with floating_point_mode(mode):
+        result = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
+    assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
 def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
     x = normal(300, dtype=dtype)
     x[:50] *= 1e-39 if dtype == np.float32 else 1e-309

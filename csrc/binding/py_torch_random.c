@@ -9,6 +9,7 @@
 #include "error.h"
 
 #include <math.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "../core/cpu_features.h"
@@ -20,7 +21,7 @@
 struct stream {
     PyObject_HEAD PyThread_type_lock lock;
     atomic_ulong owner;     /* the thread that draws, or 0 */
-    atomic_uint fork_count; /* when it began */
+    atomic_uint fork_count; /* when it began, or the last one ended */
     struct cattn_torch_random random;
 };
 
@@ -36,14 +37,17 @@ bool cattn_torch_check(const struct binding_state *state, PyObject *rng) {
  * The numbers are those from before that draw. The lost thread may have had the lock, but not yet put its name there.
  */
 static void free_from_lost_owner(struct stream *self) {
-    const unsigned long owner = atomic_load(&self->owner);
-    unsigned fork_count = atomic_load(&self->fork_count);
-    if (cattn_left_behind(owner, fork_count) &&
-        atomic_compare_exchange_strong(&self->fork_count, &fork_count, cattn_fork_count())) {
+    const unsigned now = cattn_fork_count(), freeing = ~now;
+    unsigned began = atomic_load(&self->fork_count);
+    if (began != freeing && cattn_left_behind(atomic_load(&self->owner), began) &&
+        atomic_compare_exchange_strong(&self->fork_count, &began, freeing)) {
         atomic_store(&self->owner, 0);
         (void)PyThread_acquire_lock(self->lock, NOWAIT_LOCK); /* now it is locked in any case */
         PyThread_release_lock(self->lock);
+        atomic_store(&self->fork_count, now);
     }
+    while (atomic_load(&self->fork_count) == freeing) /* another thread: it must not release a lock that we took */
+        sched_yield();
 }
 
 static bool try_lock(struct stream *self, unsigned long me, PY_TIMEOUT_T microseconds) {
@@ -82,6 +86,7 @@ void cattn_torch_end(PyObject *stream, const struct cattn_torch_random *random) 
     struct stream *self = self_of(stream);
     if (random != NULL)
         self->random = *random;
+    atomic_store(&self->fork_count, cattn_fork_count()); /* a fork during the draw: who waits has nothing to free */
     atomic_store(&self->owner, 0);
     PyThread_release_lock(self->lock);
 }
@@ -135,9 +140,11 @@ static bool bounds(PyObject *low, PyObject *high, struct cattn_torch_fill *fill)
         PyErr_Format(PyExc_ValueError, "low must not be above high, got low=%S and high=%S", low, high);
         return false;
     }
+    const unsigned mode = cattn_fp_enter(); /* as it will be drawn */
     const bool fits = fill->dtype == CATTN_F32 ? isfinite((float)fill->low) && isfinite((float)fill->high) &&
                                                      isfinite((float)fill->high - (float)fill->low)
                                                : isfinite(fill->high - fill->low);
+    cattn_fp_leave(mode);
     if (!fits)
         PyErr_Format(PyExc_ValueError, "low=%S to high=%S is too wide for %s", low, high,
                      fill->dtype == CATTN_F32 ? "float32" : "float64");

@@ -73,8 +73,9 @@ static struct {
     cpu_set_t placed; /* the processors that workers may use, once avoided_cpu is known */
 #endif
     bool quit;
-    unsigned fork_count; /* forks between this process and the one that loaded us */
-    pthread_t survivor;  /* the thread that made the last of them */
+    unsigned fork_count;     /* forks between this process and the one that loaded us */
+    pthread_t survivor;      /* the thread that made the last of them */
+    unsigned survivor_since; /* and how many there had been when it was born */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .avoided_cpu = AVOIDS_NONE};
 
 static pthread_once_t pool_once = PTHREAD_ONCE_INIT;
@@ -124,9 +125,15 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&pool.lock); }
 /* The other threads are gone, and with them whoever owned the pool. The mutex is this thread's to unlock; the condition
  * variables remember waiters that no longer exist and are made anew. The scratch is kept for the next workers. */
 static void after_fork_child(void) {
+    static _Thread_local bool survived; /* an earlier fork; else it was born since: a lost thread's name comes again */
+    static _Thread_local unsigned since;
+    if (!survived)
+        since = pool.fork_count;
+    survived = true;
     if (pool.job != NULL)
         atomic_store_explicit(&pool.job->stop, true, memory_order_relaxed);
     pool.survivor = pthread_self();
+    pool.survivor_since = since;
     pool.n_workers = 0;
     pool.job = NULL;
     pool.open_seats = 0;
@@ -149,7 +156,8 @@ unsigned cattn_fork_count(void) {
 }
 
 bool cattn_left_behind(unsigned long thread, unsigned fork_count) {
-    return fork_count != cattn_fork_count() && thread != (unsigned long)pool.survivor;
+    const bool survivor = thread == (unsigned long)pool.survivor && fork_count >= pool.survivor_since;
+    return fork_count != cattn_fork_count() && !survivor;
 }
 
 /* ---- the pool's owner ---- */
