@@ -48,7 +48,7 @@ static const struct table tables[] = {
 
 enum { N_TABLES = sizeof tables / sizeof *tables };
 
-/* Written at import and by tests; a call reads it once. */
+/* Written at import and by tests. A call reads its table once; variants.h asks again, for the same bits. */
 static atomic_int current;
 
 int cattn_isa_count(void) { return N_TABLES; }

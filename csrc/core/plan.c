@@ -38,7 +38,7 @@ bool cattn_plan_copies(const struct cattn_attention_params *p, const struct catt
 }
 
 bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
-    /* no array has as many elements of its own; so scratch of a block of rows is a sum of products below 2^58 */
+    /* no array has as many elements of its own; so scratch of a block of rows is a sum of few products below 2^59 */
     const int64_t most = (int64_t)1 << 48;
     const double rows = (double)p->n_batch * (double)p->num_heads * ((double)p->seqlen_q + CATTN_TILE_ROWS);
     const double pairs = rows * ((double)p->seqlen_k + CATTN_BLOCK_KEYS);

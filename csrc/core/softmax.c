@@ -179,8 +179,14 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
 
 /* ---- gradients ---- */
 
+struct gradient_run {
+    const struct cattn_softmax_backward_params *params;
+    const struct cattn_kernels *kernels;
+};
+
 static void gradient_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct cattn_softmax_backward_params *p = context;
+    const struct gradient_run *run = context;
+    const struct cattn_softmax_backward_params *p = run->params;
     const size_t element = cattn_element_size(p->dtype);
     const int64_t each = cattn_rows_per_task(p->n_cols), last = (task + 1) * each;
     (void)worker;
@@ -195,7 +201,7 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
             .out_stride = p->out.col,
             .scale = p->scale,
         };
-        cattn_kernels_for(p->dtype)->softmax_gradient(&args);
+        run->kernels->softmax_gradient(&args);
     }
 }
 
@@ -203,6 +209,6 @@ enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_par
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));
-    struct cattn_softmax_backward_params run = *p;
+    struct gradient_run run = {.params = p, .kernels = cattn_kernels_for(p->dtype)};
     return cattn_parallel_for(n_tasks, p->num_threads, 0, gradient_task, &run, &p->poll);
 }

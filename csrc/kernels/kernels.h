@@ -3,7 +3,7 @@
  *
  * A driver owns a struct cattn_rows: some rows (queries of one key-value head) on their way past the keys. It calls
  *
- *     pack_query                         once: the scaled queries, in the layout of its path
+ *     pack_query_tile | pack_query_rows  once: the scaled queries, in the layout of its path
  *     chunk_begin                        at each key chunk
  *       tile_block | rows_block          for each key block of the chunk: scores, masks, softmax, P V
  *     chunk_merge                        folds the chunk into what came before

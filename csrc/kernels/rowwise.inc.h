@@ -1,6 +1,6 @@
 /* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
  *
- * Softmax takes the accurate exponential. Its sum is kept in eight chains by column index for each run of SUM_RUN
+ * The sum of a softmax is kept in eight chains by column index for each run of SUM_RUN
  * columns, a fixed tree a run, runs added in order; columns out of range add nothing, so a row's bits do not depend on
  * what lies outside. Every weight is divided, not multiplied by a reciprocal.
  */

@@ -95,7 +95,8 @@ def explain(
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument are those of `scaled_dot_product_attention`; those that change nothing in how it
-        is computed are not asked for.
+        is computed are not asked for. Nor are two that make a "split" call one of "rows": a `TorchGenerator` for its
+        dropout, and weights of float16 or bfloat16 beside the output.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
