@@ -9,25 +9,27 @@ struct call {
     struct cattn_dropout_params *params;
     PyArrayObject *x;
     struct cattn_output output, mask;
-    int nd;         /* of x */
-    npy_intp *dims; /* the same: one element in a row where x has no axis */
+    int own_nd;     /* of x */
+    int nd;         /* at least 1: a 0-d array is one element in a row */
+    npy_intp *dims; /* of x, nd of them */
 };
 
 /* At once: what runs Python code comes later, and might change the array. */
 static void take_x(struct call *call) {
     struct cattn_dropout_params *params = call->params;
-    call->nd = PyArray_NDIM(call->x);
-    for (int axis = 0; axis < call->nd; axis++)
-        call->dims[axis] = PyArray_DIM(call->x, axis);
-    if (call->nd == 0)
-        call->dims[0] = 1;
-    const int nd = call->nd > 0 ? call->nd : 1;
+    int nd = call->own_nd = PyArray_NDIM(call->x);
+    params->n_cols = 1;
+    for (int axis = 0; axis < nd; axis++) {
+        call->dims[axis] = params->n_cols = PyArray_DIM(call->x, axis);
+        if (axis < nd - 1)
+            params->lead_shape[axis] = call->dims[axis];
+    }
+    if (nd == 0)
+        call->dims[nd++] = 1;
+    call->nd = nd;
     params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
     params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
     params->n_lead = nd - 1;
-    for (int axis = 0; axis < nd - 1; axis++)
-        params->lead_shape[axis] = call->dims[axis];
-    params->n_cols = call->dims[nd - 1];
     params->n_rows = PyArray_SIZE(call->x);
     if (params->n_cols > 0)
         params->n_rows /= params->n_cols;
@@ -38,8 +40,7 @@ static void take_x(struct call *call) {
 
 /* As take_x. */
 static void take_output(const struct call *call, const struct cattn_output *output, struct cattn_tensor *tensor) {
-    const int nd = call->nd > 0 ? call->nd : 1;
-    cattn_tensor_rows(tensor, output->array, nd, nd - 1);
+    cattn_tensor_rows(tensor, output->array, call->nd, call->nd - 1);
     if (call->params->n_cols == 1)
         tensor->col = 1;
 }
@@ -47,7 +48,7 @@ static void take_output(const struct call *call, const struct cattn_output *outp
 static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
     struct cattn_output_spec spec = {.name = "out",
                                      .type = PyArray_TYPE(call->x),
-                                     .nd = call->nd,
+                                     .nd = call->own_nd,
                                      .dims = call->dims,
                                      .inputs = &call->x,
                                      .n_inputs = 1,
