@@ -193,12 +193,15 @@ def softmaxes(dtype: Any) -> Iterator[Case]:
 # ---- attention -----------------------------------------------------------------------------------------------------
 def by_cattn(
     query: Array, key: Array, value: Array, grad_out: Array, bias: Array | None = None, *,
-    causal: bool = False, softcap: float | None = None,
+    causal: bool = False, softcap: float | None = None, double_lse: bool = True,
 ) -> Results:  # fmt: skip
-    """Measure cattn.scaled_dot_product_attention and cattn.attention_backward."""
+    """Measure cattn.scaled_dot_product_attention and, with the log-sum-exp in float64, cattn.attention_backward."""
     options: dict[str, Any] = {"is_causal": "upper_left" if causal else False, "softcap": softcap, "bias": bias}
     result = cattn.scaled_dot_product_attention(query, key, value, need_weights=True, return_lse=True, **options)
-    grads = cattn.attention_backward(grad_out, query, key, value, result.out, result.lse, **options)
+    exact = cattn.AttentionOutput(lse=np.empty(query.shape[:-1]))
+    cattn.scaled_dot_product_attention(query, key, value, return_lse=True, out=exact, **options)
+    lse = exact.lse if double_lse else result.lse
+    grads = cattn.attention_backward(grad_out, query, key, value, result.out, lse, **options)
     found = {"out": result.out, "weights": result.weights, "lse": result.lse}
     found |= {"dQ": grads.query, "dK": grads.key, "dV": grads.value}
     return found if bias is None else found | {"dbias": grads.bias}

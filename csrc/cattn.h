@@ -75,6 +75,7 @@ struct cattn_ranges {
 
 struct cattn_attention_params {
     enum cattn_dtype dtype;     /* computed in; of bias, slopes, sinks and lse */
+    bool double_lse;            /* lse is float64, whatever the dtype: with the digits that float32 has no room for */
     enum cattn_storage storage; /* of query, key, value, out and weights */
     int n_lead;
     int64_t lead_shape[CATTN_MAX_LEAD];

@@ -104,6 +104,8 @@ def attention(data: Bytes) -> dict[str, Any]:
         call[name] = data.chance(4)
     if data.chance(3):
         call["out"] = s.outputs()
+    elif call["return_lse"] and data.chance(2):
+        call["out"] = cattn.AttentionOutput(lse=s.out(*s.lead, *s.heads, s.T_q, dtype=np.float64))
     return call
 
 
@@ -130,7 +132,7 @@ def backward(data: Bytes) -> dict[str, Any]:
     call = s.attention()
     if "dropout_p" in call:
         call["rng"] = data.pick((5, cattn.TorchGenerator(3)))
-    lse = s.make(*s.lead, *s.heads, s.T_q, dtype=s.compute)
+    lse = s.make(*s.lead, *s.heads, s.T_q, dtype=np.float64 if data.chance(3) else s.compute)
     shape = (*s.lead, *s.heads, s.T_q, s.D_v)
     return call | {"grad_out": s.make(*shape), "out": s.make(*shape), "lse": lse}
 

@@ -119,8 +119,9 @@ INPUTS = {
 GRADIENTS = ("dQ", "dK", "dV", "dbias")
 SAME = 1.1, 2.0
 # Gradients without the matrix of weights know each row by its log-sum-exp and the product of its output with the
-# gradient, both rounded: PyTorch's fused gradients err as much or more, those that keep the matrix less. Measured: 1.4,
-# and 1.9 where one weight is nearly 1 and the gradient of its score a difference of nearly equal numbers.
+# gradient, both rounded: PyTorch's fused gradients err as much or more, those that keep the matrix less. Measured: 1.6
+# and 2.2 where one weight is nearly 1 and the gradient of its score a difference of nearly equal numbers; with a
+# log-sum-exp that has no more digits than the weights (float64, or float32's own) elsewhere 1.35, too.
 WITH_THE_MATRIX = 2.1, 2.6
 
 
@@ -133,11 +134,15 @@ def errors_of(name: str, kind: type, contestants: dict[str, Any], seeds: int) ->
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("kind", ACCURACY_DTYPES)
-def test_errors_are_those_of_the_peers(name: str, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "double_lse"), [(kind, True) for kind in ACCURACY_DTYPES] + [(np.float32, False)], ids=str
+)
+def test_errors_are_those_of_the_peers(name: str, kind: type, double_lse: bool) -> None:
     """RMS over all seeds at most 1.1 times that of the best peer, the largest error at most twice."""
     pytest.importorskip("torch")
-    contestants = {"cattn": accuracy.by_cattn, "torch": accuracy.by_torch, "numpy": oracle.attention}
+    by_cattn = functools.partial(accuracy.by_cattn, double_lse=double_lse)
+    contestants = {"cattn": by_cattn, "torch": accuracy.by_torch, "numpy": oracle.attention}
+    has_digits = double_lse and kind == np.float32 and name != "one huge score"
     for quantity, errors in errors_of(name, kind, contestants, 8 if kind == np.float32 else 2).items():
         if quantity in GRADIENTS and INPUTS[name] == "luck":
             continue
@@ -146,7 +151,8 @@ def test_errors_are_those_of_the_peers(name: str, kind: type) -> None:
         assert ours["rms"] > 0, "nothing is that exact"
         for peer in ("torch", "numpy"):
             matrix = quantity in GRADIENTS and (peer == "numpy" or INPUTS[name] == "matrix")
-            for unit, most in zip(("rms", "largest"), WITH_THE_MATRIX if matrix else SAME, strict=True):
+            bounds = WITH_THE_MATRIX if matrix and not has_digits else SAME
+            for unit, most in zip(("rms", "largest"), bounds, strict=True):
                 ratio = ours[unit] / errors[peer][unit]
                 assert ratio <= most, f"{quantity}: {unit} error {ratio:.3f} times that of {peer}"
 

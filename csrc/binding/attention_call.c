@@ -31,6 +31,7 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     call->type = cattn_arg_compute_type(call->stored);
     call->params->dtype = cattn_arg_dtype(call->stored);
     call->params->storage = cattn_arg_storage(call->stored);
+    call->params->double_lse = call->type == NPY_DOUBLE;
     for (int i = QUERY; i <= VALUE; i++) {
         const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 2;
         if (nd < 2) {

@@ -33,12 +33,19 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObj
     return true;
 }
 
+/* The log-sum-exp has the dtype computed in, or is float64 where the caller's array is. */
+static int lse_type(struct cattn_call *call, PyObject *given) {
+    if (given != NULL && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_DOUBLE)
+        call->params->double_lse = true;
+    return call->params->double_lse ? NPY_DOUBLE : call->type;
+}
+
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
     const int head = call->heads ? CATTN_AXIS_HEAD : 0;
     const npy_intp seqlen_k = call->dims[call->nd - 1];
-    const int types[N_OUTPUTS] = {call->stored, call->stored, call->type, NPY_BOOL};
+    const int types[N_OUTPUTS] = {call->stored, call->stored, lse_type(call, given[LSE]), NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         tensors[i]->data = NULL;
         if (!call->wants[i])

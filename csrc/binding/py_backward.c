@@ -33,11 +33,13 @@ static bool check_shape(PyArrayObject *array, const char *name, const char *whos
     return false;
 }
 
-/* Brings one to the type that the forward pass gives it, if that is wider. */
+/* Brings one to the type that the forward pass gives it, if that is wider. A log-sum-exp may be float64 anyway. */
 static bool widen(struct backward *b, int i, const char *name) {
     const struct cattn_call *call = &b->call;
     const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->type : call->stored;
-    if (own == wanted)
+    if (i == FORWARD_LSE)
+        call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
+    if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
         return true;
     if (own == NPY_FLOAT && wanted == NPY_DOUBLE) {
         PyArrayObject *pair[] = {call->inputs[QUERY], b->given[i]};

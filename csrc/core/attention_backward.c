@@ -84,6 +84,8 @@ static void lay_out(const struct run *run, struct cattn_backward *b, struct catt
     k->alpha = cattn_carve(arena, rows * size);
     k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
     b->lse = cattn_carve(arena, rows * size);
+    b->lse_lack = cattn_carve(arena, rows * size);
+    b->lse_factor = cattn_carve(arena, rows * size);
     b->delta = cattn_carve(arena, rows * size);
     b->bias_sum = cattn_carve(arena, rows * size);
     b->bias_part = cattn_carve(arena, CATTN_BLOCK_KEYS * size);

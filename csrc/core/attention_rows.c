@@ -61,6 +61,7 @@ void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_par
     rows->has_keep = p->attn_mask.data;
     rows->has_out = p->out.data;
     rows->has_lse = p->lse.data;
+    rows->double_lse = p->double_lse;
     rows->has_weights = p->weights.data;
     rows->raw_weights = p->raw_weights;
     rows->storage = p->storage;
@@ -140,9 +141,11 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     if (p->out.data)
         point_rows(rows->out + r, n, ours, cattn_stored_at(p, &p->out, lead->out + head * p->out.head + i * p->out.row),
                    p->out.row * stored);
-    if (p->lse.data)
-        point_rows(rows->lse + r, n, ours, cattn_tensor_at(p, &p->lse, lead->lse + head * p->lse.head + i * p->lse.row),
-                   p->lse.row * element);
+    if (p->lse.data) {
+        const int64_t bytes = p->double_lse ? (int64_t)sizeof(double) : element;
+        const int64_t first = lead->lse + head * p->lse.head + i * p->lse.row;
+        point_rows(rows->lse + r, n, ours, (char *)p->lse.data + first * bytes, p->lse.row * bytes);
+    }
     if (p->weights.data) {
         char *weights = cattn_stored_at(p, &p->weights, lead->weights + head * p->weights.head + i * p->weights.row);
         float *scratch = rows->weight_rows;

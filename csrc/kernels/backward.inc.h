@@ -3,10 +3,11 @@
  * The weights P are computed again from the scores and the rows' log-sum-exp. With grad_out dO, its product with the
  * output delta = dO . O, and Z = 1/(1-p) where dropout keeps a weight, else 0:
  *
- *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = dS^T (scale Q)
+ *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = scale dS^T Q
  *
  * Everything is kept transposed, [key][query]. S and dP^T come out of one kernel, score_panel, and dQ of value_block;
- * only the sums over queries are new. 1/(1-p) and scale are taken into dO and Q once.
+ * only the sums over queries are new. For S and dO V^T scale and 1/(1-p) are taken into Q and dO once; the other sums
+ * are multiplied with them, so that subnormal terms are added with all their digits.
  *
  * Pairs that are hidden have P and dS exactly 0, by selection. In the products, where 0 * NaN would betray what
  * a hidden query or key holds, the vectors that are not finite are computed again without their hidden pairs.
@@ -22,21 +23,20 @@ INLINE void add_gradient(real *to, vf part, int n) {
         vf_storeu_n(to, sum, n);
 }
 
-/* Packed panels back to rows of `cols` elements, zero behind the last row, up to a multiple of 4, and column. */
-static void unpack_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
-    const int padded = (int)round_up(rows->n_rows, LANES);
-    const int64_t depth = rows->head_dim;
-    for (int r0 = 0; r0 < round_up(padded, 4); r0 += LANES) {
-        const real *panel = (const real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
-        for (int64_t d = 0; d < cols; d += LANES) {
-            vf v[LANES];
-            for (int i = 0; i < LANES; i++)
-                v[i] = r0 < padded && d + i < depth ? vf_loadu(panel + (d + i) * PANEL) : vf_set1(0);
-            vf_transpose(v);
-            for (int i = 0; i < LANES; i++)
-                vf_storeu(to + (r0 + i) * cols + d, v[i]);
-        }
+/* Rows of queries or grad_out, zero behind the last row, up to a whole number of vectors and fours, and column. */
+static void copy_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
+    const int64_t padded = round_up(round_up(rows->n_rows, LANES), 4), depth = rows->head_dim, col = rows->query_col;
+    const int64_t whole = rows->storage == CATTN_STORED_PLAIN && col == 1 ? depth / LANES * LANES : 0;
+    for (int r = 0; r < rows->n_rows; r++, to += cols) {
+        int64_t d = 0;
+        for (; d < whole; d += LANES)
+            vf_storeu(to + d, vf_loadu((const real *)rows->query[r] + d));
+        for (; d < depth; d += LANES)
+            vf_storeu(to + d, load_stored(rows->storage, rows->query[r], d * col, col, (int)min64(LANES, depth - d)));
+        for (; d < cols; d += LANES)
+            vf_storeu(to + d, vf_set1(0));
     }
+    memset(to, 0, (size_t)((padded - rows->n_rows) * cols) * sizeof(real));
 }
 
 /* Products of grad_out and output for LANES rows from r on, columns c on: v[i] holds column c + i. */
@@ -81,17 +81,31 @@ static void sum_deltas(const struct cattn_backward *b) {
     }
 }
 
+/* The lse as a real, and what it lacks: little of it as a factor of the weights, for a difference of scores has few
+ * digits to spare; much of it, beside scores above 2^18, whose differences are exact, as a part of that. */
+static void load_lse(const struct cattn_backward *b, int r) {
+    const struct cattn_rows *rows = &b->scores;
+    double lse = (double)INFINITY; /* rows that are not there have weights exp(-inf) */
+    if (r < rows->n_rows)
+        lse = rows->double_lse ? *(const double *)rows->lse[r] : (double)*(const real *)rows->lse[r];
+    const double lack = (double)(real)lse - lse; /* NaN if that is infinite */
+    const bool little = lack > -1.0 / 64 && lack < 1.0 / 64, much = !little && lack - lack == 0;
+    ((real *)b->lse)[r] = (real)lse;
+    ((real *)b->lse_lack)[r] = much ? (real)lack : 0;
+    /* exp(lack) - 1 by its series */
+    ((real *)b->lse_factor)[r] = little ? (real)(lack * (1 + lack * (0.5 + lack * (1.0 / 6)))) : 0;
+}
+
 static void backward_begin(struct cattn_backward *b) {
     pack_query_tile(&b->scores);
     pack_query_tile(&b->grads);
-    unpack_rows(&b->scores, b->query_rows, b->query_cols);
-    unpack_rows(&b->grads, b->grad_rows, b->grad_cols);
+    copy_rows(&b->scores, b->query_rows, b->query_cols);
+    copy_rows(&b->grads, b->grad_rows, b->grad_cols);
     sum_deltas(b);
     /* whole vectors, and whole groups of P V */
     const int padded = (int)max64(round_up(b->scores.n_rows, LANES), round_up(b->scores.n_rows, MR));
     for (int r = 0; r < padded; r++) {
-        /* rows that are not there have weights exp(-inf) */
-        ((real *)b->lse)[r] = r < b->scores.n_rows ? *(const real *)b->scores.lse[r] : (real)INFINITY;
+        load_lse(b, r);
         ((real *)b->bias_sum)[r] = 0;
         ((real *)b->keys.alpha)[r] = 1;
     }
@@ -99,29 +113,44 @@ static void backward_begin(struct cattn_backward *b) {
         memset(b->keys.acc, 0, (size_t)padded * (size_t)b->keys.acc_cols * sizeof(real));
 }
 
+/* What LANES rows are known by. */
+struct row_lanes {
+    vf lse, lack, factor, delta;
+};
+
+INLINE struct row_lanes row_lanes(const struct cattn_backward *b, int r) {
+    return (struct row_lanes){vf_loadu((const real *)b->lse + r), vf_loadu((const real *)b->lse_lack + r),
+                              vf_loadu((const real *)b->lse_factor + r), vf_loadu((const real *)b->delta + r)};
+}
+
+/* exp(score - lse), with all digits of the lse */
+INLINE vf weight_of(vf score, struct row_lanes rows) {
+    return vf_exp_of_difference(score, rows.lse, rows.lack, rows.factor);
+}
+
 /* One vector of queries and one key: the score becomes the weight after dropout, the product dO V^T becomes dS. */
-INLINE void weigh(real *score, real *grad, vf lse, vf delta, bool dropping, vm kept) {
+INLINE void weigh(real *score, real *grad, struct row_lanes rows, bool dropping, vm kept) {
     const vf zero = vf_set1(0), s = vf_loadu(score);
     const vm hidden = vf_eq(s, vf_set1(NEG_INF));
-    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, vf_exp(s - lse));
+    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, weight_of(s, rows));
     if (dropping)
         dp = vf_select(kept, dp, zero);
-    vf_storeu(grad, vf_select(hidden, zero, p * (dp - delta)));
+    vf_storeu(grad, vf_select(hidden, zero, p * (dp - rows.delta)));
     vf_storeu(score, dropping ? vf_select(kept, p, zero) : p);
 }
 
 static void weigh_lanes(const struct cattn_backward *b, const struct extent *e, int r) {
     real *score = (real *)b->scores.score + r, *grad = (real *)b->grads.score + r;
-    const vf lse = vf_loadu((const real *)b->lse + r), delta = vf_loadu((const real *)b->delta + r);
+    const struct row_lanes rows = row_lanes(b, r);
     const vm all = vf_eq(vf_set1(0), vf_set1(0));
 #pragma GCC unroll 4
     for (int k = e->begin; k < e->end; k++)
-        weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, lse, delta, false, all);
+        weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, rows, false, all);
 }
 
 static void weigh_lanes_dropping(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
     real *score = (real *)b->scores.score + r, *grad = (real *)b->grads.score + r;
-    const vf lse = vf_loadu((const real *)b->lse + r), delta = vf_loadu((const real *)b->delta + r);
+    const struct row_lanes rows = row_lanes(b, r);
     const struct cattn_drop *drop = &b->scores.drop;
     const uint32_t *position = b->scores.drop_position + r, *head = b->scores.drop_head + r;
     for (int run = e->begin / 64 * 64; run < e->end; run += 64)
@@ -134,7 +163,7 @@ static void weigh_lanes_dropping(const struct tile *t, const struct cattn_backwa
                 if (k < e->begin || k >= e->end)
                     continue;
                 vm kept = philox_lanes_keep(drop, words, d, j, position, head);
-                weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, lse, delta, true, kept);
+                weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, rows, true, kept);
             }
         }
 }
@@ -142,13 +171,13 @@ static void weigh_lanes_dropping(const struct tile *t, const struct cattn_backwa
 /* The same with bits that were drawn beforehand. */
 static void weigh_lanes_drawn(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
     real *score = (real *)b->scores.score + r, *grad = (real *)b->grads.score + r;
-    const vf lse = vf_loadu((const real *)b->lse + r), delta = vf_loadu((const real *)b->delta + r);
+    const struct row_lanes rows = row_lanes(b, r);
     for (int k = e->begin; k < e->end; k++) {
         real keep[LANES] = {0};
         for (int i = 0; i < LANES && r + i < b->scores.n_rows && k < t->n_keys; i++)
             keep[i] = key_kept(&b->scores, r + i, t->k0 + k);
         const vm kept = vf_lt(vf_set1(0), vf_loadu(keep));
-        weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, lse, delta, true, kept);
+        weigh(score + k * CATTN_TILE_ROWS, grad + k * CATTN_TILE_ROWS, rows, true, kept);
     }
 }
 
@@ -275,6 +304,7 @@ struct gather {
     const real *weights; /* [key][CATTN_TILE_ROWS] */
     const real *rows;    /* [query][stride] */
     int64_t stride, cols;
+    vf factor; /* of the sum */
     real *to;
     int64_t to_row;
 };
@@ -312,11 +342,12 @@ INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gathe
     const int left = (int)min64(g->cols - c, nr * LANES);
     const int64_t row = g->to_row;
     real *to = g->to + (t->k0 + k) * row + c;
+    const vf factor = g->factor;
     if (__builtin_expect(again || k + mr > t->n_keys || left < nr * LANES, 0)) {
         for (int m = 0; m < mr && k + m < t->n_keys; m++)
             for (int n = 0; n < nr; n++)
                 add_gradient(to + m * row + n * LANES,
-                             again ? gather_visible(t, g, k + m, c + n * LANES, first, last) : sum[m][n],
+                             (again ? gather_visible(t, g, k + m, c + n * LANES, first, last) : sum[m][n]) * factor,
                              (int)min64(LANES, left - n * LANES));
         return;
     }
@@ -324,7 +355,7 @@ INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gathe
     for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
-            add_gradient(to + m * row + n * LANES, sum[m][n], LANES);
+            add_gradient(to + m * row + n * LANES, sum[m][n] * factor, LANES);
 }
 
 /* Does row r see one of the `height` keys from k on? */
@@ -365,12 +396,14 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
                                  .rows = b->grad_rows,
                                  .stride = b->grad_cols,
                                  .cols = b->grads.head_dim,
+                                 .factor = vf_set1((real)b->grads.scale),
                                  .to = b->grad_value,
                                  .to_row = b->grad_value_row};
     const struct gather key = {.weights = b->grads.score,
                                .rows = b->query_rows,
                                .stride = b->query_cols,
                                .cols = b->scores.head_dim,
+                               .factor = vf_set1((real)b->scores.scale),
                                .to = b->grad_key,
                                .to_row = b->grad_key_row};
     gather_block(&t, &value);
@@ -386,10 +419,11 @@ static double backward_sink(struct cattn_backward *b) {
     const struct cattn_rows *rows = &b->scores;
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
-        real weight;
-        vf_storeu_n(&weight, vf_exp(vf_set1((real)rows->sink[r]) - vf_loadu_n((const real *)b->lse + r, 1)), 1);
-        if (!is_neg_inf((real)rows->sink[r]) && row_sees_any_key(rows, r))
-            vf_storeu_n(&sum, vf_fma(vf_set1(weight), vf_set1(((const real *)b->delta)[r]), vf_set1(sum)), 1);
+        const real sink = (real)rows->sink[r];
+        const struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_lack)[r]),
+                                      vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
+        if (!is_neg_inf(sink) && row_sees_any_key(rows, r))
+            vf_storeu_n(&sum, vf_fma(weight_of(vf_set1(sink), row), row.delta, vf_set1(sum)), 1);
     }
     return (double)sum;
 }

@@ -53,11 +53,21 @@ INLINE vf reduce(vf x, vf *n) {
     return vf_fma(*n, vf_set1(-EXP_LN2_LO), vf_fma(*n, vf_set1(-EXP_LN2_HI), x));
 }
 
-INLINE vf vf_exp(vf x) {
+/* exp(x), or anything below the cut */
+INLINE vf exp_uncut(vf x) {
     vf n, r = reduce(x, &n);
-    vf p = vf_fma(exp_horner(r), r, vf_set1(1));
-    /* covers x = -inf, too, where r is NaN */
-    return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_scale2(p, n));
+    return vf_scale2(vf_fma(exp_horner(r), r, vf_set1(1)), n);
+}
+
+/* covers x = -inf, too, where r is NaN */
+INLINE vf exp_cut(vf x, vf p) { return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), p); }
+
+INLINE vf vf_exp(vf x) { return exp_cut(x, exp_uncut(x)); }
+
+/* exp(a - b + c) * (1 + factor), with the digits that a - b loses where |b| is the larger one; `factor` is small. */
+INLINE vf vf_exp_of_difference(vf a, vf b, vf c, vf factor) {
+    const vf d = a - b, lost = a - (d + b), x = d + c, p = exp_uncut(x);
+    return exp_cut(x, vf_fma(p, lost + factor, p));
 }
 
 /* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), for e keeps its digits; farther out

@@ -60,6 +60,7 @@ struct cattn_rows {
     double softcap;    /* > 0, or 0: none */
     bool has_slopes, has_sinks;
     bool has_keep, has_out, has_lse, has_weights; /* else these pointers of the rows are not set */
+    bool double_lse;                              /* lse is double, else real */
     bool raw_weights;                             /* weights stay scores, -inf out of range */
     enum cattn_storage storage;                   /* of query, key, value, out and weights_out */
 
@@ -114,10 +115,11 @@ struct cattn_rows {
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
-    /* scratch: scaled queries and grad_out once more, row by row, zero behind the last row and column */
+    /* scratch: the queries and grad_out, row by row, zero behind the last row and column */
     void *query_rows, *grad_rows;
     int64_t query_cols, grad_cols;     /* multiples of CATTN_PAD */
-    void *lse, *delta, *bias_sum;      /* per row; delta: grad_out . out; bias_sum: of the gradients of its scores */
+    void *lse, *lse_lack, *lse_factor; /* per row: load_lse */
+    void *delta, *bias_sum;            /* per row; grad_out . out; of the gradients of its scores */
     void *bias_part;                   /* [CATTN_BLOCK_KEYS]: sums over the rows */
     void *grad_query[CATTN_TILE_ROWS]; /* unit stride, as all gradients */
     void *grad_key, *grad_value;       /* of this key-value head: added to */

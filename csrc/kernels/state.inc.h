@@ -374,10 +374,17 @@ static void finish_weights(const struct cattn_rows *rows, int r, real max, real 
     }
 }
 
-static real log_sum_exp(real max, real sum) {
+static double log_sum_exp(real max, real sum) {
     if (sum == 0)
-        return NEG_INF;
-    return sum > 0 ? (real)((double)max + log_positive((double)sum)) : CANONICAL_NAN;
+        return (double)NEG_INF;
+    return sum > 0 ? (double)max + log_positive((double)sum) : (double)CANONICAL_NAN;
+}
+
+static void store_lse(const struct cattn_rows *rows, int r, double lse) {
+    if (rows->double_lse)
+        *(double *)rows->lse[r] = lse;
+    else
+        *(real *)rows->lse[r] = (real)lse;
 }
 
 /* A sink is one more key that has a score but no value. Takes it into maximum and sum; returns what the accumulator is
@@ -425,7 +432,7 @@ static void finish(struct cattn_rows *rows) {
         finish_out(rows, CATTN_STORED_BF16, factor);
     for (int r = 0; r < rows->n_rows && rows->has_lse; r++)
         if (rows->lse[r])
-            *(real *)rows->lse[r] = log_sum_exp(max[r], sum[r]);
+            store_lse(rows, r, log_sum_exp(max[r], sum[r]));
     for (int r = 0; r < rows->n_rows && rows->has_weights; r++) {
         finish_weights(rows, r, max[r], 1 / sum[r]);
         if (rows->storage != CATTN_STORED_PLAIN)

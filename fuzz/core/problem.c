@@ -208,7 +208,7 @@ static void choose_outputs(struct input *in, struct problem *problem) {
             continue;
         const int n_axes = axes_of(p, p->seqlen_q, i == OUT ? p->d_v : p->seqlen_k, dims) - (i == LSE);
         problem->outputs[i] = make_output(in,
-                                          i == LSE            ? computed_element(p->dtype)
+                                          i == LSE            ? computed_element(p->double_lse ? CATTN_F64 : p->dtype)
                                           : i == DROPOUT_MASK ? BYTE
                                                               : stored,
                                           n_axes, dims);
@@ -257,6 +257,7 @@ void choose_problem(struct input *in, struct problem *problem) {
     choose_sizes(in, p);
     const uint8_t type = take_byte(in);
     p->dtype = (type & 3) == 1 ? CATTN_F64 : CATTN_F32;
+    p->double_lse = type & 4;
     p->storage = (type & 3) == 2 ? CATTN_STORED_F16 : (type & 3) == 3 ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
     p->scale = TAKE_FROM(in, scales);
     const enum content content = TAKE_FROM(in, contents);

@@ -87,7 +87,7 @@ def _attend(
     dtype = np.result_type(q, k, v)
     context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # the heads side by side, as the output has them
     weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if need_weights else None
-    lse = np.empty((batch, heads, tokens), np.result_type(dtype, np.float32)) if keep else None
+    lse = np.empty((batch, heads, tokens), np.float64) if keep else None  # for the gradients
     drawn = []
     parts = [(slice(None), dropouts[0] if dropouts else None)]
     if len(dropouts) > 1 and any(dropout.active_p > 0 for dropout in dropouts):

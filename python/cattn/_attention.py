@@ -153,7 +153,7 @@ def scaled_dot_product_attention(
         Also return which weights were kept, bool of shape (..., T_q, T_k).
     out : ndarray or AttentionOutput, optional
         Takes the result: exact shape and dtype, any strides. If it overlaps an input, the result is computed in a
-        temporary array. An AttentionOutput takes the extras as well.
+        temporary array. An AttentionOutput takes the extras as well; its lse may be float64 whatever the dtype.
 
     Returns
     -------

@@ -79,7 +79,8 @@ def attention_backward(
     out : array_like, shape (..., T_q, d_v)
         What the forward pass returned.
     lse : array_like, shape (..., T_q)
-        The log-sum-exp that it returned (``return_lse=True``).
+        The log-sum-exp that it returned (``return_lse=True``). In float64, which the forward pass gives where ``out=``
+        has such an array for it, the gradients of float32 and halves are more exact.
     attn_mask : array_like, optional
         Boolean (True = keep) or float (added).
     dropout_p : float

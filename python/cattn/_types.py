@@ -35,7 +35,8 @@ class AttentionOutput(NamedTuple):
     weights : ndarray, shape (..., T_q, T_k), or None
         The softmax weights before dropout (``need_weights=True``). Rows sum to 1, or to 0 where a query sees no key.
     lse : ndarray, shape (..., T_q), or None
-        Natural logarithm of the sum of the exponentials of the visible scores (``return_lse=True``).
+        Natural logarithm of the sum of the exponentials of the visible scores (``return_lse=True``); float32 for
+        float32 and halves, but float64 where ``out=`` has such an array, with the digits that float32 has no room for.
     dropout_mask : ndarray of bool, shape (..., T_q, T_k), or None
         True where a weight was kept (``return_dropout_mask=True``).
     dropout_seed : int or None

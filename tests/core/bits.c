@@ -218,7 +218,8 @@ static void draw_results(struct attention *a) {
     if (!a->stage)
         output(&p->out, a->type, rows, false);
     rows.cols = 1;
-    output(&p->lse, a->wide, rows, true);
+    p->double_lse = chance(30);
+    output(&p->lse, p->double_lse ? &TYPES[CATTN_F64] : a->wide, rows, true);
     const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
     p->raw_weights = a->stage && chance(50);
     if (a->stage || (!a->packed && chance(40))) {

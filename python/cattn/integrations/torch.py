@@ -54,6 +54,17 @@ def _options(
     }
 
 
+def _row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """Return the shape of the output without its last axis."""
+    heads = enable_gqa and query.ndim > 2
+    shared = 3 if heads else 2  # grouped heads are those of the query
+    broadcast_shapes: Any = torch.broadcast_shapes  # has no types
+    lead = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
+    if heads and query.shape[-3] == 1:  # one query head for all heads of keys
+        return (*lead, *broadcast_shapes(key.shape[-3:-2], value.shape[-3:-2]), query.shape[-2])
+    return (*lead, *query.shape[-shared:-1])
+
+
 @torch.library.custom_op("cattn::attention", mutates_args=(), device_types="cpu")
 def _attention(
     query: Tensor,
@@ -66,17 +77,18 @@ def _attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and its log-sum-exp."""
+    """Return the output and its log-sum-exp, that in float64 for the gradients' sake."""
+    lse = np.empty(_row_shape(query, key, value, enable_gqa), np.float64)
     result = cattn.scaled_dot_product_attention(
         _as_array(query),
         _as_array(key),
         _as_array(value),
         return_lse=True,
+        out=cattn.AttentionOutput(lse=lse),
         **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa),
     )
     assert result.out is not None
-    assert result.lse is not None
-    return _as_tensor(result.out, query.dtype), torch.from_numpy(result.lse)
+    return _as_tensor(result.out, query.dtype), torch.from_numpy(lse)
 
 
 @torch.library.custom_op("cattn::attention_backward", mutates_args=(), device_types="cpu")
@@ -117,15 +129,8 @@ def _shapes(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:
-    heads = enable_gqa and query.ndim > 2
-    shared = 3 if heads else 2  # grouped heads are those of the query
-    broadcast_shapes: Any = torch.broadcast_shapes  # has no types
-    lead = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
-    rows = (*lead, *query.shape[-shared:-1])
-    if heads and query.shape[-3] == 1:  # one query head for all heads of keys
-        rows = (*lead, *broadcast_shapes(key.shape[-3:-2], value.shape[-3:-2]), query.shape[-2])
-    wide = query.dtype if query.dtype is torch.float64 else torch.float32
-    return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=wide)
+    rows = _row_shape(query, key, value, enable_gqa)
+    return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=torch.float64)
 
 
 @_attention_backward.register_fake

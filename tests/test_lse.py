@@ -1,0 +1,214 @@
+"""The log-sum-exp in float64 beside float32 and halves: its digits, and what the gradients make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import reference
+from support import HALVES, assert_same_bits, in_contract, quiet, table
+
+NARROW = [np.dtype(np.float32), *HALVES]
+Call = dict[str, Any]
+
+
+def qkv(dtype: np.dtype, *shapes: tuple[int, ...], seed: int = 0) -> Call:
+    rng = np.random.default_rng(seed)
+    names = ("query", "key", "value")
+    return {name: quiet(rng.standard_normal(s), dtype) for name, s in zip(names, shapes, strict=True)}
+
+
+def forward(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
+    """With the log-sum-exp in this array."""
+    result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(
+        **call, return_lse=True, out=cattn.AttentionOutput(lse=lse)
+    )
+    assert lse is None or result.lse is lse
+    return result
+
+
+def backward(call: Call, result: cattn.AttentionOutput, grad_out: np.ndarray | None = None) -> tuple[Any, ...]:
+    grad_out = np.ones_like(result.out) if grad_out is None else grad_out
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    return tuple(grad for grad in grads if grad is not None)
+
+
+def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+# ---- the forward pass ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", NARROW, ids=str)
+def test_it_has_more_digits_and_changes_nothing_else(kind: np.dtype, isa: str, path: str) -> None:
+    call = qkv(kind, (2, 3, 50, 20), (2, 3, 60, 20), (2, 3, 60, 9))
+    usual, wide = forward(call), forward(call, np.empty((2, 3, 50)))
+    assert usual.lse.dtype == np.float32
+    assert_same_bits(wide.out, usual.out)
+    assert_same_bits(wide.lse.astype(np.float32), usual.lse)
+    exact = reference.scaled_dot_product_attention(
+        **{name: a.astype(np.float64) for name, a in call.items()}, return_lse=True
+    )
+    assert isinstance(exact, cattn.AttentionOutput)
+
+    def rms(lse: np.ndarray) -> float:
+        return float(np.sqrt(((lse - exact.lse) ** 2).mean()))
+
+    assert 0 < rms(wide.lse) < 0.7 * rms(usual.lse)
+
+
+def test_it_is_the_same_on_every_table(isa: str) -> None:
+    call = qkv(NARROW[0], (3, 130, 20), (3, 1600, 20), (3, 1600, 9)) | {"sinks": [0.5]}
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        expected = forward(call, np.empty((3, 130)))
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            assert_same(forward(call, np.empty((3, 130)))[:3:2], expected[:3:2])
+
+
+def test_rows_that_see_nothing_and_nan() -> None:
+    call = qkv(NARROW[0], (4, 8), (5, 8), (5, 8)) | {"attn_mask": np.ones((4, 5), bool)}
+    call["attn_mask"][1] = False
+    call["query"][2] = np.nan
+    wide = forward(call, np.empty(4))
+    assert wide.lse[1] == -np.inf
+    assert np.isnan(wide.lse[2])
+    assert_same_bits(wide.lse.astype(np.float32), forward(call).lse)
+    assert_same_bits(backward(call, wide)[0][1:3], backward(call, forward(call))[0][1:3])
+
+
+@pytest.mark.parametrize("stride", [1, 3, -2])
+def test_strides(stride: int) -> None:
+    """Between its elements nothing is written; and where an element starts at any byte."""
+    call = qkv(NARROW[0], (2, 30, 8), (2, 40, 8), (2, 40, 8))
+    expected = forward(call, np.empty((2, 30)))
+    room = np.full((2, 30 * abs(stride)), 7.0)
+    lse = room[:, ::stride]
+    forward(call, lse)
+    assert (lse == expected.lse).all()
+    assert (room == 7).sum() == room.size - lse.size
+    mixed = np.zeros((2, 30), [("pad", np.float32), ("lse", np.float64)])
+    with pytest.raises(TypeError, match=r"out\.lse must be aligned"):
+        forward(call, mixed["lse"])
+    assert_same(backward(call, expected._replace(lse=lse)), backward(call, expected))
+    assert_same(backward(call, expected._replace(lse=mixed["lse"] + expected.lse)), backward(call, expected))
+
+
+def test_of_float64_it_is_what_it_was() -> None:
+    call = qkv(np.dtype(np.float64), (3, 8), (5, 8), (5, 8))
+    assert_same_bits(forward(call, np.empty(3)).lse, forward(call).lse)
+    with pytest.raises(TypeError, match=r"out\.lse has dtype float32, the result has float64"):
+        forward(call, np.empty(3, np.float32))
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+OPTIONS: dict[str, Call] = {
+    "plain": {},
+    "causal": {"is_causal": "lower_right"},
+    "dropout": {"dropout_p": 0.3, "rng": 5},
+    "drawn dropout": {"dropout_p": 0.3},
+    "bias and sinks": {"bias": np.linspace(-1, 1, 200), "sinks": np.array([0.5, 1, 3])},
+    "softcap": {"softcap": 2.0},
+}
+
+
+def again(call: Call) -> Call:
+    """The call with a generator in its first state."""
+    return call | ({"rng": cattn.TorchGenerator(1)} if "dropout_p" in call and "rng" not in call else {})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
+    call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        result = forward(again(call), np.empty((2, 3, 130)))
+        expected = backward(again(call), result)
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            assert_same(backward(again(call), result), expected)
+
+
+@pytest.mark.parametrize("kind", NARROW, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_only_its_digits_count(name: str, kind: np.dtype) -> None:
+    """One that holds what float32 can hold gives what that float32 gives."""
+    call = qkv(kind, (2, 3, 60, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    usual = forward(again(call))
+    wide = usual._replace(lse=usual.lse.astype(np.float64))
+    assert_same(backward(again(call), wide), backward(again(call), usual))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
+def test_gradients_are_nearer_to_the_exact_ones(name: str, isa: str) -> None:
+    call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
+    grad_out = np.random.default_rng(1).standard_normal((2, 3, 130, 9)).astype(np.float32)
+    exact = call | {name: call[name].astype(np.float64) for name in ("query", "key", "value")}
+    right = backward(exact, forward(exact), grad_out.astype(np.float64))
+    usual, wide = (backward(call, forward(call, lse), grad_out) for lse in (None, np.empty((2, 3, 130))))
+
+    def rms(grad: np.ndarray, exact: np.ndarray) -> float:
+        return float(np.sqrt(((grad - exact) ** 2).mean()))
+
+    for i, name in enumerate(("query", "key", "value")):  # those of bias and sinks are few
+        assert rms(wide[i], right[i]) < 0.95 * rms(usual[i], right[i]), name
+
+
+@pytest.mark.parametrize("height", [1e3, 1e5, 1e10, -1e10, 1e30])
+def test_scores_so_large_that_float32_loses_the_sum(height: float, isa: str) -> None:
+    """Six keys of one score: weights of 1/6, however little of log(6) is left beside that score in float32."""
+    x = np.full((6, 4), np.sqrt(abs(height)) / 2, np.float32)
+    call = {"query": np.copysign(x, np.float32(height)), "key": x, "value": np.eye(6, dtype=np.float32), "scale": 1.0}
+    result = forward(call, np.empty(6))
+    np.testing.assert_allclose(result.out, 1 / 6, rtol=1e-6)
+    wide = backward(call, result)
+    if abs(height) < 1e15:  # beyond, float64 loses it as well
+        rtol = 4e-7 + np.spacing(abs(height))
+        np.testing.assert_allclose(wide[2], 1, rtol=rtol)
+        sink = call | {"sinks": [(call["query"] * x).sum(-1, dtype=np.float32)[0]]}
+        grads = backward(sink, forward(sink, np.empty(6)))
+        np.testing.assert_allclose(grads[2], 6 / 7, rtol=rtol)
+        np.testing.assert_allclose(grads[3], -6 * 6 / 49, rtol=6 * rtol)
+    assert np.isfinite(wide[2]).all()
+
+
+@pytest.mark.parametrize("lse", [np.inf, -np.inf, np.nan, 1e300, -1e300, 5e-324, -0.0])
+def test_numbers_that_float32_does_not_have(lse: float, isa: str) -> None:
+    """They are what they would be as float32."""
+    call = qkv(NARROW[0], (5, 4), (7, 4), (7, 4))
+    result = forward(call)._replace(lse=np.full(5, lse))
+    rounded = result._replace(lse=quiet(result.lse, np.float32))
+    assert_same(backward(call, result), backward(call, rounded))
+
+
+def test_lists_and_wrong_dtypes() -> None:
+    call = qkv(NARROW[0], (3, 4), (5, 4), (5, 4))
+    result = forward(call, np.empty(3))
+    assert_same(backward(call, result._replace(lse=result.lse.tolist())), backward(call, result))
+    for wrong in (np.float16, np.longdouble, np.complex128):
+        with pytest.raises(TypeError, match="lse"):
+            backward(call, result._replace(lse=result.lse.astype(wrong)))
+    with pytest.raises(TypeError, match=r"out\.lse has dtype float16, the result has float32"):
+        forward(call, np.empty(3, np.float16))
+
+
+# ---- who uses it ---------------------------------------------------------------------------------------------------
+def test_the_classes_keep_it_in_float64() -> None:
+    attention = cattn.CausalAttention(4, 4, 5, 0.0, rng=0)
+    context = attention(np.random.default_rng(0).standard_normal((5, 4), dtype=np.float32))
+    assert context.dtype == np.float32
+    assert attention._recall().attended.lse.dtype == np.float64
+
+
+def test_the_operator_of_torch_returns_it_in_float64() -> None:
+    torch = pytest.importorskip("torch")
+    import cattn.integrations.torch
+
+    call = qkv(NARROW[0], (2, 3, 30, 8), (2, 3, 40, 8), (2, 3, 40, 5))
+    tensors = [torch.from_numpy(a).requires_grad_() for a in call.values()]
+    out = cattn.integrations.torch.scaled_dot_product_attention(*tensors)
+    grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    expected = backward(call, forward(call, np.empty((2, 3, 30))))
+    assert_same(tuple(grad.numpy() for grad in grads), expected)
