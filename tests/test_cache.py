@@ -192,6 +192,12 @@ def test_refused(case: str, ragged: bool, normal: Normal) -> None:
         ([1, 1, 1], ValueError, "does not broadcast"),
         (1.0, TypeError, "dtype float64"),
         (True, TypeError, "dtype bool"),
+        (2**63, ValueError, f"between 0 and the lengths, 4; got {2**63}"),
+        (2**100, ValueError, f"got {2**100}"),
+        (-(2**100), ValueError, f"got -{2**100}"),
+        (np.uint64(2**63 + 1), ValueError, "between 0"),
+        (np.array([2**64 - 1, 1], np.uint64), ValueError, "between 0"),
+        (np.ma.masked_array([1, 2], [True, False]), TypeError, "n is a masked array"),
     ],
 )
 def test_truncate_refuses(n: Any, error: type[Exception], message: str, normal: Normal) -> None:
@@ -276,3 +282,16 @@ def test_dropout_knows_the_positions(normal: Normal) -> None:
         cache.append(k[:, :, now], v[:, :, now])
         step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, dropout_p=0.4, rng=5)
         assert_same_bits(step, full[:, :, now])
+
+
+def test_an_output_projection_that_fails_leaves_the_cache() -> None:
+    layer = cattn.MultiHeadAttention(8, 8, 16, 0.0, 2, rng=0).eval()
+    cache = cattn.KVCache((), 2, 16, 4)
+    x = np.ones((1, 8), np.float32)
+    expected = layer(x)
+    sound, layer.out_proj.weight = layer.out_proj.weight, np.zeros((3, 3), np.float32)
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 3\)"):
+        layer(x, cache=cache)
+    assert cache.lengths == 0
+    layer.out_proj.weight = sound
+    assert_same_bits(layer(x, cache=cache), expected)

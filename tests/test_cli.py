@@ -215,6 +215,23 @@ def test_attend_warns_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "additive" in line
 
 
+def test_attend_warns_of_a_mask_as_a_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first rows hold only 0 and 1, and are a slice of their own."""
+    monkeypatch.setattr(attend, "FIRST_SLICE", 1.0)
+    monkeypatch.setattr(attend, "SLICE_SECONDS", 0.0)
+    save((40, 4), (40, 4), (40, 4))
+    mask = np.tri(40)
+    mask[30:] *= -5
+    np.save("mask.npy", mask)
+    assert attend_files("--mask", "mask.npy") == 0
+    assert capsys.readouterr().err == ""
+    np.save("mask.npy", np.tri(40))
+    assert attend_files("--mask", "mask.npy") == 0
+    assert capsys.readouterr().err.count("additive") == 1
+
+
 # ---- attend: refusals ----------------------------------------------------------------------------------------------
 def damage(name: str, keep: float) -> None:
     data = Path(name).read_bytes()

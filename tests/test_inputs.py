@@ -196,6 +196,22 @@ def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: An
     assert all(type(x) is np.ndarray for x in (result if isinstance(result, tuple) else [result])[:2])
 
 
+def test_shapes_of_what_has_none_of_its_own(rng: np.random.Generator) -> None:
+    """Gradients have the shape of their argument, whatever is asked for it."""
+    query, key, value = (rng.standard_normal(shape) for shape in ((3, 4), (5, 4), (5, 2)))
+    bias, sinks = np.zeros((3, 1)), np.zeros(1)
+    result = cattn.scaled_dot_product_attention(query, key, value, bias=bias, sinks=sinks, return_lse=True)
+    arrays = (result.out, query, key, value, result.out, result.lse)
+    expected = cattn.attention_backward(*arrays, bias=bias, sinks=sinks)
+    others = map(OnlyDLPack, arrays)
+    for a, b in zip(
+        cattn.attention_backward(*others, bias=OnlyDLPack(bias), sinks=OnlyDLPack(sinks)), expected, strict=True
+    ):
+        assert_same_bits(a, b)
+    others = map(OnlyDLPack, (query, key, value))
+    assert cattn.explain(*others) == cattn.explain(query, key, value)
+
+
 def test_an_array_that_dlpack_cannot_export() -> None:
     import torch
 

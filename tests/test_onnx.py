@@ -124,6 +124,18 @@ def test_a_whole_cache_equals_its_part() -> None:
         ],
         (dict.fromkeys(("past_key", "past_value"), np.ma.ones((1, 2, 1, 4))), TypeError, "past_key is a masked array"),
         ({"return_qk": True, "qk_matmul_output_mode": 4}, ValueError, "qk_matmul_output_mode must be 0, 1, 2 or 3"),
+        ({"qk_matmul_output_mode": 9}, ValueError, "qk_matmul_output_mode must be 0, 1, 2 or 3, got 9"),
+        *[({"q_num_heads": n}, ValueError, f"q_num_heads must divide .* 8, got {n}") for n in (0, -2, 2.0, "2")],
+        ({"attn_mask": np.ones((3, 2), int)}, TypeError, "attn_mask"),
+        ({"nonpad_kv_seqlen": [2.0]}, TypeError, "nonpad_kv_seqlen must hold integers, got dtype float64"),
+        *[
+            (
+                dict.fromkeys(("past_key", "past_value"), np.ones(shape, np.float32)),
+                ValueError,
+                r"past_key must have shape \(1, 2, T_past, 4\), got",
+            )
+            for shape in [(1, 2, 4), (1, 3, 5, 4), (2, 2, 5, 4), (1, 2, 5, 3)]
+        ],
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -131,6 +143,15 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     call: dict[str, Any] = {"Q": x, "K": x, "V": x, "q_num_heads": 2, "kv_num_heads": 2} | change
     with pytest.raises(error, match=message):
         attention(**call)
+
+
+@pytest.mark.parametrize(("batch", "T_q", "T_k"), [(1, 0, 3), (0, 3, 3), (2, 3, 0), (2, 0, 0)])
+def test_inputs_without_elements(batch: int, T_q: int, T_k: int) -> None:
+    """As the same call with an axis of heads."""
+    q, k, v = (np.ones((batch, T, width), np.float32) for T, width in ((T_q, 8), (T_k, 8), (T_k, 6)))
+    y = attention(q, k, v, q_num_heads=2, kv_num_heads=2).Y
+    assert y.shape == (batch, T_q, 6)
+    assert not y.any()
 
 
 def test_without_onnx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,38 @@ def test_a_stride_of_zero_matters_where_it_is_used() -> None:
     same = np.lib.stride_tricks.as_strided(np.empty((17, 17)), (2, 17, 17), (0, 136, 8))
     with pytest.raises(ValueError, match="out overlaps itself: axis 0 has stride 0"):
         cattn.softmax(S[:2], out=same)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "axis"),
+    [
+        ((4, 3), (8, 8), 1),
+        ((4, 3), (8, 16), 1),
+        ((4, 3), (16, 8), 0),
+        ((4, 3), (-8, 8), 1),
+        ((2, 2, 3), (24, 16, 8), 1),
+    ],
+)
+def test_an_array_that_overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], axis: int) -> None:
+    """Windows that slide over one memory: a row would overwrite the one before."""
+    memory = np.zeros(64)
+    out = np.lib.stride_tricks.as_strided(memory[32:], shape, strides)
+    calls: list[Callable[[], Any]] = [
+        lambda: cattn.softmax(np.ones(shape), out=out),
+        lambda: cattn.dropout(np.ones(shape), 0.5, rng=1, out=out),
+        lambda: cattn.scaled_dot_product_attention(np.ones(shape), np.ones(shape), np.ones(shape), out=out),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"out overlaps itself: axis {axis} has stride {strides[axis]}"):
+            call()
+    assert not memory.any()
+    for fine in (
+        memory[:36:3].reshape(4, 3),
+        memory[:48].reshape(3, 4, 4)[:, ::-1, 3].T[:, ::-1],
+        memory[:24:-3][:12].reshape(4, 3),
+    ):
+        cattn.softmax(np.ones((4, 3)), out=fine)
+        np.testing.assert_allclose(fine, 1 / 3)
 
 
 def test_an_attention_output_of_arrays_is_filled() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -390,3 +391,27 @@ def test_a_module_may_load_itself() -> None:
     module.load_state_dict(module.state_dict())
     assert_state(module, expected)
     assert not np.shares_memory(module.W_query, module.W_key)
+
+
+def test_a_subclass_with_a_layer_of_its_own(tmp_path: Path) -> None:
+    class Gated(cattn.MultiHeadAttention):
+        def __init__(self, rng: int) -> None:
+            super().__init__(4, 4, 16, 0.0, 2, rng=rng)
+            self.gate = cattn.Linear(4, 4, rng=rng)
+
+    source, target = Gated(1), Gated(2)
+    expected = {key: value.copy() for key, value in source.state_dict().items()}
+    assert "gate.weight" in expected
+    target.load_state_dict({f"model.{key}": value for key, value in expected.items()})
+    assert_state(target, expected)
+    source.save(tmp_path / "gated.npz")
+    again = Gated(3)
+    again.load(tmp_path / "gated.npz")
+    assert_state(again, expected)
+    with pytest.raises(ValueError, match=r"missing: gate\.weight"):
+        target.load_state_dict({key: value for key, value in expected.items() if "gate" not in key})
+    np.savez(tmp_path / "less.npz", **{key: value for key, value in expected.items() if "gate" not in key})
+    with pytest.raises(ValueError, match=r"less\.npz: cannot load into .*\n.*missing: gate\.weight"):
+        target.load(tmp_path / "less.npz")
+    with pytest.raises(ValueError, match="unexpected: other"):
+        target.load_state_dict(expected | {"other": np.ones((4, 4))})

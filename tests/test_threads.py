@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -319,3 +321,33 @@ def test_small_stacks(size: int, backward: bool) -> None:
     code = SMALL_STACK.replace("STACK", str(size)).replace("BACKWARD", str(backward))
     done = child(code)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_one_object_in_several_threads() -> None:
+    """Each thread gets its own count back."""
+    shared, barrier, found = cattn.num_threads(2), threading.Barrier(2), {}
+
+    def enter_first() -> None:
+        with shared:
+            barrier.wait()
+            barrier.wait()
+        found["first"] = cattn.get_num_threads()
+
+    def enter_second() -> None:
+        with cattn.num_threads(3):
+            barrier.wait()
+            with shared:
+                found["inside"] = cattn.get_num_threads()
+                barrier.wait()
+            found["second"] = cattn.get_num_threads()
+
+    before = cattn.get_num_threads()
+    threads = [threading.Thread(target=f) for f in (enter_first, enter_second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"first": before, "inside": 2, "second": 3}
+    with pytest.raises(RuntimeError, match="num_threads was not entered in this thread"):
+        shared.__exit__(None, None, None)
+    assert pickle.loads(pickle.dumps(shared)).n == copy.copy(shared).n == 2

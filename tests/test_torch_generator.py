@@ -299,6 +299,7 @@ WRONG: list[tuple[type[Exception], str, Draw]] = [
     (TypeError, "size is that of p", lambda g: g.bernoulli([0.5], 1)),
     (TypeError, "p has dtype complex128", lambda g: g.bernoulli([0.5j])),
     (TypeError, "randint needs high and size", lambda g: g.randint(10)),
+    (TypeError, "randint needs high and size", lambda g: g.randint(size=(3,))),
     (ValueError, "low must be below high, got low=5 and high=5", lambda g: g.randint(5, 5, (2,))),
     (ValueError, "low must be below high, got low=0 and high=-3", lambda g: g.randint(-3, (2,))),
     (TypeError, "low must be an int, got float", lambda g: g.randint(0.0, 5, (2,))),

@@ -169,6 +169,17 @@ def test_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.nn.functional.scaled_dot_product_attention is theirs
 
 
+def test_swaps_that_overlap() -> None:
+    """The first to begin is the first to end, as it happens with threads."""
+    a, b = bridge.use_cattn(), bridge.use_cattn()
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is bridge._dispatch
+    b.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is theirs
+
+
 def test_the_swap_compiles() -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)

@@ -182,6 +182,7 @@ def test_integer_dtypes(torch: types.ModuleType) -> None:
         theirs = torch.randint(low, high, (50,), dtype=getattr(torch, name)).numpy()
         assert_same_bits(generator.randint(low, high, (50,), dtype=name), theirs)
     assert_same_bits(generator.randint(high=6, size=(2, 3)), torch.randint(high=6, size=(2, 3)).numpy())
+    assert_same_bits(generator.randint(6, size=(2, 3)), torch.randint(6, size=(2, 3)).numpy())
 
 
 def test_shapes() -> None:

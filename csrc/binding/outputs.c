@@ -55,6 +55,38 @@ static bool check_type(struct binding_state *state, PyObject *given, const struc
     return true;
 }
 
+/* Each element has its own memory: taken from the smallest stride up, each steps over what those before it span. All
+ * arrays that slices, transposes and reshapes make are so; others may only seem to overlap. */
+static bool check_apart(PyArrayObject *array, const char *name) {
+    const int nd = PyArray_NDIM(array);
+    bool taken[NPY_MAXDIMS] = {false};
+    npy_intp span = PyArray_ITEMSIZE(array);
+    for (int axis = 0; axis < nd; axis++)
+        if (PyArray_DIM(array, axis) == 0)
+            return true;
+    for (int n = 0; n < nd; n++) {
+        int least = -1;
+        npy_intp step = 0;
+        for (int axis = 0; axis < nd; axis++) {
+            const npy_intp stride = PyArray_STRIDE(array, axis), size = stride < 0 ? -stride : stride;
+            if (!taken[axis] && (least < 0 || size < step)) {
+                least = axis;
+                step = size;
+            }
+        }
+        taken[least] = true;
+        if (PyArray_DIM(array, least) == 1)
+            continue;
+        if (step < span) {
+            PyErr_Format(PyExc_ValueError, "%s overlaps itself: axis %d has stride %zd", name, least,
+                         (Py_ssize_t)PyArray_STRIDE(array, least));
+            return false;
+        }
+        span += (PyArray_DIM(array, least) - 1) * step;
+    }
+    return true;
+}
+
 static bool check_shape(PyArrayObject *array, const struct cattn_output_spec *spec) {
     const int nd = PyArray_NDIM(array);
     const npy_intp *dims = PyArray_DIMS(array);
@@ -70,13 +102,7 @@ static bool check_shape(PyArrayObject *array, const struct cattn_output_spec *sp
         PyErr_Format(PyExc_ValueError, "%s is read-only", spec->name);
         return false;
     }
-    for (int axis = 0; axis < nd; axis++) {
-        if (dims[axis] > 1 && PyArray_STRIDE(array, axis) == 0 && PyArray_SIZE(array) > 0) {
-            PyErr_Format(PyExc_ValueError, "%s overlaps itself: axis %d has stride 0", spec->name, axis);
-            return false;
-        }
-    }
-    return true;
+    return check_apart(array, spec->name);
 }
 
 static bool whole_strides(PyArrayObject *array, npy_intp itemsize) {

@@ -285,8 +285,8 @@ class Causal(_Attention):
         Returns
         -------
         ndarray, shape (T, width) or (B, T, width), or (ndarray, ndarray)
-            In the dtype that x and the weights share. The weights are those before dropout, one matrix of
-            (T, tokens so far) for each sequence, and for each head where there may be several.
+            In the dtype that x and the weights share, or in that of a wider cache. The weights are those before
+            dropout, one matrix of (T, tokens so far) for each sequence, and for each head where there may be several.
 
         Raises
         ------
@@ -312,8 +312,7 @@ class Causal(_Attention):
             output = self._finish(context)
             self._keep(batch, attended, output, batched)
         else:
-            context, weights = self._attend_cached(q, k, v, cache, return_weights)
-            output = self._finish(context)
+            output, weights = self._attend_cached(q, k, v, cache, return_weights)
             if self.training:
                 self._kept = "backward does not go through a cache: call the module without one first"
         return _result(output, weights, batched, self._one_head)
@@ -321,13 +320,14 @@ class Causal(_Attention):
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, need_weights: bool
     ) -> tuple[Array, Array | None]:
-        """Append, then attend to everything in the cache; whatever fails, the cache is as it was."""
+        """Append, attend to everything in the cache, and finish; whatever fails, the cache is as it was."""
         before, offset = (cache.lengths, cache.k.shape[-2]), cache.query_offset()
         single = cache.batch_shape == ()
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
             all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
-            return _attend(q, all_k, all_v, offset, self._dropouts(), need_weights)[:2]
+            context, weights, _ = _attend(q, all_k, all_v, offset, self._dropouts(), need_weights)
+            return self._finish(context), weights
         except BaseException:
             cache._set_lengths(*before)
             raise

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _cattn
-from ._arrays import as_array, as_bool, common_dtype
+from ._arrays import as_array, as_bool, common_dtype, shape_of
 from ._checks import as_int
 from ._fp_mode import in_default_mode
 from ._softmax import keep
@@ -20,16 +20,15 @@ __all__ = ["attention_backward", "dropout_backward", "softmax_backward"]
 
 @in_default_mode
 @np.errstate(all="ignore")
-def _as_given(gradients: list[Any], arguments: tuple[Any, ...], dtype: np.dtype[Any]) -> AttentionGradients:
+def _as_given(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
     """Return each gradient in the shape of its argument; those of query, key and value in dtype."""
-    pairs = zip(gradients, arguments, strict=True)
-    sums: list[Any] = [None if gradient is None else _sum_to(gradient, argument) for gradient, argument in pairs]
+    pairs = zip(gradients, shapes, strict=True)
+    sums: list[Any] = [None if gradient is None else _sum_to(gradient, shape) for gradient, shape in pairs]
     return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
 
 
-def _sum_to(gradient: NDArray[Any], argument: Any) -> NDArray[Any]:
-    """Sum over the axes along which the argument was broadcast."""
-    shape = np.shape(argument)
+def _sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Sum over the axes along which an argument of this shape was broadcast."""
     if gradient.shape == shape:
         return gradient
     missing = gradient.ndim - len(shape)
@@ -171,7 +170,9 @@ def attention_backward(
         out,
         lse,
     )
-    return _as_given(gradients, (query, key, value, attn_mask if bias is None else bias, sinks), dtype)
+    additive = attn_mask if bias is None else bias
+    arguments = {"query": query, "key": key, "value": value, "bias": additive, "sinks": sinks}
+    return _as_given(gradients, [shape_of(argument, name) for name, argument in arguments.items()], dtype)
 
 
 @in_default_mode

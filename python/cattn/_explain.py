@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from . import _cattn
+from ._arrays import shape_of
 from ._types import Alignment, Window
 
 __all__ = ["Explanation", "explain"]
@@ -160,5 +160,5 @@ def explain(
         False,
         None,  # out
     )
-    depth = np.shape(key)[-1] + np.shape(value)[-1]
+    depth = shape_of(key, "key")[-1] + shape_of(value, "value")[-1]
     return Explanation(reason=REASONS[told["path"]], flops=2 * told["visible_pairs"] * depth, **told)

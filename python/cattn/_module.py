@@ -287,4 +287,8 @@ class Module:
         """
         from ._weights_io import load_arrays
 
-        return self.load_state_dict(load_arrays(path), strict)
+        arrays = load_arrays(path)
+        try:
+            return self.load_state_dict(arrays, strict)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{path}: {error}") from error

@@ -134,7 +134,8 @@ class _Loader:
         self.state = state
         self.what = what
         self.names = {key: _parse(key) or _Name("", key, "weight") for key in own}
-        self.plain = [key for key, name in self.names.items() if name.role == key]  # Linear: known by these only
+        self.plain = [key for key, name in self.names.items() if name.role == key]  # Linear's, or a subclass has them
+        self.only_plain = len(self.plain) == len(self.names)  # known by these only
         self.problems: list[str] = []
         self.unexpected: list[str] = []
         self.found: dict[_Slot, _Found] = {}
@@ -158,7 +159,7 @@ class _Loader:
         for plain in self.plain:
             if key == plain or key.endswith("." + plain):
                 return _Name(key.removesuffix(plain), plain, "weight")
-        return None if self.plain else _parse(key)
+        return None if self.only_plain else _parse(key)
 
     def keys(self) -> dict[str, _Name]:
         """Return the keys of the one module that the state is about, with what they say."""
@@ -166,7 +167,7 @@ class _Loader:
         for key, value in self.state.items():
             if not isinstance(key, str):
                 raise TypeError(f"the keys of a state dict are strings, got {type(key).__name__}: {key!r}")
-            if not self.plain and _is_buffer(key, value):
+            if not self.only_plain and _is_buffer(key, value):
                 continue
             name = self.name(key)
             if name is None:

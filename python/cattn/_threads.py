@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -100,6 +101,13 @@ def set_num_threads(n: int | None) -> None:
     _cattn.set_num_threads(n)
 
 
+class _Before(threading.local):
+    """Of each thread: the counts that its blocks put back."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+
 class num_threads:  # noqa: N801 - a function to its users
     """Use n threads within a ``with`` block, in the calling thread only.
 
@@ -130,11 +138,14 @@ class num_threads:  # noqa: N801 - a function to its users
         if not 1 <= self.n < 2**31:
             bound = "at least 1" if self.n < 1 else f"at most {2**31 - 1}"
             raise ValueError(f"n must be {bound}, got {self.n}")
-        self._before: list[int] = []
+        self._before = _Before()
+
+    def __reduce__(self) -> tuple[type[num_threads], tuple[int]]:
+        return num_threads, (self.n,)
 
     def __enter__(self) -> num_threads:
         _register_threadpoolctl()
-        self._before.append(_cattn._override_num_threads(self.n))
+        self._before.counts.append(_cattn._override_num_threads(self.n))
         return self
 
     def __exit__(
@@ -143,7 +154,9 @@ class num_threads:  # noqa: N801 - a function to its users
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _cattn._override_num_threads(self._before.pop())
+        if not self._before.counts:
+            raise RuntimeError("num_threads was not entered in this thread")
+        _cattn._override_num_threads(self._before.counts.pop())
 
     def __repr__(self) -> str:
         return f"cattn.num_threads({self.n})"

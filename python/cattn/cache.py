@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._arrays import as_array
+from ._arrays import as_array, refuse_masked
 from ._checks import as_dtype, as_size
 
 __all__ = ["KVCache"]
@@ -201,19 +201,21 @@ class KVCache:
         ValueError
             n is negative or more than there is.
         """
-        wanted = np.asarray(n)
+        refuse_masked(n, "n")
+        wanted = np.asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n)  # beyond int64, too
         if wanted.dtype.kind not in "iu" and wanted.size > 0:
             raise TypeError(f"n must be an int or an integer array, got dtype {wanted.dtype}")
         try:
-            new = np.broadcast_to(wanted, self.batch_shape).astype(np.int64)
+            given = np.broadcast_to(wanted, self.batch_shape)
         except ValueError:
             raise ValueError(
                 f"n has shape {wanted.shape}, which does not broadcast to batch_shape {self.batch_shape}"
             ) from None
         limit = self._longest if wanted.ndim == 0 else self._lengths
-        if np.any(wanted < 0) or np.any(new > limit):
-            raise ValueError(f"n must be between 0 and the lengths, {self._show_lengths()}; got {wanted.tolist()}")
-        new = np.minimum(new, self._lengths)
+        if np.any(wanted < 0) or np.any((wanted if wanted.ndim == 0 else given) > limit):
+            got = n if type(n) is int else wanted.tolist()
+            raise ValueError(f"n must be between 0 and the lengths, {self._show_lengths()}; got {got}")
+        new = np.minimum(given.astype(np.int64), self._lengths)
         self._set_lengths(new, int(new.max(initial=0)) if new.size else min(self._longest, int(wanted.max(initial=0))))
 
     def reset(self) -> None:

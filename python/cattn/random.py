@@ -234,6 +234,8 @@ class TorchGenerator(_cattn.TorchStream):
         """
         if size is None and high is not None:
             low, high, size = 0, cast(Any, low), cast(Any, high)
+        elif high is None and low != 0:  # randint(high, size=size)
+            low, high = 0, low
         if size is None or high is None:
             raise TypeError("randint needs high and size: randint(high, size) or randint(low, high, size)")
         first, end = _integer(low, "low"), _integer(high, "high")

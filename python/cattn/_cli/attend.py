@@ -135,6 +135,8 @@ class _Job:
                 **self._mask_rows(self.masks, slice(0, 0)),
                 **self.settings,
             )
+            whole: dict[str, Any] = self.masks
+            cattn.explain(query, key, value, query_offset=0, **whole)  # warns of what masks look like
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
         # Converted once here, not once in every slice; arrays of the right type stay where they are.
@@ -243,6 +245,7 @@ def run(options: argparse.Namespace) -> None:
             except ValueError as error:
                 raise InputError(f"--threads: {error}") from error
         job = _Job(options)
+        warnings.simplefilter("ignore", UserWarning)  # of what a slice of a mask looks like
         files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path}
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")

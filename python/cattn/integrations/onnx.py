@@ -125,6 +125,8 @@ def attention(
     >>> attention(x, x[..., :4], x[..., :4], q_num_heads=4, kv_num_heads=2, is_causal=1).Y.shape
     (1, 3, 8)
     """
+    if qk_matmul_output_mode not in range(len(STAGES)):
+        raise ValueError(f"qk_matmul_output_mode must be 0, 1, 2 or 3, got {qk_matmul_output_mode}")
     dtype = np.asarray(Q).dtype
     q, k, v = (_computable(a, name, softmax_precision) for a, name in ((Q, "Q"), (K, "K"), (V, "V")))
     joined = q.ndim == 3
@@ -143,12 +145,16 @@ def attention(
     if past_key is not None and past_value is not None:
         if nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen must not be given together with past_key and past_value")
-        k = np.concatenate([_computable(past_key, "past_key", softmax_precision), k], axis=2)
-        v = np.concatenate([_computable(past_value, "past_value", softmax_precision), v], axis=2)
-        offset = np.shape(past_key)[2]
+        offset = k.shape[2]
+        k = _behind(past_key, k, "past_key", softmax_precision)
+        v = _behind(past_value, v, "past_value", softmax_precision)
+        offset = k.shape[2] - offset
         present_key, present_value = k.astype(dtype), v.astype(dtype)
     elif nonpad_kv_seqlen is not None:
-        offset = np.asarray(nonpad_kv_seqlen) - q.shape[2]
+        lengths = np.asarray(nonpad_kv_seqlen)
+        if lengths.dtype.kind not in "iu":
+            raise TypeError(f"nonpad_kv_seqlen must hold integers, got dtype {lengths.dtype}")
+        offset = lengths.astype(np.int64) - q.shape[2]
 
     options: dict[str, Any] = {
         "attn_mask": _whole_mask(attn_mask, k.shape[2]),
@@ -161,11 +167,9 @@ def attention(
     }
     y = scaled_dot_product_attention(q, k, v, **options)
     if joined:
-        y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
+        y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], y.shape[1] * y.shape[3])
     qk = None
     if return_qk:
-        if qk_matmul_output_mode not in range(len(STAGES)):
-            raise ValueError(f"qk_matmul_output_mode must be 0, 1, 2 or 3, got {qk_matmul_output_mode}")
         qk = attention_weights(q, k, stage=STAGES[qk_matmul_output_mode], **options).astype(dtype)
     return AttentionOutputs(y.astype(dtype), present_key, present_value, qk)
 
@@ -185,9 +189,18 @@ def _split_heads(array: Array, num_heads: int | None, name: str, argument: str) 
         return array
     if array.ndim != 3:
         raise ValueError(f"{name} must have 3 or 4 dimensions, got {array.ndim}")
-    if not num_heads or array.shape[2] % num_heads:
+    if num_heads is None or not hasattr(num_heads, "__index__") or num_heads < 1 or array.shape[2] % num_heads:
         raise ValueError(f"{argument} must divide the last axis of {name}, {array.shape[2]}, got {num_heads}")
-    return array.reshape(*array.shape[:2], num_heads, -1).swapaxes(1, 2)
+    return array.reshape(*array.shape[:2], num_heads, array.shape[2] // num_heads).swapaxes(1, 2)
+
+
+def _behind(past: ArrayLike, new: Array, name: str, softmax_precision: int | None) -> Array:
+    """Return the new keys or values behind those of the past."""
+    given = _computable(past, name, softmax_precision)
+    wanted = (*new.shape[:2], "T_past", new.shape[3])
+    if given.ndim != 4 or (*given.shape[:2], "T_past", given.shape[3]) != wanted:
+        raise ValueError(f"{name} must have shape ({', '.join(map(str, wanted))}), got {given.shape}")
+    return np.concatenate([given, new], axis=2)
 
 
 def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
@@ -197,7 +210,7 @@ def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
     refuse_masked(mask, "attn_mask")
     given = np.asarray(mask)
     missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
-    if missing <= 0:
+    if missing <= 0 or given.dtype.kind in "iu":  # integers are no mask, which attention says
         return given
     hidden = False if given.dtype == np.bool_ else -np.inf
     return np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, missing)], constant_values=hidden)

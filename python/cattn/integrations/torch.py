@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,13 +304,26 @@ def _dispatch(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: An
     return (scaled_dot_product_attention if ours else _theirs)(query, key, value, attn_mask, *args, **kwargs)
 
 
+class _Swap:
+    """Contexts of `use_cattn` may overlap, in threads for instance: the last one to end puts back what was there."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.uses = 0
+        self.before: Any = None
+
+
+_swap = _Swap()
+
+
 @contextlib.contextmanager
 def use_cattn() -> Iterator[None]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
 
     Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them. Other devices and
     dtypes (mixed ones too unless autocast makes them one), nested and sparse tensors, forward-mode differentiation and
-    ``torch.func.grad`` go to PyTorch as before. The name is the process's, so threads share it. What was computed
+    ``torch.func.grad`` go to PyTorch as before. The name is the process's, so threads share it, and it is cattn's until
+    the last of several contexts has ended. What was computed
     inside has cattn's backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
 
     Yields
@@ -326,9 +340,15 @@ def use_cattn() -> Iterator[None]:
     >>> out.shape
     torch.Size([1, 2, 4, 8])
     """
-    before = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = _dispatch
+    with _swap.lock:
+        if _swap.uses == 0:
+            _swap.before = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = _dispatch
+        _swap.uses += 1
     try:
         yield
     finally:
-        torch.nn.functional.scaled_dot_product_attention = before
+        with _swap.lock:
+            _swap.uses -= 1
+            if _swap.uses == 0:
+                torch.nn.functional.scaled_dot_product_attention = _swap.before
