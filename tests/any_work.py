@@ -88,11 +88,14 @@ def attention(draw: st.DrawFn) -> Work:
 
 @st.composite
 def gradients(draw: st.DrawFn) -> Work:
-    call = draw(attention_calls())
+    call, double_lse = draw(attention_calls()), draw(st.booleans())
     call.pop("scale", None)
 
     def run() -> Results:
         result = cattn.scaled_dot_product_attention(**again(call), return_lse=True)
+        if double_lse:
+            out = cattn.AttentionOutput(lse=np.empty(result.lse.shape, np.float64))
+            result = cattn.scaled_dot_product_attention(**again(call), return_lse=True, out=out)
         grad_out = np.cos(np.arange(result.out.size)).reshape(result.out.shape).astype(result.out.dtype)
         return arrays(result, cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **again(call)))
 
