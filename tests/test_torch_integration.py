@@ -213,6 +213,25 @@ def test_errors() -> None:
         torch.nn.functional.scaled_dot_product_attention(x, x)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 3, 5, 4), (4, 3, 5, 4), (4, 3, 5, 4)), {}, "axis -4 query has size 2, key has 4"),
+        (
+            ((2, 1, 5, 4), (2, 4, 5, 4), (2, 3, 5, 4)),
+            {"enable_gqa": True},
+            r"value has heads \(axis -3\): 3, key has 4",
+        ),
+        (((2, 6, 5, 4), (2, 4, 5, 4), (2, 4, 5, 4)), {"enable_gqa": True}, "query has 6 heads"),
+        (((4,), (5, 4), (5, 4)), {}, "query must have at least 2 dimensions"),
+    ],
+)
+def test_errors_of_shapes(shapes: Any, options: dict[str, Any], message: str) -> None:
+    """In cattn's words, which name the argument."""
+    with pytest.raises(ValueError, match=message):
+        attention(*map(torch.ones, shapes), **options)
+
+
 def test_errors_of_flags_and_numbers() -> None:
     x: Any = torch.ones(2, 3, 4)
     with pytest.raises(TypeError, match="dropout_p must be a real number, got str"):

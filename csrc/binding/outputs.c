@@ -56,19 +56,20 @@ static bool check_type(struct binding_state *state, PyObject *given, const struc
 }
 
 /* Each element has its own memory: taken from the smallest stride up, each steps over what those before it span. All
- * arrays that slices, transposes and reshapes make are so; others may only seem to overlap. */
+ * arrays that slices, transposes and reshapes make are so; others, which may only seem to overlap, are refused. */
 static bool check_apart(PyArrayObject *array, const char *name) {
     const int nd = PyArray_NDIM(array);
     bool taken[NPY_MAXDIMS] = {false};
-    npy_intp span = PyArray_ITEMSIZE(array);
+    npy_uintp span = (npy_uintp)PyArray_ITEMSIZE(array); /* unsigned: strides may be any numbers */
     for (int axis = 0; axis < nd; axis++)
         if (PyArray_DIM(array, axis) == 0)
             return true;
     for (int n = 0; n < nd; n++) {
         int least = -1;
-        npy_intp step = 0;
+        npy_uintp step = 0;
         for (int axis = 0; axis < nd; axis++) {
-            const npy_intp stride = PyArray_STRIDE(array, axis), size = stride < 0 ? -stride : stride;
+            const npy_uintp stride = (npy_uintp)PyArray_STRIDE(array, axis);
+            const npy_uintp size = PyArray_STRIDE(array, axis) < 0 ? 0 - stride : stride;
             if (!taken[axis] && (least < 0 || size < step)) {
                 least = axis;
                 step = size;
@@ -82,7 +83,7 @@ static bool check_apart(PyArrayObject *array, const char *name) {
                          (Py_ssize_t)PyArray_STRIDE(array, least));
             return false;
         }
-        span += (PyArray_DIM(array, least) - 1) * step;
+        span += (npy_uintp)(PyArray_DIM(array, least) - 1) * step;
     }
     return true;
 }

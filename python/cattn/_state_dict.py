@@ -135,7 +135,7 @@ class _Loader:
         self.what = what
         self.names = {key: _parse(key) or _Name("", key, "weight") for key in own}
         self.plain = [key for key, name in self.names.items() if name.role == key]  # Linear's, or a subclass has them
-        self.only_plain = len(self.plain) == len(self.names)  # known by these only
+        self.only_plain = 0 < len(self.plain) == len(self.names)  # known by these only
         self.problems: list[str] = []
         self.unexpected: list[str] = []
         self.found: dict[_Slot, _Found] = {}

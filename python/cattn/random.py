@@ -234,8 +234,7 @@ class TorchGenerator(_cattn.TorchStream):
         """
         if size is None and high is not None:
             low, high, size = 0, cast(Any, low), cast(Any, high)
-        elif high is None and low != 0:  # randint(high, size=size)
-            low, high = 0, low
+        low, high = (0, low) if high is None and low != 0 else (low, high)  # randint(high, size=size)
         if size is None or high is None:
             raise TypeError("randint needs high and size: randint(high, size) or randint(low, high, size)")
         first, end = _integer(low, "low"), _integer(high, "high")
@@ -244,12 +243,11 @@ class TorchGenerator(_cattn.TorchStream):
             raise TypeError(f"dtype must be an integer type, got {kind}")
         if first < end and not np.iinfo(kind).min <= first <= end - 1 <= np.iinfo(kind).max:
             raise ValueError(f"dtype {kind} cannot hold low={first} to high={end}")
-        shape = _shape((size,))
-        wide, narrow = np.empty(shape, np.int64), np.empty(shape, kind)  # nothing may fail after the draw
+        wide = np.empty(_shape((size,)), np.int64)
+        narrow = wide if kind == np.int64 else np.empty(wide.shape, kind)  # nothing may fail after the draw
         self._integers(wide, first, end)
-        if kind == wide.dtype:
-            return wide
-        narrow[...] = wide
+        if narrow is not wide:
+            narrow[...] = wide
         return narrow
 
     def bernoulli(self, p: ArrayLike, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:

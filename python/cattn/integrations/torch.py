@@ -79,7 +79,11 @@ def _attention(
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and its log-sum-exp, that in float64 for the gradients' sake."""
-    lse = np.empty(_row_shape(query, key, value, enable_gqa), np.float64)
+    try:
+        rows = _row_shape(query, key, value, enable_gqa)
+    except RuntimeError:  # shapes that do not fit, of which the call says more
+        rows = ()
+    lse = np.empty(rows, np.float64)
     result = cattn.scaled_dot_product_attention(
         _as_array(query),
         _as_array(key),
