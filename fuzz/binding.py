@@ -22,7 +22,7 @@ import numpy as np
 from arguments import Bytes, Ours, any_thing
 from calls import CALLS, Finding, cattn
 
-from cattn._types import AttentionOutput
+from cattn._input.types import AttentionOutput
 
 MOST_MEMORY = 2 << 30
 ALLOWED = (TypeError, ValueError, MemoryError, OverflowError)

@@ -17,7 +17,7 @@ import pytest
 import cattn
 from cattn.__main__ import main
 from cattn._cli import attend, progress
-from cattn._weights_io import save_arrays
+from cattn.nn._files import save_arrays
 
 Say = Callable[..., int]
 

@@ -11,7 +11,7 @@ import pytest
 
 import cattn
 from cattn.__main__ import main
-from cattn._weights_io import load_arrays
+from cattn.nn._files import load_arrays
 from support import assert_same_bits
 from test_cli import attend_files, leftovers, save
 

@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import cattn
 from cattn._cli.files import InputError, load
-from cattn._weights_io import load_arrays, save_arrays
+from cattn.nn._files import load_arrays, save_arrays
 
 F = np.float32
 MOST = 2**48  # of T_q, T_k, head_dim and d_v

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn import _arrays, reference
+from cattn import reference
+from cattn._input import arrays as _arrays
 from support import PATHS, assert_same_bits, forced
 
 Normal = Callable[..., np.ndarray]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn import _layers, _module, cache, nn
+from cattn import cache, nn
+from cattn.nn import _layers, _module
 from support import assert_same_bits
 
 torch = pytest.importorskip("torch")
@@ -418,7 +419,7 @@ def test_cache_errors(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     before = cache.k.copy()
-    monkeypatch.setattr("cattn._attend.causal_attention", interrupted)
+    monkeypatch.setattr("cattn.nn._attention.causal_attention", interrupted)
     with pytest.raises(KeyboardInterrupt):
         module(normal(2, 3, 6), cache=cache)
     assert_same_bits(cache.k, before)

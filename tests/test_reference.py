@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from cattn._types import AttentionOutput, CausalAlignmentWarning
+from cattn._input.types import AttentionOutput, CausalAlignmentWarning
 
 INF, NAN = math.inf, math.nan
 
@@ -69,7 +69,7 @@ def test_reference_does_not_need_the_kernels() -> None:
     parts = list(Path(reference.__file__).parent.glob("*.py"))
     assert len(parts) > 3
     for part in parts:
-        assert "_cattn" not in part.read_text().replace("from cattn._types", "")
+        assert "_cattn" not in part.read_text().replace("from cattn._input.types", "")
 
 
 # ---- softmax -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn._weights_io import load_arrays
+from cattn.nn._files import load_arrays
 from support import assert_same_bits
 from test_state_dict import assert_state, causal, mha, other, rng, v1, v2, wrapper
 
@@ -57,7 +57,7 @@ def test_safetensors_of_other_types(tmp_path: Path) -> None:
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     path = tmp_path / "x.safetensors"
     files.save_file({"a": torch.ones(3, dtype=torch.bfloat16)}, path)
-    code = f"from cattn._weights_io import load_arrays; print(load_arrays({str(path)!r})['a'].dtype)"
+    code = f"from cattn.nn._files import load_arrays; print(load_arrays({str(path)!r})['a'].dtype)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("bfloat16\n", "")
     files.save_file({"b": torch.ones(3).to(torch.float8_e4m3fn)}, path)
@@ -77,7 +77,7 @@ def test_a_file_is_replaced_at_once(name: str, tmp_path: Path, monkeypatch: pyte
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cattn._weights_io.os.replace", full_disk)
+        patch.setattr("cattn.nn._files.os.replace", full_disk)
         with pytest.raises(OSError, match="no space"):
             module.save(path)
     assert path.read_bytes() == before

@@ -150,7 +150,7 @@ static bool layout_fits(PyArrayObject *array, int log2_size) {
     return true;
 }
 
-/* helper(object, name, "f" or "d") of cattn._arrays, which must give an exact ndarray that kernels can read. */
+/* helper(object, name, "f" or "d") of cattn._input.arrays, which must give an exact ndarray that kernels can read. */
 static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *name, int type) {
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
     PyObject *result = PyObject_CallFunction(helper, "Oss", object, name, type == NPY_FLOAT ? "f" : "d");

@@ -1,6 +1,6 @@
 /* args.h -- from Python's arguments to what cattn.h wants: arrays, numbers, masks, outputs, strides.
  *
- * Exact ndarrays of the right type are used as they are; all else goes through cattn._arrays once. `name` is the
+ * Exact ndarrays of the right type are used as they are; all else goes through cattn._input.arrays once. `name` is the
  * argument's name in messages. Arrays returned are new references.
  */
 #ifndef CATTN_ARGS_H

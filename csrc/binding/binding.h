@@ -21,10 +21,10 @@
 #include "shortcuts.h"
 
 struct binding_state {
-    /* functions of cattn._arrays, for everything that the fast path in C does not take as it is */
+    /* functions of cattn._input.arrays, for everything that the fast path in C does not take as it is */
     PyObject *as_array, *as_mask, *as_bias, *as_bool, *as_integers, *as_head_numbers, *cast, *shares_memory,
         *refuse_masked, *draw_seed;
-    /* classes of cattn._types */
+    /* classes of cattn._input.types */
     PyObject *attention_output, *causal_alignment_warning;
     PyObject *urandom;      /* os.urandom */
     PyObject *eight;        /* the number of bytes it is asked for */

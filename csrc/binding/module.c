@@ -200,18 +200,18 @@ static bool import_names(struct binding_state *state) {
         PyObject **slot;
         const char *module, *name;
     } wanted[] = {
-        {&state->as_array, "cattn._arrays", "as_array"},
-        {&state->as_mask, "cattn._arrays", "as_mask"},
-        {&state->as_bias, "cattn._arrays", "as_bias"},
-        {&state->as_bool, "cattn._arrays", "as_bool"},
-        {&state->as_integers, "cattn._arrays", "as_integers"},
-        {&state->as_head_numbers, "cattn._arrays", "as_head_numbers"},
-        {&state->cast, "cattn._arrays", "cast"},
-        {&state->shares_memory, "cattn._arrays", "shares_memory"},
-        {&state->refuse_masked, "cattn._arrays", "refuse_masked"},
-        {&state->draw_seed, "cattn._arrays", "draw_seed"},
-        {&state->attention_output, "cattn._types", "AttentionOutput"},
-        {&state->causal_alignment_warning, "cattn._types", "CausalAlignmentWarning"},
+        {&state->as_array, "cattn._input.arrays", "as_array"},
+        {&state->as_mask, "cattn._input.arrays", "as_mask"},
+        {&state->as_bias, "cattn._input.arrays", "as_bias"},
+        {&state->as_bool, "cattn._input.arrays", "as_bool"},
+        {&state->as_integers, "cattn._input.arrays", "as_integers"},
+        {&state->as_head_numbers, "cattn._input.arrays", "as_head_numbers"},
+        {&state->cast, "cattn._input.arrays", "cast"},
+        {&state->shares_memory, "cattn._input.arrays", "shares_memory"},
+        {&state->refuse_masked, "cattn._input.arrays", "refuse_masked"},
+        {&state->draw_seed, "cattn._input.arrays", "draw_seed"},
+        {&state->attention_output, "cattn._input.types", "AttentionOutput"},
+        {&state->causal_alignment_warning, "cattn._input.types", "CausalAlignmentWarning"},
         {&state->urandom, "os", "urandom"},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {

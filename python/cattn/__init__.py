@@ -12,9 +12,9 @@ array([[1.  , 0.  ],
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
+from ._input.types import AttentionGradients, AttentionOutput, CausalAlignmentWarning
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
-from ._types import AttentionGradients, AttentionOutput, CausalAlignmentWarning
 from .cache import KVCache
 from .functional import (
     Explanation,

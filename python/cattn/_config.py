@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from . import _cattn, _threads
-from ._checks import is_word
+from ._input.checks import is_word
 
 __all__ = ["show_config"]
 

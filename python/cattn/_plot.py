@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._arrays import as_array, is_bfloat16
+from ._input.arrays import as_array, is_bfloat16
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

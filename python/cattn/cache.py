@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._arrays import as_array, refuse_masked
-from ._checks import as_dtype, as_size
+from ._input.arrays import as_array, refuse_masked
+from ._input.checks import as_dtype, as_size
 
 __all__ = ["KVCache"]
 

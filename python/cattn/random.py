@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import _cattn
-from ._arrays import _asarray, as_array
-from ._checks import as_dtype, as_int, as_size
+from ._input.arrays import _asarray, as_array
+from ._input.checks import as_dtype, as_int, as_size
 
 __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
 

@@ -21,7 +21,7 @@ import numpy as np
 import cattn
 from cattn._cli.files import Array, InputError, Output, load, load_members
 from cattn._cli.progress import Progress
-from cattn._types import AttentionOutput
+from cattn._input.types import AttentionOutput
 
 DESCRIPTION = """\
 Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:

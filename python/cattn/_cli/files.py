@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cattn._weights_io import open_safetensors, safetensors_package, save_arrays, temporary_beside, told_as
+from cattn.nn._files import open_safetensors, safetensors_package, save_arrays, temporary_beside, told_as
 
 Array = NDArray[Any]
 ARCHIVES = (".npz", ".safetensors")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn import attention_weights, scaled_dot_product_attention
-from cattn._arrays import is_bfloat16, refuse_masked
+from cattn._input.arrays import is_bfloat16, refuse_masked
 
 try:
     from onnx import TensorProto

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import cattn
-from cattn._arrays import load_bfloat16
+from cattn._input.arrays import load_bfloat16
 
 __all__ = ["scaled_dot_product_attention", "use_cattn"]
 

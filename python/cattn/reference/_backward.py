@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._types import AttentionGradients, Window
+from cattn._input.types import AttentionGradients, Window
 
 from ._attention import Problem, _kept, _weighted_sum, match_heads, score
 from ._dropout import apply_dropout, dropout

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._types import CausalAlignmentWarning, Window
+from cattn._input.types import CausalAlignmentWarning, Window
 
 from ._shared import Bools, Integers
 

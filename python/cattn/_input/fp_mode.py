@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from . import _cattn
+from .. import _cattn
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,11 +7,12 @@ from typing import Any, Literal, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _arrays, _cattn
-from ._checks import is_word
+from .. import _cattn
+from .._input import arrays
+from .._input.checks import is_word
+from .._input.types import RNG, Alignment, AttentionOutput, Stage, Window
 from ._shortcut import shortcut
 from ._softmax import keep
-from ._types import RNG, Alignment, AttentionOutput, Stage, Window
 
 
 @overload
@@ -324,11 +325,11 @@ def attention_weights(
     p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
     halves, computed, drops = None, out, is_word(stage, "dropout")
     if drops:
-        query, key = _arrays.as_array(query, "query"), _arrays.as_array(key, "key")
-        dtype = _arrays.common_dtype((query, key), "query and key")
+        query, key = arrays.as_array(query, "query"), arrays.as_array(key, "key")
+        dtype = arrays.common_dtype((query, key), "query and key")
         if dtype.itemsize == 2:  # computed in float32, and rounded once: behind the dropout
             halves = dtype
-            query, key = _arrays.cast(query, "query", "f"), _arrays.cast(key, "key", "f")
+            query, key = arrays.cast(query, "query", "f"), arrays.cast(key, "key", "f")
             if out is not None:
                 _cattn._check_out(out, halves)
                 computed = np.empty(out.shape, np.float32)
@@ -362,5 +363,5 @@ def attention_weights(
     keep(weights, result.dropout_mask, p)
     if halves is None:
         return weights
-    weights = _arrays.cast(weights, "weights", halves)
+    weights = arrays.cast(weights, "weights", halves)
     return weights if out is None else _cattn._store(weights, out)

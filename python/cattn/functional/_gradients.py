@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
-from ._arrays import as_array, as_bool, common_dtype, shape_of
-from ._checks import as_int
-from ._fp_mode import in_default_mode
+from .. import _cattn
+from .._input.arrays import as_array, as_bool, common_dtype, shape_of
+from .._input.checks import as_int
+from .._input.fp_mode import in_default_mode
+from .._input.types import RNG, Alignment, AttentionGradients, Window
+from ..random import TorchGenerator
 from ._softmax import keep
-from ._types import RNG, Alignment, AttentionGradients, Window
-from .random import TorchGenerator
 
 __all__ = ["attention_backward", "dropout_backward", "softmax_backward"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
-from ._arrays import shape_of
+from .. import _cattn
+from .._input.arrays import shape_of
+from .._input.checks import as_size, is_word
+from .._input.fp_mode import in_default_mode
+from .._input.types import Alignment, Window
 from ._attention import attention_weights
-from ._checks import as_size, is_word
-from ._fp_mode import in_default_mode
-from ._types import Alignment, Window
 
 GRID = 64  # masks with more keys than this are told in ranges
 MOST_ROWS = 64  # and no more queries than this are told of one mask

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ._arrays import is_bfloat16, load_bfloat16
+from .arrays import is_bfloat16, load_bfloat16
 
 
 def is_word(value: object, word: str) -> bool:

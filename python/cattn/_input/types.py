@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .random import TorchGenerator
+    from ..random import TorchGenerator
 
 __all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
 

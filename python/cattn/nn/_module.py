@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import as_array
+from .._input.arrays import as_array
 
 if TYPE_CHECKING:
+    from ._files import FilePath
     from ._state_dict import LoadResult
-    from ._weights_io import FilePath
 
 __all__ = ["Module"]
 
@@ -259,7 +259,7 @@ class Module:
         ImportError
             safetensors is not installed.
         """
-        from ._weights_io import save_arrays
+        from ._files import save_arrays
 
         save_arrays(path, self.state_dict())
 
@@ -285,7 +285,7 @@ class Module:
         ImportError
             safetensors is not installed.
         """
-        from ._weights_io import load_arrays
+        from ._files import load_arrays
 
         arrays = load_arrays(path)
         try:

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import _asarray, as_array
-from ._fp_mode import in_default_mode
+from .._input.arrays import _asarray, as_array
+from .._input.fp_mode import in_default_mode
 
 Array = NDArray[Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import _cattn
+from .. import _cattn
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -10,14 +10,14 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from . import _cattn
-from ._arrays import as_array
-from ._checks import as_dtype, as_size
-from ._fp_mode import in_default_mode
+from .. import _cattn
+from .._input.arrays import as_array
+from .._input.checks import as_dtype, as_size
+from .._input.fp_mode import in_default_mode
+from .._input.types import RNG
+from ..functional._softmax import dropout
+from ..random import TorchGenerator, default_generator
 from ._module import Module
-from ._softmax import dropout
-from ._types import RNG
-from .random import TorchGenerator, default_generator
 
 __all__ = ["Dropout", "Linear"]
 

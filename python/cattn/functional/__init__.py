@@ -1,9 +1,9 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from ._attention import attention_weights, scaled_dot_product_attention
-from ._backward import attention_backward, dropout_backward, softmax_backward
 from ._causal import causal_attention
 from ._explain import Explanation, explain
+from ._gradients import attention_backward, dropout_backward, softmax_backward
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._softmax import dropout, masked_softmax, softmax

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ._fp_mode import in_default_mode
+from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from . import _cattn
-from ._arrays import shape_of
-from ._types import Alignment, Window
+from .. import _cattn
+from .._input.arrays import shape_of
+from .._input.types import Alignment, Window
 
 __all__ = ["Explanation", "explain"]
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
-from ._arrays import as_array, as_bool
-from ._fp_mode import in_default_mode
+from .. import _cattn
+from .._input.arrays import as_array, as_bool
+from .._input.fp_mode import in_default_mode
+from .._input.types import RNG, Alignment
 from ._shortcut import shortcut
-from ._types import RNG, Alignment
 
 __all__ = ["dropout", "masked_softmax", "softmax"]
 

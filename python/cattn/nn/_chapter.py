@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ._attend import Causal, SelfAttention
-from ._checks import as_dtype, as_size
+from .._input.checks import as_dtype, as_size
+from .._input.types import RNG
+from ._attention import Causal, SelfAttention
 from ._layers import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
-from ._types import RNG
 
 __all__ = [
     "CausalAttention",

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._arrays import as_array
-from ._backward import attention_backward
-from ._checks import as_dtype, as_size
+from .._input.arrays import as_array
+from .._input.checks import as_dtype, as_size
+from .._input.types import AttentionOutput
+from ..cache import KVCache
+from ..functional import causal_attention, scaled_dot_product_attention
+from ..functional._gradients import attention_backward
+from ..random import TorchGenerator
 from ._layers import Dropout, as_gradient, to_replay
 from ._module import Module
-from ._types import AttentionOutput
-from .cache import KVCache
-from .functional import causal_attention, scaled_dot_product_attention
-from .random import TorchGenerator
 
 Array = NDArray[Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._arrays import as_array, common_dtype
-from ._fp_mode import in_default_mode
+from .._input.arrays import as_array, common_dtype
+from .._input.fp_mode import in_default_mode
 
 
 @in_default_mode

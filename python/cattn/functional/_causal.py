@@ -6,9 +6,9 @@ from typing import Any, Literal, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
+from .. import _cattn
+from .._input.types import RNG, AttentionOutput, Window
 from ._shortcut import shortcut
-from ._types import RNG, AttentionOutput, Window
 
 
 @overload

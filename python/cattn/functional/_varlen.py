@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _cattn
-from ._arrays import as_array, as_integers, common_dtype
-from ._checks import as_size, is_word
-from ._types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
-from .random import TorchGenerator
+from .. import _cattn
+from .._input.arrays import as_array, as_integers, common_dtype
+from .._input.checks import as_size, is_word
+from .._input.types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
+from ..random import TorchGenerator
 
 __all__ = ["varlen_attention"]
 

@@ -1,0 +1,20 @@
+"""The chapter's attention classes, from two bare matrices to many heads, on the fused functions."""
+
+from ._chapter import (
+    CausalAttention,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    SelfAttention_v1,
+    SelfAttention_v2,
+)
+from ._layers import Dropout, Linear
+
+__all__ = [
+    "CausalAttention",
+    "Dropout",
+    "Linear",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "SelfAttention_v1",
+    "SelfAttention_v2",
+]
