@@ -11,7 +11,7 @@ import pytest
 
 import cattn
 from cattn import cache, nn
-from cattn.nn import _layers, _module
+from cattn.nn import _chapter, _layers, _module
 from support import assert_same_bits
 
 torch = pytest.importorskip("torch")
@@ -487,7 +487,7 @@ def test_repr() -> None:
         assert repr(eval(text.replace(")", ", rng=numpy_rng())"), vars(cattn) | {"numpy_rng": numpy_rng})) == text, name
 
 
-@pytest.mark.parametrize("module", [nn, cache, _layers, _module])
+@pytest.mark.parametrize("module", [_chapter, cache, _layers, _module])
 def test_doctests(module: Any) -> None:
     failed, run = doctest.testmod(module)
     assert run > 0
