@@ -25,7 +25,7 @@ enum cattn_path {
 };
 
 /* NumPy arrays have at most 64 dimensions; the last one is always ours. */
-#define CATTN_MAX_LEAD 64
+#define CATTN_MAX_BATCH_DIMS 64
 
 /* A strided view. `lead` has one stride for each leading dimension of the call (0 where the tensor broadcasts);
  * an absent tensor has data == NULL and nothing else set. */
@@ -34,7 +34,7 @@ struct cattn_tensor {
     int64_t head; /* stride of the head axis */
     int64_t row;  /* stride of the query or key axis */
     int64_t col;  /* stride of the last axis */
-    int64_t lead[CATTN_MAX_LEAD];
+    int64_t batch[CATTN_MAX_BATCH_DIMS];
 };
 
 /* Called on the calling thread every few ten milliseconds; true asks the computation to stop. */
@@ -77,8 +77,8 @@ struct cattn_attention_params {
     enum cattn_dtype dtype;     /* computed in; of bias, slopes, sinks and lse */
     bool double_lse;            /* lse is float64, whatever the dtype: with the digits that float32 has no room for */
     enum cattn_storage storage; /* of query, key, value, out and weights */
-    int n_lead;
-    int64_t lead_shape[CATTN_MAX_LEAD];
+    int n_batch_dims;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
     int64_t n_batch;    /* product of lead_shape */
     int64_t num_heads;  /* query heads */
     int64_t group_size; /* query heads that read one key-value head */
@@ -101,7 +101,7 @@ struct cattn_attention_params {
 
     struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */
     struct cattn_tensor weights;      /* optional: after softmax, before dropout */
-    bool raw_weights;                 /* weights are the scores instead, -inf where a key is hidden */
+    bool store_scores;                /* weights are the scores instead, -inf where a key is hidden */
     struct cattn_tensor lse;          /* optional: (lead, head, row) */
     struct cattn_tensor dropout_mask; /* optional: bytes, 1 = kept */
 
@@ -139,8 +139,8 @@ struct cattn_softmax_params {
     enum cattn_dtype dtype;
     enum cattn_storage storage; /* of x and out */
     enum cattn_softmax_method method;
-    int n_lead;
-    int64_t lead_shape[CATTN_MAX_LEAD];
+    int n_batch_dims;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
     int64_t n_rows; /* product of lead_shape */
     int64_t n_cols;
     double scale;
@@ -165,8 +165,8 @@ struct cattn_mask_params {
 /* The gradient of a softmax over the `col` axis, given its result and the gradient of that. */
 struct cattn_softmax_backward_params {
     enum cattn_dtype dtype;
-    int n_lead;
-    int64_t lead_shape[CATTN_MAX_LEAD];
+    int n_batch_dims;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
     int64_t n_rows; /* product of lead_shape */
     int64_t n_cols;
     double scale;
@@ -179,8 +179,8 @@ struct cattn_softmax_backward_params {
 struct cattn_dropout_params {
     enum cattn_dtype dtype;
     enum cattn_storage storage; /* of x and out */
-    int n_lead;
-    int64_t lead_shape[CATTN_MAX_LEAD];
+    int n_batch_dims;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
     int64_t n_rows, n_cols;
     struct cattn_dropout_spec dropout;
     struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */

@@ -328,15 +328,15 @@ static void *data_of(PyArrayObject *array) {
     return data != NULL ? data : &nothing;
 }
 
-void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_lead, int axes) {
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes) {
     const int shift = log2_itemsize(array);
     int axis = PyArray_NDIM(array);
     tensor->data = data_of(array);
     tensor->col = axes & CATTN_AXIS_COL ? stride_of(array, --axis, shift) : 0;
     tensor->row = axes & CATTN_AXIS_ROW ? stride_of(array, --axis, shift) : 0;
     tensor->head = axes & CATTN_AXIS_HEAD ? stride_of(array, --axis, shift) : 0;
-    for (int i = n_lead - 1; i >= 0; i--)
-        tensor->lead[i] = stride_of(array, --axis, shift);
+    for (int i = n_batch_dims - 1; i >= 0; i--)
+        tensor->batch[i] = stride_of(array, --axis, shift);
 }
 
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis) {
@@ -344,8 +344,8 @@ void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd
     tensor->data = data_of(array);
     tensor->head = tensor->row = 0;
     tensor->col = stride_of(array, col_axis - missing, shift);
-    for (int axis = 0, lead = 0; axis < nd; axis++) {
+    for (int axis = 0, batch = 0; axis < nd; axis++) {
         if (axis != col_axis)
-            tensor->lead[lead++] = stride_of(array, axis - missing, shift);
+            tensor->batch[batch++] = stride_of(array, axis - missing, shift);
     }
 }

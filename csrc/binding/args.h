@@ -78,7 +78,7 @@ PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
 /* ---- strides in elements ---- */
 enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
 /* The last axes of `array` are (lead..., head, row, col), as far as `axes` names them. Missing or 1: stride 0. */
-void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_lead, int axes);
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
 /* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others lead. nd >= 1. */
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
 

@@ -87,7 +87,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     if (!parse_enable_gqa(enable_gqa, &forbidden, &forced))
         return false;
     call->heads = call->nd > 3 || (forced && call->nd == 3);
-    call->n_lead = call->nd - 2 - call->heads;
+    call->n_batch_dims = call->nd - 2 - call->heads;
     params->num_heads = params->group_size = call->kv_heads = 1;
     if (!call->heads)
         return true;
@@ -129,16 +129,16 @@ static void fill_inputs(struct cattn_call *call) {
             tensors[i]->data = NULL;
             continue;
         }
-        cattn_tensor_from(tensors[i], call->inputs[i], call->n_lead, axes);
+        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, axes);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
 }
 
-static bool parse_lead(struct cattn_call *call) {
+static bool parse_batch_dims(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
-    params->n_lead = call->n_lead;
-    for (int axis = 0; axis < call->n_lead; axis++) {
+    params->n_batch_dims = call->n_batch_dims;
+    for (int axis = 0; axis < call->n_batch_dims; axis++) {
         npy_intp size = 1;
         int owner = QUERY;
         for (int i = QUERY; i <= VALUE; i++) {
@@ -155,9 +155,9 @@ static bool parse_lead(struct cattn_call *call) {
             owner = i;
         }
         call->dims[axis] = size;
-        params->lead_shape[axis] = size;
+        params->batch_shape[axis] = size;
     }
-    params->n_batch = PyArray_OverflowMultiplyList(call->dims, call->n_lead);
+    params->n_batch = PyArray_OverflowMultiplyList(call->dims, call->n_batch_dims);
     if (params->n_batch < 0) {
         PyErr_SetString(PyExc_ValueError, "query, key and value broadcast to a batch that is too large");
         return false;
@@ -193,7 +193,7 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
 /* At once, as fill_inputs. */
 static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
     struct cattn_attention_params *params = call->params;
-    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_lead, axes);
+    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, axes);
     call->bias_nd = PyArray_NDIM(bias);
     for (int axis = 0; call->bias_dims != NULL && axis < call->bias_nd; axis++)
         call->bias_dims[axis] = PyArray_DIM(bias, axis);
@@ -212,7 +212,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
-            cattn_tensor_from(&params->attn_mask, mask, call->n_lead, axes);
+            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, axes);
         } else {
             take_bias(call, mask, axes);
             if (!cattn_arg_warn_binary(mask, "attn_mask", call->stacklevel))
@@ -233,8 +233,8 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
 static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
     const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
                                             .seqlen_k = call->dims[call->nd - 1],
-                                            .n_lead = call->n_lead,
-                                            .lead = call->dims,
+                                            .n_batch_dims = call->n_batch_dims,
+                                            .batch = call->dims,
                                             .query_lengths = args[ARG_QUERY_LENGTHS],
                                             .key_lengths = args[ARG_KEY_LENGTHS]};
     return cattn_arg_ranges(call->state, args[ARG_IS_CAUSAL], args[ARG_QUERY_OFFSET], args[ARG_WINDOW_SIZE],
@@ -256,19 +256,19 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     if (numbers == NULL)
         return false;
     npy_intp dims[NPY_MAXDIMS];
-    for (int axis = 0; axis < call->n_lead; axis++)
+    for (int axis = 0; axis < call->n_batch_dims; axis++)
         dims[axis] = call->dims[axis];
-    dims[call->n_lead] = (npy_intp)call->params->num_heads;
-    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_lead + 1, dims, "(leading dimensions, heads)"))
+    dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
+    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)"))
         return false;
-    cattn_tensor_from(to, call->inputs[input], call->n_lead, CATTN_AXIS_HEAD);
+    cattn_tensor_from(to, call->inputs[input], call->n_batch_dims, CATTN_AXIS_HEAD);
     return true;
 }
 
 /* Whether a positive number is neither 0 nor inf in float32, rounded to nearest whatever the caller has set. */
 static bool rounds_to_float(double number) { return number > 0x1p-150 && number < 0x1.ffffffp127; }
 
-static bool parse_shapers(struct cattn_call *call, PyObject *const *args) {
+static bool parse_score_options(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
     params->softcap = 0;
     if (args[ARG_SOFTCAP] != Py_None) {
@@ -291,8 +291,8 @@ static bool parse_shapers(struct cattn_call *call, PyObject *const *args) {
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_ENABLE_GQA]) &&
-           parse_lead(call) && parse_scale(call, args[ARG_SCALE]) && parse_masks(call, args) &&
-           parse_ranges(call, args) && parse_shapers(call, args) &&
+           parse_batch_dims(call) && parse_scale(call, args[ARG_SCALE]) && parse_masks(call, args) &&
+           parse_ranges(call, args) && parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_DROPOUT_P], "dropout_p", &call->params->dropout);
 }
 

@@ -51,7 +51,7 @@ struct cattn_call {
     bool heads;    /* axis -3 of the call is heads */
     int type;      /* NumPy's number, of what is computed in */
     int stored;    /* the same of query, key, value, out and weights */
-    int n_lead;
+    int n_batch_dims;
     npy_intp kv_heads;   /* of key and value, 1 without heads */
     int nd;              /* of dims */
     npy_intp *dims;      /* (*lead, [H], T_q, T_k) */

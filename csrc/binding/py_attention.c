@@ -62,7 +62,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         call->dims[call->nd - 1] = seqlen_k;
         if (!made)
             return false;
-        cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_lead,
+        cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
                           head | CATTN_AXIS_ROW | (i == LSE ? 0 : CATTN_AXIS_COL));
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
@@ -132,7 +132,7 @@ static bool parse_stage(PyObject *object, enum stage *stage) {
 
 /* Leaves out what comes after the stage. */
 static void stop_at(struct cattn_attention_params *params, enum stage stage) {
-    params->raw_weights = stage < STAGE_SOFTMAX;
+    params->store_scores = stage < STAGE_SOFTMAX;
     if (stage < STAGE_DROPOUT)
         params->dropout.enabled = false;
     if (stage < STAGE_SOFTCAP)
@@ -158,7 +158,7 @@ static bool unpack_sequences(struct cattn_call *call, PyObject *const *args) {
                                             &ranges->key_lengths};
     for (int i = 0; i < 4; i++)
         cattn_tensor_from(tensors[i], (PyArrayObject *)args[QUERY_STARTS + i], 1, 0);
-    params->lead_shape[0] = params->n_batch = PyArray_DIM((PyArrayObject *)args[QUERY_STARTS], 0);
+    params->batch_shape[0] = params->n_batch = PyArray_DIM((PyArrayObject *)args[QUERY_STARTS], 0);
     return cattn_arg_count(args[MAX_QUERY], "max_seqlen_q", 0, params->seqlen_q, &params->seqlen_q) &&
            cattn_arg_count(args[MAX_KEY], "max_seqlen_k", 0, params->seqlen_k, &params->seqlen_k) &&
            cattn_call_counts_fit(params);

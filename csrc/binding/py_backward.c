@@ -71,7 +71,7 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
         return false;
     if (!widen(b, i, names[i]))
         return false;
-    cattn_tensor_from(tensors[i], b->given[i], call->n_lead,
+    cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
                       (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | (i == FORWARD_LSE ? 0 : CATTN_AXIS_COL));
     if (call->params->d_v == 1 && i != FORWARD_LSE)
         tensors[i]->col = 1;
@@ -87,7 +87,7 @@ static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dim
                                                         : PyArray_ZEROS(nd, dims, b->call.type, 0));
     if (b->gradients[i] == NULL)
         return false;
-    cattn_tensor_from(tensor, b->gradients[i], b->call.n_lead, axes);
+    cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
     return true;
 }
 
@@ -132,10 +132,10 @@ static bool make_gradients(struct backward *b, PyObject *const *args) {
     if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, axes) || !make_bias_gradient(b))
         return false;
     b->params.grad_sinks.data = NULL;
-    memcpy(dims, call->dims, (size_t)call->n_lead * sizeof *dims);
-    dims[call->n_lead] = (npy_intp)params->num_heads;
+    memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
+    dims[call->n_batch_dims] = (npy_intp)params->num_heads;
     return args[ARG_SINKS] == Py_None ||
-           make_gradient(b, GRAD_SINKS, call->n_lead + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
+           make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
 }
 
 /* ---- running ---- */
@@ -195,7 +195,7 @@ PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, P
         goto done;
     params->query_starts.data = params->key_starts.data = NULL;
     params->weights.data = params->dropout_mask.data = NULL;
-    params->raw_weights = false;
+    params->store_scores = false;
     if (run(&b, args[ARG_RNG]))
         result = build_result(&b);
 done:
@@ -223,10 +223,10 @@ static bool run_softmax(struct cattn_softmax_backward_params *params, PyArrayObj
 static void fill_softmax(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
                          const npy_intp *dims) {
     params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
-    params->n_lead = nd - 1;
+    params->n_batch_dims = nd - 1;
     params->n_rows = 1;
     for (int axis = 0; axis < nd - 1; axis++) {
-        params->lead_shape[axis] = dims[axis];
+        params->batch_shape[axis] = dims[axis];
         params->n_rows *= dims[axis];
     }
     params->n_cols = dims[nd - 1];

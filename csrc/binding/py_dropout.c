@@ -22,14 +22,14 @@ static void take_x(struct call *call) {
     for (int axis = 0; axis < nd; axis++) {
         call->dims[axis] = params->n_cols = PyArray_DIM(call->x, axis);
         if (axis < nd - 1)
-            params->lead_shape[axis] = call->dims[axis];
+            params->batch_shape[axis] = call->dims[axis];
     }
     if (nd == 0)
         call->dims[nd++] = 1;
     call->nd = nd;
     params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
     params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
-    params->n_lead = nd - 1;
+    params->n_batch_dims = nd - 1;
     params->n_rows = PyArray_SIZE(call->x);
     if (params->n_cols > 0)
         params->n_rows /= params->n_cols;

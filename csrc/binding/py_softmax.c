@@ -78,11 +78,11 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
     }
     const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
                                             .seqlen_k = call->dims[call->nd - 1],
-                                            .n_lead = call->nd - 2,
-                                            .lead = call->dims,
+                                            .n_batch_dims = call->nd - 2,
+                                            .batch = call->dims,
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None};
-    params->ranges.offsets.lead[sizes.n_lead] = 0; /* the query axis */
+    params->ranges.offsets.batch[sizes.n_batch_dims] = 0; /* the query axis */
     return cattn_ranges_settle(call->state, &call->ranges, &sizes, call->stacklevel, &params->ranges);
 }
 
@@ -99,12 +99,12 @@ static bool make_output(struct call *call, PyObject *out) {
         return false;
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);
-    params->n_lead = call->nd - 1;
+    params->n_batch_dims = call->nd - 1;
     params->n_cols = call->dims[call->axis];
     params->n_rows = 1;
-    for (int axis = 0, lead = 0; axis < call->nd; axis++) {
+    for (int axis = 0, batch = 0; axis < call->nd; axis++) {
         if (axis != call->axis)
-            params->lead_shape[lead++] = call->dims[axis];
+            params->batch_shape[batch++] = call->dims[axis];
     }
     params->out_is_new = call->output.array != call->output.given;
     params->n_rows = PyArray_SIZE(call->output.array);

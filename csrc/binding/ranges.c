@@ -117,14 +117,14 @@ static bool warn_alignment(struct binding_state *state, const struct cattn_range
 }
 
 /* Numbers of the batch, where there are any. */
-static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, const char *name, int n_lead,
+static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, const char *name, int n_batch_dims,
                         const npy_intp *dims) {
     tensor->data = NULL;
     if (numbers == NULL)
         return true;
-    if (!cattn_arg_broadcasts(numbers, name, n_lead, dims, "the leading dimensions"))
+    if (!cattn_arg_broadcasts(numbers, name, n_batch_dims, dims, "the leading dimensions"))
         return false;
-    cattn_tensor_from(tensor, numbers, n_lead, 0);
+    cattn_tensor_from(tensor, numbers, n_batch_dims, 0);
     return true;
 }
 
@@ -146,8 +146,8 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
     return set_lengths(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
                        &args->query_lengths) &&
            set_lengths(state, sizes->key_lengths, key_name, sizes->seqlen_k, &ranges->key_length, &args->key_lengths) &&
-           set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_lead, sizes->lead) &&
-           set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_lead, sizes->lead) &&
-           set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_lead, sizes->lead) &&
+           set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_batch_dims, sizes->batch) &&
+           set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_batch_dims, sizes->batch) &&
+           set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_batch_dims, sizes->batch) &&
            warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k, stacklevel);
 }

@@ -19,8 +19,8 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
 
 struct cattn_range_sizes {
     npy_intp seqlen_q, seqlen_k;
-    int n_lead;
-    const npy_intp *lead;
+    int n_batch_dims;
+    const npy_intp *batch;
     PyObject *query_lengths, *key_lengths; /* the arguments, or None */
 };
 /* Lengths are checked against the sizes; warns, with that stacklevel, if the alignment is ambiguous. */

@@ -11,7 +11,7 @@
 #include "attention_rows.h"
 #include "cpu_features.h"
 #include "dispatch.h"
-#include "drawn.h"
+#include "dropout_stream.h"
 #include "parallel.h"
 #include "plan.h"
 #include "scratch.h"
@@ -24,7 +24,7 @@
 #define POOL_WORK_TILE 2500000.0
 #define POOL_WORK_ROWS 600000.0
 
-struct run {
+struct forward_job {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_plan plan;
@@ -33,52 +33,52 @@ struct run {
     int64_t first_task;
     char *partials;
     size_t partial_size;
-    struct cattn_drawn *drawn; /* serial dropout bits, or NULL */
+    struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
 };
 
 /* Scratch and rows for one block of rows, the last blocks first: under a causal mask they are the longest, and a long
  * task at the end would leave the other threads idle. Where dropout bits are drawn one after the other, in order. */
-static struct cattn_rows *set_up(const struct run *run, int64_t block, void *memory) {
-    const struct cattn_attention_params *p = run->params;
-    const struct cattn_plan *plan = &run->plan;
-    struct cattn_rows *rows = cattn_plan_lay_out(plan, p, run->kernels, memory);
+static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, void *memory) {
+    const struct cattn_attention_params *p = job->params;
+    const struct cattn_plan *plan = &job->plan;
+    struct cattn_rows *rows = cattn_plan_lay_out(plan, p, job->kernels, memory);
     const int64_t unit = block / plan->blocks_per_unit;
     const int64_t index = block % plan->blocks_per_unit;
-    const int64_t first = (plan->drawn ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
-    struct cattn_lead lead;
-    cattn_lead(p, unit / plan->units_per_lead, &lead);
-    const int64_t first_head = unit % plan->units_per_lead * plan->heads_per_unit;
+    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
+    struct cattn_batch batch;
+    cattn_batch(p, unit / plan->units_per_batch, &batch);
+    const int64_t first_head = unit % plan->units_per_batch * plan->heads_per_unit;
     const int64_t left = plan->unit_rows - first;
     rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
-    cattn_rows_common(rows, p, &lead, first_head / p->group_size);
-    cattn_rows_drawn(rows);
+    cattn_rows_common(rows, p, &batch, first_head / p->group_size);
+    cattn_rows_drop_bits(rows);
     int64_t head = first_head + first / p->seqlen_q, i = first % p->seqlen_q;
     for (int r = 0, n; r < rows->n_rows; r += n, head++, i = 0) {
         n = (int)(p->seqlen_q - i < rows->n_rows - r ? p->seqlen_q - i : rows->n_rows - r);
-        cattn_rows_of_head(rows, p, &lead, r, n, head, i);
+        cattn_rows_of_head(rows, p, &batch, r, n, head, i);
     }
     if (plan->path == CATTN_PATH_TILE)
-        run->kernels->pack_query_tile(rows);
+        job->kernels->pack_query_tile(rows);
     else
-        run->kernels->pack_query_rows(rows);
+        job->kernels->pack_query_rows(rows);
     return rows;
 }
 
 /* The part of `keys` that lies in one chunk. False: asked to stop. worker is NULL on the tiny path. */
-static bool pass_chunk(const struct run *run, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
+static bool pass_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
                        struct cattn_worker *worker) {
     const int64_t n_keys = rows->n_keys, begin = chunk * CATTN_CHUNK_KEYS;
     const int64_t end = begin + CATTN_CHUNK_KEYS < keys.hi ? begin + CATTN_CHUNK_KEYS : keys.hi;
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
-    run->kernels->chunk_begin(rows);
+    job->kernels->chunk_begin(rows);
     for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
         const int64_t k1 = k0 + CATTN_BLOCK_KEYS < n_keys ? k0 + CATTN_BLOCK_KEYS : n_keys;
         if (worker && cattn_should_stop(worker))
             return false;
-        if (run->plan.path == CATTN_PATH_TILE)
-            run->kernels->tile_block(rows, k0, k1);
+        if (job->plan.path == CATTN_PATH_TILE)
+            job->kernels->tile_block(rows, k0, k1);
         else
-            run->kernels->rows_block(rows, k0, k1);
+            job->kernels->rows_block(rows, k0, k1);
     }
     return true;
 }
@@ -90,9 +90,9 @@ static void swap(void **a, void **b) {
 }
 
 /* The chunk just done becomes the total, or is merged into it. */
-static void fold_chunk(const struct run *run, struct cattn_rows *rows, bool first) {
+static void fold_chunk(const struct forward_job *job, struct cattn_rows *rows, bool first) {
     if (!first) {
-        run->kernels->chunk_merge(rows);
+        job->kernels->chunk_merge(rows);
         return;
     }
     swap(&rows->row_max, &rows->total_max);
@@ -100,31 +100,32 @@ static void fold_chunk(const struct run *run, struct cattn_rows *rows, bool firs
     swap(&rows->acc, &rows->total_acc);
 }
 
-static void pass_keys(const struct run *run, int64_t block, void *memory, struct cattn_worker *worker) {
-    struct cattn_rows *rows = set_up(run, block, memory);
-    if (run->drawn && !cattn_drawn_take(run->drawn, block, rows->n_rows, run->params->seqlen_k, rows->kept[0], worker))
+static void pass_keys(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
+    struct cattn_rows *rows = set_up(job, block, memory);
+    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
+                                                          job->params->seqlen_k, rows->drop_bits[0], worker))
         return;
     const struct cattn_range keys = cattn_rows_keys(rows);
     const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
     int64_t chunk = first;
     do {
-        if (!pass_chunk(run, rows, keys, chunk, worker))
+        if (!pass_chunk(job, rows, keys, chunk, worker))
             return;
-        fold_chunk(run, rows, chunk == first);
+        fold_chunk(job, rows, chunk == first);
         chunk++;
     } while (chunk * CATTN_CHUNK_KEYS < keys.hi);
-    run->kernels->finish(rows);
+    job->kernels->finish(rows);
 }
 
 /* Packed sequences are cut as if each were the longest: some blocks lie behind the end of theirs. */
-static bool lies_behind(const struct run *run, int64_t block) {
-    const struct cattn_plan *plan = &run->plan;
-    if (!run->params->query_starts.data || plan->heads_per_unit > 1)
+static bool lies_behind(const struct forward_job *job, int64_t block) {
+    const struct cattn_plan *plan = &job->plan;
+    if (!job->params->query_starts.data || plan->heads_per_unit > 1)
         return false;
     const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
-    struct cattn_lead lead;
-    cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead, &lead);
-    return first >= lead.sight.n_queries;
+    struct cattn_batch batch;
+    cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
+    return first >= batch.batch_range.n_queries;
 }
 
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -141,16 +142,16 @@ struct partial {
 };
 
 /* The sizes alone. */
-static struct partial size_partial(const struct run *run) {
+static struct partial size_partial(const struct forward_job *job) {
     return (struct partial){
-        .stats_size = (size_t)cattn_plan_row_slots(&run->plan) * run->element,
-        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(run->params) * run->element,
+        .stats_size = (size_t)cattn_plan_row_slots(&job->plan) * job->element,
+        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(job->params) * job->element,
     };
 }
 
-static struct partial find_partial(const struct run *run, int64_t index) {
-    char *memory = run->partials + (size_t)index * run->partial_size;
-    struct partial s = size_partial(run);
+static struct partial find_partial(const struct forward_job *job, int64_t index) {
+    char *memory = job->partials + (size_t)index * job->partial_size;
+    struct partial s = size_partial(job);
     s.max = memory;
     s.sum = memory + s.stats_size;
     s.acc = memory + 2 * s.stats_size;
@@ -158,11 +159,11 @@ static struct partial find_partial(const struct run *run, int64_t index) {
 }
 
 static void split_task(void *context, int64_t index, struct cattn_worker *worker) {
-    const struct run *run = context;
-    const int64_t task = run->first_task + index;
-    struct cattn_rows *rows = set_up(run, task / run->plan.n_chunks, cattn_worker_scratch(worker));
-    const struct partial to = find_partial(run, index);
-    if (!pass_chunk(run, rows, cattn_rows_keys(rows), task % run->plan.n_chunks, worker))
+    const struct forward_job *job = context;
+    const int64_t task = job->first_task + index;
+    struct cattn_rows *rows = set_up(job, task / job->plan.n_chunks, cattn_worker_scratch(worker));
+    const struct partial to = find_partial(job, index);
+    if (!pass_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
         return;
     memcpy(to.max, rows->row_max, to.stats_size);
     memcpy(to.sum, rows->row_sum, to.stats_size);
@@ -171,51 +172,51 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
 
 /* Folds the wave's chunks into their blocks' totals, in order. `rows` holds the block in progress and its total
  * between waves: a block's chunks may span several. */
-static void fold_wave(const struct run *run, int64_t n, void *memory, struct cattn_rows **rows) {
+static void fold_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
     for (int64_t index = 0; index < n; index++) {
-        const int64_t task = run->first_task + index, chunk = task % run->plan.n_chunks;
-        const struct partial from = find_partial(run, index);
+        const int64_t task = job->first_task + index, chunk = task % job->plan.n_chunks;
+        const struct partial from = find_partial(job, index);
         if (chunk == 0)
-            *rows = set_up(run, task / run->plan.n_chunks, memory);
+            *rows = set_up(job, task / job->plan.n_chunks, memory);
         assert(*rows); /* the first wave starts with a chunk 0 */
         memcpy((*rows)->row_max, from.max, from.stats_size);
         memcpy((*rows)->row_sum, from.sum, from.stats_size);
         if (from.acc_size)
             memcpy((*rows)->acc, from.acc, from.acc_size);
-        fold_chunk(run, *rows, chunk == 0);
-        if (chunk == run->plan.n_chunks - 1)
-            run->kernels->finish(*rows);
+        fold_chunk(job, *rows, chunk == 0);
+        if (chunk == job->plan.n_chunks - 1)
+            job->kernels->finish(*rows);
     }
 }
 
-static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
-    const struct cattn_attention_params *p = run->params;
-    struct cattn_plan *plan = &run->plan;
+static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
+    const struct cattn_attention_params *p = job->params;
+    struct cattn_plan *plan = &job->plan;
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
-    const struct partial size = size_partial(run);
-    run->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64;
+    const struct partial size = size_partial(job);
+    job->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64;
     const int64_t n_tasks = n_blocks * plan->n_chunks;
-    int64_t wave = (int64_t)(SPLIT_BUDGET / run->partial_size);
+    int64_t wave = (int64_t)(SPLIT_BUDGET / job->partial_size);
     if (wave < p->num_threads)
         wave = p->num_threads;
     if (wave > n_tasks)
         wave = n_tasks;
     /* the block being folded has scratch of its own, behind the partials */
-    const size_t partials = (size_t)wave * run->partial_size;
+    const size_t partials = (size_t)wave * job->partial_size;
     char *memory = malloc(partials + plan->scratch_size + 64);
     if (!memory)
         return CATTN_NO_MEMORY;
-    run->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
+    job->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
     struct cattn_rows *rows = NULL;
     int64_t next_poll = 0;
     enum cattn_status status = CATTN_OK;
-    for (run->first_task = 0; run->first_task < n_tasks && status == CATTN_OK; run->first_task += wave) {
-        const int64_t n = n_tasks - run->first_task < wave ? n_tasks - run->first_task : wave;
-        status = cattn_parallel_for(n, p->num_threads, plan->scratch_size, split_task, run, &p->poll);
+    for (job->first_task = 0; job->first_task < n_tasks && status == CATTN_OK; job->first_task += wave) {
+        const int64_t n = n_tasks - job->first_task < wave ? n_tasks - job->first_task : wave;
+        status = cattn_parallel_for(n, p->num_threads, plan->scratch_size, split_task, job, &p->poll);
         if (status == CATTN_OK) {
             unsigned mode = cattn_fp_enter();
-            fold_wave(run, n, run->partials + partials, &rows);
+            fold_wave(job, n, job->partials + partials, &rows);
             cattn_fp_leave(mode);
             if (cattn_poll_between(&p->poll, &next_poll))
                 status = CATTN_INTERRUPTED;
@@ -228,33 +229,33 @@ static enum cattn_status run_split(struct run *run, int64_t n_blocks) {
 /* ---- the dropout mask as an output of its own ---- */
 
 static void mask_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct run *run = context;
-    const struct cattn_attention_params *p = run->params;
+    const struct forward_job *job = context;
+    const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t head = task % p->num_heads;
-    struct cattn_lead lead;
+    struct cattn_batch batch;
     struct cattn_rows common;
-    cattn_lead(p, task / p->num_heads, &lead);
-    cattn_rows_common(&common, p, &lead, 0);
-    uint8_t *to = (uint8_t *)mask->data + cattn_lead_start(p, mask, lead.index) + head * mask->head;
+    cattn_batch(p, task / p->num_heads, &batch);
+    cattn_rows_common(&common, p, &batch, 0);
+    uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
-        run->kernels->keep_row(&common.drop, (uint32_t)(i + lead.sight.offset), (uint32_t)head, to + i * mask->row,
-                               mask->col, p->seqlen_k);
+        job->kernels->dropout_mask_row(&common.drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
+                                       to + i * mask->row, mask->col, p->seqlen_k);
 }
 
 /* The mask of a serial stream, on one thread, from a cursor of its own. */
-static void drawn_mask_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct run *run = context;
-    const struct cattn_attention_params *p = run->params;
+static void stream_mask_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct forward_job *job = context;
+    const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
     struct cattn_torch_keep cursor;
     uint8_t kept[1024];
     cattn_torch_keep_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
     for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
-        const int64_t head = row / p->seqlen_q % p->num_heads, lead = row / p->seqlen_q / p->num_heads;
-        uint8_t *to =
-            (uint8_t *)mask->data + cattn_lead_start(p, mask, lead) + head * mask->head + row % p->seqlen_q * mask->row;
+        const int64_t head = row / p->seqlen_q % p->num_heads, batch = row / p->seqlen_q / p->num_heads;
+        uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch) + head * mask->head +
+                      row % p->seqlen_q * mask->row;
         for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
             const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
             cattn_torch_keep_next(&cursor, n, kept);
@@ -264,80 +265,80 @@ static void drawn_mask_task(void *context, int64_t task, struct cattn_worker *wo
     }
 }
 
-static enum cattn_status run_mask(struct run *run) {
-    const struct cattn_attention_params *p = run->params;
-    if (run->drawn)
-        return cattn_parallel_for(1, 1, 0, drawn_mask_task, run, &p->poll);
-    return cattn_parallel_for(p->n_batch * p->num_heads, p->num_threads, 0, mask_task, run, &p->poll);
+static enum cattn_status run_mask(struct forward_job *job) {
+    const struct cattn_attention_params *p = job->params;
+    if (job->dropout_stream)
+        return cattn_parallel_for(1, 1, 0, stream_mask_task, job, &p->poll);
+    return cattn_parallel_for(p->n_batch * p->num_heads, p->num_threads, 0, mask_task, job, &p->poll);
 }
 
-static void pass_tiny(const struct run *run, int64_t n_blocks, void *memory) {
+static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
-        pass_keys(run, block, memory, NULL);
+        pass_keys(job, block, memory, NULL);
     cattn_fp_leave(mode);
 }
 
-static enum cattn_status run_tiny(const struct run *run, int64_t n_blocks) {
-    if (run->plan.scratch_size <= CATTN_TINY_STACK) {
+static enum cattn_status run_tiny(const struct forward_job *job, int64_t n_blocks) {
+    if (job->plan.scratch_size <= CATTN_TINY_STACK) {
         _Alignas(64) char memory[CATTN_TINY_STACK];
-        pass_tiny(run, n_blocks, memory);
+        pass_tiny(job, n_blocks, memory);
         return CATTN_OK;
     }
     struct cattn_scratch scratch;
-    if (!cattn_scratch_take(&scratch, run->plan.scratch_size))
+    if (!cattn_scratch_take(&scratch, job->plan.scratch_size))
         return CATTN_NO_MEMORY;
-    pass_tiny(run, n_blocks, scratch.data);
+    pass_tiny(job, n_blocks, scratch.data);
     cattn_scratch_give_back(&scratch);
     return CATTN_OK;
 }
 
-static enum cattn_status run_blocks(struct run *run) {
-    const struct cattn_attention_params *p = run->params;
-    const int64_t n_blocks = run->plan.n_units * run->plan.blocks_per_unit;
+static enum cattn_status run_blocks(struct forward_job *job) {
+    const struct cattn_attention_params *p = job->params;
+    const int64_t n_blocks = job->plan.n_units * job->plan.blocks_per_unit;
     if (n_blocks == 0)
         return CATTN_OK;
-    if (run->plan.path == CATTN_PATH_TINY)
-        return run_tiny(run, n_blocks);
-    if (run->plan.path == CATTN_PATH_SPLIT)
-        return run_split(run, n_blocks);
-    const double least = run->plan.path == CATTN_PATH_TILE ? POOL_WORK_TILE : POOL_WORK_ROWS;
+    if (job->plan.path == CATTN_PATH_TINY)
+        return run_tiny(job, n_blocks);
+    if (job->plan.path == CATTN_PATH_SPLIT)
+        return run_split(job, n_blocks);
+    const double least = job->plan.path == CATTN_PATH_TILE ? POOL_WORK_TILE : POOL_WORK_ROWS;
     const bool alone = p->path == CATTN_PATH_AUTO && cattn_attention_work(p) < least;
-    return cattn_parallel_for(n_blocks, alone ? 1 : p->num_threads, run->plan.scratch_size, block_task, run, &p->poll);
+    return cattn_parallel_for(n_blocks, alone ? 1 : p->num_threads, job->plan.scratch_size, block_task, job, &p->poll);
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
-    struct run run;
-    struct cattn_drawn drawn;
-    run.params = params;
-    run.kernels = cattn_kernels_for(params->dtype);
-    run.element = cattn_element_size(params->dtype);
-    run.plan = cattn_plan(params, run.kernels);
-    run.drawn = NULL;
-    if (run.plan.drawn) {
-        cattn_drawn_begin(&drawn, params->dropout.torch, params->dropout.keep_probability);
-        run.drawn = &drawn;
+    struct forward_job job;
+    struct cattn_dropout_stream dropout_stream;
+    job.params = params;
+    job.kernels = cattn_kernels_for(params->dtype);
+    job.element = cattn_element_size(params->dtype);
+    job.plan = cattn_plan(params, job.kernels);
+    job.dropout_stream = NULL;
+    if (job.plan.uses_stream) {
+        cattn_dropout_stream_begin(&dropout_stream, params->dropout.torch, params->dropout.keep_probability);
+        job.dropout_stream = &dropout_stream;
     }
-    enum cattn_status status = run_blocks(&run);
+    enum cattn_status status = run_blocks(&job);
     if (status == CATTN_OK && params->dropout_mask.data)
-        status = run_mask(&run);
-    if (run.drawn)
-        cattn_drawn_end(&drawn, status == CATTN_OK ? params->dropout.torch : NULL);
+        status = run_mask(&job);
+    if (job.dropout_stream)
+        cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? params->dropout.torch : NULL);
     return status;
 }
 
 /* ---- telling instead of computing ---- */
 
 /* The keys of one block of rows, and how many its rows see together. */
-static struct cattn_range explain_block(const struct run *run, int64_t block, int64_t *n_keys) {
-    const struct cattn_plan *plan = &run->plan;
-    struct cattn_lead lead;
-    cattn_lead(run->params, block / plan->blocks_per_unit / plan->units_per_lead, &lead);
+static struct cattn_range explain_block(const struct forward_job *job, int64_t block, int64_t *n_keys) {
+    const struct cattn_plan *plan = &job->plan;
+    struct cattn_batch batch;
+    cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
     const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
     const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
     struct cattn_range all = {INT64_MAX, 0};
     for (int64_t row = first; row < last; row++) {
-        const struct cattn_range keys = cattn_visible_keys(&lead.sight, row % run->params->seqlen_q);
+        const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, row % job->params->seqlen_q);
         if (keys.lo >= keys.hi)
             continue;
         *n_keys += keys.hi - keys.lo;
@@ -348,18 +349,18 @@ static struct cattn_range explain_block(const struct run *run, int64_t block, in
 }
 
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told) {
-    struct run run = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
-    run.plan = cattn_plan(params, run.kernels);
-    const int64_t n_blocks = run.plan.n_units * run.plan.blocks_per_unit;
+    struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    job.plan = cattn_plan(params, job.kernels);
+    const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;
     const int64_t n_key_blocks = (params->seqlen_k + CATTN_BLOCK_KEYS - 1) / CATTN_BLOCK_KEYS;
-    const bool split = run.plan.path == CATTN_PATH_SPLIT;
-    *told = (struct cattn_explanation){.path = run.plan.path,
-                                       .n_tasks = split ? n_blocks * run.plan.n_chunks : n_blocks,
-                                       .block_rows = run.plan.block_rows,
-                                       .scratch_size = run.plan.scratch_size};
+    const bool split = job.plan.path == CATTN_PATH_SPLIT;
+    *told = (struct cattn_explanation){.path = job.plan.path,
+                                       .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
+                                       .block_rows = job.plan.block_rows,
+                                       .scratch_size = job.plan.scratch_size};
     int64_t next_poll = 0;
     for (int64_t block = 0; block < n_blocks; block++) {
-        const struct cattn_range keys = explain_block(&run, block, &told->n_keys);
+        const struct cattn_range keys = explain_block(&job, block, &told->n_keys);
         if (keys.lo < keys.hi)
             told->n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
         if (cattn_poll_between(&params->poll, &next_poll))

@@ -10,10 +10,10 @@
 /* Rows this long are dropped out in pieces; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
 
-void cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead, struct cattn_drop *drop) {
+void cattn_drop(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop) {
     const uint64_t threshold = spec->enabled ? spec->threshold : (uint64_t)1 << 32; /* keeps all */
     drop->enabled = spec->enabled;
-    drop->lead2 = (uint32_t)(2 * lead);
+    drop->batch_twice = (uint32_t)(2 * batch);
     drop->threshold_hi = (uint32_t)(threshold >> 16);
     drop->threshold_lo = (uint32_t)(threshold & 0xffff);
     if (!spec->enabled) { /* any key will do */
@@ -34,7 +34,7 @@ struct dropout_run {
     const struct cattn_dropout_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_drop drop;
-    int n_lead; /* after merging */
+    int n_batch_dims; /* after merging */
     int64_t n_rows, n_cols;
     int64_t rows_per_task; /* 1 where rows are cut */
     int64_t pieces;        /* of a row */
@@ -42,19 +42,19 @@ struct dropout_run {
 
 /* Do the rows of the last leading dimension follow each other without a gap? */
 static bool continues(const struct cattn_tensor *tensor, int last, int64_t n_cols) {
-    return !tensor->data || tensor->lead[last] == n_cols * tensor->col;
+    return !tensor->data || tensor->batch[last] == n_cols * tensor->col;
 }
 
 /* Elements are independent, so leading dimensions that all tensors run through in one go become longer rows. */
 static void merge_rows(struct dropout_run *run) {
     const struct cattn_dropout_params *p = run->params;
-    for (int last = run->n_lead - 1; last >= 0; last--) {
+    for (int last = run->n_batch_dims - 1; last >= 0; last--) {
         if (!continues(&p->x, last, run->n_cols) || !continues(&p->out, last, run->n_cols) ||
             !continues(&p->mask, last, run->n_cols))
             break;
-        run->n_cols *= p->lead_shape[last];
-        run->n_rows /= p->lead_shape[last];
-        run->n_lead = last;
+        run->n_cols *= p->batch_shape[last];
+        run->n_rows /= p->batch_shape[last];
+        run->n_batch_dims = last;
     }
 }
 
@@ -87,9 +87,9 @@ static void dropout_row(const struct dropout_run *run, const struct cattn_dropou
 static void dropout_one(const struct dropout_run *run, int64_t row, int64_t begin, int64_t end) {
     const struct cattn_dropout_params *p = run->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
-    const char *x = cattn_row_at(&p->x, run->n_lead, p->lead_shape, row, element);
-    char *out = cattn_row_at(&p->out, run->n_lead, p->lead_shape, row, element);
-    uint8_t *mask = p->mask.data ? cattn_row_at(&p->mask, run->n_lead, p->lead_shape, row, 1) : NULL;
+    const char *x = cattn_row_at(&p->x, run->n_batch_dims, p->batch_shape, row, element);
+    char *out = cattn_row_at(&p->out, run->n_batch_dims, p->batch_shape, row, element);
+    uint8_t *mask = p->mask.data ? cattn_row_at(&p->mask, run->n_batch_dims, p->batch_shape, row, 1) : NULL;
     const struct cattn_dropout_row args = {
         .n = end - begin,
         .first = (uint64_t)(row * run->n_cols + begin),
@@ -173,8 +173,8 @@ static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin,
     const struct dropout_run *rows = run->rows;
     const struct cattn_dropout_params *p = rows->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
-    const char *x = cattn_row_at(&p->x, rows->n_lead, p->lead_shape, row, element);
-    char *out = cattn_row_at(&p->out, rows->n_lead, p->lead_shape, row, element);
+    const char *x = cattn_row_at(&p->x, rows->n_batch_dims, p->batch_shape, row, element);
+    char *out = cattn_row_at(&p->out, rows->n_batch_dims, p->batch_shape, row, element);
     x += begin * p->x.col * (int64_t)element;
     out += begin * p->out.col * (int64_t)element;
     if (p->storage != CATTN_STORED_PLAIN)
@@ -184,7 +184,7 @@ static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin,
     else
         torch_apply_f64(n, (const double *)x, p->x.col, kept, run->scale, (double *)out, p->out.col);
     if (p->mask.data) {
-        uint8_t *mask = cattn_row_at(&p->mask, rows->n_lead, p->lead_shape, row, 1);
+        uint8_t *mask = cattn_row_at(&p->mask, rows->n_batch_dims, p->batch_shape, row, 1);
         for (int64_t i = 0; i < n; i++)
             mask[(begin + i) * p->mask.col] = kept[i];
     }
@@ -233,7 +233,7 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
     struct dropout_run run = {
         .params = p,
         .kernels = cattn_kernels_for(p->dtype),
-        .n_lead = p->n_lead,
+        .n_batch_dims = p->n_batch_dims,
         .n_rows = p->n_rows,
         .n_cols = p->n_cols,
     };

@@ -6,6 +6,6 @@
 #include "../kernels/kernels.h"
 
 /* For one leading index. A disabled spec keeps everything. */
-void cattn_drop(const struct cattn_dropout_spec *spec, int64_t lead, struct cattn_drop *drop);
+void cattn_drop(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop);
 
 #endif

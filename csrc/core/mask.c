@@ -8,11 +8,12 @@
 /* A side of a window this long ends beyond every array, wherever the query stands, and within int64. */
 #define FAR (2 * CATTN_MAX_OFFSET)
 
-int64_t cattn_lead_offset(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t index) {
+int64_t cattn_batch_offset(const struct cattn_tensor *tensor, int n_batch_dims, const int64_t *batch_shape,
+                           int64_t index) {
     int64_t offset = 0;
-    for (int d = n_lead - 1; d >= 0 && index; d--) {
-        offset += index % lead_shape[d] * tensor->lead[d];
-        index /= lead_shape[d];
+    for (int d = n_batch_dims - 1; d >= 0 && index; d--) {
+        offset += index % batch_shape[d] * tensor->batch[d];
+        index /= batch_shape[d];
     }
     return offset;
 }
@@ -21,31 +22,32 @@ static int64_t clamp(int64_t value, int64_t least, int64_t most) {
     return value < least ? least : value > most ? most : value;
 }
 
-int64_t cattn_lead_number(const struct cattn_tensor *numbers, int64_t common, int n_lead, const int64_t *lead_shape,
-                          int64_t index) {
-    return numbers->data ? ((const int64_t *)numbers->data)[cattn_lead_offset(numbers, n_lead, lead_shape, index)]
-                         : common;
+int64_t cattn_batch_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
+                           const int64_t *batch_shape, int64_t index) {
+    return numbers->data
+               ? ((const int64_t *)numbers->data)[cattn_batch_offset(numbers, n_batch_dims, batch_shape, index)]
+               : common;
 }
 
-void cattn_sight(const struct cattn_ranges *r, int n_lead, const int64_t *lead_shape, int64_t index,
-                 struct cattn_sight *sight) {
-    sight->offset = cattn_lead_number(&r->offsets, r->offset, n_lead, lead_shape, index);
-    sight->n_queries = cattn_lead_number(&r->query_lengths, r->query_length, n_lead, lead_shape, index);
-    sight->n_keys = cattn_lead_number(&r->key_lengths, r->key_length, n_lead, lead_shape, index);
-    sight->left = clamp(r->left, 0, FAR);
-    sight->right = clamp(r->right, 0, FAR);
+void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t index,
+                       struct cattn_batch_range *batch_range) {
+    batch_range->offset = cattn_batch_number(&r->offsets, r->offset, n_batch_dims, batch_shape, index);
+    batch_range->n_queries = cattn_batch_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, index);
+    batch_range->n_keys = cattn_batch_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, index);
+    batch_range->left = clamp(r->left, 0, FAR);
+    batch_range->right = clamp(r->right, 0, FAR);
     if (r->lower_right)
-        sight->offset = sight->n_keys - sight->n_queries;
+        batch_range->offset = batch_range->n_keys - batch_range->n_queries;
     if (r->all_visible) {
-        sight->n_queries = INT64_MAX;
-        sight->n_keys = r->seqlen_k;
-        sight->left = sight->right = FAR;
+        batch_range->n_queries = INT64_MAX;
+        batch_range->n_keys = r->seqlen_k;
+        batch_range->left = batch_range->right = FAR;
     }
 }
 
-struct cattn_range cattn_visible_keys(const struct cattn_sight *sight, int64_t i) {
+struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i) {
     struct cattn_range range;
-    cattn_visible_ranges(sight, i, 1, &range.lo, &range.hi);
+    cattn_visible_ranges(batch_range, i, 1, &range.lo, &range.hi);
     return range;
 }
 
@@ -60,10 +62,11 @@ static void clamp_run(int64_t first, int n, int64_t most, int64_t *to) {
             to[r] = clamp(first + r, 0, most);
 }
 
-void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int64_t *lo, int64_t *hi) {
-    const int64_t n_keys = sight->n_keys;
-    const int there = (int)clamp(sight->n_queries - i, 0, n); /* queries behind the last one see nothing */
-    const int64_t first = i + sight->offset - sight->left, end = i + sight->offset + sight->right + 1;
+void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i, int n, int64_t *lo, int64_t *hi) {
+    const int64_t n_keys = batch_range->n_keys;
+    const int there = (int)clamp(batch_range->n_queries - i, 0, n); /* queries behind the last one see nothing */
+    const int64_t first = i + batch_range->offset - batch_range->left,
+                  end = i + batch_range->offset + batch_range->right + 1;
     clamp_run(first, there, n_keys, lo);
     clamp_run(end, there, n_keys, hi);
     for (int r = there; r < n; r++)
@@ -75,12 +78,12 @@ void cattn_visible_ranges(const struct cattn_sight *sight, int64_t i, int n, int
 static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) {
     const struct cattn_mask_params *p = context;
     (void)worker;
-    struct cattn_sight sight;
-    cattn_sight(&p->ranges, 0, NULL, 0, &sight);
+    struct cattn_batch_range batch_range;
+    cattn_batch_range(&p->ranges, 0, NULL, 0, &batch_range);
     const int64_t n_rows = cattn_rows_per_task(p->seqlen_k), first = task * n_rows;
     const int64_t last = first + n_rows < p->seqlen_q ? first + n_rows : p->seqlen_q;
     for (int64_t i = first; i < last; i++) {
-        const struct cattn_range seen = cattn_visible_keys(&sight, i);
+        const struct cattn_range seen = cattn_visible_keys(&batch_range, i);
         uint8_t *row = p->mask + i * p->seqlen_k;
         memset(row, 0, (size_t)p->seqlen_k);
         for (int64_t k = seen.lo; k < seen.hi; k++)

@@ -5,7 +5,7 @@
 
 #include "arena.h"
 #include "dispatch.h"
-#include "drawn.h"
+#include "dropout_stream.h"
 
 /* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
 #define TINY_WORK 100000.0
@@ -56,7 +56,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const size_t copied_key = cattn_plan_copies(p, &p->key) ? depth : 0;
     const size_t copied_value = cattn_plan_copies(p, &p->value) ? (size_t)p->d_v : 0;
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
-    r->kept[0] = plan->drawn ? cattn_carve(arena, rows * cattn_drawn_row_bytes(p->seqlen_k)) : NULL;
+    r->drop_bits[0] = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
     r->packed_query = cattn_carve(arena, rows * depth * size);
     r->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     r->cap_slope = NULL;
@@ -87,7 +87,7 @@ struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struc
 static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p, const struct cattn_kernels *kernels,
                 enum cattn_path path) {
     /* key chunks of the same rows cannot take turns in row-major order, nor share rows of weights in scratch */
-    const bool together = plan->drawn || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
+    const bool together = plan->uses_stream || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
     plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
     plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
@@ -105,10 +105,10 @@ static bool tiny_fits(const struct cattn_plan *plan, const struct cattn_attentio
 struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struct cattn_kernels *kernels) {
     struct cattn_plan plan = {.n_chunks = ceil_div(p->seqlen_k, CATTN_CHUNK_KEYS)};
     plan.heads_per_unit = p->seqlen_q < CATTN_TILE_ROWS ? p->group_size : 1;
-    plan.units_per_lead = p->num_heads / plan.heads_per_unit;
-    plan.n_units = p->n_batch * plan.units_per_lead;
+    plan.units_per_batch = p->num_heads / plan.heads_per_unit;
+    plan.n_units = p->n_batch * plan.units_per_batch;
     plan.unit_rows = p->seqlen_q * plan.heads_per_unit;
-    plan.drawn = p->dropout.enabled && p->dropout.torch && plan.n_units * plan.unit_rows > 0 && p->seqlen_k > 0;
+    plan.uses_stream = p->dropout.enabled && p->dropout.torch && plan.n_units * plan.unit_rows > 0 && p->seqlen_k > 0;
     if (p->path != CATTN_PATH_AUTO) {
         cut(&plan, p, kernels, p->path);
         return plan;

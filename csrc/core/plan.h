@@ -16,13 +16,13 @@
 
 struct cattn_plan {
     enum cattn_path path; /* never AUTO */
-    int64_t n_units, units_per_lead;
+    int64_t n_units, units_per_batch;
     int64_t heads_per_unit;
     int64_t unit_rows; /* heads_per_unit * seqlen_q */
     int block_rows;    /* rows of a task at most */
     int64_t blocks_per_unit;
     int64_t n_chunks;
-    bool drawn;          /* dropout bits come from a serial stream: tasks in row-major order */
+    bool uses_stream;    /* dropout bits come from a serial stream: tasks in row-major order */
     size_t scratch_size; /* bytes a thread */
 };
 

@@ -18,9 +18,9 @@ static inline int64_t cattn_rows_per_task(int64_t n_cols) {
 }
 
 /* Where a row of `tensor` starts, its elements of the given size. */
-static inline void *cattn_row_at(const struct cattn_tensor *tensor, int n_lead, const int64_t *lead_shape, int64_t row,
-                                 size_t element) {
-    return (char *)tensor->data + cattn_lead_offset(tensor, n_lead, lead_shape, row) * (int64_t)element;
+static inline void *cattn_row_at(const struct cattn_tensor *tensor, int n_batch_dims, const int64_t *batch_shape,
+                                 int64_t row, size_t element) {
+    return (char *)tensor->data + cattn_batch_offset(tensor, n_batch_dims, batch_shape, row) * (int64_t)element;
 }
 
 #endif

@@ -24,8 +24,8 @@ struct softmax_run {
 static int64_t bundle_stride(int64_t n_cols) { return n_cols + 24; }
 
 static int64_t find_bundle(const struct cattn_softmax_params *p) {
-    const int last = p->n_lead - 1;
-    if (last < 0 || p->x.col == 1 || p->x.lead[last] != 1 || p->lead_shape[last] < 2)
+    const int last = p->n_batch_dims - 1;
+    if (last < 0 || p->x.col == 1 || p->x.batch[last] != 1 || p->batch_shape[last] < 2)
         return 0;
     const int64_t row_bytes = bundle_stride(p->n_cols) * (int64_t)cattn_stored_size(p->dtype, p->storage);
     return row_bytes * BUNDLE <= BUNDLE_SCRATCH ? BUNDLE : 0;
@@ -68,10 +68,10 @@ static void softmax_plain(const struct softmax_run *run, int64_t row, const void
     const struct cattn_softmax_params *p = run->params;
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
-        const int64_t i = row % p->lead_shape[p->n_lead - 1];
-        struct cattn_sight sight;
-        cattn_sight(&p->ranges, p->n_lead, p->lead_shape, row, &sight);
-        visible = cattn_visible_keys(&sight, i);
+        const int64_t i = row % p->batch_shape[p->n_batch_dims - 1];
+        struct cattn_batch_range batch_range;
+        cattn_batch_range(&p->ranges, p->n_batch_dims, p->batch_shape, row, &batch_range);
+        visible = cattn_visible_keys(&batch_range, i);
     }
     const bool plain = p->storage == CATTN_STORED_PLAIN;
     const bool has_next = plain && p->x.col == 1 && p->n_cols >= LONG_ROW && row + 1 < p->n_rows;
@@ -80,12 +80,12 @@ static void softmax_plain(const struct softmax_run *run, int64_t row, const void
         .lo = visible.lo,
         .hi = visible.hi,
         .x = x,
-        .next = has_next ? cattn_row_at(&p->x, p->n_lead, p->lead_shape, row + 1, run->element) : x,
+        .next = has_next ? cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row + 1, run->element) : x,
         .x_stride = x_stride,
         .out = out,
         .out_stride = out_stride,
-        .keep = p->mask.data ? cattn_row_at(&p->mask, p->n_lead, p->lead_shape, row, 1) : NULL,
-        .keep_stride = p->mask.data ? p->mask.col : 0,
+        .mask = p->mask.data ? cattn_row_at(&p->mask, p->n_batch_dims, p->batch_shape, row, 1) : NULL,
+        .mask_stride = p->mask.data ? p->mask.col : 0,
         .scale = p->scale,
         .renormalize = p->method == CATTN_SOFTMAX_RENORMALIZE,
     };
@@ -113,8 +113,8 @@ static size_t wide_size(const struct cattn_softmax_params *p) {
 /* Row by row, where they lie. */
 static int64_t softmax_in_place(const struct softmax_run *run, int64_t row, char *scratch) {
     const struct cattn_softmax_params *p = run->params;
-    const void *x = cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, run->element);
-    void *out = cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, run->element);
+    const void *x = cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, run->element);
+    void *out = cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, run->element);
     if (run->streams) {
         softmax_plain(run, row, x, p->x.col, scratch, 1);
         run->kernels->stream_row(scratch, p->n_cols, out);
@@ -129,18 +129,18 @@ static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_
     const struct cattn_softmax_params *p = run->params;
     const size_t element = run->element;
     char *copies = scratch + wide_size(p);
-    const int last = p->n_lead - 1;
-    const int64_t stride = bundle_stride(p->n_cols), together = p->lead_shape[last] - row % p->lead_shape[last];
+    const int last = p->n_batch_dims - 1;
+    const int64_t stride = bundle_stride(p->n_cols), together = p->batch_shape[last] - row % p->batch_shape[last];
     int64_t rows = run->bundle < most ? run->bundle : most;
     rows = rows < together ? rows : together;
-    copy_rows(copies, stride, 1, cattn_row_at(&p->x, p->n_lead, p->lead_shape, row, element), 1, p->x.col, rows,
+    copy_rows(copies, stride, 1, cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, element), 1, p->x.col, rows,
               p->n_cols, element);
     for (int64_t r = 0; r < rows; r++) {
         char *at = copies + r * stride * (int64_t)element;
         softmax_one(run, row + r, at, 1, at, 1, scratch);
     }
-    copy_rows(cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element), p->out.lead[last], p->out.col, copies,
-              stride, 1, rows, p->n_cols, element);
+    copy_rows(cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, element), p->out.batch[last], p->out.col,
+              copies, stride, 1, rows, p->n_cols, element);
     return rows;
 }
 
@@ -193,9 +193,9 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
     for (int64_t row = task * each; row < last && row < p->n_rows; row++) {
         const struct cattn_softmax_gradient args = {
             .n = p->n_cols,
-            .grad = cattn_row_at(&p->grad, p->n_lead, p->lead_shape, row, element),
-            .weights = cattn_row_at(&p->weights, p->n_lead, p->lead_shape, row, element),
-            .out = cattn_row_at(&p->out, p->n_lead, p->lead_shape, row, element),
+            .grad = cattn_row_at(&p->grad, p->n_batch_dims, p->batch_shape, row, element),
+            .weights = cattn_row_at(&p->weights, p->n_batch_dims, p->batch_shape, row, element),
+            .out = cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, element),
             .grad_stride = p->grad.col,
             .weights_stride = p->weights.col,
             .out_stride = p->out.col,

@@ -88,12 +88,14 @@ static void load_lse(const struct cattn_backward *b, int r) {
     double lse = (double)INFINITY; /* rows that are not there have weights exp(-inf) */
     if (r < rows->n_rows)
         lse = rows->double_lse ? *(const double *)rows->lse[r] : (double)*(const real *)rows->lse[r];
-    const double lack = (double)(real)lse - lse; /* NaN if that is infinite */
-    const bool little = lack > -1.0 / 64 && lack < 1.0 / 64, much = !little && lack - lack == 0;
+    const double lse_residual = (double)(real)lse - lse; /* NaN if that is infinite */
+    const bool little = lse_residual > -1.0 / 64 && lse_residual < 1.0 / 64,
+               much = !little && lse_residual - lse_residual == 0;
     ((real *)b->lse)[r] = (real)lse;
-    ((real *)b->lse_lack)[r] = much ? (real)lack : 0;
+    ((real *)b->lse_residual)[r] = much ? (real)lse_residual : 0;
     /* exp(lack) - 1 by its series */
-    ((real *)b->lse_factor)[r] = little ? (real)(lack * (1 + lack * (0.5 + lack * (1.0 / 6)))) : 0;
+    ((real *)b->lse_factor)[r] =
+        little ? (real)(lse_residual * (1 + lse_residual * (0.5 + lse_residual * (1.0 / 6)))) : 0;
 }
 
 static void backward_begin(struct cattn_backward *b) {
@@ -115,17 +117,17 @@ static void backward_begin(struct cattn_backward *b) {
 
 /* What LANES rows are known by. */
 struct row_lanes {
-    vf lse, lack, factor, delta;
+    vf lse, lse_residual, factor, delta;
 };
 
 INLINE struct row_lanes row_lanes(const struct cattn_backward *b, int r) {
-    return (struct row_lanes){vf_loadu((const real *)b->lse + r), vf_loadu((const real *)b->lse_lack + r),
+    return (struct row_lanes){vf_loadu((const real *)b->lse + r), vf_loadu((const real *)b->lse_residual + r),
                               vf_loadu((const real *)b->lse_factor + r), vf_loadu((const real *)b->delta + r)};
 }
 
 /* exp(score - lse), with all digits of the lse */
 INLINE vf weight_of(vf score, struct row_lanes rows) {
-    return vf_exp_of_difference(score, rows.lse, rows.lack, rows.factor);
+    return vf_exp_of_difference(score, rows.lse, rows.lse_residual, rows.factor);
 }
 
 /* One vector of queries and one key: the score becomes the weight after dropout, the product dO V^T becomes dS. */
@@ -169,7 +171,7 @@ static void weigh_lanes_dropping(const struct tile *t, const struct cattn_backwa
 }
 
 /* The same with bits that were drawn beforehand. */
-static void weigh_lanes_drawn(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
+static void weigh_lanes_drop_bits(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
     real *score = (real *)b->scores.score + r, *grad = (real *)b->grads.score + r;
     const struct row_lanes rows = row_lanes(b, r);
     for (int k = e->begin; k < e->end; k++) {
@@ -196,8 +198,8 @@ static void weigh_block(const struct tile *t, const struct cattn_backward *b) {
     for (int v = 0; v < t->n_vectors; v++) {
         const struct extent *e = &t->vector[v];
         const int r = v * LANES;
-        if (b->scores.kept[0])
-            weigh_lanes_drawn(t, b, e, r);
+        if (b->scores.drop_bits[0])
+            weigh_lanes_drop_bits(t, b, e, r);
         else if (b->scores.drop.enabled)
             weigh_lanes_dropping(t, b, e, r);
         else
@@ -310,7 +312,8 @@ struct gather {
 };
 
 /* One vector again, leaving out the queries that may not see the key. */
-static vf gather_visible(const struct tile *t, const struct gather *g, int k, int64_t c, int first, int last) {
+static vf sum_over_queries_visible(const struct tile *t, const struct gather *g, int k, int64_t c, int first,
+                                   int last) {
     vf sum = vf_set1(0);
     const int end = (int)min64(last, t->rows->n_rows);
     for (int r = first; r < end;) {
@@ -326,8 +329,8 @@ static vf gather_visible(const struct tile *t, const struct gather *g, int k, in
 }
 
 /* mr keys from k on, columns c on, the rows first .. last-1. */
-INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gather *g, int k, int64_t c, int first,
-                        int last) {
+INLINE void sum_over_queries_tile(int mr, int nr, const struct tile *t, const struct gather *g, int k, int64_t c,
+                                  int first, int last) {
     vf sum[MR][NR];
     dot_tile(mr, nr, first, last, g->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
              g->rows + first * g->stride + c, g->stride, sum);
@@ -347,7 +350,8 @@ INLINE void gather_tile(int mr, int nr, const struct tile *t, const struct gathe
         for (int m = 0; m < mr && k + m < t->n_keys; m++)
             for (int n = 0; n < nr; n++)
                 add_gradient(to + m * row + n * LANES,
-                             (again ? gather_visible(t, g, k + m, c + n * LANES, first, last) : sum[m][n]) * factor,
+                             (again ? sum_over_queries_visible(t, g, k + m, c + n * LANES, first, last) : sum[m][n]) *
+                                 factor,
                              (int)min64(LANES, left - n * LANES));
         return;
     }
@@ -374,7 +378,7 @@ INLINE bool narrow(const struct tile *t, int k, int height, int *first, int *las
     return any;
 }
 
-static void gather_block(const struct tile *t, const struct gather *g) {
+static void sum_over_queries_block(const struct tile *t, const struct gather *g) {
     for (int k = t->all.begin, height; k < min64(t->all.end, t->n_keys); k += height) {
         int first = 0, last = t->rows->n_rows;
         height = key_height(MR, t->all.end - k);
@@ -382,9 +386,9 @@ static void gather_block(const struct tile *t, const struct gather *g) {
             continue;
         for (int64_t c = 0; c < g->cols; c += PANEL)
             if (NR == 1 || g->cols - c > LANES)
-                AT_HEIGHT(MR, height, gather_tile, NR, t, g, k, c, first, last);
+                AT_HEIGHT(MR, height, sum_over_queries_tile, NR, t, g, k, c, first, last);
             else
-                AT_HEIGHT(MR, height, gather_tile, 1, t, g, k, c, first, last);
+                AT_HEIGHT(MR, height, sum_over_queries_tile, 1, t, g, k, c, first, last);
     }
 }
 
@@ -406,8 +410,8 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
                                .factor = vf_set1((real)b->scores.scale),
                                .to = b->grad_key,
                                .to_row = b->grad_key_row};
-    gather_block(&t, &value);
-    gather_block(&t, &key);
+    sum_over_queries_block(&t, &value);
+    sum_over_queries_block(&t, &key);
     if (b->grad_bias_keys)
         for (int k = t.all.begin; k < min64(t.all.end, t.n_keys); k++)
             add_gradient((real *)b->grad_bias_keys + k0 + k, vf_set1(((const real *)b->bias_part)[k]), 1);
@@ -420,7 +424,7 @@ static double backward_sink(struct cattn_backward *b) {
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         const real sink = (real)rows->sink[r];
-        const struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_lack)[r]),
+        const struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_residual)[r]),
                                       vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
         if (!is_neg_inf(sink) && row_sees_any_key(rows, r))
             vf_storeu_n(&sum, vf_fma(weight_of(vf_set1(sink), row), row.delta, vf_set1(sum)), 1);

@@ -98,7 +98,7 @@ INLINE void pack_square(enum cattn_storage storage, const void *const *query, in
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const void *from = query[i];
-        HIDE(from);
+        OPAQUE(from);
         v[i] = load_stored(storage, from, d, 1, LANES) * scale;
     }
     vf_transpose(v);

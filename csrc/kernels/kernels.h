@@ -45,7 +45,7 @@
 struct cattn_drop {
     bool enabled;
     uint32_t key[CATTN_PHILOX_ROUNDS][2];
-    uint32_t lead2;                      /* counter word 3 of the first draw: twice the lead index */
+    uint32_t batch_twice;                /* counter word 3 of the first draw: twice the lead index */
     uint32_t threshold_hi, threshold_lo; /* halves of the threshold; hi is 0x10000 where everything is kept */
 };
 
@@ -59,14 +59,14 @@ struct cattn_rows {
     double keep_scale; /* 1, or 1/(1-p) under dropout */
     double softcap;    /* > 0, or 0: none */
     bool has_slopes, has_sinks;
-    bool has_keep, has_out, has_lse, has_weights; /* else these pointers of the rows are not set */
+    bool has_mask, has_out, has_lse, has_weights; /* else these pointers of the rows are not set */
     bool double_lse;                              /* lse is double, else real */
-    bool raw_weights;                             /* weights stay scores, -inf out of range */
+    bool store_scores;                            /* weights stay scores, -inf out of range */
     enum cattn_storage storage;                   /* of query, key, value, out and weights_out */
 
     const void *key, *value; /* of this key-value head */
     int64_t key_row, key_col, value_row, value_col;
-    int64_t keep_col;
+    int64_t mask_col;
     int n_bias;
     int64_t bias_col[2];
     struct cattn_drop drop;
@@ -75,17 +75,17 @@ struct cattn_rows {
     /* per row */
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
-    const uint8_t *keep[CATTN_TILE_ROWS];
+    const uint8_t *mask[CATTN_TILE_ROWS];
     const void *bias[2][CATTN_TILE_ROWS];
     int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: of the query among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
-    uint8_t *kept[CATTN_TILE_ROWS];     /* or the first NULL: one bit a key, lowest first, instead of Philox */
-    void *out[CATTN_TILE_ROWS];         /* NULL: a row behind the end of its sequence */
-    void *lse[CATTN_TILE_ROWS];         /* the same */
-    void *weights[CATTN_TILE_ROWS];     /* in the kernels' own type */
-    void *weights_out[CATTN_TILE_ROWS]; /* of halves, which weights go to in the end */
-    int64_t seqlen_k, n_keys;           /* of the weights' last axis; that are there */
+    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* or the first NULL: one bit a key, lowest first, instead of Philox */
+    void *out[CATTN_TILE_ROWS];          /* NULL: a row behind the end of its sequence */
+    void *lse[CATTN_TILE_ROWS];          /* the same */
+    void *weights[CATTN_TILE_ROWS];      /* in the kernels' own type */
+    void *weights_out[CATTN_TILE_ROWS];  /* of halves, which weights go to in the end */
+    int64_t seqlen_k, n_keys;            /* of the weights' last axis; that are there */
 
     /* scratch, 64-byte aligned */
     void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim] */
@@ -117,12 +117,12 @@ struct cattn_backward {
     struct cattn_rows scores, grads, keys;
     /* scratch: the queries and grad_out, row by row, zero behind the last row and column */
     void *query_rows, *grad_rows;
-    int64_t query_cols, grad_cols;     /* multiples of CATTN_PAD */
-    void *lse, *lse_lack, *lse_factor; /* per row: load_lse */
-    void *delta, *bias_sum;            /* per row; grad_out . out; of the gradients of its scores */
-    void *bias_part;                   /* [CATTN_BLOCK_KEYS]: sums over the rows */
-    void *grad_query[CATTN_TILE_ROWS]; /* unit stride, as all gradients */
-    void *grad_key, *grad_value;       /* of this key-value head: added to */
+    int64_t query_cols, grad_cols;         /* multiples of CATTN_PAD */
+    void *lse, *lse_residual, *lse_factor; /* per row: load_lse */
+    void *delta, *bias_sum;                /* per row; grad_out . out; of the gradients of its scores */
+    void *bias_part;                       /* [CATTN_BLOCK_KEYS]: sums over the rows */
+    void *grad_query[CATTN_TILE_ROWS];     /* unit stride, as all gradients */
+    void *grad_key, *grad_value;           /* of this key-value head: added to */
     int64_t grad_key_row, grad_value_row;
     /* at most one of the three: added to, row by row; added to, for all rows together; one number a row, written */
     void *grad_bias[CATTN_TILE_ROWS];
@@ -139,8 +139,8 @@ struct cattn_softmax_row {
     int64_t x_stride;
     void *out;
     int64_t out_stride;
-    const uint8_t *keep; /* or NULL */
-    int64_t keep_stride;
+    const uint8_t *mask; /* or NULL */
+    int64_t mask_stride;
     double scale;
     bool renormalize;
 };
@@ -193,8 +193,8 @@ struct cattn_kernels {
     double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);
     /* keep bits of one row of an attention matrix, keys 0 .. n-1 */
-    void (*keep_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
-                     int64_t n);
+    void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
+                             int64_t stride, int64_t n);
     /* n halves become numbers, and back */
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);

@@ -64,10 +64,10 @@ static uint32_t philox_digit(const struct cattn_drop *drop, uint64_t j, uint32_t
 }
 
 static bool philox_keep(const struct cattn_drop *drop, uint64_t j, uint32_t c1, uint32_t c2) {
-    uint32_t digit = philox_digit(drop, j, c1, c2, drop->lead2);
+    uint32_t digit = philox_digit(drop, j, c1, c2, drop->batch_twice);
     if (digit != drop->threshold_hi)
         return digit < drop->threshold_hi;
-    return philox_digit(drop, j, c1, c2, drop->lead2 + 1) < drop->threshold_lo;
+    return philox_digit(drop, j, c1, c2, drop->batch_twice + 1) < drop->threshold_lo;
 }
 
 /* First draws for elements base .. base+127, base a multiple of 64: words[w * 16 + i] is word w of the i-th counter. */
@@ -79,7 +79,7 @@ static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t 
     for (uint32_t i = 0; i < 16; i += LANES) {
         const vu c0 = vu_add(vu_set1((uint32_t)((base >> 6) << 3) + i), lanes);
         vu c[4];
-        philox_common(c0, c1, c2, drop->lead2, drop->key, c);
+        philox_common(c0, c1, c2, drop->batch_twice, drop->key, c);
 #pragma GCC unroll 4
         for (uint32_t w = 0; w < 4; w++)
             vu_storeu(words + 16 * w + i, c[w]);
@@ -112,7 +112,7 @@ INLINE void philox_lanes(const struct cattn_drop *drop, uint64_t j, const uint32
     words[0] = vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7));
     words[1] = vu_loadu(c1);
     words[2] = vu_loadu(c2);
-    words[3] = vu_set1(drop->lead2);
+    words[3] = vu_set1(drop->batch_twice);
     philox(words, drop->key);
 }
 

@@ -91,7 +91,7 @@ INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
     int64_t at = d;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++, at += key.row) {
-        HIDE(at);
+        OPAQUE(at);
         kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
     }
     vf_transpose(kt);
@@ -233,7 +233,7 @@ static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *sc
 }
 
 /* The same from bits that were drawn beforehand. */
-static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
+static void drop_keys_drop_bits(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
     for (int k = begin; k < end; k++)
         if (!key_kept(rows, r, k0 + k))
             score[k] = 0;
@@ -242,7 +242,7 @@ static void drop_keys_drawn(const struct cattn_rows *rows, int r, int64_t k0, re
 /* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` starts
  * at the run's first key; the vector has n columns from c on. */
 static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
-                               struct run run, int64_t k0) {
+                               struct key_half run, int64_t k0) {
     vf block = vf_set1(0);
     for (int k = run.begin; k < run.end;) {
         vf chain = vf_set1(0);
@@ -259,7 +259,7 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
 /* P V of one run for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. `value`
  * starts at the run's first key; factor is of each row. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
-                       struct rows_ahead *next, struct run run, int64_t k0, int64_t c, const real *factor) {
+                       struct rows_ahead *next, struct key_half run, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->score;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
@@ -307,7 +307,7 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 }
 
 /* All columns of V, as many vectors at a time as there are registers for. */
-INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct run run, int64_t k0,
+INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct key_half run, int64_t k0,
                           const real *factor) {
     int64_t c = 0, left = rows->d_v;
     struct rows_ahead next = rows_ahead(value, rows->d_v);
@@ -328,7 +328,7 @@ INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value
 INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int begin, int end) {
     static const real ones[CATTN_FEW_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int i = 0; i < 2; i++) {
-        const struct run run = run_of(i, begin, end);
+        const struct key_half run = run_of(i, begin, end);
         if (i > 0 && run_is_empty(run))
             break;
         const struct stored value = find_rows(rows, direct, rows->value, rows->value_row, rows->value_col,
@@ -351,8 +351,8 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
     for (int r = 0; r < many; r++) {
         real *s = score + r * CATTN_BLOCK_KEYS;
         sum[r] = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
-        if (r < rows->n_rows && rows->kept[0])
-            drop_keys_drawn(rows, r, k0, s, begin, (int)min64(end, n_keys));
+        if (r < rows->n_rows && rows->drop_bits[0])
+            drop_keys_drop_bits(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
     }

@@ -12,15 +12,15 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
     static const uint8_t below[2 * 16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const vf neg_inf = vf_set1(NEG_INF);
     vf x = load_strided((const real *)row->x + k * row->x_stride, row->x_stride, n) * vf_set1((real)row->scale);
-    if (masked && row->keep) {
+    if (masked && row->mask) {
         uint8_t lanes[LANES];
-        const uint8_t *keep = row->keep + k * row->keep_stride;
-        if (row->keep_stride != 1) {
+        const uint8_t *mask = row->mask + k * row->mask_stride;
+        if (row->mask_stride != 1) {
             for (int i = 0; i < n; i++)
-                lanes[i] = keep[i * row->keep_stride];
-            keep = lanes;
+                lanes[i] = mask[i * row->mask_stride];
+            mask = lanes;
         }
-        vf hidden = n == LANES ? vf_from_bytes(keep) : vf_from_bytes_n(keep, n);
+        vf hidden = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
         x = vf_select(vf_eq(hidden, neg_inf), neg_inf, x);
     }
     if (n < LANES)
@@ -99,7 +99,7 @@ static void row_clear(const struct cattn_softmax_row *row, int64_t from, int64_t
 }
 
 static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
-    return k >= row->lo && k < row->hi && (!row->keep || row->keep[k * row->keep_stride]);
+    return k >= row->lo && k < row->hi && (!row->mask || row->mask[k * row->mask_stride]);
 }
 
 /* out = out / sum over [lo, hi). Without a sum to divide by (NaN, or every visible score -inf) the visible columns, and
@@ -207,8 +207,8 @@ static void keep_run(const struct cattn_drop *drop, const uint32_t *words, uint6
 }
 
 /* Keep bits of keys 0 .. n-1 of one row of an attention matrix. */
-static void keep_row(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask, int64_t stride,
-                     int64_t n) {
+static void dropout_mask_row(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
+                             int64_t stride, int64_t n) {
     uint32_t words[64];
     uint8_t keep[128];
     for (int64_t base = 0; base < n; base += 128) {

@@ -71,7 +71,7 @@ typedef uint64_t real_bits;
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 /* what the compiler may not compute beforehand */
-#define HIDE(x) __asm__("" : "+r"(x))
+#define OPAQUE(x) __asm__("" : "+r"(x))
 
 /* Where philox_words has the word that element r of 128 takes its digit from. */
 INLINE int digit_word(int r) { return 16 * (r >> 4 & 3) + 8 * (r >> 6) + (r & 7); }

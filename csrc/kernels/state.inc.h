@@ -184,7 +184,7 @@ INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     if (key < rows->lo[r] || key >= rows->hi[r])
         return false;
-    if (rows->has_keep && !rows->keep[r][key * rows->keep_col])
+    if (rows->has_mask && !rows->mask[r][key * rows->mask_col])
         return false;
     for (int b = 0; b < rows->n_bias; b++)
         if (is_neg_inf(((const real *)rows->bias[b][r])[key * rows->bias_col[b]]))
@@ -197,15 +197,15 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
     vf total = vf_set1(0);
-    if (rows->has_keep) {
-        const uint8_t *keep = rows->keep[r] + key * rows->keep_col;
+    if (rows->has_mask) {
+        const uint8_t *mask = rows->mask[r] + key * rows->mask_col;
         uint8_t lanes[LANES];
-        if (rows->keep_col != 1) {
+        if (rows->mask_col != 1) {
             for (int i = 0; i < n; i++)
-                lanes[i] = keep[i * rows->keep_col];
-            keep = lanes;
+                lanes[i] = mask[i * rows->mask_col];
+            mask = lanes;
         }
-        total = n == LANES ? vf_from_bytes(keep) : vf_from_bytes_n(keep, n);
+        total = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
     }
     vm hidden = vf_eq(total, neg_inf);
     for (int b = 0; b < rows->n_bias; b++) {
@@ -234,7 +234,7 @@ static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
 
 /* Has a dropout drawn beforehand kept this key for row r? */
 INLINE bool key_kept(const struct cattn_rows *rows, int r, int64_t key) {
-    return rows->kept[r][key >> 3] >> (key & 7) & 1;
+    return rows->drop_bits[r][key >> 3] >> (key & 7) & 1;
 }
 
 /* What softcap makes of raw scores. Out of line: it is long, and rarely asked for. */
@@ -294,16 +294,16 @@ INLINE vf sum_tree(const vf s[CATTN_SUM_CHAINS]) {
 INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); } /* NOLINT(misc-redundant-expression) */
 
 /* The part of the keys begin .. end-1 of a block that lies in one run of P V. */
-struct run {
+struct key_half {
     int begin, end;
 };
-INLINE struct run run_of(int run, int begin, int end) {
-    struct run r = {(int)max64(begin, run * CATTN_RUN_KEYS), (int)min64(end, (run + 1) * CATTN_RUN_KEYS)};
+INLINE struct key_half run_of(int run, int begin, int end) {
+    struct key_half r = {(int)max64(begin, run * CATTN_RUN_KEYS), (int)min64(end, (run + 1) * CATTN_RUN_KEYS)};
     if (r.begin >= r.end)
         r.end = r.begin;
     return r;
 }
-INLINE bool run_is_empty(struct run r) { return r.begin == r.end; }
+INLINE bool run_is_empty(struct key_half r) { return r.begin == r.end; }
 
 /* acc = acc * factor + block: the first run of a block corrects what was summed before, by alpha, later ones add, with
  * 1
@@ -355,12 +355,12 @@ static void finish_weights(const struct cattn_rows *rows, int r, real max, real 
     real *w = rows->weights[r];
     const int64_t col = rows->weights_col, lo = rows->lo[r], hi = rows->hi[r];
     const vf shift = vf_set1(max), factor = vf_set1(inverse);
-    const vf outside = vf_set1(rows->raw_weights ? NEG_INF : 0);
+    const vf outside = vf_set1(rows->store_scores ? NEG_INF : 0);
     for (int64_t k = 0; k < lo; k += LANES)
         store_strided(w + k * col, col, outside, (int)min64(LANES, lo - k));
     for (int64_t k = max64(lo, hi); k < rows->seqlen_k; k += LANES)
         store_strided(w + k * col, col, outside, (int)min64(LANES, rows->seqlen_k - k));
-    if (rows->raw_weights)
+    if (rows->store_scores)
         return;
     if (!(inverse < (real)INFINITY)) { /* NaN, or no mass at all: only the masks tell 0 from NaN */
         for (int64_t k = lo; k < hi; k++)

@@ -186,7 +186,7 @@ static void score_panel(const struct tile *t, int v) {
 }
 
 /* The raw scores of LANES rows, as they will be needed for the weights. */
-static void keep_scores(const struct tile *t, const struct extent *e, int r) {
+static void store_scores_of(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
     const int64_t col = rows->weights_col;
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
@@ -244,7 +244,7 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
 }
 
 /* The same from bits that were drawn beforehand. */
-static void drop_lanes_drawn(const struct tile *t, const struct extent *e, int r) {
+static void drop_lanes_drop_bits(const struct tile *t, const struct extent *e, int r) {
     struct cattn_rows *rows = t->rows;
     const int n = (int)min64(LANES, rows->n_rows - r);
     for (int k = e->begin; k < min64(e->end, t->n_keys); k++) {
@@ -268,7 +268,8 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
 }
 
 /* One row of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. */
-static void value_row_visible(const struct tile *t, int r, int nr, struct run run, struct source value, vf *block) {
+static void value_row_visible(const struct tile *t, int r, int nr, struct key_half run, struct source value,
+                              vf *block) {
     const struct cattn_rows *rows = t->rows;
     for (int n = 0; n < nr; n++) {
         const real *from = value.first + n * LANES;
@@ -286,7 +287,7 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct run ru
 }
 
 /* mr rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
-INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct run run,
+INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half run,
                        struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->acc + r * rows->acc_cols + c;
@@ -325,14 +326,14 @@ static void value_block(const struct tile *t) {
     for (int m = 0; m < MR; m++)
         ones[m] = 1;
     for (int i = 0; i < 2; i++) {
-        const struct run all = run_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
+        const struct key_half all = run_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
         if (i > 0 && run_is_empty(all))
             break;
         for (int64_t c = 0; c < rows->d_v; c += PANEL) {
             const struct source value = value_run(rows, t->value, all.begin, all.end, c);
             for (int g = 0; g < t->n_groups; g++) {
                 const struct extent *e = &t->group[g];
-                const struct run run = run_of(i, e->begin, e->end);
+                const struct key_half run = run_of(i, e->begin, e->end);
                 if (e->begin == e->end || (i > 0 && run_is_empty(run)))
                     continue;
                 const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
@@ -400,10 +401,10 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         if (v % NR == 0) /* scores become weights while they are in the nearest cache */
             score_panel(&t, v);
         if (rows->has_weights)
-            keep_scores(&t, e, v * LANES);
+            store_scores_of(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
-        if (rows->kept[0])
-            drop_lanes_drawn(&t, e, v * LANES);
+        if (rows->drop_bits[0])
+            drop_lanes_drop_bits(&t, e, v * LANES);
         else if (rows->drop.enabled)
             drop_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);

@@ -24,7 +24,8 @@ static const char *const GRADIENT_NAMES[] = {"grad_query differs", "grad_key dif
 enum { HEAD = 1, ROW = 2, COL = 4 };
 
 /* As the binding fills a tensor in. */
-static void to_tensor(struct cattn_tensor *tensor, const struct array *array, bool present, int n_lead, int axes) {
+static void to_tensor(struct cattn_tensor *tensor, const struct array *array, bool present, int n_batch_dims,
+                      int axes) {
     static uint64_t nothing;
     tensor->data = NULL;
     if (!present)
@@ -36,14 +37,14 @@ static void to_tensor(struct cattn_tensor *tensor, const struct array *array, bo
         tensor->col = 1;
     tensor->row = axes & ROW ? array->stride[--axis] : 0;
     tensor->head = axes & HEAD ? array->stride[--axis] : 0;
-    for (int d = n_lead - 1; d >= 0; d--)
-        tensor->lead[d] = array->stride[--axis];
+    for (int d = n_batch_dims - 1; d >= 0; d--)
+        tensor->batch[d] = array->stride[--axis];
 }
 
 static void fill_params(struct problem *problem) {
     struct cattn_backward_params *back = &problem->back;
     struct cattn_attention_params *p = &back->forward;
-    const int n = p->n_lead;
+    const int n = p->n_batch_dims;
     const struct {
         struct cattn_tensor *tensor;
         int axes;
@@ -109,9 +110,9 @@ static void check_tame(const struct problem *problem) {
     for (int i = OUT; i <= WEIGHTS; i++)
         for (struct cursor c = walk(&problem->outputs[i]); problem->has_output[i] && c.more; step(&c)) {
             const double x = number_at(&problem->outputs[i], c.offset);
-            if (!(isfinite(x) || (i == WEIGHTS && p->raw_weights && x == (double)-INFINITY)))
+            if (!(isfinite(x) || (i == WEIGHTS && p->store_scores && x == (double)-INFINITY)))
                 finding(i == OUT ? "out is not finite" : "weights are not finite");
-            if (i == WEIGHTS && !p->raw_weights && !(x >= 0 && x <= 1.001))
+            if (i == WEIGHTS && !p->store_scores && !(x >= 0 && x <= 1.001))
                 finding("a weight is no probability");
         }
     for (int i = 0; i < N_GRADIENTS; i++)
@@ -185,7 +186,7 @@ void fuzz_attention(struct input *in) {
         if (problem.has_gradient[i])
             memset(problem.gradients[i].memory, 0,
                    (size_t)problem.gradients[i].span * element_size(problem.gradients[i].element));
-    if (!problem.back.forward.raw_weights && !problem.back.forward.ranges.all_visible)
+    if (!problem.back.forward.store_scores && !problem.back.forward.ranges.all_visible)
         poison_hidden(&problem);
     choose_way(ways[1], &problem.back.forward);
     say(&problem);

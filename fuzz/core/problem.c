@@ -24,12 +24,12 @@ static void choose_sizes(struct input *in, struct cattn_attention_params *p) {
     const uint8_t size = take_byte(in);
     const double budget = size % 32 == 31 ? LARGE_BUDGET : (double)BUDGETS[size % 8];
     bool is_empty[3] = {false};
-    p->n_lead = (int)take_below(in, 4);
+    p->n_batch_dims = (int)take_below(in, 4);
     p->n_batch = 1;
-    for (int d = 0; d < p->n_lead; d++) {
+    for (int d = 0; d < p->n_batch_dims; d++) {
         is_empty[d] = take_chance(in, 32);
-        p->lead_shape[d] = is_empty[d] ? 1 : 1 + take_below(in, 3);
-        p->n_batch *= p->lead_shape[d];
+        p->batch_shape[d] = is_empty[d] ? 1 : 1 + take_below(in, 3);
+        p->n_batch *= p->batch_shape[d];
     }
     p->group_size = 1 + take_below(in, 4);
     p->num_heads = p->group_size * (1 + take_below(in, 3));
@@ -37,10 +37,10 @@ static void choose_sizes(struct input *in, struct cattn_attention_params *p) {
     p->seqlen_k = TAKE_FROM(in, KEYS);
     p->head_dim = TAKE_FROM(in, DEPTHS);
     p->d_v = TAKE_FROM(in, DEPTHS);
-    for (int d = 0; d < p->n_lead && work_of(p) > budget; d++)
-        if (p->lead_shape[d] > 1) {
-            p->n_batch /= p->lead_shape[d];
-            p->lead_shape[d] = 1;
+    for (int d = 0; d < p->n_batch_dims && work_of(p) > budget; d++)
+        if (p->batch_shape[d] > 1) {
+            p->n_batch /= p->batch_shape[d];
+            p->batch_shape[d] = 1;
         }
     if (work_of(p) > budget)
         p->num_heads = p->group_size;
@@ -52,9 +52,9 @@ static void choose_sizes(struct input *in, struct cattn_attention_params *p) {
         p->seqlen_q = p->seqlen_q * 2 / 3;
     while (work_of(p) > budget && p->seqlen_k > 1)
         p->seqlen_k = p->seqlen_k * 2 / 3;
-    for (int d = 0; d < p->n_lead; d++)
+    for (int d = 0; d < p->n_batch_dims; d++)
         if (is_empty[d])
-            p->lead_shape[d] = p->n_batch = 0;
+            p->batch_shape[d] = p->n_batch = 0;
 }
 
 /* ---- options ---- */
@@ -77,11 +77,11 @@ static void choose_dropout(struct input *in, struct problem *problem) {
 }
 
 int axes_of(const struct cattn_attention_params *p, int64_t row, int64_t col, int64_t *dims) {
-    memcpy(dims, p->lead_shape, (size_t)p->n_lead * sizeof *dims);
-    dims[p->n_lead] = p->num_heads;
-    dims[p->n_lead + 1] = row;
-    dims[p->n_lead + 2] = col;
-    return p->n_lead + 3;
+    memcpy(dims, p->batch_shape, (size_t)p->n_batch_dims * sizeof *dims);
+    dims[p->n_batch_dims] = p->num_heads;
+    dims[p->n_batch_dims + 1] = row;
+    dims[p->n_batch_dims + 2] = col;
+    return p->n_batch_dims + 3;
 }
 
 static void add_input(struct input *in, struct problem *problem, int which, enum element element, int n_axes,
@@ -116,17 +116,17 @@ static void choose_ranges(struct input *in, struct problem *problem, struct nois
                                      : take_below(in, p->seqlen_q + p->seqlen_k + 1) - p->seqlen_q;
     r->query_length = p->seqlen_q;
     r->key_length = p->seqlen_k;
-    const int n = p->n_lead;
+    const int n = p->n_batch_dims;
     if (!r->lower_right && take_chance(in, 6)) {
-        add_input(in, problem, OFFSETS, INT64, n, p->lead_shape, noise, PLAIN);
+        add_input(in, problem, OFFSETS, INT64, n, p->batch_shape, noise, PLAIN);
         set_integers(&problem->inputs[OFFSETS], noise, -p->seqlen_q, p->seqlen_k);
     }
     if (take_chance(in, 5)) {
-        add_input(in, problem, QUERY_LENGTHS, INT64, n, p->lead_shape, noise, PLAIN);
+        add_input(in, problem, QUERY_LENGTHS, INT64, n, p->batch_shape, noise, PLAIN);
         set_integers(&problem->inputs[QUERY_LENGTHS], noise, 0, p->seqlen_q);
     }
     if (take_chance(in, 5)) {
-        add_input(in, problem, KEY_LENGTHS, INT64, n, p->lead_shape, noise, PLAIN);
+        add_input(in, problem, KEY_LENGTHS, INT64, n, p->batch_shape, noise, PLAIN);
         set_integers(&problem->inputs[KEY_LENGTHS], noise, 0, p->seqlen_k);
     }
 }
@@ -139,7 +139,7 @@ static void hide_some(struct array *bias, struct noise *noise, uint64_t one_in) 
     renew_sum(bias);
 }
 
-static void choose_shapers(struct input *in, struct problem *problem, struct noise *noise, enum content content) {
+static void choose_score_options(struct input *in, struct problem *problem, struct noise *noise, enum content content) {
     static const double caps[] = {0, 0, 0, 0.7, 5, 50, 1e-30};
     struct cattn_attention_params *p = &problem->back.forward;
     const enum element element = computed_element(p->dtype);
@@ -147,14 +147,14 @@ static void choose_shapers(struct input *in, struct problem *problem, struct noi
     p->softcap = TAKE_FROM(in, caps);
     axes_of(p, 0, 0, dims);
     if (take_chance(in, 4)) {
-        add_input(in, problem, SLOPES, element, p->n_lead + 1, dims, noise, TIES);
+        add_input(in, problem, SLOPES, element, p->n_batch_dims + 1, dims, noise, TIES);
         struct array *slopes = &problem->inputs[SLOPES];
         for (int64_t i = 0; i < slopes->span; i++) /* above 0 */
             set_number(slopes, i - slopes->low, (double)(1 + noise_word(noise) % 64) / 64);
         renew_sum(slopes);
     }
     if (take_chance(in, 4)) {
-        add_input(in, problem, SINKS, element, p->n_lead + 1, dims, noise, content);
+        add_input(in, problem, SINKS, element, p->n_batch_dims + 1, dims, noise, content);
         if (take_chance(in, 3))
             hide_some(&problem->inputs[SINKS], noise, 2);
     }
@@ -193,9 +193,9 @@ static void choose_outputs(struct input *in, struct problem *problem) {
     has[WEIGHTS] = !has[OUT] || (!problem->backward && wanted & 1);
     has[LSE] = problem->backward || (has[OUT] && wanted & 2);
     has[DROPOUT_MASK] = !problem->backward && wanted & 4;
-    p->raw_weights = !has[OUT] && wanted & 8;
-    p->ranges.all_visible = p->raw_weights && wanted & 0x40;
-    if (p->raw_weights) {
+    p->store_scores = !has[OUT] && wanted & 8;
+    p->ranges.all_visible = p->store_scores && wanted & 0x40;
+    if (p->store_scores) {
         p->dropout.enabled = false;
         p->dropout.torch = NULL;
     }
@@ -227,17 +227,17 @@ static void make_gradients(struct problem *problem) {
     int n_axes = axes_of(p, p->seqlen_q, p->head_dim, dims);
     add_gradient(problem, GRAD_QUERY, n_axes, dims, 0);
     axes_of(p, p->seqlen_k, p->head_dim, dims);
-    dims[p->n_lead] = p->num_heads / p->group_size;
+    dims[p->n_batch_dims] = p->num_heads / p->group_size;
     add_gradient(problem, GRAD_KEY, n_axes, dims, 0);
-    dims[p->n_lead + 2] = p->d_v;
+    dims[p->n_batch_dims + 2] = p->d_v;
     add_gradient(problem, GRAD_VALUE, n_axes, dims, 0);
     axes_of(p, p->seqlen_q, p->seqlen_k, dims);
     if (problem->has_input[SINKS])
-        add_gradient(problem, GRAD_SINKS, p->n_lead + 1, dims, 0);
+        add_gradient(problem, GRAD_SINKS, p->n_batch_dims + 1, dims, 0);
     problem->back.bias_sum = CATTN_BIAS_NO_SUM;
     if (p->n_bias == 0)
         return;
-    const unsigned row = 1u << (p->n_lead + 1), col = 1u << (p->n_lead + 2);
+    const unsigned row = 1u << (p->n_batch_dims + 1), col = 1u << (p->n_batch_dims + 2);
     if (problem->bias_broadcast & row && p->seqlen_q != 1) {
         problem->back.bias_sum = CATTN_BIAS_SUM_ROWS;
         add_gradient(problem, GRAD_BIAS, n_axes, dims, row);
@@ -266,8 +266,8 @@ void choose_problem(struct input *in, struct problem *problem) {
     choose_outputs(in, problem);
     choose_ranges(in, problem, &noise);
     choose_masks(in, problem, &noise, content);
-    choose_shapers(in, problem, &noise, content);
-    if (p->raw_weights && take_chance(in, 2)) { /* stages before the softmax leave out what comes later */
+    choose_score_options(in, problem, &noise, content);
+    if (p->store_scores && take_chance(in, 2)) { /* stages before the softmax leave out what comes later */
         problem->has_input[MASK] = false;
         problem->has_input[SINKS] = false;
     }
@@ -275,9 +275,9 @@ void choose_problem(struct input *in, struct problem *problem) {
     const int n_axes = axes_of(p, p->seqlen_q, p->head_dim, dims);
     add_input(in, problem, QUERY, stored, n_axes, dims, &noise, content);
     axes_of(p, p->seqlen_k, p->head_dim, dims);
-    dims[p->n_lead] = p->num_heads / p->group_size;
+    dims[p->n_batch_dims] = p->num_heads / p->group_size;
     add_input(in, problem, KEY, stored, n_axes, dims, &noise, content);
-    dims[p->n_lead + 2] = p->d_v;
+    dims[p->n_batch_dims + 2] = p->d_v;
     if (problem->has_output[OUT])
         add_input(in, problem, VALUE, stored, n_axes, dims, &noise, content);
     axes_of(p, p->seqlen_q, p->d_v, dims);

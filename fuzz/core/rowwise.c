@@ -46,7 +46,7 @@ static struct cattn_tensor to_tensor(const struct array *array) {
     struct cattn_tensor tensor = {.data = array->memory + array->low * (int64_t)element_size(array->element)};
     const int last = array->n_axes - 1;
     for (int axis = 0; axis < last; axis++)
-        tensor.lead[axis] = array->stride[axis];
+        tensor.batch[axis] = array->stride[axis];
     tensor.col = array->dim[last] == 1 ? 1 : array->stride[last];
     return tensor;
 }
@@ -61,20 +61,20 @@ static void choose_softmax(struct input *in, const struct rows *rows, struct cat
     static const double scales[] = {1, 0.5, -1, 0, 30};
     p->dtype = rows->dtype;
     p->storage = rows->storage;
-    p->n_lead = rows->n_axes - 1;
-    memcpy(p->lead_shape, rows->dims, sizeof rows->dims);
+    p->n_batch_dims = rows->n_axes - 1;
+    memcpy(p->batch_shape, rows->dims, sizeof rows->dims);
     p->n_rows = rows->n_rows;
     p->n_cols = rows->n_cols;
     p->scale = TAKE_FROM(in, scales);
     p->method = take_chance(in, 4) ? CATTN_SOFTMAX_RENORMALIZE : CATTN_SOFTMAX_PLAIN;
-    p->is_causal = take_chance(in, 3) && p->n_lead > 0;
+    p->is_causal = take_chance(in, 3) && p->n_batch_dims > 0;
     const int64_t offset = take_below(in, rows->n_cols + 40) - 20;
     if (p->is_causal) {
         struct cattn_ranges *r = &p->ranges;
         r->left = CATTN_UNBOUNDED;
         r->lower_right = take_chance(in, 2);
         r->seqlen_k = r->key_length = rows->n_cols;
-        r->query_length = rows->dims[p->n_lead - 1];
+        r->query_length = rows->dims[p->n_batch_dims - 1];
         r->offset = offset;
     }
 }
@@ -130,9 +130,12 @@ void fuzz_softmax(struct input *in) {
 
 void fuzz_softmax_backward(struct input *in) {
     struct rows rows = choose_rows(in, false);
-    struct cattn_softmax_backward_params p = {
-        .dtype = rows.dtype, .n_lead = rows.n_axes - 1, .n_rows = rows.n_rows, .n_cols = rows.n_cols, .scale = 0.5};
-    memcpy(p.lead_shape, rows.dims, sizeof rows.dims);
+    struct cattn_softmax_backward_params p = {.dtype = rows.dtype,
+                                              .n_batch_dims = rows.n_axes - 1,
+                                              .n_rows = rows.n_rows,
+                                              .n_cols = rows.n_cols,
+                                              .scale = 0.5};
+    memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
     const enum element element = computed_element(p.dtype);
     struct array arrays[2];
     for (int i = 0; i < 2; i++)
@@ -196,11 +199,11 @@ void fuzz_dropout(struct input *in) {
     struct rows rows = choose_rows(in, true);
     struct cattn_dropout_params p = {.dtype = rows.dtype,
                                      .storage = rows.storage,
-                                     .n_lead = rows.n_axes - 1,
+                                     .n_batch_dims = rows.n_axes - 1,
                                      .n_rows = rows.n_rows,
                                      .n_cols = rows.n_cols};
     struct cattn_torch_random torch;
-    memcpy(p.lead_shape, rows.dims, sizeof rows.dims);
+    memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
     choose_dropout(in, &p.dropout, &torch);
     const struct cattn_torch_random before = torch;
     const enum element element = stored_element(p.dtype, p.storage);

@@ -55,7 +55,7 @@ static struct cattn_tensor rows_from(const struct array *array, int64_t start) {
 
 static struct cattn_tensor numbers(const struct array *array) {
     return (struct cattn_tensor){.data = array->memory + array->low * (int64_t)sizeof(int64_t),
-                                 .lead = {array->stride[0]}};
+                                 .batch = {array->stride[0]}};
 }
 
 static void choose_options(struct input *in, struct cattn_attention_params *p) {
@@ -99,8 +99,8 @@ void fuzz_varlen(struct input *in) {
     for (int i = 0; i < 4; i++)
         starts[i] = int64_array(in, lists[i], n);
 
-    p.n_lead = 1;
-    p.lead_shape[0] = p.n_batch = n;
+    p.n_batch_dims = 1;
+    p.batch_shape[0] = p.n_batch = n;
     p.seqlen_q = q.longest;
     p.seqlen_k = p.ranges.seqlen_k = k.longest;
     p.query = rows_from(&inputs[0], 0);
@@ -128,7 +128,7 @@ void fuzz_varlen(struct input *in) {
     move_array(&lse, false);
     for (int64_t b = 0; b < n; b++) {
         struct cattn_attention_params one = p;
-        one.n_lead = 0;
+        one.n_batch_dims = 0;
         one.n_batch = 1;
         one.query_starts.data = one.key_starts.data = NULL;
         one.ranges.query_lengths.data = one.ranges.key_lengths.data = NULL;

@@ -12,16 +12,16 @@ struct row {
     int64_t mask, bias[2];
 };
 
-static int64_t number_of(const struct problem *problem, int which, const int64_t *lead, int64_t common) {
+static int64_t number_of(const struct problem *problem, int which, const int64_t *batch, int64_t common) {
     const struct array *numbers = &problem->inputs[which];
-    return problem->has_input[which] ? (int64_t)number_at(numbers, offset_of(numbers, lead)) : common;
+    return problem->has_input[which] ? (int64_t)number_at(numbers, offset_of(numbers, batch)) : common;
 }
 
 /* index: of its first score. */
 static struct row row_at(const struct problem *problem, const int64_t *index) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct cattn_ranges *r = &p->ranges;
-    struct row row = {.problem = problem, .query = index[p->n_lead + 1]};
+    struct row row = {.problem = problem, .query = index[p->n_batch_dims + 1]};
     row.n_queries = number_of(problem, QUERY_LENGTHS, index, r->query_length);
     row.n_keys = number_of(problem, KEY_LENGTHS, index, r->key_length);
     const int64_t offset = r->lower_right ? row.n_keys - row.n_queries : number_of(problem, OFFSETS, index, r->offset);
@@ -59,7 +59,7 @@ static bool sees(const struct row *row, int64_t k) {
 /* In C order; the array is for its shape. */
 static struct cursor walk_rows(const struct problem *problem, struct array *shape) {
     const struct cattn_attention_params *p = &problem->back.forward;
-    *shape = (struct array){.n_axes = p->n_lead + 2, .span = p->n_batch * p->num_heads * p->seqlen_q};
+    *shape = (struct array){.n_axes = p->n_batch_dims + 2, .span = p->n_batch * p->num_heads * p->seqlen_q};
     axes_of(p, p->seqlen_q, 0, shape->dim);
     return walk(shape);
 }
@@ -80,17 +80,17 @@ static void mark_seen(const struct problem *problem, uint8_t *const *seen, const
     const struct array *inputs = problem->inputs;
     const struct row row = row_at(problem, index);
     int64_t first_key[MAX_AXES] = {0}; /* of its key-value head */
-    for (int axis = 0; axis < p->n_lead; axis++)
+    for (int axis = 0; axis < p->n_batch_dims; axis++)
         first_key[axis] = index[axis];
-    first_key[p->n_lead] = index[p->n_lead] / p->group_size;
+    first_key[p->n_batch_dims] = index[p->n_batch_dims] / p->group_size;
     const int64_t key = offset_of(&inputs[KEY], first_key), value = offset_of(&inputs[VALUE], first_key);
     for (int64_t k = 0; k < p->seqlen_k; k++) {
         if (!sees(&row, k))
             continue;
         mark(&inputs[QUERY], seen[QUERY], offset_of(&inputs[QUERY], index));
-        mark(&inputs[KEY], seen[KEY], key + k * inputs[KEY].stride[p->n_lead + 1]);
+        mark(&inputs[KEY], seen[KEY], key + k * inputs[KEY].stride[p->n_batch_dims + 1]);
         if (problem->has_input[VALUE])
-            mark(&inputs[VALUE], seen[VALUE], value + k * inputs[VALUE].stride[p->n_lead + 1]);
+            mark(&inputs[VALUE], seen[VALUE], value + k * inputs[VALUE].stride[p->n_batch_dims + 1]);
         for (int b = 0; b < p->n_bias; b++)
             seen[BIAS_0 + b][inputs[BIAS_0 + b].low + along_keys(&inputs[BIAS_0 + b], row.bias[b], k)] = 1;
     }

@@ -87,15 +87,15 @@ static void draw_sizes(struct attention *a) {
     p->seqlen_k = is_long ? PICK(LONG_KEYS) : PICK(KEYS);
     p->head_dim = PICK(DEPTHS);
     p->d_v = a->stage ? 0 : PICK(DEPTHS);
-    a->shape.n_lead = a->packed ? 1 : (int)between(0, 2);
-    for (int d = 0; d < a->shape.n_lead; d++)
-        a->shape.lead[d] = a->packed ? 3 : between(1, 2);
+    a->shape.n_batch_dims = a->packed ? 1 : (int)between(0, 2);
+    for (int d = 0; d < a->shape.n_batch_dims; d++)
+        a->shape.batch[d] = a->packed ? 3 : between(1, 2);
     a->n_kv_heads = between(1, 2);
     p->group_size = between(1, 3);
-    p->n_lead = a->shape.n_lead;
+    p->n_batch_dims = a->shape.n_batch_dims;
     p->n_batch = 1;
-    for (int d = 0; d < p->n_lead; d++)
-        p->n_batch *= p->lead_shape[d] = a->shape.lead[d];
+    for (int d = 0; d < p->n_batch_dims; d++)
+        p->n_batch *= p->batch_shape[d] = a->shape.batch[d];
     p->num_heads = a->n_kv_heads * p->group_size;
     if (cattn_attention_work(p) > 2e6) { /* an emulator has to do it */
         p->head_dim = p->head_dim < 17 ? p->head_dim : 17;
@@ -115,7 +115,7 @@ static void draw_inputs(struct attention *a) {
     struct shape key = sized(a, a->n_kv_heads, n * p->seqlen_k, p->head_dim);
     struct shape value = sized(a, a->n_kv_heads, n * p->seqlen_k, p->d_v);
     if (a->packed)
-        query.lead[0] = key.lead[0] = value.lead[0] = 1;
+        query.batch[0] = key.batch[0] = value.batch[0] = 1;
     struct block made[3] = {input(&p->query, a->type, thinned(query, true))};
     made[1] = input(&p->key, a->type, thinned(key, true));
     if (!a->stage)
@@ -212,7 +212,7 @@ static void draw_results(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
     struct shape rows = sized(a, p->num_heads, p->seqlen_q, p->d_v);
     if (a->packed) {
-        rows.lead[0] = 1;
+        rows.batch[0] = 1;
         rows.rows *= p->n_batch;
     }
     if (!a->stage)
@@ -221,10 +221,10 @@ static void draw_results(struct attention *a) {
     p->double_lse = chance(30);
     output(&p->lse, p->double_lse ? &TYPES[CATTN_F64] : a->wide, rows, true);
     const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
-    p->raw_weights = a->stage && chance(50);
+    p->store_scores = a->stage && chance(50);
     if (a->stage || (!a->packed && chance(40))) {
         output(&p->weights, a->type, scores, false);
-        say(" %s", p->raw_weights ? "scores" : "weights");
+        say(" %s", p->store_scores ? "scores" : "weights");
     }
     if (!a->packed && p->dropout.enabled && chance(50))
         output(&p->dropout_mask, &BYTES, scores, false);
@@ -317,12 +317,12 @@ static void attention(int64_t index) {
 static const int COLUMNS[] = {1, 2, 5, 7, 8, 9, 16, 31, 64, 65, 127, 500, 511, 512, 513, 1025, 2000};
 
 /* Rows of a softmax or a dropout. */
-static struct shape draw_rows(int64_t *lead_shape, int *n_lead, int64_t *n_rows, int64_t *n_cols) {
-    struct shape shape = {.n_lead = 2, .heads = 1, .rows = 1};
-    *n_lead = 2;
+static struct shape draw_rows(int64_t *batch_shape, int *n_batch_dims, int64_t *n_rows, int64_t *n_cols) {
+    struct shape shape = {.n_batch_dims = 2, .heads = 1, .rows = 1};
+    *n_batch_dims = 2;
     *n_rows = 1;
     for (int d = 0; d < 2; d++)
-        *n_rows *= lead_shape[d] = shape.lead[d] = between(1, d == 0 ? 3 : 40);
+        *n_rows *= batch_shape[d] = shape.batch[d] = between(1, d == 0 ? 3 : 40);
     shape.cols = *n_cols = PICK(COLUMNS);
     say(" %" PRId64 "x%" PRId64, *n_rows, *n_cols);
     return shape;
@@ -334,7 +334,7 @@ static void softmax(int64_t index) {
     begin("softmax", index);
     p.scale = number();
     say(" %s", type->name);
-    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
     const struct block x = input(&p.x, type, shape);
     if (chance(20))
         spoil(type, &x);
@@ -344,7 +344,7 @@ static void softmax(int64_t index) {
     p.ranges = (struct cattn_ranges){.left = CATTN_UNBOUNDED,
                                      .lower_right = chance(50),
                                      .seqlen_k = p.n_cols,
-                                     .query_length = shape.lead[1],
+                                     .query_length = shape.batch[1],
                                      .key_length = p.n_cols};
     output(&p.out, type, shape, false);
     for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
@@ -361,7 +361,7 @@ static void softmax_gradient(int64_t index) {
     begin("softmax_backward", index);
     p.scale = number();
     say(" %s", type->name);
-    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
     input(&p.grad, type, shape);
     input(&p.weights, type, shape);
     output(&p.out, type, shape, false);
@@ -379,7 +379,7 @@ static void dropout(int64_t index) {
     struct cattn_torch_random random = {0};
     begin("dropout", index);
     say(" %s", type->name);
-    const struct shape shape = draw_rows(p.lead_shape, &p.n_lead, &p.n_rows, &p.n_cols);
+    const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
     draw_dropout(&p.dropout, &random);
     const struct cattn_torch_random fresh = random;
     input(&p.x, type, shape);

@@ -137,8 +137,8 @@ static void put(const struct type *type, void *data, size_t i, double x) {
 /* ---- tensors ---- */
 
 struct shape {
-    int n_lead;
-    int64_t lead[2];
+    int n_batch_dims;
+    int64_t batch[2];
     int64_t heads, rows, cols;
 };
 
@@ -151,9 +151,9 @@ static struct block lay(struct cattn_tensor *tensor, const struct type *type, co
     stride *= shape->rows;
     tensor->head = shape->heads == 1 ? 0 : stride;
     stride *= shape->heads;
-    for (int d = shape->n_lead - 1; d >= 0; d--) {
-        tensor->lead[d] = shape->lead[d] == 1 ? 0 : stride;
-        stride *= shape->lead[d];
+    for (int d = shape->n_batch_dims - 1; d >= 0; d--) {
+        tensor->batch[d] = shape->batch[d] == 1 ? 0 : stride;
+        stride *= shape->batch[d];
     }
     const struct block block = {room((size_t)stride, size_of(type)), (size_t)stride, size_of(type)};
     tensor->data = block.data;
@@ -172,8 +172,8 @@ static void output(struct cattn_tensor *tensor, const struct type *type, struct 
 
 /* Leading indices and heads may share one. */
 static struct shape thinned(struct shape shape, bool heads) {
-    for (int d = 0; d < shape.n_lead; d++)
-        shape.lead[d] = chance(25) ? 1 : shape.lead[d];
+    for (int d = 0; d < shape.n_batch_dims; d++)
+        shape.batch[d] = chance(25) ? 1 : shape.batch[d];
     shape.heads = heads && chance(40) ? 1 : shape.heads;
     return shape;
 }
