@@ -1,6 +1,6 @@
-"""What a build of the documentation writes into its own source tree: the gallery of notebooks, and the command's help.
+"""Pages that the documentation build generates: the gallery of notebooks, and the help text of ``cattn attend``.
 
-Both have their one source outside of ``docs/``. Everything written here is ignored by git.
+Their sources are outside of ``docs/``: the notebooks and the command. Git ignores the generated files.
 """
 
 import base64
@@ -23,8 +23,8 @@ HELP = HERE / "api" / "generated" / "attend.txt"
 HEADER = """\
 # Examples
 
-Notebooks that run from top to bottom, shown with the outputs they were committed with. Their sources are in
-`examples/`; `pip install 'cattn[examples]'` installs what they need.
+These notebooks run from top to bottom. They are shown with their committed outputs. Their sources are in `examples/`,
+and `pip install 'cattn[examples]'` installs the packages that they need.
 """
 
 
@@ -49,13 +49,13 @@ def write_pages(*_: Any) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write text unless it is there already: Sphinx reads again what is newer than its last build."""
+    """Write text unless the file has it already, because Sphinx rebuilds every page whose source file is newer."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
 
 def _card(path: Path, stale: set[str]) -> str:
-    """Copy a notebook and its first picture, and return its card: title, first paragraph, picture."""
+    """Copy a notebook and its first picture into the gallery; return a card with title, first paragraph and picture."""
     shutil.copy2(path, GALLERY)
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title, _, rest = "".join(cells[0]["source"]).lstrip("# ").partition("\n")

@@ -1,7 +1,7 @@
-"""Configuration of the documentation site: ``sphinx-build -W --keep-going -b html docs docs/_build/html``.
+"""Configuration of the documentation site. ``nox -s docs`` builds it.
 
-The build needs the extra "docs", cattn itself and no network. The API reference comes from the docstrings, the
-gallery from the notebooks of ``examples/`` with the outputs they were committed with.
+The build needs cattn with its extra "docs", and no network. The API reference comes from the docstrings. The gallery
+shows the notebooks of ``examples/`` with their committed outputs.
 """
 
 import inspect
@@ -31,40 +31,41 @@ extensions = [
 exclude_patterns = ["_build", "api/generated/*.txt"]
 templates_path = ["_templates"]
 
-# Every reference must have a target. A single backtick in a docstring is a reference, or the name of a parameter.
+# Every reference must have a target. Single backticks in a docstring are a reference or the name of a parameter.
 nitpicky = True
 default_role = "py:obj"
 add_function_parentheses = False
 toc_object_entries_show_parents = "hide"
-smartquotes = False  # in a docstring "lower_right" is code
-highlight_language = "none"  # literal blocks of docstrings are formulas; examples are known by their >>>
+smartquotes = False  # "lower_right" in a docstring is code, so its quotes must stay straight
+highlight_language = "none"  # literal blocks in docstrings are formulas; Sphinx recognises examples by their >>>
 
 # ---- pages ----
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # the tests execute the notebooks; here their committed outputs are shown
-nb_ipywidgets_js = {}  # these would come from a CDN
+nb_execution_mode = "off"  # `nox -s notebooks` executes the notebooks; the site shows their committed outputs
+nb_ipywidgets_js = {}  # the default would load scripts from a CDN
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 # ---- API reference ----
-autodoc_typehints = "none"  # numpydoc says the types
+autodoc_typehints = "none"  # the numpydoc sections give the types
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = True
-numpydoc_show_class_members = False  # the template of classes does
+numpydoc_show_class_members = False  # the template for classes lists the members
 numpydoc_xref_param_type = False
 numpydoc_validation_checks = {
     "all",
-    "ES01",  # a summary may say it all
-    "EX01",  # tests/test_docs.py asks for examples where they help
-    "GL01",  # summaries start behind the quotes, as ruff wants it
-    "PR08",  # descriptions may start with the name of a dtype
-    "RT01",  # methods of one line
-    "RT03",  # "ndarray" says it
-    "SA01",
+    "ES01",  # an extended summary is not always necessary
+    "EX01",  # tests/test_docs.py requires examples where they help
+    "GL01",  # ruff requires the summary on the line of the opening quotes
+    "PR08",  # a description may start with the name of a dtype, in lower case
+    "RT01",  # one-line docstrings of methods have no Returns section
+    "RT03",  # the type "ndarray" may be description enough
+    "SA01",  # a See Also section is not required
 }
-# Written as prose, and two whose parameters are nobody's concern.
+# These docstrings are prose without sections: the reference, results and a warning that users do not construct, and two
+# ONNX classes that only ONNX constructs.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
     r"^cattn\.(AttentionGradients|AttentionOutput|CausalAlignmentWarning|Explanation)$",
@@ -82,7 +83,7 @@ html_show_sphinx = False
 
 
 def emphasise_parameters(app, what, name, obj, options, lines):
-    """Turn the names of an object's own parameters in its docstring from references into emphasis."""
+    """Replace references to an object's own parameters in its docstring by emphasis."""
     try:
         names = inspect.signature(obj).parameters
     except (TypeError, ValueError):
@@ -92,6 +93,6 @@ def emphasise_parameters(app, what, name, obj, options, lines):
 
 
 def setup(app):
-    """Make what is written elsewhere in the repository a part of the site."""
+    """Connect the hooks that edit docstrings and write the generated pages."""
     app.connect("autodoc-process-docstring", emphasise_parameters, priority=900)
     app.connect("config-inited", _build_time.write_pages)
