@@ -1,4 +1,4 @@
-"""What a reader meets: every public name is documented, every example runs, the README is true."""
+"""The documentation: every public name is documented, and every example in docstrings, README and pages runs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_examples_of_modules_run(module: Any) -> None:
     assert results.attempted > 0 or module in (cattn.random,)
 
 
-def test_the_signature_begins_as_pytorchs() -> None:
-    ours = list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
-    assert ours[:8] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
+def test_the_signature_begins_with_pytorchs_parameters() -> None:
+    names = list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
+    assert names[:8] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
 
 
 def test_the_readme_runs() -> None:
@@ -75,12 +75,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace; ```{code-block} python marks those that need PyTorch."""
+    """The blocks of a page share one namespace; blocks that need PyTorch are marked ```{code-block} python."""
     fence = r"^```(?:python|\{code-block\} python)\n(.*?)^```"
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
-    if "import threadpoolctl" in page.read_text(encoding="utf-8"):  # before cattn, for a reader: it is registered then
+    if "import threadpoolctl" in page.read_text(encoding="utf-8"):
+        # cattn registers its pool if threadpoolctl is imported first, as the page says. Here cattn came first, so
+        # get_num_threads has to register the pool.
         importlib.import_module("threadpoolctl")
         cattn.get_num_threads()
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.stem, str(page), 0)
