@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn.nn import _chapter
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.random, cattn.nn, cattn.cache]
+MODULES = [cattn, cattn.random, _chapter, cattn.cache]
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:
