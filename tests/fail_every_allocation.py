@@ -1,4 +1,4 @@
-"""Lets every allocation fail in turn, in each of every_call.py's calls; run by test_faults.py under its preloaded shim.
+"""Lets every allocation fail in turn, in each of public_calls.py's calls; run by test_faults.py under its preloaded shim.
 
 An allocation that the extension asks for, itself or by way of Python and NumPy, fails: the call must raise MemoryError,
 or give the right bits (a thread that cannot start is no error). Inputs and generators are as before, `out` is too or
@@ -20,7 +20,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
-from every_call import CALLS, INPUTS, OUT, Call, contents
+from public_calls import CALLS, INPUTS, OUT, Call, contents
 
 _shim = ctypes.CDLL(None)
 fail_in = ctypes.c_int.in_dll(_shim, "fail_in")

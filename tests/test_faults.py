@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import cattn
-from every_call import contents
+from public_calls import contents
 from support import UNDER_SANITIZER
 
 HERE = Path(__file__).parent
@@ -402,7 +402,7 @@ INTERRUPTED = """
 import gc, signal, sys
 import numpy as np
 import cattn
-from every_call import contents
+from public_calls import contents
 from test_faults import BUSY
 
 armed = False

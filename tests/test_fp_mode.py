@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import cattn
-from any_work import Work, any_function
 from bit_cases import build, plain, yardstick_of
 from cattn import _cattn
-from every_call import CALLS, contents, fresh
+from public_calls import CALLS, contents, fresh
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
+from work_strategy import Work, any_function
 
 Normal = Callable[..., np.ndarray]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn import cache, nn
+from cattn import cache
 from cattn.nn import _chapter, _layers, _module
 from support import assert_same_bits
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import cattn
-from every_call import CALLS, INPUTS, OUT, Call, fresh
+from public_calls import CALLS, INPUTS, OUT, Call, fresh
 from support import UNDER_SANITIZER
 from wrong_calls import CASES, WORKING
 

@@ -14,7 +14,7 @@ import pytest
 
 import cattn
 from cattn import _cattn
-from every_call import contents
+from public_calls import contents
 
 X = np.random.default_rng(0).standard_normal((3, 4, 5), dtype=np.float32)
 SQUARE = X[:, :, :4]

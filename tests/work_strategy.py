@@ -1,7 +1,7 @@
 """Any piece of work with the public API whose results depend on its arguments alone: a strategy for hypothesis.
 
 Doing the same work again has to give the same bits, whatever happened before, on whatever table that promises its bits,
-and beside whatever other threads do: test_machine.py and tools/soak do the same work under changing circumstances.
+and beside whatever other threads do: test_random_histories.py and tools/soak do the same work under changing circumstances.
 Generators of random numbers are made anew each time.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cattn
-from any_call import KEYS, LONG, ROWS, calls
+from attention_strategy import KEYS, LONG, ROWS, calls
 from wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]

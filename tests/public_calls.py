@@ -1,7 +1,7 @@
 """One small call of everything public, and of attention one for each path, storage and option.
 
 For tests that do something to all of them: fail their allocations, count their references, watch them under valgrind
-(`python tests/every_call.py` just makes them, with every table that the build has). Each call gives the same bits
+(`python tests/public_calls.py` just makes them, with every table that the build has). Each call gives the same bits
 whenever it is made, and starts from nothing: no threads, no scratch.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from any_call import HEAD_DIMS, KEYS, LONG, ROWS, calls
+from attention_strategy import HEAD_DIMS, KEYS, LONG, ROWS, calls
 from support import (
     ACCURACY_DTYPES,
     PATHS,

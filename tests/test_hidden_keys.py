@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from any_call import calls
+from attention_strategy import calls
 from cattn.reference._attention import score
 from support import INF, NAN, assert_same_bits, every_way, everything, part, ranges_of
 

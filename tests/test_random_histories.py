@@ -1,6 +1,6 @@
 """A state machine over the whole public API: whatever was done before, the same work gives the same bits.
 
-Work is drawn from tests/any_work.py and done once; later it is done again, after other work, on other threads, tables
+Work is drawn from tests/work_strategy.py and done once; later it is done again, after other work, on other threads, tables
 and paths, after calls that were refused, and must give what it gave. Beside it live the objects with a state of their
 own: a cache, two generators and a layer, each followed by a model in plain NumPy or by a twin that is made anew.
 """
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cattn
-from any_work import REFUSED, Results, Work, any_work, arrays, refused
 from cattn import _cattn, reference
 from conftest import table_names
 from support import PATHS, assert_same_bits, bits, in_contract
+from work_strategy import REFUSED, Results, Work, any_work, arrays, refused
 from wrong_calls import Row
 
 TABLES = [t["name"] for t in _cattn._isa_list() if t["usable"] and in_contract(t["name"])]
