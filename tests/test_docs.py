@@ -1,4 +1,4 @@
-"""What a reader meets: every public name is documented, every example runs, the README is true."""
+"""Documentation: every public name is documented, every example runs, the README is true."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def examples(owner: Any, name: str) -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_it_is_documented(name: str) -> None:
+def test_every_public_name_is_documented(name: str) -> None:
     value = getattr(cattn, name)
     doc = inspect.getdoc(value) or ""
     assert doc
@@ -40,7 +40,7 @@ def test_it_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_its_examples_run(name: str) -> None:
+def test_the_examples_of_every_public_name_run(name: str) -> None:
     tests = examples(getattr(cattn, name), name)
     for test in tests:
         assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
@@ -53,7 +53,7 @@ def test_the_examples_of_modules_run(module: Any) -> None:
     assert results.attempted > 0 or module in (cattn.random,)
 
 
-def test_the_signature_begins_as_pytorchs() -> None:
+def test_the_signature_begins_like_that_of_pytorch() -> None:
     ours = list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
     assert ours[:8] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
 
@@ -75,12 +75,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace; ```{code-block} python marks those that need PyTorch."""
+    """Run all blocks of a page in one namespace. Blocks that need PyTorch are marked ```{code-block} python."""
     fence = r"^```(?:python|\{code-block\} python)\n(.*?)^```"
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
-    if "import threadpoolctl" in page.read_text(encoding="utf-8"):  # before cattn, for a reader: it is registered then
+    if "import threadpoolctl" in page.read_text(
+        encoding="utf-8"
+    ):  # a reader imports it before cattn, which registers with it then
         importlib.import_module("threadpoolctl")
         cattn.get_num_threads()
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.stem, str(page), 0)
