@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cattn
-from support import NAN, assert_same_bits, in_contract, table
+from support import HALVES, NAN, assert_same_bits, in_contract, table
 
 
 @pytest.mark.parametrize("method", ["neg_inf", "renormalize"])
@@ -113,6 +113,27 @@ def test_gradients_of_halves_are_rounded_once(half: str, rng: np.random.Generato
     _, mask = cattn.dropout(grad_out, 0.3, rng=1, return_mask=True)
     for grad in (cattn.dropout_backward(grad_out, 0.3, rng=1), cattn.dropout_backward(grad_out, 0.3, mask=mask)):
         assert_same_bits(grad, cattn.dropout_backward(wide[0], 0.3, rng=1).astype(kind))
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (4, 5, 6), (2, 3, 4, 5), (2, 1, 3, 2, 4)], ids=str)
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_softmax_backward_of_halves_goes_along_any_axis(
+    half: np.dtype, shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    """In any number of dimensions: the bits of the float32 call with the axis moved to the end, rounded once."""
+    for axis in range(-len(shape), len(shape)):
+        grad_out = rng.standard_normal(shape).astype(half)
+        weights = cattn.softmax(rng.standard_normal(shape), axis).astype(half)
+        last = [np.ascontiguousarray(np.moveaxis(a.astype(np.float32), axis, -1)) for a in (grad_out, weights)]
+        expected = np.ascontiguousarray(np.moveaxis(cattn.softmax_backward(*last, scale=0.7), -1, axis)).astype(half)
+        assert_same_bits(cattn.softmax_backward(grad_out, weights, axis, scale=0.7), expected, f"axis {axis}")
+        out = np.empty_like(grad_out)
+        assert cattn.softmax_backward(grad_out, weights, axis, scale=0.7, out=out) is out
+        assert_same_bits(out, expected, f"axis {axis}, out")
+        reference = cattn.reference.softmax_backward(*last, scale=0.7)
+        np.testing.assert_allclose(
+            np.moveaxis(expected, axis, -1).astype(np.float64), reference, rtol=2**-7, atol=2**-7
+        )
 
 
 def test_the_gradient_of_one_number_is_an_array() -> None:

@@ -137,7 +137,7 @@ class Chapter:
         assert 0 < mask.sum() < mask.size
         assert np.all(result[~mask] == 0)
         (factor,) = np.unique(result[mask])
-        return np.where(self.case["keep"], x * factor, 0)
+        return np.where(self.case["dropout_mask"], x * factor, 0)
 
 
 # The computation of each step, in the order of the chapter.
@@ -216,7 +216,7 @@ def test_stored_weights_give_every_table(case: dict[str, Any], library: str, dty
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_seeds_alone_give_every_table(case: dict[str, Any], dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises
-    chapter = Chapter({**case, "keep": None}, cattn, dtype, from_seed=True)
+    chapter = Chapter({**case, "dropout_mask": None}, cattn, dtype, from_seed=True)
     assert_table(steps_of(case)(chapter), case)
 
 

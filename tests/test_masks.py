@@ -90,6 +90,27 @@ def test_show_mask_agrees_with_causal_mask() -> None:
     np.testing.assert_array_equal(drawn, cattn.causal_mask(5, 7, **keywords))
 
 
+@pytest.mark.parametrize(("T_q", "T_k"), [(4, 6), (6, 4), (5, 5)])
+def test_lower_right_aligns_the_last_query_with_the_last_key_of_each_length(T_q: int, T_k: int) -> None:
+    """Query i of an entry with m queries and n keys sees the keys up to i + n - m: the lengths count, not the axes."""
+    lengths_q, lengths_k = np.array([T_q, T_q, T_q - 2, 1, 0]), np.array([T_k, T_k - 3, 2, T_k, T_k])
+    i, j = np.arange(T_q)[:, None], np.arange(T_k)
+    for m, n in ((None, lengths_k), (lengths_q, None), (lengths_q, lengths_k), (None, T_k - 3)):
+        lengths = {"query_seq_lengths": m, "key_value_seq_lengths": n}
+        x, y = np.zeros((5, T_q, 8)), np.zeros((5, T_k, 8))
+        scores = cattn.attention_weights(x, y, is_causal="lower_right", stage="mask", **lengths)
+        shown = cattn.show_mask(T_q, T_k, is_causal="lower_right", **lengths).split("\n\n")
+        for entry in range(5):
+            m_here = T_q if m is None else int(np.broadcast_to(m, 5)[entry])
+            n_here = T_k if n is None else int(np.broadcast_to(n, 5)[entry])
+            visible = (i < m_here) & (j < n_here) & (j <= i + n_here - m_here)
+            np.testing.assert_array_equal(scores[entry] == 0, visible)
+            lines = shown[entry if len(shown) > 1 else 0].splitlines()[-T_q:]
+            assert [line.split()[-1] for line in lines] == [
+                "".join(".x"[v] for v in row) for row in visible.astype(int)
+            ]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,53 @@ def test_an_attention_output_of_arrays_is_filled_and_returned() -> None:
         assert getattr(result, name) is getattr(arrays, name)
         assert np.array_equal(getattr(result, name), getattr(expected, name))
     assert result.dropout_seed == 5
+
+
+ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+SHAPES_OF_OUTPUTS = {"out": Q.shape, "weights": (2, 3, 17, 17), "lse": (2, 3, 17), "dropout_mask": (2, 3, 17, 17)}
+
+
+def outputs_in_one_memory(first: str, second: str, *, overlap: bool) -> tuple[np.ndarray, cattn.AttentionOutput]:
+    """Return memory and outputs. In it the second begins at the last element of the first, or else right after it."""
+    memory = np.zeros(30_000, np.uint8)
+    arrays = {name: np.empty(shape, float) for name, shape in SHAPES_OF_OUTPUTS.items()}
+    arrays["dropout_mask"] = np.empty(SHAPES_OF_OUTPUTS["dropout_mask"], bool)
+    one, other = arrays[first], arrays[second]
+    end = 64 + one.nbytes
+    start = (end - 1) // other.itemsize if overlap else -(-end // other.itemsize)  # aligned
+    arrays[first] = memory[64:end].view(one.dtype).reshape(one.shape)
+    arrays[second] = memory[start * other.itemsize :][: other.nbytes].view(other.dtype).reshape(other.shape)
+    return memory, cattn.AttentionOutput(**arrays)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SHAPES_OF_OUTPUTS, 2)))
+def test_outputs_that_share_memory_are_refused(first: str, second: str) -> None:
+    """One element of overlap is enough. The error names both; nothing is written."""
+    memory, arrays = outputs_in_one_memory(first, second, overlap=True)
+    names = [name if name == "out" else f"out\\.{name}" for name in SHAPES_OF_OUTPUTS if name in (first, second)]
+    with pytest.raises(ValueError, match=f"^{' and '.join(names)} share memory"):
+        cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **ALL_OUTPUTS)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SHAPES_OF_OUTPUTS, 2)))
+def test_outputs_may_be_adjacent_in_memory(first: str, second: str) -> None:
+    _, arrays = outputs_in_one_memory(first, second, overlap=False)
+    cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **ALL_OUTPUTS)
+    expected = cattn.scaled_dot_product_attention(Q, K, V, **ALL_OUTPUTS)
+    for name in SHAPES_OF_OUTPUTS:
+        assert_same_bits(getattr(arrays, name), getattr(expected, name), name)
+
+
+def test_outputs_may_be_interleaved_in_memory() -> None:
+    """Columns of one array: the output, the weights and the log-sum-exp of a row side by side."""
+    memory = np.zeros((2, 3, 17, 8 + 17 + 1))
+    arrays = cattn.AttentionOutput(memory[..., :8], memory[..., 8:25], memory[..., 25])
+    options = {"need_weights": True, "return_lse": True}
+    cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **options)
+    expected = cattn.scaled_dot_product_attention(Q, K, V, **options)
+    for name in ("out", "weights", "lse"):
+        assert_same_bits(np.ascontiguousarray(getattr(arrays, name)), getattr(expected, name), name)
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 1, 3, 5, 4)])

@@ -313,6 +313,22 @@ def test_causal_attention_aligns_the_last_query_with_the_last_key(rng: np.random
     )
 
 
+def test_lower_right_aligns_the_last_query_with_the_last_key_of_each_length(rng: np.random.Generator) -> None:
+    """Each entry gives the result of its own queries and keys alone. Rows past its number of queries are zero."""
+    q, k, v = rng.normal(size=(4, 5, 3)), rng.normal(size=(4, 7, 3)), rng.normal(size=(4, 7, 2))
+    lengths_q, lengths_k = [5, 5, 3, 1], [7, 4, 6, 2]
+    for m, n in ((None, lengths_k), (lengths_q, None), (lengths_q, lengths_k)):
+        out = reference.scaled_dot_product_attention(
+            q, k, v, is_causal="lower_right", query_seq_lengths=m, key_value_seq_lengths=n
+        )
+        for b, (queries, keys) in enumerate(zip(m or [5] * 4, n or [7] * 4, strict=True)):
+            expected, _, _ = loop_attention(
+                q[b, :queries], k[b, :keys], v[b, :keys], scale=3**-0.5, offset=keys - queries
+            )
+            np.testing.assert_allclose(out[b, :queries], expected, rtol=1e-13, atol=1e-14)
+            assert not out[b, queries:].any()
+
+
 def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 5, 4))
     mask = rng.random((2, 5, 5)) < 0.5

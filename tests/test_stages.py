@@ -140,6 +140,17 @@ def test_the_smallest_and_the_largest_softcap(isa: str, dtype: type, path: str) 
     np.testing.assert_allclose(large, key.T, rtol=1e-5)  # a score divided by the largest number is subnormal
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_softcap_that_rounds_to_zero_is_refused(kind: type) -> None:
+    """2**-150 is the tie between 0 and the smallest float32 and rounds to 0; the next float64 rounds up."""
+    x = np.ones((1, 1), kind)
+    with pytest.raises(ValueError, match="softcap must round to a positive finite float32"):
+        cattn.attention_weights(x, x, softcap=2.0**-150)
+    capped = cattn.attention_weights(x.astype(np.float32), x.astype(np.float32), softcap=2.0**-150 * (1 + 2.0**-52),
+                                     stage="softcap")  # fmt: skip
+    np.testing.assert_array_equal(capped, np.finfo(np.float32).smallest_subnormal)
+
+
 @pytest.mark.parametrize("give_out", [False, True])
 @pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
 def test_halves_are_rounded_once_after_dropout(kind: type, give_out: bool, rng: np.random.Generator) -> None:

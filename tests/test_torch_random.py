@@ -391,11 +391,11 @@ def test_the_seed_gives_the_inputs_of_notebook_003() -> None:
     np.testing.assert_array_equal(generator.randn(6, 3), np.array(case["recipe"]["inputs"], np.float32))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "keep" in c], ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", [c for c in CASES if "dropout_mask" in c], ids=lambda case: case["id"])
 def test_seeds_give_the_dropout_of_the_chapter(case: dict[str, Any]) -> None:
     spec = case["recipe"]["dropout"]
     generator = cattn.manual_seed(spec["seed"])
-    ones = np.ones(np.shape(case["keep"]), np.float32)
+    ones = np.ones(np.shape(case["dropout_mask"]), np.float32)
     for _ in range(spec["call"] + 1):
         result = cattn.dropout(ones, spec["p"], rng=generator)
-    np.testing.assert_array_equal(result, np.array(case["keep"]) / (1 - spec["p"]))
+    np.testing.assert_array_equal(result, np.array(case["dropout_mask"]) / (1 - spec["p"]))

@@ -362,6 +362,7 @@ TABLE = [
     *rows_for_numbers(ALL_THREE, "softcap"),
     wrong_value(ALL_THREE, "softcap must be positive, or None or 0 for none, got -1.5", softcap=-1.5),
     wrong_value(ALL_THREE, "softcap must round to a positive finite float32, got 1e-50", softcap=1e-50),
+    wrong_value(ALL_THREE, "softcap must round to a positive finite float32, got 7.00649", softcap=2.0**-150),
     wrong_value(ALL_THREE, r"softcap must round to a positive finite float32, got 1e\+39", softcap=1e39),
     wrong_value(ALL_THREE, r"scale must round to a finite float32, got -1e\+39", scale=-1e39),
     wrong_value(SOFTMAX + MASKED, r"scale must round to a finite float32, got 3.40282357e\+38", scale=3.40282357e38),
