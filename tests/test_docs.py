@@ -80,9 +80,7 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
-    if "import threadpoolctl" in page.read_text(
-        encoding="utf-8"
-    ):  # a reader imports it before cattn, which registers with it then
+    if "import threadpoolctl" in page.read_text(encoding="utf-8"):  # a reader imports it first, so cattn registers
         importlib.import_module("threadpoolctl")
         cattn.get_num_threads()
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.stem, str(page), 0)

@@ -66,9 +66,7 @@ def test_the_calls_that_the_table_changes_work(function: str) -> None:
     if "out" in arguments:
         assert result is arguments["out"]
     if "rng" in arguments:
-        assert state_of(arguments["rng"]) != state_of(np.random.default_rng(1)), (
-            "a call that succeeds draws from the generator"
-        )
+        assert state_of(arguments["rng"]) != state_of(np.random.default_rng(1)), "the call did not draw"
 
 
 def test_every_public_function_is_in_the_table() -> None:

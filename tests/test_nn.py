@@ -228,9 +228,7 @@ def test_the_mean_over_dropout_is_the_result_without(name: str, normal: Normal) 
     assert_same_bits(weights, whole_weights)  # the returned weights are those before dropout
     assert not np.array_equal(out, whole)
     spread = many.std(axis=0) / np.sqrt(len(many))
-    assert np.all(
-        np.abs(many.mean(axis=0) - whole) < 6 * spread + 1e-6
-    )  # six standard deviations, for some 100 numbers
+    assert np.all(np.abs(many.mean(axis=0) - whole) < 6 * spread + 1e-6)  # six sigma, for some 100 numbers
 
 
 def test_train_and_eval_reach_every_sublayer() -> None:
