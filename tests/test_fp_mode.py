@@ -146,7 +146,7 @@ def test_the_mode_changes_no_bit_of_gradients(isa: str, dtype: type, mode: str, 
     """Including the sums over broadcast dimensions, some of which NumPy computes."""
     query, grad_out = normal(2, 1, 200, 11, dtype=dtype), normal(2, 1, 200, 11, dtype=dtype)
     key, value = normal(2, 2, 1, 30, 11, dtype=dtype)
-    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # rounded to float32 on the way in
+    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # the call rounds it to float32
     options = {"bias": bias, "sinks": [0.3], "dropout_p": 0.1, "rng": 3, "softcap": 3}
     forward = cattn.scaled_dot_product_attention(query, key, value, **options, return_lse=True)
     arrays = (grad_out, query, key, value, forward.out, forward.lse)

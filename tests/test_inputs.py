@@ -358,7 +358,7 @@ def test_a_finite_mask_stays_finite(argument: str, normal: Normal) -> None:
     assert not np.isnan(cattn.scaled_dot_product_attention(q, q, q, **{argument: high})).any()
 
 
-SIGNALLING = np.array([0x7FA00000], np.uint32).view(np.float32)[0]  # a NaN whose conversion raises "invalid"
+SIGNALLING = np.array([0x7FA00000], np.uint32).view(np.float32)[0]  # a NaN whose conversion raises the flag "invalid"
 
 
 @pytest.mark.parametrize("value", [1e-50, 1e-320, 1e300, NAN, INF])

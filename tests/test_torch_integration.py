@@ -51,7 +51,7 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p: float) -> None:
     inputs, options = CASES[name]()
-    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaves, of the same strides
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaf tensors with the same strides
     mask = inputs[3] if len(inputs) > 3 else None
     seed = torch.tensor(-5)
     rest = (dropout_p, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
@@ -255,7 +255,7 @@ def test_one_query_head_is_broadcast() -> None:
 
 def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
     x = torch.randn(2, 5, 4)
-    with warnings.catch_warnings(action="ignore"):  # PyTorch calls them a prototype
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that they are a prototype
         nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
 
     def loss(a: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
         attention(x, x.to_sparse(), x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, for its tangents
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # a warning from PyTorch's own code
 @pytest.mark.parametrize(("i", "name"), list(enumerate(("query", "key", "value", "attn_mask"))))
 def test_forward_mode_is_refused_and_use_cattn_leaves_it_to_pytorch(i: int, name: str) -> None:
     """PyTorch gives the result of a custom operator no tangent, which would count as a derivative of 0."""
@@ -314,7 +314,7 @@ def test_autocast_converts_as_for_the_function_of_pytorch(
             ours = torch.nn.functional.scaled_dot_product_attention(*inputs)
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs)
     assert ours.dtype == theirs.dtype == compiled.dtype
-    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # rounded once, where theirs may be twice
+    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # PyTorch's may be rounded twice
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
     assert torch.equal(ours, compiled)
     ours.sum().backward()

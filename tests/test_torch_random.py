@@ -113,7 +113,7 @@ def test_a_cached_normal_number_survives_other_draws_but_not_a_new_seed(torch: t
     assert_same_bits(generator.rand(1), torch.rand(1).numpy())
     assert_same_bits(generator.randn(1, dtype="d"), torch.randn(1, dtype=torch.float64).numpy())
     generator.randn(1)
-    generator.manual_seed(3)  # drops it
+    generator.manual_seed(3)  # drops the cached number
     torch.manual_seed(3)
     assert_same_bits(generator.randn(2), torch.randn(2).numpy())
 
@@ -242,7 +242,7 @@ def test_dropout_is_that_of_torch(
     torch.manual_seed(123)
     for shape in ((), (1,), (6, 6), (3, 0), (5, 1), (2, 3, 313), (33, 1000)):
         x = rng.standard_normal(shape).astype(dtype)
-        expected = torch.nn.functional.dropout(torch.from_numpy(x), p).numpy() + 0.0  # its -0 are ours +0
+        expected = torch.nn.functional.dropout(torch.from_numpy(x), p).numpy() + 0.0  # PyTorch's -0 is +0 here
         before = generator.get_state()
         result, mask = cattn.dropout(x, p, rng=generator, return_mask=True)
         assert_same_bits(result, expected.astype(dtype))
@@ -358,7 +358,7 @@ def drawn_weights(case: dict[str, Any]) -> dict[str, np.ndarray] | None:
         return {name: generator.rand(shapes[name]) for name in order}
     if recipe["init"].startswith("torch.randn"):
         return {name: generator.randn(shapes[name]) for name in order}
-    if recipe["init"] == "exercise 3.1":  # v1 has its own numbers, then takes over those of v2
+    if recipe["init"] == "exercise 3.1":  # v1 draws its own numbers, then takes those of v2
         own = {name: generator.rand(shapes[name]) for name in order}
         generator.manual_seed(recipe["seed"])
         v2 = {name: generator.linear(*shapes[name], bias=False)[0].T for name in order}

@@ -393,7 +393,7 @@ def test_no_matrix_of_weights_is_kept(normal: Normal) -> None:
         tracemalloc.stop()
     assert grad_x.shape == x.shape
     assert kept < 8 * x.nbytes
-    assert peak < 24 * x.nbytes  # a matrix of booleans would take 32
+    assert peak < 24 * x.nbytes  # a boolean matrix would take 32 * x.nbytes
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
