@@ -160,7 +160,7 @@ def test_the_share_of_dropped_elements_is_p(isa: str, p: float) -> None:
         assert (np.abs(share - (1 - p)) < 6 * np.sqrt(p * (1 - p) * share.size / n)).all()
 
 
-def test_p_of_0_and_of_1(isa: str, dtype: type, normal: Normal) -> None:
+def test_p_of_0_drops_nothing_and_p_of_1_everything(isa: str, dtype: type, normal: Normal) -> None:
     x = normal(5, 40, dtype=dtype)
     x[0, :4] = [NAN, np.inf, -np.inf, -0.0]
     for options in ({"p": 0}, {"p": 0.0, "rng": 4}, {"training": False}, {"p": 1.0, "training": False}):
@@ -271,7 +271,9 @@ def test_weights_and_lse_are_those_before_dropout(isa: str, dtype: type, path: s
     assert (with_dropout.out != without.out).mean() > 0.9
 
 
-def test_p_of_0_and_of_1_in_attention(isa: str, dtype: type, path: str, normal: Normal) -> None:
+def test_p_of_0_drops_nothing_and_p_of_1_everything_in_attention(
+    isa: str, dtype: type, path: str, normal: Normal
+) -> None:
     q, k, v = (normal(2, 2, 50, 6, dtype=dtype) for _ in range(3))
     everything = cattn.causal_attention(q, k, v, None, 1.0, return_dropout_mask=True)
     assert not bits(everything.out).any()

@@ -69,7 +69,7 @@ def test_every_table_and_number_of_threads_gives_the_same_float64_lse(isa: str) 
             assert_same(forward(call, np.empty((3, 130)))[:3:2], expected[:3:2])
 
 
-def test_the_float64_lse_of_rows_without_keys_and_with_nan() -> None:
+def test_the_float64_lse_is_minus_infinity_without_keys_and_nan_with_nan() -> None:
     call = qkv(NARROW[0], (4, 8), (5, 8), (5, 8)) | {"attn_mask": np.ones((4, 5), bool)}
     call["attn_mask"][1] = False
     call["query"][2] = np.nan
@@ -159,7 +159,7 @@ def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> Non
 @pytest.mark.parametrize(
     ("height", "n"), [(1e3, 6), (1e5, 6), (3e5, 5), (3e5, 18), (1e7, 6), (1e10, 6), (-1e10, 6), (1e30, 6)]
 )
-def test_equal_weights_of_scores_so_large_that_float32_loses_their_number(height: float, n: int, isa: str) -> None:
+def test_equal_scores_give_equal_weights_even_if_float32_loses_their_number(height: float, n: int, isa: str) -> None:
     """n keys of equal scores have weights 1/n, although lse = score + log(n) in float32 loses most of log(n).
 
     For n = 5 and 18 and the spacing 1/32 of float32 at 3e5, log(n) is rounded by nearly half a unit, up and down.

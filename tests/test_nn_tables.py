@@ -77,7 +77,7 @@ def test_seeds_give_the_printed_tables(name: str) -> None:
             np.testing.assert_array_equal(getattr(layer, "weight", layer), np.array(value, np.float32))
 
 
-def test_exercise_3_1_as_printed_and_as_intended() -> None:
+def test_exercise_3_1_gives_the_printed_and_the_correct_table() -> None:
     """The chapter assigns W_query twice and W_key never, and prints the result. A state dict refuses that slip."""
     printed, correct = CASES["004-ex3.1-v1-as-printed"], CASES["004-ex3.1-v1-correct"]
     cattn.manual_seed(123)

@@ -32,7 +32,7 @@ def test_onnx_has_at_least_93_cases() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_node_case_of_onnx(case: Any) -> None:
+def test_every_node_case_of_onnx_passes(case: Any) -> None:
     """With the tolerances of ONNX's own runner."""
     session = ReferenceEvaluator(case.model, new_ops=[Attention])
     (node,) = case.model.graph.node
@@ -53,7 +53,7 @@ def test_the_node_cases_run_our_operator(monkeypatch: pytest.MonkeyPatch) -> Non
     called = []
     run = Attention._run
     monkeypatch.setattr(Attention, "_run", lambda self, *args, **kwargs: called.append(1) or run(self, *args, **kwargs))
-    test_every_node_case_of_onnx(CASES[0])
+    test_every_node_case_of_onnx_passes(CASES[0])
     assert called
 
 

@@ -103,7 +103,7 @@ def test_hidden_scores_are_blank_and_non_finite_ones_are_crossed() -> None:
     assert texts(ax.get_yticklabels()) == ["a", "b"]
 
 
-def test_weights_of_zero_and_many_tokens() -> None:
+def test_weights_of_zero_and_many_tokens_are_drawn() -> None:
     assert cattn.plot_attention(np.zeros((2, 2))).images[0].norm.vmax == 1
     n = 60
     ax = cattn.plot_attention(causal_weights(n=n), [f"t{i}" for i in range(n)])

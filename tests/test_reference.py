@@ -87,7 +87,7 @@ def test_softmax_takes_any_axes() -> None:
     assert reference.softmax(3.0) == 1.0
 
 
-def test_softmax_of_nan_infinity_and_nothing() -> None:
+def test_softmax_follows_the_rules_for_nan_infinity_and_hidden_rows() -> None:
     np.testing.assert_array_equal(reference.softmax([-INF, -INF]), [NAN, NAN])
     np.testing.assert_array_equal(reference.softmax([1.0, 2.0], where=False), [0, 0])
     np.testing.assert_array_equal(reference.softmax([INF, 2.0, NAN], where=[True, True, False]), [NAN, 0 * NAN, 0])
@@ -121,7 +121,7 @@ def test_both_methods_agree(seed: int, T_q: int, T_k: int, spread: float) -> Non
 
 
 @pytest.mark.parametrize("method", ["neg_inf", "renormalize"])
-def test_masked_softmax_of_hidden_rows_nan_and_infinity(method: str) -> None:
+def test_masked_softmax_follows_the_rules_for_nan_infinity_and_hidden_rows(method: str) -> None:
     def rows(scores: list, mask: list) -> np.ndarray:
         return reference.masked_softmax(scores, mask, method=method)
 

@@ -267,7 +267,9 @@ def test_renormalize_uses_the_first_method_if_the_visible_sum_vanishes(isa: str,
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_masked_softmax_of_hidden_rows_nan_and_infinity(isa: str, dtype: type, normal: Normal, method: str) -> None:
+def test_masked_softmax_of_hidden_rows_is_zero_and_of_visible_nan_is_nan(
+    isa: str, dtype: type, normal: Normal, method: str
+) -> None:
     for n in (1, 7, 8, 40, 600):
         scores = normal(9, n, dtype=dtype)
         mask = np.ones((9, n), bool)
@@ -290,7 +292,7 @@ def test_masked_softmax_of_hidden_rows_nan_and_infinity(isa: str, dtype: type, n
             np.testing.assert_allclose(weights[[4, 6, 7, 8]].sum(axis=-1), 1, rtol=1e-5)
 
 
-def test_softmax_of_rows_with_nan_and_infinity(isa: str, dtype: type, normal: Normal) -> None:
+def test_rows_with_visible_nan_or_infinity_are_nan(isa: str, dtype: type, normal: Normal) -> None:
     x = normal(6, 20, dtype=dtype)
     right = cattn.softmax(x)
     x[1], x[3, 4], x[5, 0] = -INF, NAN, INF
@@ -488,7 +490,7 @@ def test_random_calls_agree_with_the_reference_and_the_yardstick(isa: str, data:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, -1])
-def test_softmax_over_columns_that_are_not_adjacent(step: int, dtype: Any, rng: np.random.Generator) -> None:
+def test_columns_that_are_not_adjacent_give_the_same_bits(step: int, dtype: Any, rng: np.random.Generator) -> None:
     """The kernels copy adjacent columns together, which must not happen with other strides."""
     x = rng.standard_normal((5, 40)).astype(dtype)[:, ::step]
     assert_same_bits(cattn.softmax(x, axis=0), cattn.softmax(x.T.copy()).T)

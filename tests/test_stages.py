@@ -83,7 +83,7 @@ def test_weights_after_dropout_times_the_values_are_the_output(rng: Any, dtype: 
     np.testing.assert_allclose(weights @ value, fused, rtol=0, atol=50 * np.finfo(dtype).eps * np.abs(value).max())
 
 
-def test_dropout_of_everything_and_of_nothing() -> None:
+def test_p_of_0_drops_no_weight_and_p_of_1_all() -> None:
     x = np.ones((3, 2))
     assert not cattn.attention_weights(x, x, dropout_p=1.0, stage="dropout").any()
     same = cattn.attention_weights(x, x, dropout_p=0.0, stage="dropout")
@@ -130,7 +130,7 @@ def test_a_hidden_key_changes_no_bit_of_the_stages_from_mask_on(stage: Any, dtyp
         assert np.isnan(results[1][:, 30:]).all(), "earlier stages show the scores of hidden keys"
 
 
-def test_the_smallest_and_the_largest_softcap(isa: str, dtype: type, path: str) -> None:
+def test_the_smallest_and_the_largest_softcap_are_accepted(isa: str, dtype: type, path: str) -> None:
     """With the smallest cap of the dtype, nonzero scores become the cap; with the largest they stay as they are."""
     smallest, largest = np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max
     query, key = np.array([[1.0]], dtype), np.array([[0.0], [3.0], [-2.0]], dtype)

@@ -303,7 +303,7 @@ def test_zero_grad_does_not_change_gradients_taken_out_before() -> None:
     assert_same_bits(layer.grads["weight"], np.array([[3, 6]], np.float32))
 
 
-def test_float64_inputs_give_float32_parameters_float32_gradients(normal: Normal) -> None:
+def test_gradients_have_the_dtype_of_the_parameters(normal: Normal) -> None:
     ours = cattn.MultiHeadAttention(6, 8, 64, 0.0, 4)
     y = ours(normal(5, 6).astype(np.float64))
     assert y.dtype == ours.backward(y).dtype == np.float64

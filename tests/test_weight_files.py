@@ -52,7 +52,7 @@ def test_safetensors_files_of_torch_are_loaded(tmp_path: Path) -> None:
         assert_state(module, {key: t.float().numpy() for key, t in zip(expected, tensors.values(), strict=True)})
 
 
-def test_safetensors_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
+def test_safetensors_dtypes_that_numpy_lacks_are_named(tmp_path: Path) -> None:
     """bfloat16 loads although nobody has imported ml_dtypes. Another dtype is named, not reported as damage."""
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     path = tmp_path / "x.safetensors"
