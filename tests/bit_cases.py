@@ -1,7 +1,7 @@
-"""Calls of attention that could tell one order of operations from another, and the bits that each must give.
+"""Calls of attention whose bits depend on the order of operations, and the result that each must give.
 
-The yardstick is the scalar table on the row path with one thread. A table outside the bit contract (show_config says
-which: on x86 the one without FMA) is held to its own row path instead.
+The yardstick is the scalar kernel table on the row path with one thread. A table outside the bit contract (named by
+show_config; on x86 the table without FMA) is compared with its own row path instead.
 """
 
 import functools
@@ -28,7 +28,7 @@ def plain(normal: Normal, T_q: int = 101, T_k: int = 200, **options: Any) -> Cal
 
 
 def with_bias(normal: Normal, change: Callable[[np.ndarray], None], **options: Any) -> Call:
-    """Four blocks of keys and a bias that `change` has been at."""
+    """A call with four key blocks and a bias modified by `change`."""
     call = plain(normal, 101, 3 * BLOCK + 20, **options)
     bias = normal(101, 3 * BLOCK + 20)
     change(bias)
@@ -58,7 +58,7 @@ def finfo_min(normal: Normal, rows: Any) -> Call:
 
 
 def huge(normal: Normal, power: float, **options: Any) -> Call:
-    """Scores beyond the largest number: +inf and -inf, or only -inf."""
+    """A call with scores near the largest number, or beyond it if power > 0.5: +inf and -inf."""
     top = float(np.finfo(normal().dtype).max) ** power
     call = plain(normal, **options)
     call["query"][0, ::3] *= top
@@ -67,7 +67,7 @@ def huge(normal: Normal, power: float, **options: Any) -> Call:
 
 
 def all_neg_inf(normal: Normal) -> Call:
-    """Rows 0, 7, 14, ... of the first batch entry: every score overflows to -inf."""
+    """A call in which every score of rows 0, 7, 14, ... of the first batch entry overflows to -inf."""
     call = plain(normal)
     top = np.sqrt(np.finfo(normal().dtype).max) * 100
     call["query"][0, ::7] = top
@@ -77,7 +77,7 @@ def all_neg_inf(normal: Normal) -> Call:
 
 
 def least_below_zero(values: np.ndarray) -> None:
-    """In one key of many: any weight but the largest rounds its product to -0."""
+    """Set all values to 0 except those of one key, which are so small that weight times value rounds to -0."""
     values[...] = 0
     values[:, 77] = -np.finfo(values.dtype).smallest_subnormal
 
@@ -86,7 +86,7 @@ def mask_of(rng_seed: int, *shape: int, p: float = 0.5) -> np.ndarray:
     return np.random.default_rng(rng_seed).random(shape) < p
 
 
-# Keys around the sums' 8 chains, the chains of 16 and the runs of P V, blocks and a chunk.
+# Numbers of keys around the 8 chains of a sum, chains of 16, runs of 96 keys of the product P V, key blocks, a chunk.
 EDGES = [1, 7, 8, 9, 15, 16, 17, 63, 65, 95, 96, 97, 103, 104, 105, 111, 112, 113, 191, 192, 193]
 EDGES += [287, 288, 289, 384, 385, 1535, 1536, 1537]
 CASES: dict[str, Callable[[Normal], Call]] = {
@@ -138,13 +138,13 @@ CASES: dict[str, Callable[[Normal], Call]] = {
         normal, dropout_p=0.5, rng=2**63, is_causal="lower_right", attn_mask=mask_of(4, 101, 200)
     ),
     "dropout of all": lambda normal: plain(normal, dropout_p=1.0, rng=5),
-    # exp(0) = 1
+    # weights exp(0) = 1
     "equal scores": lambda normal: with_values(normal, set_to(..., 0), "query"),
     "equal keys": lambda normal: with_values(normal, set_to(np.s_[:, :, :], 0.3), "key", is_causal="upper_left"),
     "same maximum in every block": lambda normal: with_bias(normal, set_to(np.s_[:, 5::BLOCK], 50.0)),
     "maximum ever larger": lambda normal: plain(normal, 101, 596, bias=np.arange(596, dtype=normal().dtype) / 3),
     "maximum ever smaller": lambda normal: plain(normal, 101, 596, bias=-np.arange(596, dtype=normal().dtype) / 3),
-    # rows of the least number, or of less
+    # rows of the lowest finite number, or of -inf
     "all finfo.min": lambda normal: finfo_min(normal, slice(None)),
     "some rows finfo.min": lambda normal: finfo_min(normal, slice(None, None, 3)),
     "all hidden by -inf": lambda normal: with_bias(normal, set_to(..., -INF)),
@@ -157,7 +157,7 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "middle block -inf": lambda normal: with_bias(normal, set_to(np.s_[:, BLOCK : 2 * BLOCK], -INF)),
     "last block -inf": lambda normal: with_bias(normal, set_to(np.s_[:, 3 * BLOCK :], -INF)),
     "first key -inf": lambda normal: with_bias(normal, set_to(np.s_[:, 0], -INF), is_causal="upper_left"),
-    # the ends of the number line
+    # subnormal numbers, signed zeros, overflow
     "subnormal values": lambda normal: with_values(normal, lambda v: np.multiply(v, 1e-40 * tiny(v), out=v)),
     "subnormal keys": lambda normal: with_values(normal, lambda k: np.multiply(k, 1e-40 * tiny(k), out=k), "key"),
     "subnormal bias": lambda normal: with_bias(normal, lambda b: np.multiply(b, 1e-40 * tiny(b), out=b)),
@@ -174,7 +174,7 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "huge scores": lambda normal: huge(normal, 0.49),
     "scores that overflow": lambda normal: huge(normal, 0.6),
     "scores that overflow, masked": lambda normal: huge(normal, 0.6, attn_mask=mask_of(5, 101, 200)),
-    # not numbers
+    # NaN and infinity
     "NaN in a masked bias": lambda normal: with_bias(
         normal, set_to(np.s_[:, 7::9], NAN), attn_mask=np.arange(3 * BLOCK + 20) % 9 != 7
     ),
@@ -189,7 +189,7 @@ CASES: dict[str, Callable[[Normal], Call]] = {
 
 
 def tiny(a: np.ndarray) -> Any:
-    """1e-40 times this is subnormal in the dtype of `a`."""
+    """Return a factor: 1e-40 times it is subnormal in the dtype of `a`."""
     return a.dtype.type(1.0) if a.dtype == np.float32 else a.dtype.type(1e-270)
 
 

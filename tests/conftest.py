@@ -1,4 +1,4 @@
-"""What all tests share: instruction sets, dtypes, paths and threads as fixtures; a watch on the floating-point mode."""
+"""Fixtures of all tests: instruction sets, dtypes, paths, thread counts; and a check of the floating-point mode."""
 
 import os
 import platform
@@ -13,10 +13,11 @@ import pytest
 import cattn
 from cattn import _cattn
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # pictures need no screen
+os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib draws without a screen
 
-# "ci" finds the same cases in every run, so that a red test is red for everybody; "long" is for a night. Fixtures that
-# choose a table or a path may serve many examples, and the speed of the machine is no test result.
+# "ci" draws the same examples in every run, so that a failure can be repeated anywhere; "long" is for a night. One
+# fixture may serve many examples: those that choose a kernel table or a path keep their choice. There is no deadline,
+# because the speed of the machine is no test result.
 _common = hypothesis.settings(
     deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
@@ -27,12 +28,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def table_names() -> list[str]:
-    """Every instruction-set table of this build, also those that this machine cannot run."""
+    """Return the names of all kernel tables of this build, including those that this machine cannot run."""
     return [table["name"] for table in _cattn._isa_list()]
 
 
 def processor() -> str:
-    """The processor's own name, where the system tells."""
+    """Return the name of the processor, or of its architecture where the system does not give a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -42,7 +43,7 @@ def processor() -> str:
 
 
 def pytest_report_header() -> list[str]:
-    """What was compiled, what runs, and what is compiled but cannot be tested here."""
+    """Report the compiled kernel tables, and which of them this machine can run."""
     tables = _cattn._isa_list()
     runs = [table["name"] for table in tables if table["usable"]]
     lacks = [table["name"] for table in tables if not table["usable"]]
@@ -54,7 +55,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(params=table_names())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction-set table in turn; the one before is back afterwards."""
+    """Each kernel table in turn. The previous one is restored after the test."""
     name: str = request.param
     before = _cattn._get_isa()
     usable = {table["name"]: table["usable"] for table in _cattn._isa_list()}
@@ -67,13 +68,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
 def dtype(request: pytest.FixtureRequest) -> type[np.floating]:
-    """The two dtypes that are computed in."""
+    """The two dtypes of the computation."""
     return request.param
 
 
 @pytest.fixture(params=["tile", "rows", "split", "tiny"])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each way of computing attention, forced; "tiny" raises ValueError where a call is too large for it."""
+    """Each path of attention, forced. "tiny" raises ValueError where a call is too large for it."""
     _cattn._set_path(request.param)
     yield request.param
     _cattn._set_path("auto")
@@ -81,25 +82,25 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=[1, 2, 3, 4])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Thread counts, also more than the machine has."""
+    """Thread counts, some larger than the machine has processors."""
     with cattn.num_threads(request.param):
         yield request.param
 
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random inputs: another stream for each test, the same in each run."""
+    """A generator for inputs. Its seed is the test's name: each test has its own numbers, the same in every run."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
 
 
 @pytest.fixture
 def normal(rng: np.random.Generator) -> Callable[..., np.ndarray]:
-    """``normal(*shape, dtype=np.float32)``: standard normal numbers."""
+    """A function ``normal(*shape, dtype=np.float32)`` that returns standard normal numbers."""
     return lambda *shape, dtype=np.float32: rng.standard_normal(shape).astype(dtype)
 
 
 def _keeps_subnormals() -> bool:
-    # Arrays, not Python floats: nothing here may be folded to a constant.
+    # Arrays, not Python floats: the compiler of Python folds constants.
     for kind, tiny in ((np.float32, 1e-40), (np.float64, 1e-310)):
         if not (np.full(1, tiny, kind) * np.ones(1, kind))[0] > 0:
             return False
@@ -108,7 +109,7 @@ def _keeps_subnormals() -> bool:
 
 @pytest.fixture(autouse=True)
 def floating_point_mode() -> Iterator[None]:
-    """No call may leave subnormals switched off, or rounding other than to nearest."""
+    """Check that the test leaves subnormals switched on and rounding to nearest."""
     assert _keeps_subnormals(), "subnormals were off before the test"
     yield
     assert _keeps_subnormals(), "the test left subnormals switched off"
@@ -119,7 +120,7 @@ def floating_point_mode() -> Iterator[None]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C works here and in child processes: what a shell starts in the background inherits that it does not."""
+    """Switch Ctrl-C on, also for child processes: a process that a shell starts in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,10 +1,11 @@
-"""Lets every allocation fail in turn, in each of every_call.py's calls; run by test_faults.py under its preloaded shim.
+"""Lets each allocation of each call of public_calls.py fail in turn. test_faults.py runs it under its preloaded shim.
 
-An allocation that the extension asks for, itself or by way of Python and NumPy, fails: the call must raise MemoryError,
-or give the right bits (a thread that cannot start is no error). Inputs and generators are as before, `out` is too or
-complete, nothing leaks, and the next call is right. Prints how often what failed.
+The shim fails one allocation that the extension requests, directly or through Python and NumPy. The call must raise
+MemoryError or give the right bits (a thread that cannot start is no error). It must leave inputs and generators as they
+were and `out` either untouched or complete, leak nothing, and the next call must be right. The script prints how often
+each function failed.
 
-With `leak`, `write` or `lie` as the argument: a call with that fault, which has to be found.
+With the argument `leak`, `write` or `lie` it makes a call with that fault, which it must find.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
-from every_call import CALLS, INPUTS, OUT, Call, contents
+from public_calls import CALLS, INPUTS, OUT, Call, contents
 
 _shim = ctypes.CDLL(None)
 fail_in = ctypes.c_int.in_dll(_shim, "fail_in")
@@ -35,7 +36,7 @@ failures: collections.Counter[str] = collections.Counter()
 
 
 def settle() -> None:
-    """Everything as it was before the first call."""
+    """Restore the state before the first call."""
     assert _cattn._release()
     gc.collect()
     OUT[...] = UNTOUCHED
@@ -43,13 +44,13 @@ def settle() -> None:
 
 
 def failing(call: Call, n: int) -> tuple[bool, object]:
-    """Make the call, its n-th allocation failing: whether there are so many, and the result, or None without memory."""
+    """Make the call with its n-th allocation failing. Return whether it has n, and its result or None (MemoryError)."""
     settle()
     failed.value = None
     try:
         fail_in.value = n
         result = call()
-    except MemoryError:  # raised with nothing failing, it ends the loop of the caller, who sees no result
+    except MemoryError:
         result = None
     enough = fail_in.value == 0
     fail_in.value = 0
@@ -57,7 +58,7 @@ def failing(call: Call, n: int) -> tuple[bool, object]:
 
 
 def leaks(call: Call, n: int) -> bool:
-    """Whether every failure leaves blocks behind; caches of Python and NumPy do so now and then."""
+    """Return whether ten failures in a row leak blocks. One may be a cache of Python or NumPy that grows."""
     for _ in range(10):
         settle()
         before = live.value
@@ -98,12 +99,12 @@ def draw_from_one_generator() -> object:
 
 
 def with_a_fault(kind: str) -> object:
-    kept = with_a_fault.__dict__.setdefault("kept", [])
+    leaked = with_a_fault.__dict__.setdefault("leaked", [])
     try:
         return CALLS["rows, threads"]()
     except MemoryError:
         if kind == "leak":
-            kept.append(np.empty(5000))
+            leaked.append(np.empty(5000))
         elif kind == "write":
             INPUTS["QUERY"][0, 0, 0, 0] += 1
         elif kind == "lie":
@@ -119,7 +120,7 @@ if __name__ == "__main__":
     for call in calls.values():
         call()  # fills caches
     gc.collect()
-    gc.freeze()  # collections are short from now on
+    gc.freeze()  # makes the many later collections short
     for name, call in calls.items():
         sweep(name, call)
     print(json.dumps(failures))

@@ -1,4 +1,4 @@
-"""Helpers of the tests: forcing a path, comparing bits, and the textbook computation in the dtype under test."""
+"""Helpers of the tests: forcing a path, comparing bits, and textbook attention in the dtype under test."""
 
 import contextlib
 import ctypes
@@ -23,15 +23,15 @@ Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attentio
 FIELDS = ("out", "weights", "lse", "dropout_mask")
 PATHS = ("auto", "tile", "rows", "split", "tiny")
 INF, NAN = np.inf, np.nan
-# tools/sanitize: malloc is the sanitizer's then, for Python's objects too
+# Under tools/sanitize malloc is the sanitizer's, also for Python's objects.
 UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
-# What accuracy can be measured of: float64 only where there is something wider to compare with.
+# The dtypes whose accuracy can be measured: float64 only where long double is wider.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
 
 
 @contextlib.contextmanager
 def benchmarks_importable() -> Iterator[None]:
-    """The repository's package of measurements; its import asks for thread pools of one, which is undone here."""
+    """Make the package `benchmarks` importable. Its import sets variables for thread pools; they are restored here."""
     environment = dict(os.environ)
     sys.path.insert(0, str(Path(__file__).parent.parent))
     try:
@@ -43,7 +43,7 @@ def benchmarks_importable() -> Iterator[None]:
 
 # ---- ways to compute -----------------------------------------------------------------------------------------------
 def in_contract(name: str) -> bool:
-    """Does this table promise the bits of every other one that promises them?"""
+    """Return whether this kernel table is in the bit contract: all tables in it give the same bits."""
     return {table["name"]: table["bit_contract"] for table in cattn.show_config("dicts")["tables"]}[name]
 
 
@@ -67,7 +67,7 @@ def forced(path: str) -> Iterator[None]:
 
 
 def every_way(call: Callable[[], Any], *, tiny: bool, threads: tuple[int, ...] = (1, 3)) -> Iterator[tuple[str, Any]]:
-    """Results of `call` by every path, the splitting one with several threads; `tiny`: must the tiny path fit?"""
+    """Yield a label and the result of `call` for every path. `tiny`: whether the tiny path must accept the call."""
     for path in PATHS:
         for n in threads if path in ("auto", "split") else threads[:1]:
             with forced(path), cattn.num_threads(n):
@@ -81,7 +81,7 @@ def every_way(call: Callable[[], Any], *, tiny: bool, threads: tuple[int, ...] =
 
 
 def everything(**call: Any) -> cattn.AttentionOutput:
-    """Attention with every extra; by the way, that no extra changes the output."""
+    """Return attention with every optional output. Check that these do not change the output itself."""
     result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True, return_dropout_mask=True)
     assert_same_bits(cattn.scaled_dot_product_attention(**call), result.out, "output without extras")
     return result
@@ -92,26 +92,26 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 
 def quiet(a: np.ndarray, dtype: Any) -> np.ndarray:
-    """NumPy's own conversion, which rounds to nearest, ties to even."""
+    """Convert with NumPy, which rounds to nearest, ties to even; without warnings."""
     with np.errstate(all="ignore"):
         return a.astype(dtype)
 
 
 def widened(call: Call) -> dict[str, Any]:
-    """The call with float32 in the place of halves."""
+    """Return the call with its halves converted to float32."""
     halves = {name: a for name, a in call.items() if isinstance(a, np.ndarray) and a.dtype in HALVES}
     return dict(call) | {name: quiet(a, np.float32) for name, a in halves.items()}
 
 
 def rounded(result: cattn.AttentionOutput, half: np.dtype) -> cattn.AttentionOutput:
-    """What a call on halves must give where this is what float32 gave."""
+    """Return the result that a call on halves must give, from that of the float32 call."""
     weights = None if result.weights is None else quiet(result.weights, half)
     return result._replace(out=quiet(result.out, half), weights=weights)
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------
 def bits(a: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: tells -0 from 0 and one NaN from another."""
+    """View the memory as unsigned integers, which tell -0 from 0 and one NaN from another."""
     return a.view(f"u{a.dtype.itemsize}")
 
 
@@ -130,40 +130,40 @@ def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
 
 
 def part(result: cattn.AttentionOutput, index: Any) -> cattn.AttentionOutput:
-    """The rows `index` of every array of a result."""
+    """Return the rows `index` of every array of a result."""
     return cattn.AttentionOutput(*(None if a is None else a[index] for a in result[:4]))
 
 
 # ---- the textbook --------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Textbook:
-    """Attention with full matrices in one dtype: unfused, for NumPy, the sums in whatever order NumPy likes."""
+    """Unfused attention in NumPy, with full matrices in one dtype; NumPy chooses the order of the sums."""
 
     out: np.ndarray
     weights: np.ndarray
     lse: np.ndarray
-    size: float  # largest sum of absolute values that makes up a score
+    size: float  # the largest score if every term counts with its absolute value
 
 
 def ranges_of(call: Call) -> Ranges:
     return Ranges(**{"is_causal": False} | {name: call[name] for name in Ranges._fields if name in call})
 
 
-def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
-    """What `call` asks for, in `dtype`; `kept` is the mask of dropout. The reference says who sees whom.
+def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
+    """Compute `call` in `dtype`, with this dropout mask. The reference determines which keys are visible.
 
-    `by_loop`: scores are added up one product after the other, as in a plain loop, not as the BLAS does it.
+    `by_loop`: add the products of a score one after the other, as a plain loop does, not in the order of the BLAS.
     """
     q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
     masks = call.get("attn_mask"), call.get("bias")
     gqa = call.get("enable_gqa")
-    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)  # who sees whom
+    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)  # for visible keys and positions
     rank = max(a.ndim for a in (q, k, v))
     q, k, v = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (q, k, v))
     if problem.one_head:
         q, k, v = (np.expand_dims(a, -3) for a in (q, k, v))
     q, k, v = match_heads(q, k, v, gqa)
-    # 1/sqrt in the widest type: the function under test may round its scale once, the wide textbook should not.
+    # 1/sqrt in the widest type: the code under test may round its scale once, the wide textbook should not.
     scale = 1 / np.sqrt(np.longdouble(max(q.shape[-1], 1))) if call.get("scale") is None else call["scale"]
     scale = np.dtype(dtype).type(scale)
 
@@ -200,8 +200,8 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
         lse = (row_max + np.log(total))[..., 0]
     dropped, p = weights, call.get("dropout_p", 0.0)
     if p:
-        kept = np.expand_dims(kept, -3) if problem.one_head else kept
-        dropped = weights * kept * np.dtype(dtype).type(1 / (1 - p) if p < 1 else 0)
+        dropout_mask = np.expand_dims(dropout_mask, -3) if problem.one_head else dropout_mask
+        dropped = weights * dropout_mask * np.dtype(dtype).type(1 / (1 - p) if p < 1 else 0)
     out = dropped @ v
     largest = float(size.max(initial=0, where=visible))
     if problem.one_head:
@@ -211,7 +211,7 @@ def textbook(call: Call, dtype: Any, kept: np.ndarray | None = None, *, by_loop:
 
 @dataclasses.dataclass
 class Expected:
-    """The right result of a call, and how far from it a good one may be."""
+    """The exact result of a call, and the tolerance of each output."""
 
     result: cattn.AttentionOutput
     tolerance: dict[str, float]
@@ -227,17 +227,17 @@ class Expected:
 
 
 def expected(call: Call, dtype: Any) -> Expected:
-    """The result of the reference, and the tolerance for `dtype`.
+    """Return the result of the reference, and the tolerance for `dtype`.
 
-    Tolerance: an absolute error of at most twice that of the textbook in the same dtype, so nothing is lost by fusing,
-    plus a few ULP for cases where the textbook happens to round well. A score is a sum of absolute size s, so it may
-    be off by an ULP of s whoever adds it up, its weight by as much relative to itself: the few are 4 (1 + s).
+    The tolerance is twice the largest error of the textbook in the same dtype, so that fusing loses nothing, plus a few
+    ULP for cases where the textbook happens to round well. A score whose terms have absolute values of sum s may be
+    off by an ULP of s in any order of summation, and its weight by the same relative error: the few are 4 (1 + s).
     """
     extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
     right = reference.scaled_dot_product_attention(**call, **extras)
     assert isinstance(right, cattn.AttentionOutput)
     if np.dtype(dtype) == np.float64:
-        # The reference errs as much itself: take the textbook in long double instead, once the two agree.
+        # The reference itself has errors of float64: check it against the textbook in long double, and use that.
         wide = textbook(call, np.longdouble, right.dropout_mask)
         for name in FIELDS[:3]:
             np.testing.assert_allclose(getattr(wide, name), getattr(right, name), rtol=1e-11, atol=1e-11)
@@ -272,7 +272,7 @@ FP_MODES = (*_ROUNDING, "flush")
 
 @contextlib.contextmanager
 def floating_point_mode(mode: str) -> Iterator[None]:
-    """Another rounding direction, or subnormals flushed to zero, in this thread; checked at the end: still the same."""
+    """Set a rounding direction, or flush to zero, in this thread. Check at the end that it is still set."""
     if mode == "flush":
         import torch
 
@@ -281,13 +281,13 @@ def floating_point_mode(mode: str) -> Iterator[None]:
         try:
             assert not (tiny * np.ones(4)).any()
             yield
-            assert not (tiny * np.ones(4)).any(), "subnormals are back"
+            assert not (tiny * np.ones(4)).any(), "flush to zero is off"
         finally:
             torch.set_flush_denormal(False)
         return
     assert _libm.fesetround(_ROUNDING[mode]) == 0
     try:
         yield
-        assert _libm.fegetround() == _ROUNDING[mode], "another rounding direction than before"
+        assert _libm.fegetround() == _ROUNDING[mode], "the rounding direction has changed"
     finally:
         _libm.fesetround(0)

@@ -106,7 +106,7 @@ def test_some_of_every_float32() -> None:
 # ---- attention and its gradients -----------------------------------------------------------------------------------
 # Inputs, and what PyTorch does with them: its fused function, or tensor operations that keep the matrix of weights.
 # Where all scores are equal all weights of the gradients have one error, which is luck. One query is not among the
-# inputs: for it NumPy's product is one of vectors, in many short chains; tests/test_values.py has a plain loop instead.
+# inputs: for it NumPy's product is one of vectors, in many short chains; test_attention.py has a plain loop instead.
 INPUTS = {
     "normal": "fused",
     "normal, causal": "fused",

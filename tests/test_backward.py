@@ -1,4 +1,4 @@
-"""Gradients of attention: against the reference, finite differences and PyTorch; their bits; what must not leak."""
+"""Gradients of attention against the reference, finite differences and PyTorch; bits; hidden keys; errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forward(call: Call) -> cattn.AttentionOutput:
 
 
 def backward(call: Call, grad_out: Any = None, seed: int = 1) -> cattn.AttentionGradients:
-    """Gradients of a call, from its own forward pass."""
+    """Return the gradients of a call, after its own forward pass."""
     result = forward(call)
     if grad_out is None:
         grad_out = np.random.default_rng(seed).standard_normal(result.out.shape).astype(result.out.dtype)
@@ -38,7 +38,7 @@ def right(call: Call, grad_out: np.ndarray) -> cattn.AttentionGradients:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """The arguments that have a gradient, by its name."""
+    """Return the arguments that have a gradient, under the name of the gradient."""
     found = {name: call[name] for name in ("query", "key", "value")}
     for name in ("attn_mask", "bias"):
         if call.get(name) is not None and np.asarray(call[name]).dtype.kind == "f":
@@ -47,7 +47,7 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def check(call: Call, rtol: float) -> None:
-    """The reference agrees, up to rtol of each gradient's largest number."""
+    """Assert that the reference agrees, up to rtol times the largest number of each gradient."""
     shape = forward(call).out.shape
     grad_out = np.random.default_rng(1).standard_normal(shape).astype(np.asarray(call["query"]).dtype)
     actual, expected = backward(call, grad_out), right(call, grad_out)
@@ -67,7 +67,7 @@ def qkv(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> Call:
 
 
 def options(rng: np.random.Generator, B: int, H: int, T_q: int, T_k: int) -> dict[str, Call]:
-    """Every option alone, for shapes (B, H, T_q, T_k)."""
+    """Return every option alone, for shapes (B, H, T_q, T_k)."""
     mask = rng.random((B, 1, T_q, T_k)) < 0.4
     hiding = np.where(rng.random((T_q, T_k)) < 0.3, -INF, rng.standard_normal((T_q, T_k)))
     return {
@@ -138,12 +138,12 @@ def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any
     check(call, TOLERANCE[dtype])
 
 
-def test_three_dimensions_may_be_heads(rng: np.random.Generator) -> None:
+def test_the_batch_dimension_of_three_may_be_heads(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (4, 10, 8), (2, 12, 8), (2, 12, 3)) | {"enable_gqa": True}
     check(call | {"sinks": rng.standard_normal(4), "bias": rng.standard_normal((4, 10, 1))}, 1e-13)
 
 
-def test_strides_and_dtypes_do_not_show(rng: np.random.Generator) -> None:
+def test_strides_and_dtypes_change_no_bit(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 50, 20), (2, 3, 70, 20), (2, 3, 70, 18)) | {"is_causal": "lower_right"}
     result, grad_out = forward(call), rng.standard_normal((2, 3, 50, 18))
     expected = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
@@ -174,7 +174,7 @@ def test_strides_and_dtypes_do_not_show(rng: np.random.Generator) -> None:
 
 # ---- finite differences --------------------------------------------------------------------------------------------
 def check_differences(call: Call, seed: int = 0) -> None:
-    """Directional derivatives of sum(grad_out * out) for each argument, by central differences in float64."""
+    """Check the directional derivative of sum(grad_out * out) for each argument, by central differences in float64."""
     rng = np.random.default_rng(seed)
     grad_out = rng.standard_normal(forward(call).out.shape)
     grads = backward(call, grad_out)
@@ -186,7 +186,7 @@ def check_differences(call: Call, seed: int = 0) -> None:
             moved = call | {keyword: array + step * direction}
             return float((cattn.scaled_dot_product_attention(**moved) * grad_out).sum())
 
-        h = 2e-4  # with two differences, so that the error is of order h**4
+        h = 2e-4  # two central differences give an error of order h**4
         near, far = (along(h) - along(-h)) / (2 * h), (along(2 * h) - along(-2 * h)) / (4 * h)
         expected = (4 * near - far) / 3
         actual = (getattr(grads, name) * direction).sum()
@@ -195,14 +195,14 @@ def check_differences(call: Call, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_option_agrees_with_differences(name: str, rng: np.random.Generator) -> None:
+def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4))
     check_differences(call | options(rng, 2, 3, 9, 12)[name])
 
 
 @settings(max_examples=40)
 @given(st.sets(st.sampled_from(NAMES), min_size=2, max_size=5), st.integers(0, 2**32), st.sampled_from([1, 2, 6]))
-def test_random_combinations(names: set[str], seed: int, kv_heads: int) -> None:
+def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_heads: int) -> None:
     rng = np.random.default_rng(seed)
     T_q, T_k = (int(n) for n in rng.integers(1, 260, 2))
     small = qkv(rng, np.float64, (2, 6, 5, 4), (2, kv_heads, 7, 4), (2, kv_heads, 7, 3))
@@ -247,7 +247,7 @@ def test_autograd_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_autograd_of_torch_agrees_with_its_own_dropout(p: float, causal: bool) -> None:
-    """PyTorch's function drops by its own generator; a TorchGenerator of the same seed drops the same."""
+    """PyTorch's function draws from its own generator. A TorchGenerator with the same seed draws the same mask."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     query, key, value = leaves = [torch.randn(2, 3, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -273,14 +273,14 @@ def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, t
     result = cattn.scaled_dot_product_attention(**call, rng=generator, return_lse=True, return_dropout_mask=True)
     grad_out = rng.standard_normal(result.out.shape)
     grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, rng=before, **call)
-    assert before.get_state().tobytes() == generator.get_state().tobytes(), "it moves on as in the forward pass"
-    # gradient of the values, spelled out
+    assert before.get_state().tobytes() == generator.get_state().tobytes(), "both passes advance it equally"
+    # the gradient of the values, written out
     weights = cattn.attention_weights(call["query"], call["key"]) * result.dropout_mask / 0.7
     value = (weights.swapaxes(-1, -2) @ grad_out).reshape(2, 2, 2, 210, 8).sum(axis=2)
     np.testing.assert_allclose(grads.value, value, rtol=1e-12, atol=1e-12)
 
 
-# ---- what is hidden ------------------------------------------------------------------------------------------------
+# ---- hidden keys ---------------------------------------------------------------------------------------------------
 def test_rows_without_keys_have_gradient_zero(rng: np.random.Generator, dtype: Any) -> None:
     mask = rng.random((2, 1, 40, 50)) < 0.5
     mask[0, :, 3] = False
@@ -304,8 +304,8 @@ HIDING = {
 
 @pytest.mark.parametrize("poison", [NAN, INF, 1e38], ids=["nan", "inf", "1e38"])
 @pytest.mark.parametrize("hiding", HIDING)
-def test_nothing_hidden_leaks(hiding: str, poison: float, dtype: Any, isa: str, rng: np.random.Generator) -> None:
-    """Poison in some keys changes no bit of other queries' gradients, nor poison in queries that of other keys."""
+def test_hidden_poison_is_harmless(hiding: str, poison: float, dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    """Poisoned keys change no gradient of queries that do not see them, and poisoned queries none of hidden keys."""
     poison = poison * 1e270 if dtype is np.float64 and poison == 1e38 else poison
     extra = HIDING[hiding](np.random.default_rng(5))
     call = qkv(rng, dtype, (1, 2, 201, 19), (1, 2, 250, 19), (1, 2, 250, 11)) | extra
@@ -343,7 +343,7 @@ def test_nothing_hidden_leaks(hiding: str, poison: float, dtype: Any, isa: str, 
     assert_same_bits(grads.query[..., good, :], clean.query[..., good, :], "other queries")
 
 
-def test_visible_nan_shows_where_it_is_seen(rng: np.random.Generator) -> None:
+def test_a_visible_nan_shows_only_where_it_is_seen(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float32, (100, 8), (100, 8), (100, 8)) | {"is_causal": True}
     call["value"][50, 3] = NAN
     grads = backward(call)
@@ -360,7 +360,7 @@ def test_visible_nan_shows_where_it_is_seen(rng: np.random.Generator) -> None:
 
 
 def test_hidden_values_do_not_reach_the_gradient_of_a_bias_for_all_rows(isa: str, dtype: type) -> None:
-    """Found by tools/fuzz core: lanes of a vector behind the last query have weight 0, which times NaN is none."""
+    """Found by tools/fuzz core: vector lanes past the last query have weight 0, and 0 times NaN is NaN."""
     rng = np.random.default_rng(3)
     for T_q in (1, 3, 5, 17):
         sizes = {"query": T_q, "key": 9, "value": 9}
@@ -411,7 +411,7 @@ def test_every_table_and_number_of_threads_gives_the_same_bits(name: str, isa: s
                 assert_same_bits(getattr(actual, field), getattr(expected, field), f"{field}, {n} threads")
 
 
-def test_an_entry_of_a_batch_has_the_bits_it_has_alone(rng: np.random.Generator, dtype: Any) -> None:
+def test_a_batch_entry_has_the_bits_it_has_alone(rng: np.random.Generator, dtype: Any) -> None:
     call = qkv(rng, dtype, (3, 4, 150, 11), (3, 2, 220, 11), (3, 2, 220, 19)) | {"is_causal": "lower_right"}
     bias, sinks = rng.standard_normal((3, 4, 150, 220)), rng.standard_normal((3, 4))
     grad_out = rng.standard_normal((3, 4, 150, 19)).astype(dtype)
@@ -424,14 +424,14 @@ def test_an_entry_of_a_batch_has_the_bits_it_has_alone(rng: np.random.Generator,
             assert_same_bits(getattr(part, field), getattr(whole, field)[b : b + 1], field)
 
 
-def test_a_query_has_the_same_gradient_whatever_comes_behind_its_keys(rng: np.random.Generator) -> None:
+def test_keys_after_the_last_visible_one_change_no_gradient_of_a_query(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float32, (500, 16), (500, 16), (500, 16)) | {"is_causal": True}
     grad_out = rng.standard_normal((500, 16)).astype(np.float32)
     short = {k: v[:130] if isinstance(v, np.ndarray) else v for k, v in call.items()}
     assert_same_bits(backward(short, grad_out[:130]).query, backward(call, grad_out).query[:130])
 
 
-def test_inputs_stay_as_they_are(rng: np.random.Generator) -> None:
+def test_inputs_are_not_modified(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float32, (2, 100, 8), (2, 100, 8), (2, 100, 8)) | {"sinks": np.ones(1, np.float32)}
     copies = {name: a.copy() for name, a in call.items()}
     backward(call)
@@ -449,7 +449,7 @@ def test_inputs_stay_as_they_are(rng: np.random.Generator) -> None:
         ("lse", (2, 5, 1), r"lse has shape \(2, 5, 1\), the log-sum-exp has \(2, 5\)"),
     ],
 )
-def test_wrong_shapes(name: str, shape: tuple[int, ...], message: str) -> None:
+def test_wrong_shapes_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
     given = {"grad_out": np.ones((2, 5, 3)), "out": np.ones((2, 5, 3)), "lse": np.ones((2, 5))} | {name: np.ones(shape)}
     with pytest.raises(ValueError, match=message):
         cattn.attention_backward(
@@ -458,8 +458,8 @@ def test_wrong_shapes(name: str, shape: tuple[int, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_halves(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
-    """The bits are those of float32, rounded once; of bias and sinks they are float32."""
+def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
+    """The gradients of bias and sinks are float32."""
     call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5))
     call |= {"is_causal": "lower_right", "bias": rng.standard_normal((110, 210)).astype(np.float32)}
     call |= {"sinks": np.ones(4, np.float32), "dropout_p": 0.2, "rng": 3}
@@ -474,7 +474,7 @@ def test_halves(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
             assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
 
 
-def test_wrong_dtypes(rng: np.random.Generator) -> None:
+def test_wrong_dtypes_are_refused(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float32, (5, 4), (5, 4), (5, 4))
     result = forward(call)
     with pytest.raises(
@@ -486,7 +486,7 @@ def test_wrong_dtypes(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("generator", [None, np.random.default_rng(1)], ids=["None", "Generator"])
-def test_dropout_needs_an_rng_that_repeats_itself(generator: Any, rng: np.random.Generator) -> None:
+def test_dropout_needs_the_seed_of_the_forward_pass(generator: Any, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (5, 4), (5, 4), (5, 4)) | {"dropout_p": 0.5}
     result = cattn.scaled_dot_product_attention(**call, return_lse=True)
     with pytest.raises(ValueError, match="dropout_seed"):

@@ -1,6 +1,6 @@
-"""The same row gives the same bits: on every path and table, for any threads, batch, length and strides.
+"""A row of attention has the same bits on every path and kernel table, with any threads, batch, length and strides.
 
-The calls, and the yardstick, are those of bit_cases.py.
+The calls and the yardstick are those of bit_cases.py.
 """
 
 import functools
@@ -23,15 +23,15 @@ def causal(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_paths_and_tables(name: str, isa: str, dtype: type) -> None:
+def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, dtype: type) -> None:
     call = build(name, dtype)
     right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
     for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK):
         assert_same_bits(result, right, way)
 
 
-def test_the_cases_are_what_they_say(dtype: type) -> None:
-    """The special numbers of the cases do get into the results."""
+def test_the_special_numbers_of_the_cases_reach_the_results(dtype: type) -> None:
+    """The share of NaN, zero or -inf in the results of some cases."""
     nan, zero = np.isnan, lambda a: a == 0
     for name, field, share, wanted in [
         ("scores -inf", "out", 15 / 202, nan),
@@ -56,7 +56,7 @@ def test_the_cases_are_what_they_say(dtype: type) -> None:
     for name in ("all finfo.min", "first block finfo.min", "huge values"):
         assert np.isfinite(yardstick_of(name, dtype, "scalar").out).all(), name
     least = yardstick_of("all finfo.min", dtype, "scalar")
-    assert (least.weights == least.weights[0, 0, 0]).all(), "they absorb every score"
+    assert (least.weights == least.weights[0, 0, 0]).all(), "finfo.min absorbs every score, so all weights are equal"
     equal = yardstick_of("equal scores", dtype, "scalar")
     assert (equal.out == equal.out[:, :1]).all()
 
@@ -71,7 +71,7 @@ def test_results_never_hold_negative_zero(isa: str, dtype: type, path: str) -> N
 
 
 def first_keys(call: Call, T_k: int) -> Call:
-    """The call with fewer keys."""
+    """Return the call with its first T_k keys."""
     shorter = {name: call[name][..., :T_k, :] for name in ("key", "value")}
     shorter |= {name: call[name][..., :T_k] for name in ("attn_mask", "bias") if name in call}
     return call | shorter
@@ -111,7 +111,7 @@ def long_yardstick(name: str, dtype: type, isa: str) -> cattn.AttentionOutput:
     T_q, options = LONG[name]
     call = long_call(T_q, dtype, **options)
     with table("scalar" if in_contract(isa) else isa), forced("rows"), cattn.num_threads(1):
-        if name == "all causal":  # a few rows of it, and no matrix
+        if name == "all causal":  # only the last rows, without the matrix of weights
             call["query"] = call["query"][:, -300:]
             call["is_causal"] = "lower_right"
             return cattn.AttentionOutput(cattn.scaled_dot_product_attention(**call))
@@ -119,7 +119,7 @@ def long_yardstick(name: str, dtype: type, isa: str) -> cattn.AttentionOutput:
 
 
 @pytest.mark.parametrize("name", [name for name in LONG if name != "all causal"])
-def test_beyond_three_chunks(name: str, isa: str, dtype: type) -> None:
+def test_every_path_and_table_gives_the_same_bits_past_three_key_chunks(name: str, isa: str, dtype: type) -> None:
     T_q, options = LONG[name]
     call = long_call(T_q, dtype, **options)
     right = long_yardstick(name, dtype, "scalar" if in_contract(isa) else isa)
@@ -128,8 +128,8 @@ def test_beyond_three_chunks(name: str, isa: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("which", ["avx2", "avx512", "gnu512"])
-def test_long_causal_prefill(which: str, dtype: type) -> None:
-    """The last rows of a full pass over more than three chunks, by tiles on two threads."""
+def test_a_long_causal_prefill_has_the_same_bits(which: str, dtype: type) -> None:
+    """The last rows of a full pass over more than three key chunks, by the tile path on two threads."""
     usable = {entry["name"]: entry["usable"] for entry in cattn.show_config("dicts")["tables"]}
     if not usable.get(which, False):
         pytest.skip(f"this machine lacks {which}")
@@ -140,13 +140,15 @@ def test_long_causal_prefill(which: str, dtype: type) -> None:
     assert_same_bits(out[:, -300:].copy(), long_yardstick("all causal", dtype, which).out)
 
 
-# ---- what surrounds a row ------------------------------------------------------------------------------------------
+# ---- the surroundings of a row -------------------------------------------------------------------------------------
 def heads_call(normal: Normal, dtype: type, **options: Any) -> Call:
     shapes = {"query": (3, 4, 130, 11), "key": (3, 2, 250, 11), "value": (3, 2, 250, 7)}
     return {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()} | options
 
 
-def test_threads(isa: str, dtype: type, path: str, threads: int, normal: Normal) -> None:
+def test_any_number_of_threads_gives_the_same_bits(
+    isa: str, dtype: type, path: str, threads: int, normal: Normal
+) -> None:
     call = heads_call(normal, dtype, is_causal="lower_right", dropout_p=0.2, rng=1)
     if path == "tiny":
         call = first_keys(call, BLOCK)
@@ -155,7 +157,9 @@ def test_threads(isa: str, dtype: type, path: str, threads: int, normal: Normal)
         assert_same_bits(result, everything(**call))
 
 
-def test_batch_and_head_slices(isa: str, dtype: type, causal: bool, normal: Normal) -> None:
+def test_slices_of_batch_and_heads_have_the_bits_of_the_whole(
+    isa: str, dtype: type, causal: bool, normal: Normal
+) -> None:
     call = heads_call(normal, dtype, is_causal="lower_right" if causal else False)
     call["bias"] = normal(3, 4, 130, 250, dtype=dtype)
     whole = everything(**call)
@@ -175,8 +179,8 @@ def test_batch_and_head_slices(isa: str, dtype: type, causal: bool, normal: Norm
     assert_same_bits(everything(**call | alone), part(whole, (1, 3)))
 
 
-def test_columns_of_value(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    """Columns of the output do not know of each other."""
+def test_columns_of_value_have_the_bits_they_have_together(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    """A column of the output does not depend on the other columns."""
     call = plain(lambda *shape: normal(*shape, dtype=dtype), 20, 150)
     call["value"] = normal(2, 150, 70, dtype=dtype)
     whole = cattn.scaled_dot_product_attention(**call)
@@ -185,8 +189,8 @@ def test_columns_of_value(isa: str, dtype: type, path: str, normal: Normal) -> N
         assert_same_bits(one, whole[..., columns].copy(), str(columns))
 
 
-def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
-    """Keys behind the last visible one may as well not exist."""
+def test_keys_after_the_last_visible_one_change_no_bit(isa: str, dtype: type, normal: Normal) -> None:
+    """A call without these keys gives the same bits."""
     call = plain(lambda *shape: normal(*shape, dtype=dtype), 60, 600, dropout_p=0.1, rng=4)
     for last in (0, 7, 59, 63, 64, 94, 95, 96, 127, 190, 191, 192, 383, 384, 500, 598):
         # with a causal offset, and with a mask; the last row sees keys 0 .. last
@@ -208,8 +212,10 @@ def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.4, "rng": 8}, {"bias": True}], ids=["", "dropout", "bias"])
-def test_query_subsets(isa: str, dtype: type, options: Call, normal: Normal) -> None:
-    """A row of a decoding step has the bits of that row in the full pass."""
+def test_a_subset_of_queries_has_the_bits_of_the_full_pass(
+    isa: str, dtype: type, options: Call, normal: Normal
+) -> None:
+    """As in decoding steps: with all keys, and with only the keys up to the last query."""
     T = 2 * BLOCK + 16
     call = {name: normal(2, 3, T, 8, dtype=dtype) for name in ("query", "key", "value")} | {"is_causal": True} | options
     if "bias" in options:
@@ -223,7 +229,7 @@ def test_query_subsets(isa: str, dtype: type, options: Call, normal: Normal) -> 
             step["bias"] = call["bias"][:, rows]
         for way, result in every_way(lambda of=step: everything(**of), tiny=False):
             assert_same_bits(result, part(prefill, np.s_[:, :, rows]), f"rows {rows}, {way}")
-        # and with no more keys than there were then
+        # the same with only the keys that existed at that step
         cached = first_keys(step, first + n)
         if "bias" in options:
             cached["bias"] = step["bias"][..., : first + n]
@@ -233,8 +239,10 @@ def test_query_subsets(isa: str, dtype: type, options: Call, normal: Normal) -> 
         )
 
 
-def test_offsets_per_batch(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    """Each batch entry at an offset of its own has the bits it has alone."""
+def test_batch_entries_with_their_own_offsets_have_the_bits_of_each_alone(
+    isa: str, dtype: type, path: str, normal: Normal
+) -> None:
+    """query_offset has one number for each batch entry."""
     call = {"query": normal(3, 2, 7, 8, dtype=dtype), "key": normal(3, 2, 150, 8, dtype=dtype)}
     call |= {"value": normal(3, 2, 150, 8, dtype=dtype), "is_causal": True, "query_offset": np.array([3, 143, -4])}
     whole = everything(**call)
@@ -245,7 +253,7 @@ def test_offsets_per_batch(isa: str, dtype: type, path: str, normal: Normal) -> 
 
 
 def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The same numbers, otherwise in memory."""
+    """Yield names and views: the same numbers in other memory layouts."""
     wide = np.full((*a.shape[:-2], 2 * a.shape[-2] + 1, 3 * a.shape[-1] + 1), 99).astype(a.dtype)
     for name, view in {
         "apart": wide[..., 1::2, 1::3],
@@ -259,7 +267,7 @@ def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("T_q", [2, 100])
-def test_strides(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
+def test_any_strides_give_the_same_bits(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
     call = plain(lambda *shape: normal(*shape, dtype=dtype), T_q, 192, is_causal="lower_right")
     call["bias"] = normal(2, T_q, 192, dtype=dtype)
     for mask in ({}, {"attn_mask": mask_of(5, 2, T_q, 192)}, {"attn_mask": normal(T_q, 192, dtype=dtype)}):
@@ -274,8 +282,8 @@ def test_strides(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
                     assert_same_bits(result, right, f"{names} {views[0][0]}, {way}")
 
 
-def test_same_call_again(isa: str, dtype: type, path: str) -> None:
-    """Scratch is kept between calls: nothing of the last call may show."""
+def test_earlier_calls_change_no_bit(isa: str, dtype: type, path: str) -> None:
+    """Scratch is reused by the next call, which must not read the old contents."""
     names = ["NaN in a value", "dropout", "scores that overflow", "plain", "all hidden by -inf", "equal scores"]
     calls = [build(name, dtype) for name in names]
     if path == "tiny":
@@ -285,14 +293,14 @@ def test_same_call_again(isa: str, dtype: type, path: str) -> None:
         assert_same_bits(everything(**calls[i]), right[i], names[i])
 
 
-# ---- anything ------------------------------------------------------------------------------------------------------
+# ---- random calls --------------------------------------------------------------------------------------------------
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 1e-30, 1e30, -1e38, 3e38, 90.0, -90.0]
 
 
 @given(st.data())
 @settings(max_examples=40)
-def test_anything(isa: str, data: st.DataObject) -> None:
-    """Random shapes, with numbers from all over the line strewn in."""
+def test_random_calls_give_the_same_bits_on_every_path_and_table(isa: str, data: st.DataObject) -> None:
+    """Random shapes and options; some numbers are replaced by very large and small ones, NaN or infinity."""
     draw = data.draw
     dtype = draw(st.sampled_from([np.float32, np.float64]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -303,8 +311,8 @@ def test_anything(isa: str, data: st.DataObject) -> None:
     def array(*shape: int) -> np.ndarray:
         a = rng.standard_normal(shape).astype(dtype)
         if draw(st.booleans()):
-            strewn = rng.random(shape) < draw(st.sampled_from([0.001, 0.1]))
-            a[strewn] = rng.choice(np.array(NUMBERS + [NAN, INF, -INF] * draw(st.booleans()), dtype), strewn.sum())
+            replaced = rng.random(shape) < draw(st.sampled_from([0.001, 0.1]))
+            a[replaced] = rng.choice(np.array(NUMBERS + [NAN, INF, -INF] * draw(st.booleans()), dtype), replaced.sum())
         return a
 
     call: Call = {"query": array(2, T_q, D), "key": array(2, T_k, D), "value": array(2, T_k, D_v)}

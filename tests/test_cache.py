@@ -1,4 +1,4 @@
-"""The cache: what it holds, what it refuses, and that decoding through it has the bits of one pass."""
+"""KVCache: its contents, its errors, and decoding with the bits of one pass."""
 
 import copy
 import pickle
@@ -26,9 +26,9 @@ def tokens(normal: Normal, cache: cattn.KVCache, count: int, dtype: Any = None) 
     return normal(*rows, cache.head_dim, dtype=dtype), normal(*rows, cache.v_head_dim, dtype=dtype)
 
 
-# ---- what it holds ---------------------------------------------------------------------------------------------------
+# ---- contents --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0,)])
-def test_views_are_what_was_appended(batch: tuple[int, ...], dtype: type, normal: Normal) -> None:
+def test_k_and_v_hold_what_was_appended(batch: tuple[int, ...], dtype: type, normal: Normal) -> None:
     cache = cattn.KVCache(batch, 3, 10, 8, 5, dtype)
     parts = [tokens(normal, cache, count) for count in (1, 4, 0, 2)]
     for key, value in parts:
@@ -42,7 +42,7 @@ def test_views_are_what_was_appended(batch: tuple[int, ...], dtype: type, normal
     assert cache.nbytes == np.prod((*batch, 3, 10, 13)) * np.dtype(dtype).itemsize
 
 
-def test_nothing_is_copied_or_moved(normal: Normal) -> None:
+def test_append_moves_no_earlier_token(normal: Normal) -> None:
     cache = make(normal)
     before = cache.k
     address = before.ctypes.data
@@ -64,7 +64,7 @@ def test_batch_shape_may_be_an_int() -> None:
     assert cattn.KVCache([2, 3], 1, 4, 8).batch_shape == (2, 3)
 
 
-def test_strided_views_go_in(normal: Normal) -> None:
+def test_strided_views_are_appended(normal: Normal) -> None:
     cache = cattn.KVCache(2, 3, 10, 8)
     projected = normal(2, 4, 3, 8)  # (B, T, H, D), as a projection leaves it
     cache.append(projected.swapaxes(1, 2), projected[..., ::-1].swapaxes(1, 2))
@@ -72,7 +72,7 @@ def test_strided_views_go_in(normal: Normal) -> None:
     assert_same_bits(cache.v, projected[..., ::-1].swapaxes(1, 2))
 
 
-def test_it_may_be_fed_with_itself(normal: Normal) -> None:
+def test_the_cache_may_append_its_own_views(normal: Normal) -> None:
     cache = make(normal)
     expected = np.concatenate([cache.k, cache.k[..., 1:4, :]], axis=-2)
     cache.append(cache.k[..., 1:4, :], cache.v[..., 1:4, :])
@@ -86,8 +86,8 @@ def test_a_wider_cache_takes_float32(normal: Normal) -> None:
     assert_same_bits(cache.k, key.astype(np.float64))
 
 
-# ---- forgetting ------------------------------------------------------------------------------------------------------
-def test_truncate_and_reset(normal: Normal) -> None:
+# ---- truncate, reset, copies -----------------------------------------------------------------------------------------
+def test_truncate_and_reset_drop_tokens(normal: Normal) -> None:
     cache = make(normal)
     first = cache.k[..., :2, :].copy()
     cache.truncate(4)
@@ -102,9 +102,9 @@ def test_truncate_and_reset(normal: Normal) -> None:
     assert cache.lengths.tolist() == [0, 0]
 
 
-def test_lengths_may_differ(normal: Normal) -> None:
+def test_sequences_may_be_truncated_to_different_lengths(normal: Normal) -> None:
     cache = make(normal, (3,), filled=5)
-    kept = cache.k.copy()
+    whole = cache.k.copy()
     cache.truncate([5, 2, 0])
     assert cache.lengths.tolist() == [5, 2, 0]
     assert cache.k.shape[-2] == 5
@@ -113,9 +113,9 @@ def test_lengths_may_differ(normal: Normal) -> None:
     cache.append(key, value)
     assert cache.lengths.tolist() == [7, 4, 2]
     for row, length in enumerate((5, 2, 0)):
-        assert_same_bits(cache.k[row, :, : length + 2], np.concatenate([kept[row, :, :length], key[row]], axis=-2))
+        assert_same_bits(cache.k[row, :, : length + 2], np.concatenate([whole[row, :, :length], key[row]], axis=-2))
         assert_same_bits(cache.v[row, :, length : length + 2], value[row])
-    cache.truncate(3)  # no sequence keeps more
+    cache.truncate(3)  # a limit for all sequences
     assert cache.lengths.tolist() == [3, 3, 2]
     cache.truncate([2, 2, 2])
     assert cache.query_offset() == 2
@@ -135,20 +135,20 @@ def test_copies_are_independent(normal: Normal) -> None:
         assert cache.lengths.tolist() == [4, 1, 0]
 
 
-def test_a_pickle_holds_what_is_filled(normal: Normal) -> None:
+def test_a_pickle_holds_only_the_filled_part(normal: Normal) -> None:
     cache = cattn.KVCache((), 2, 100_000, 8)
     cache.append(*tokens(normal, cache, 3))
     assert len(pickle.dumps(cache)) < 2000
 
 
-def test_repr() -> None:
+def test_repr_shows_the_arguments() -> None:
     assert repr(cattn.KVCache(2, 3, 10, 8)) == (
         "KVCache((2,), num_kv_heads=3, max_len=10, head_dim=8, dtype=float32, lengths=0)"
     )
     assert "v_head_dim=5, dtype=float64" in repr(cattn.KVCache((), 3, 10, 8, 5, "float64"))
 
 
-# ---- what it refuses, before anything is written ---------------------------------------------------------------------
+# ---- errors, before anything is written ------------------------------------------------------------------------------
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
@@ -170,7 +170,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_refused(case: str, ragged: bool, normal: Normal) -> None:
+def test_a_wrong_append_is_refused_and_changes_nothing(case: str, ragged: bool, normal: Normal) -> None:
     key, value, error, message = REFUSED[case]
     cache = make(normal)
     if ragged:
@@ -200,7 +200,9 @@ def test_refused(case: str, ragged: bool, normal: Normal) -> None:
         (np.ma.masked_array([1, 2], [True, False]), TypeError, "n is a masked array"),
     ],
 )
-def test_truncate_refuses(n: Any, error: type[Exception], message: str, normal: Normal) -> None:
+def test_a_wrong_truncate_is_refused_and_changes_nothing(
+    n: Any, error: type[Exception], message: str, normal: Normal
+) -> None:
     cache = make(normal)
     with pytest.raises(error, match=message):
         cache.truncate(n)
@@ -218,13 +220,13 @@ def test_truncate_refuses(n: Any, error: type[Exception], message: str, normal: 
         ((2, 1, 4, 8, None, "int8"), TypeError, "dtype must be float16, bfloat16, float32 or float64, got int8"),
     ],
 )
-def test_sizes_are_checked(args: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_wrong_sizes_are_refused(args: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cattn.KVCache(*args)
 
 
-# ---- attention over it -----------------------------------------------------------------------------------------------
-def test_step_by_step_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
+# ---- attention with a cache ------------------------------------------------------------------------------------------
+def test_decoding_in_steps_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
     q, k, v = normal(2, 4, 30, 8, dtype=dtype), normal(2, 2, 30, 8, dtype=dtype), normal(2, 2, 30, 6, dtype=dtype)
     full = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)
     cache = cattn.KVCache(2, 2, 30, 8, 6, dtype)
@@ -241,7 +243,7 @@ def test_step_by_step_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> N
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-def test_beyond_three_key_chunks(dtype: type, n_threads: int, normal: Normal) -> None:
+def test_decoding_past_three_key_chunks_has_the_bits_of_one_pass(dtype: type, n_threads: int, normal: Normal) -> None:
     total = 3 * cattn._cattn._chunk_keys() + 40  # 4648
     q, k, v = normal(2, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype), normal(1, total, 8, dtype=dtype)
     full = cattn.causal_attention(q, k, v, enable_gqa=True)
@@ -254,8 +256,8 @@ def test_beyond_three_key_chunks(dtype: type, n_threads: int, normal: Normal) ->
     assert_same_bits(step, full)
 
 
-def test_sequences_of_different_lengths(normal: Normal) -> None:
-    """Prompts padded to one length, cut to their own, then decoded together: as each alone."""
+def test_sequences_of_different_lengths_have_the_bits_of_each_alone(normal: Normal) -> None:
+    """Prompts are padded to one length, truncated to their own lengths, then decoded together."""
     lengths = [7, 3, 5]
     q, k, v = (normal(3, 2, 12, 8) for _ in range(3))
     cache = cattn.KVCache(3, 2, 12, 8)
@@ -273,7 +275,7 @@ def test_sequences_of_different_lengths(normal: Normal) -> None:
             assert_same_bits(out[b], cattn.causal_attention(q[row], k[b, :, :n], v[b, :, :n], enable_gqa=True))
 
 
-def test_dropout_knows_the_positions(normal: Normal) -> None:
+def test_dropout_in_decoding_is_that_of_one_pass(normal: Normal) -> None:
     q, k, v = (normal(2, 3, 9, 8) for _ in range(3))
     full = cattn.causal_attention(q, k, v, dropout_p=0.4, rng=5)
     cache = cattn.KVCache(2, 3, 9, 8)
@@ -284,7 +286,7 @@ def test_dropout_knows_the_positions(normal: Normal) -> None:
         assert_same_bits(step, full[:, :, now])
 
 
-def test_an_output_projection_that_fails_leaves_the_cache() -> None:
+def test_an_output_projection_that_fails_leaves_the_cache_unchanged() -> None:
     layer = cattn.MultiHeadAttention(8, 8, 16, 0.0, 2, rng=0).eval()
     cache = cattn.KVCache((), 2, 16, 4)
     x = np.ones((1, 8), np.float32)

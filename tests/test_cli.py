@@ -1,4 +1,4 @@
-"""The command line: what it prints, which files it takes and refuses, and that nothing half-written is left."""
+"""The command line: its output, the files it accepts and refuses, and no partly written files."""
 
 import os
 import re
@@ -23,7 +23,7 @@ Say = Callable[..., int]
 
 
 def save(*shapes: tuple[int, ...], dtype: type = np.float32, names: str = "qkv") -> list[np.ndarray]:
-    """Random arrays, also in q.npy, k.npy, v.npy."""
+    """Save random arrays as q.npy, k.npy, v.npy and return them."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     for name, array in zip(names, arrays, strict=False):
@@ -39,7 +39,7 @@ def leftovers(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.endswith(".part")]
 
 
-def test_version_info_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_info_and_help_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"cattn {cattn.__version__}\n"
     assert main(["info"]) == 0
@@ -50,7 +50,7 @@ def test_version_info_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "frobnicate" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_early() -> None:
+def test_output_to_a_closed_pipe_gives_no_traceback() -> None:
     """As in ``python -m cattn | head -1``."""
     code = f"{sys.executable} -m cattn | head -1"
     done = subprocess.run(code, shell=True, capture_output=True, text=True, timeout=120)
@@ -75,10 +75,10 @@ SHAPES = {
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("alignment", ["none", "lower_right", "upper_left"])
 @pytest.mark.parametrize("slicing", ["whole", "thin"])
-def test_attend_gives_the_librarys_bits(
+def test_attend_gives_the_bits_of_the_library(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: type, shapes: list, alignment: str, slicing: str
 ) -> None:
-    """However it is sliced: the bits of the one call that it stands for."""
+    """Computed whole or in thin slices, the results have the bits of a single call."""
     monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
     monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
     q, k, v = save(*shapes, dtype=dtype)
@@ -97,7 +97,7 @@ def test_attend_gives_the_librarys_bits(
 
 
 @pytest.mark.parametrize("slicing", ["whole", "thin"])
-def test_attend_masks_bias_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch, slicing: str) -> None:
+def test_attend_takes_mask_bias_scale_and_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch, slicing: str) -> None:
     monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
     monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
     q, k, v = save((2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8))
@@ -114,7 +114,7 @@ def test_attend_masks_bias_dropout(folder: Path, monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(np.load("out.npy"), expected)
 
 
-def test_attend_a_fresh_seed_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attend_prints_a_fresh_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = save((5, 4), (5, 4), (5, 4))
     assert attend_files("--dropout", "0.5") == 0
     seed = int(re.search(r"dropout seed (\d+)", capsys.readouterr().out)[1])
@@ -123,7 +123,7 @@ def test_attend_a_fresh_seed_is_told(folder: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_attend_npz(folder: Path) -> None:
+def test_attend_reads_and_writes_npz(folder: Path) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 4))
     np.savez("qkv.npz", query=q, key=k, value=v, other=np.zeros(3))
     np.savez_compressed("named.npz", a=q, key=k)
@@ -136,7 +136,7 @@ def test_attend_npz(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["<f8", ">f4", "<i4", "|b1"])
-def test_attend_promotes_as_the_library(folder: Path, kind: str) -> None:
+def test_attend_promotes_dtypes_like_the_library(folder: Path, kind: str) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 4))
     key = (10 * k).astype(kind)
     np.save("k.npy", key)
@@ -146,13 +146,13 @@ def test_attend_promotes_as_the_library(folder: Path, kind: str) -> None:
     np.testing.assert_array_equal(np.load("out.npy"), expected)
 
 
-def test_attend_no_queries(folder: Path) -> None:
+def test_attend_without_queries_writes_an_empty_array(folder: Path) -> None:
     save((0, 8), (3, 8), (3, 8))
     assert attend_files() == 0
     assert np.load("out.npy").shape == (0, 8)
 
 
-def test_attend_no_memory_is_no_damage(
+def test_attend_does_not_report_lack_of_memory_as_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.savez("qkv.npz", query=np.ones((2, 4)), key=np.ones((2, 4)), value=np.ones((2, 4)))
@@ -162,20 +162,20 @@ def test_attend_no_memory_is_no_damage(
 
     monkeypatch.setattr(np, "load", no_memory)
     assert main(["attend", "qkv.npz", "-o", "out.npz"]) != 0
-    told = capsys.readouterr().err
-    assert "memory" in told
-    assert "damaged" not in told
+    message = capsys.readouterr().err
+    assert "memory" in message
+    assert "damaged" not in message
 
 
-def test_attend_fortran_order(folder: Path) -> None:
+def test_attend_reads_fortran_order(folder: Path) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 4))
     np.save("k.npy", np.asfortranarray(k))
     assert attend_files() == 0
     np.testing.assert_array_equal(np.load("out.npy"), cattn.scaled_dot_product_attention(q, k, v))
 
 
-def test_attend_in_a_thread(folder: Path) -> None:
-    """Where signals cannot be caught, as in a program that calls the command from a thread of its own."""
+def test_attend_runs_in_a_thread(folder: Path) -> None:
+    """Signal handlers cannot be set there, as in a program that calls the command from a thread."""
     q, k, v = save((5, 4), (5, 4), (5, 3))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(attend_files, "--causal").result() == 0
@@ -196,7 +196,7 @@ def test_attend_output_has_ordinary_permissions(folder: Path) -> None:
     assert os.stat("out.npy").st_mode == os.stat("q.npy").st_mode
 
 
-def test_attend_says_what_it_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attend_prints_one_line_unless_quiet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save((6, 4), (6, 4), (6, 4))
     assert attend_files() == 0
     captured = capsys.readouterr()
@@ -206,7 +206,7 @@ def test_attend_says_what_it_did(folder: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_attend_warns_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attend_prints_a_warning_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save((6, 4), (6, 4), (6, 4))
     np.save("mask.npy", np.tri(6))
     assert attend_files("--mask", "mask.npy") == 0
@@ -215,10 +215,10 @@ def test_attend_warns_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "additive" in line
 
 
-def test_attend_warns_of_a_mask_as_a_whole(
+def test_attend_warns_about_the_whole_mask_and_only_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first rows hold only 0 and 1, and are a slice of their own."""
+    """A mask whose first slice holds only 0 and 1 gives no warning if later rows hold other numbers."""
     monkeypatch.setattr(attend, "FIRST_SLICE", 1.0)
     monkeypatch.setattr(attend, "SLICE_SECONDS", 0.0)
     save((40, 4), (40, 4), (40, 4))
@@ -232,10 +232,10 @@ def test_attend_warns_of_a_mask_as_a_whole(
     assert capsys.readouterr().err.count("additive") == 1
 
 
-# ---- attend: refusals ----------------------------------------------------------------------------------------------
-def damage(name: str, keep: float) -> None:
+# ---- attend: errors ------------------------------------------------------------------------------------------------
+def damage(name: str, share: float) -> None:
     data = Path(name).read_bytes()
-    Path(name).write_bytes(data[: int(len(data) * keep)])
+    Path(name).write_bytes(data[: int(len(data) * share)])
 
 
 def write_object_array() -> None:
@@ -280,7 +280,7 @@ BAD_INPUTS = {
 
 
 @pytest.mark.parametrize(("prepare", "options", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_attend_refuses(
+def test_attend_refuses_wrong_inputs_and_leaves_the_output(
     folder: Path, capsys: pytest.CaptureFixture[str], prepare: Callable[[], object] | None, options: list, message: str
 ) -> None:
     save((6, 4), (6, 4), (6, 4))
@@ -337,7 +337,7 @@ def test_attend_never_unpickles(folder: Path) -> None:
     assert not Path("exploded").exists()
 
 
-def test_attend_failure_while_running(
+def test_attend_that_fails_leaves_no_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save((6, 4), (6, 4), (6, 4))
@@ -352,8 +352,8 @@ def test_attend_failure_while_running(
     assert leftovers(folder) == []
 
 
-def test_attend_on_a_full_disk(folder: Path) -> None:
-    """Found out before the computation, not by a bus error in the middle of it."""
+def test_attend_on_a_full_disk_fails_before_it_computes(folder: Path) -> None:
+    """Not by a bus error in the middle of the computation."""
     save((4096, 64), (4, 64), (4, 64))
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
@@ -367,7 +367,7 @@ def test_attend_on_a_full_disk(folder: Path) -> None:
 
 # ---- attend: long runs ---------------------------------------------------------------------------------------------
 def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Start something of many seconds, and wait until it computes."""
+    """Start a run of many seconds, and wait until it computes."""
     array = np.zeros((1 << 16, 64), np.float32)
     for name in "qkv":
         np.save(f"{name}.npy", array)
@@ -386,7 +386,7 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "kill"])
-def test_a_stopped_run_leaves_nothing(folder: Path, number: int, code: int) -> None:
+def test_a_stopped_run_leaves_no_file(folder: Path, number: int, code: int) -> None:
     run = start_long_run(folder)
     start = time.monotonic()
     run.send_signal(number)
@@ -423,15 +423,15 @@ def test_a_quiet_long_run_shows_nothing(folder: Path) -> None:
     assert errors == "cattn: interrupted; nothing was written\n"
 
 
-def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with progress.Progress(100) as bar:
         bar.advance(10)
-    assert capsys.readouterr().err == ""  # over before anybody grew impatient
+    assert capsys.readouterr().err == ""  # short work shows no progress
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with progress.Progress(100) as bar:
         bar.advance(50)
-        bar.advance(25)  # a log gets a line every few seconds only
+        bar.advance(25)  # without a terminal there is a line every few seconds only
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cattn:  50% done")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -443,7 +443,7 @@ def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
-def test_progress_with_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_uses_tqdm_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
     class Bar:

@@ -1,4 +1,4 @@
-"""The files of ``python -m cattn attend``: formats, types, names that cannot be written, nobody who listens."""
+"""The files of ``python -m cattn attend``: formats, dtypes, names that cannot be written, a closed output stream."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from test_cli import attend_files, leftovers, save
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_attend_safetensors(folder: Path, kind: type) -> None:
+def test_attend_reads_and_writes_safetensors(folder: Path, kind: type) -> None:
     files = pytest.importorskip("safetensors.numpy")
     q, k, v = (x.astype(kind) for x in save((6, 4), (6, 4), (6, 4)))
     files.save_file({"query": q, "key": k, "value": v, "other": np.zeros(3)}, "qkv.safetensors")
@@ -30,8 +30,8 @@ def test_attend_safetensors(folder: Path, kind: type) -> None:
     assert leftovers(folder) == []
 
 
-def test_attend_bfloat16_needs_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """NumPy's own formats keep its bytes, but not what they are."""
+def test_attend_writes_bfloat16_only_to_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NumPy's own formats would keep the bytes of bfloat16 and lose its dtype."""
     x = np.ones((6, 4), ml_dtypes.bfloat16)
     pytest.importorskip("safetensors.numpy").save_file({"query": x, "key": x, "value": x}, "qkv.safetensors")
     for name in ("out.npy", "out.npz"):
@@ -40,7 +40,7 @@ def test_attend_bfloat16_needs_safetensors(folder: Path, capsys: pytest.CaptureF
     assert os.listdir() == ["qkv.safetensors"]
 
 
-def test_attend_without_safetensors(
+def test_attend_names_the_extra_if_safetensors_is_not_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save((6, 4), (6, 4), (6, 4))
@@ -52,8 +52,8 @@ def test_attend_without_safetensors(
 
 
 @pytest.mark.parametrize("name", ["out.npy", "out.npz", "out.safetensors"])
-def test_attend_halves(folder: Path, name: str) -> None:
-    """The log-sum-exp of halves is float32."""
+def test_attend_of_halves_writes_halves_and_a_float32_lse(folder: Path, name: str) -> None:
+    """In every file format, `--weights` and `--lse` included."""
     q, k, v = save((2, 5, 4), (2, 6, 4), (2, 6, 3), dtype=np.float16)
     assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--lse", name, "--weights", "w.npy"]) == 0
     expected = cattn.scaled_dot_product_attention(q, k, v, need_weights=True, return_lse=True)
@@ -63,7 +63,7 @@ def test_attend_halves(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.npy", "out.npz", "out.safetensors"])
-def test_attend_nothing(folder: Path, name: str) -> None:
+def test_attend_without_queries_writes_an_empty_array(folder: Path, name: str) -> None:
     save((2, 0, 4), (2, 6, 4), (2, 6, 3))
     assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 0
     out = np.load(name) if name.endswith(".npy") else load_arrays(name)["out"]
@@ -71,7 +71,7 @@ def test_attend_nothing(folder: Path, name: str) -> None:
     assert leftovers(folder) == []
 
 
-def test_attend_long_names(folder: Path) -> None:
+def test_attend_writes_files_with_the_longest_names(folder: Path) -> None:
     q, k, v = save((5, 4), (6, 4), (6, 3))
     for name in ("n" * 251 + ".npy", "n" * 251 + ".npz"):
         assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 0
@@ -80,14 +80,14 @@ def test_attend_long_names(folder: Path) -> None:
 
 def test_attend_names_the_file_that_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save((5, 4), (6, 4), (6, 3))
-    name = "n" * 252 + ".npy"  # longer than a name may be
+    name = "n" * 252 + ".npy"  # one character more than a file name may have
     assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", name]) == 1
-    told = capsys.readouterr().err
-    assert name in told
-    assert ".part" not in told
+    message = capsys.readouterr().err
+    assert name in message
+    assert ".part" not in message
 
 
-def test_attend_refuses_more_threads_than_there_are_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attend_refuses_a_thread_count_that_overflows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save((5, 4), (6, 4), (6, 3))
     assert attend_files("--threads", str(10**20)) == 2
     assert "--threads: n must be" in capsys.readouterr().err
@@ -95,8 +95,8 @@ def test_attend_refuses_more_threads_than_there_are_numbers(folder: Path, capsys
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 @pytest.mark.parametrize(("listener", "says"), [("> /dev/full", "No space left"), ("| true", "")])
-def test_attend_needs_no_listener(folder: Path, listener: str, says: str) -> None:
-    """The result is there: whether the closing line can be written or not is no failure."""
+def test_attend_succeeds_if_nobody_reads_its_output(folder: Path, listener: str, says: str) -> None:
+    """The result is written. It is no failure if the closing line cannot be printed."""
     q, k, v = save((5, 4), (6, 4), (6, 3))
     package = Path(cattn.__file__).parents[1]
     done = subprocess.run(

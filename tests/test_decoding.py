@@ -1,4 +1,4 @@
-"""Decoding token by token has the bits of the full pass, with everything that attention can do at once."""
+"""Decoding with a cache, token by token, gives the bits of the full pass, with every option of attention."""
 
 from typing import Any
 
@@ -40,14 +40,14 @@ def sequence(dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_one_by_one(name: str, dtype: type) -> None:
-    """The first 257 tokens, and the last 300 of more than three chunks, through a cache."""
+def test_decoding_token_by_token_has_the_bits_of_one_pass(name: str, dtype: type) -> None:
+    """Through a cache: the first 257 tokens, and the last 300 of a sequence longer than three key chunks."""
     query, key, value = sequence(dtype)
     full = cattn.causal_attention(query, key, value, **OPTIONS[name])
     cache = cattn.KVCache(1, KV_HEADS, TOKENS, DEPTH, dtype=dtype)
     for first, last in ((0, 257), (TOKENS - 300, TOKENS)):
-        behind = slice(cache.k.shape[-2], first)
-        cache.append(key[..., behind, :], value[..., behind, :])
+        skipped = slice(cache.k.shape[-2], first)
+        cache.append(key[..., skipped, :], value[..., skipped, :])
         for t in range(first, last):
             here = slice(t, t + 1)
             cache.append(key[..., here, :], value[..., here, :])
@@ -56,8 +56,8 @@ def test_one_by_one(name: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_few_at_a_time(name: str, isa: str) -> None:
-    """Pieces of several tokens, on two threads."""
+def test_decoding_several_tokens_at_a_time_has_the_bits_of_one_pass(name: str, isa: str) -> None:
+    """Steps of 2, 5 and 33 tokens, on two threads."""
     query, key, value = sequence(np.float32)
     last = slice(TOKENS - 64, TOKENS)
     full = cattn.causal_attention(query[..., last, :], key, value, **OPTIONS[name])

@@ -1,4 +1,4 @@
-"""The built module as an ELF file: what it exports, and the protections that SECURITY.md promises of it."""
+"""The built module as an ELF file: its exported functions, and the protections that SECURITY.md promises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Section(NamedTuple):
 
 
 class Elf:
-    """A 64-bit little-endian ELF file, as far as these tests read it."""
+    """The parts of a 64-bit little-endian ELF file that these tests read."""
 
     def __init__(self, data: bytes) -> None:
         assert data[:6] == b"\x7fELF\x02\x01"
@@ -48,12 +48,12 @@ class Elf:
         return next(section for section in self.sections if section.kind == kind)
 
     def dynamic(self) -> dict[int, int]:
-        """Tags of the dynamic section, with their last value."""
+        """Return the tags of the dynamic section. A tag that occurs twice has its last value."""
         at = self.section(SHT_DYNAMIC)
         return dict(struct.iter_unpack("<QQ", self.data[at.offset : at.offset + at.size // 16 * 16]))
 
     def exported(self) -> set[str]:
-        """Names that are defined for others: global or weak, of default visibility."""
+        """Return the exported names: symbols that are defined here, global or weak, with default visibility."""
         symbols = self.section(SHT_DYNSYM)
         strings = self.sections[symbols.link].offset
         found = set()
@@ -69,16 +69,16 @@ class Elf:
 def module() -> Elf:
     data = MODULE.read_bytes()
     if data[:4] != b"\x7fELF":
-        assert MODULE.suffix in (".so", ".pyd"), "other formats: the linker's export list decides"
+        assert MODULE.suffix in (".so", ".pyd"), "in other formats the linker's export list decides"
         pytest.skip("not an ELF file")
     return Elf(data)
 
 
-def test_it_exports_three_functions(module: Elf) -> None:
+def test_the_module_exports_three_functions(module: Elf) -> None:
     assert module.exported() == {"PyInit__cattn", "cattn_get_num_threads", "cattn_set_num_threads"}
 
 
-def test_no_memory_is_writable_and_executable(module: Elf) -> None:
+def test_no_segment_is_writable_and_executable(module: Elf) -> None:
     loaded = [flags for kind, flags in module.segments if kind == PT_LOAD]
     assert any(flags & EXECUTABLE for flags in loaded)
     assert any(flags & WRITABLE for flags in loaded)
@@ -86,8 +86,8 @@ def test_no_memory_is_writable_and_executable(module: Elf) -> None:
     assert [flags & EXECUTABLE for kind, flags in module.segments if kind == PT_GNU_STACK] == [0]
 
 
-def test_what_the_loader_fills_in_is_read_only_afterwards(module: Elf) -> None:
-    """Full RELRO: every symbol is bound at load time, then the tables are write-protected."""
+def test_relocation_tables_are_read_only_after_loading(module: Elf) -> None:
+    """Full RELRO: the loader binds every symbol at once, then write-protects the tables."""
     dynamic = module.dynamic()
     assert PT_GNU_RELRO in [kind for kind, _ in module.segments]
     assert dynamic.get(DT_FLAGS, 0) & DF_BIND_NOW or dynamic.get(DT_FLAGS_1, 0) & DF_1_NOW
@@ -95,5 +95,5 @@ def test_what_the_loader_fills_in_is_read_only_afterwards(module: Elf) -> None:
     assert not dynamic.get(DT_FLAGS, 0) & DF_TEXTREL
 
 
-def test_no_place_of_the_builder_is_searched_for_libraries(module: Elf) -> None:
+def test_the_module_has_no_library_search_path(module: Elf) -> None:
     assert not {DT_RPATH, DT_RUNPATH} & set(module.dynamic())

@@ -1,6 +1,7 @@
-"""Every error of every public function: its type, its message, and that nothing was written or drawn before it.
+"""Every error of every public function: its type and message, and that the call wrote and drew nothing before it.
 
-The calls are those of wrong_calls.py; here are also errors that pass through, and the environment.
+The calls are those of wrong_calls.py. This file also tests errors of user code, which pass through unchanged, and
+wrong environment variables.
 """
 
 import copy
@@ -24,7 +25,7 @@ def label(case: Any) -> str:
 
 
 def snapshot(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copies of everything that a call might change."""
+    """Copy every array that a call might change."""
     copies = {}
     for name, value in arguments.items():
         fields = value if isinstance(value, cattn.AttentionOutput) else (value,)
@@ -37,7 +38,7 @@ def state_of(generator: Any) -> Any:
 
 
 @pytest.mark.parametrize(("function", "row"), CASES, ids=label)
-def test_error(function: str, row: Row) -> None:
+def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(function: str, row: Row) -> None:
     arguments = {**WORKING[function](), **row.changes}
     before, drawn = snapshot(arguments), state_of(arguments.get("rng"))
     threads = cattn.get_num_threads()
@@ -45,7 +46,7 @@ def test_error(function: str, row: Row) -> None:
         warnings.simplefilter("error")
         with pytest.raises(row.error, match=f"^{row.says}") as caught:
             getattr(cattn, function)(**arguments)
-    # a subclass would be somebody else's exception, with somebody else's words; NumPy's MemoryError has one
+    # Not a subclass: that would be an exception of other code, such as NumPy's own MemoryError.
     assert caught.type is row.error
     after = snapshot(arguments)
     for name in before:
@@ -56,7 +57,7 @@ def test_error(function: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize("function", WORKING)
-def test_the_call_that_the_rows_change_works(function: str) -> None:
+def test_the_calls_that_the_table_changes_work(function: str) -> None:
     threads = cattn.get_num_threads()
     arguments = WORKING[function]()
     result = getattr(cattn, function)(**arguments)
@@ -65,10 +66,10 @@ def test_the_call_that_the_rows_change_works(function: str) -> None:
     if "out" in arguments:
         assert result is arguments["out"]
     if "rng" in arguments:
-        assert state_of(arguments["rng"]) != state_of(np.random.default_rng(1)), "now it was drawn from"
+        assert state_of(arguments["rng"]) != state_of(np.random.default_rng(1)), "the call did not draw"
 
 
-def test_every_function_is_in_the_table() -> None:
+def test_every_public_function_is_in_the_table() -> None:
     public = {name: getattr(cattn, name) for name in cattn.__all__}
     functions = {name for name, value in public.items() if callable(value) and not isinstance(value, type)}
     without_errors = {"get_num_threads"}
@@ -78,7 +79,7 @@ def test_every_function_is_in_the_table() -> None:
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - in_their_own_files
 
 
-def test_tensors_that_numpy_cannot_read() -> None:
+def test_tensors_that_numpy_cannot_read_are_refused() -> None:
     import torch
 
     x = torch.ones(3, 4)
@@ -120,7 +121,7 @@ def test_errors_of_array_methods_pass_through() -> None:
         cattn.softmax(Broken())
 
 
-def test_a_generator_that_fails_leaves_out_alone() -> None:
+def test_out_is_unchanged_if_the_generator_raises() -> None:
     class Broken(np.random.Generator):
         def integers(self, *_: Any, **__: Any) -> Any:
             raise ZeroDivisionError("broken")
@@ -146,7 +147,7 @@ UNUSABLE = [table["name"] for table in cattn.show_config("dicts")["tables"] if n
         *[("CATTN_NUM_THREADS", value) for value in ("0", "-1", "two", "1.5", "1x", "0x2", "99999999999", "2,1", "+2")],
     ],
 )
-def test_bad_environment_is_an_import_error(variable: str, value: str) -> None:
+def test_a_wrong_environment_variable_is_an_import_error(variable: str, value: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import cattn"],
         capture_output=True, text=True, timeout=60, env={**os.environ, variable: value}, check=False,
@@ -161,5 +162,5 @@ def test_bad_environment_is_an_import_error(variable: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["CATTN_ISA", "CATTN_NUM_THREADS"])
-def test_an_empty_variable_is_as_good_as_none(variable: str) -> None:
+def test_an_empty_environment_variable_is_ignored(variable: str) -> None:
     subprocess.run([sys.executable, "-c", "import cattn"], timeout=60, env={**os.environ, variable: ""}, check=True)

@@ -1,4 +1,4 @@
-"""explain: what it tells agrees with masks, plans and settings."""
+"""explain() agrees with the masks, the plan and the settings of the call."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ import cattn
 from support import forced, table
 
 
-def arrays(*lead: int, T_q: int, T_k: int, kv: tuple[int, ...] | None = None) -> list[np.ndarray]:
-    kv = lead if kv is None else kv
-    return [np.zeros(shape, np.float32) for shape in ((*lead, T_q, 64), (*kv, T_k, 64), (*kv, T_k, 32))]
+def arrays(*batch: int, T_q: int, T_k: int, kv: tuple[int, ...] | None = None) -> list[np.ndarray]:
+    kv = batch if kv is None else kv
+    return [np.zeros(shape, np.float32) for shape in ((*batch, T_q, 64), (*kv, T_k, 64), (*kv, T_k, 32))]
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def arrays(*lead: int, T_q: int, T_k: int, kv: tuple[int, ...] | None = None) ->
         (arrays(1, 32, T_q=1, T_k=4096, kv=(1, 8)), 1, "rows"),
     ],
 )
-def test_paths(call: list[np.ndarray], threads: int, path: str) -> None:
+def test_explain_names_the_path_and_the_threads(call: list[np.ndarray], threads: int, path: str) -> None:
     with cattn.num_threads(threads):
-        told = cattn.explain(*call)
-    assert told.path == path
-    assert told.threads == threads
-    assert path in str(told)
-    assert told.reason in str(told)
+        plan = cattn.explain(*call)
+    assert plan.path == path
+    assert plan.threads == threads
+    assert path in str(plan)
+    assert plan.reason in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -43,40 +43,40 @@ def test_paths(call: list[np.ndarray], threads: int, path: str) -> None:
         {"query_seq_lengths": [300, 17], "key_value_seq_lengths": [500, 0], "is_causal": "upper_left"},
     ],
 )
-def test_pairs_are_those_of_the_mask(options: dict[str, Any]) -> None:
+def test_visible_pairs_and_key_blocks_are_those_of_the_mask(options: dict[str, Any]) -> None:
     query, key, value = arrays(2, 1, T_q=300, T_k=500)
-    told = cattn.explain(query, key, value, **options)
+    plan = cattn.explain(query, key, value, **options)
     scores = cattn.attention_weights(query, key, stage="mask", **options)
     visible = ~np.isneginf(scores)
-    assert told.visible_pairs == visible.sum()
-    assert told.flops == 2 * visible.sum() * (64 + 32)
-    # every 96 queries against every 192 keys: a pair is visited if the range of one query reaches into it or beyond
+    assert plan.visible_pairs == visible.sum()
+    assert plan.flops == 2 * visible.sum() * (64 + 32)
+    # A block of 96 queries visits the key blocks from that of its first visible key to that of its last one.
     visited = 0
     for head in visible[:, 0]:
         for first in range(0, 300, 96):
             keys = np.flatnonzero(head[first : first + 96].any(axis=0))
             if keys.size:
                 visited += keys[-1] // 192 - keys[0] // 192 + 1
-    assert told.key_blocks_visited == visited
-    assert told.key_blocks_visited + told.key_blocks_skipped == 2 * 4 * 3
+    assert plan.key_blocks_visited == visited
+    assert plan.key_blocks_visited + plan.key_blocks_skipped == 2 * 4 * 3
 
 
-def test_it_tells_the_kernels_and_the_forced_path() -> None:
+def test_explain_names_the_instruction_set_and_the_forced_path() -> None:
     call = arrays(T_q=6, T_k=6)
     with table("scalar"), forced("tile"):
-        told = cattn.explain(*call)
-    assert (told.instruction_set, told.path) == ("scalar", "tile")
+        plan = cattn.explain(*call)
+    assert (plan.instruction_set, plan.path) == ("scalar", "tile")
 
 
-def test_memory_is_what_the_readme_promises() -> None:
+def test_scratch_is_at_most_one_mebibyte_a_thread() -> None:
     for depth in (16, 64, 256):
         for dtype in (np.float32, np.float64):
             x = np.zeros((1, 2, 1000, depth), dtype)
-            told = cattn.explain(x, x, x, is_causal=True, dropout_p=0.1)
-            assert told.scratch_bytes_per_thread <= 2**20
+            plan = cattn.explain(x, x, x, is_causal=True, dropout_p=0.1)
+            assert plan.scratch_bytes_per_thread <= 2**20
 
 
-def test_nothing_is_drawn_and_errors_are_those_of_the_call() -> None:
+def test_errors_are_those_of_the_call() -> None:
     x = np.zeros((3, 4))
     with pytest.raises(ValueError, match="key has head_dim 5, query has 4"):
         cattn.explain(x, np.zeros((3, 5)), x)

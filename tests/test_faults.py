@@ -1,4 +1,4 @@
-"""Faults: no memory, Ctrl-C at any moment, fork and exit in the middle of a call, a second interpreter."""
+"""Faults: no memory, Ctrl-C at any moment, fork and interpreter exit during a call, a second interpreter."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 
 import cattn
-from every_call import contents
+from public_calls import contents
 from support import UNDER_SANITIZER
 
 HERE = Path(__file__).parent
 
 
 def python(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another Python, which imports the same cattn and the helpers of these tests.
+    """Run another Python, which imports the same cattn and the helpers of these tests.
 
-    Nobody looks for leaks at its end, which some tests provoke: the sanitizer fails itself where threads are ending.
+    The leak check at its end is off: some tests leak on purpose, and the sanitizer fails itself if threads are ending.
     """
     environment["ASAN_OPTIONS"] = os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"
     path = os.pathsep.join([str(Path(cattn.__file__).parents[1]), str(HERE)])
@@ -42,9 +42,9 @@ def python(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
 # ---- no memory -----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which allocations fail."""
+    """The environment variables that make allocations fail."""
     if platform.libc_ver()[0] != "glibc" or UNDER_SANITIZER:
-        pytest.skip("takes the place of glibc's allocator")
+        pytest.skip("the shim replaces glibc's allocator")
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -58,7 +58,7 @@ def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
     done = python(HERE / "fail_every_allocation.py", **failing_allocations)
     assert done.returncode == 0, done.stderr
     failures = json.loads(done.stdout)
-    # scratch of callers and workers, of the split path, turns of gradients, threads; results, and what holds them
+    # scratch of callers, of workers and of the split path, tickets of gradients, threads; results and their containers
     assert failures.keys() == {"posix_memalign", "malloc", "calloc", "pthread_create", "within"}
     assert sum(failures.values()) > 250
 
@@ -66,13 +66,15 @@ def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("fault", "says"), [("leak", "blocks leak"), ("write", "an input was written"), ("lie", "another result")]
 )
-def test_a_fault_without_memory_would_show(failing_allocations: dict[str, str], fault: str, says: str) -> None:
+def test_a_wrong_reaction_to_a_failed_allocation_is_found(
+    failing_allocations: dict[str, str], fault: str, says: str
+) -> None:
     done = python(HERE / "fail_every_allocation.py", fault, **failing_allocations)
     assert done.returncode == 1
     assert done.stderr.strip().endswith(says)
 
 
-# ---- the interpreter's end -----------------------------------------------------------------------------------------
+# ---- exit of the interpreter ---------------------------------------------------------------------------------------
 EXIT = """
 import atexit, os, sys, threading, time, types
 import numpy as np
@@ -85,12 +87,12 @@ call = long_calls()[{name!r}]
 
 
 def deep(n):
-    "Far down the thread's stack, which the system takes back when the thread ends."
+    "Make the call deep in the thread's stack, which the system unmaps when the thread ends."
     return call() if n == 0 else list(map(deep, [n - 1]))
 
 
 class Late:
-    "The interpreter takes its time to end: by then threads that come back to it are gone."
+    "Delay the end of the interpreter until the threads that return to it have ended."
     def __del__(self):
         time.sleep(0.1)
         print("late", cattn_at_exit().tolist(), flush=True)
@@ -101,7 +103,7 @@ def cattn_at_exit():
 
 
 def n_threads():
-    "The system's word: to ask for the pool would take it from the call."
+    "Count the threads of the process. Asking the pool would take it from the call."
     return len(os.listdir("/proc/self/task"))
 
 
@@ -116,14 +118,14 @@ while linux and n_threads() < before + 2:  # the machine may be busy
     time.sleep(0.05)
     assert thread.is_alive(), "the call has no worker"
 time.sleep(0.1 if linux else 1)
-while _cattn._release():  # between two waves of chunks the pool is nobody's
+while _cattn._release():  # succeeds only between two waves of chunks, when no call holds the pool
     time.sleep(0.01)
     assert thread.is_alive(), "the call is over"
 """
 
 
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "gradients", "gradients, drawn"])
-def test_exit_while_a_daemon_thread_computes(name: str) -> None:
+def test_the_interpreter_may_exit_while_a_daemon_thread_computes(name: str) -> None:
     done = python("-c", EXIT.format(name=name))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["atexit [0.5, 0.5]", "late [0.5, 0.5]"]
@@ -131,7 +133,7 @@ def test_exit_while_a_daemon_thread_computes(name: str) -> None:
 
 # ---- fork ----------------------------------------------------------------------------------------------------------
 def finish(pid: int) -> int:
-    """The exit code of a child; one that hangs is ended: -9."""
+    """Wait for a child and return its exit code. A child that hangs is killed: -9."""
     for _ in range(3000):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -145,7 +147,7 @@ X = np.random.default_rng(1).standard_normal((2, 2, 1500, 32), dtype=np.float32)
 LSE = np.zeros(X.shape[:-1], np.float32)
 MANY, MANY_LSE = (np.broadcast_to(x, (32, *x.shape)) for x in (X, LSE))
 SOME = MANY[:6]
-BUSY: dict[str, Callable[[], object]] = {  # each for longer than the 20 ms between two looks at signals
+BUSY: dict[str, Callable[[], object]] = {  # each call takes longer than the 20 ms between two checks for signals
     "tile": lambda: cattn.causal_attention(MANY, MANY, MANY),
     "stream": lambda: cattn.causal_attention(SOME, SOME, SOME, dropout_p=0.5, rng=cattn.TorchGenerator(1)),
     "gradients": lambda: cattn.attention_backward(SOME, SOME, SOME, SOME, SOME, MANY_LSE[:6]),
@@ -157,7 +159,7 @@ BUSY: dict[str, Callable[[], object]] = {  # each for longer than the 20 ms betw
 
 @pytest.fixture
 def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
-    """``on_alarm(action, seconds)``: the action runs in a signal handler, once."""
+    """A function ``on_alarm(action, seconds)``: the action runs once, in a signal handler."""
 
     def arm(action: Callable[[], None], seconds: float) -> None:
         signal.signal(signal.SIGALRM, lambda *_: action())
@@ -170,8 +172,10 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
 
 
 @pytest.mark.parametrize("name", BUSY)
-def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], None], float], None]) -> None:
-    """In the middle of a call with workers: the parent goes on, the child's copy of the call is interrupted."""
+def test_a_signal_handler_may_fork_during_a_call(
+    name: str, on_alarm: Callable[[Callable[[], None], float], None]
+) -> None:
+    """The call has workers. In the parent it continues; in the child KeyboardInterrupt ends it."""
     call, parent = BUSY[name], os.getpid()
     children, codes = list[int](), list[int]()
     computing = False
@@ -186,7 +190,7 @@ def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], No
         start = time.monotonic()
         expected = contents(call())
         duration = time.monotonic() - start
-        for step in range(60):  # until one of them came in the middle; eight at least
+        for step in range(60):  # at least eight, and until one fork was during the call
             if step >= 8 and 10 in codes:
                 break
             computing = True
@@ -198,14 +202,14 @@ def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], No
             if os.getpid() != parent:
                 os._exit(code if contents(call()) == expected else 4)
             computing = False
-            if os.getpid() != parent:  # made between those two lines
+            if os.getpid() != parent:  # a child forked after the check above and before `computing` changed
                 os._exit(0)
             assert code == 0
-            while len(children) <= step:  # the call was over before
+            while len(children) <= step:  # the call ended before the alarm
                 time.sleep(0.001)
             codes.append(finish(children[step]))
     assert set(codes) <= {0, 10}, codes
-    assert 10 in codes, "no fork was in the middle of a call"
+    assert 10 in codes, "no fork was during a call"
 
 
 # A draw of a quarter of a second and more: of arithmetic, for memory that was there before costs no time.
@@ -310,8 +314,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_multiprocessing(tmp_path: Path, method: str) -> None:
-    """Pools of processes, started and ended while a thread computes. PyTorch's loaders work this way."""
+def test_multiprocessing_pools_give_the_same_bits(tmp_path: Path, method: str) -> None:
+    """The pool starts and ends while a thread computes, as in PyTorch's data loaders."""
     script = tmp_path / "pool.py"
     script.write_text(MULTIPROCESSING)
     done = python(script, method)
@@ -339,7 +343,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
-def test_joblib(tmp_path: Path, backend: str) -> None:
+def test_joblib_gives_the_same_bits(tmp_path: Path, backend: str) -> None:
     pytest.importorskip("joblib")
     script = tmp_path / "pool.py"
     script.write_text(JOBLIB)
@@ -356,7 +360,7 @@ try:
 except ImportError:
     import _xxsubinterpreters as interpreters
 
-# NumPy itself cannot be imported there: the extension alone
+# NumPy cannot be imported in a second interpreter, so load the extension alone
 CODE = '''
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -378,7 +382,7 @@ print(cattn.softmax([0.0, 0.0]))
 
 
 def test_a_second_interpreter_is_refused() -> None:
-    """The first one's module stays as it is."""
+    """The module in the first interpreter keeps working."""
     done = python("-c", SECOND_INTERPRETER)
     assert (done.returncode, done.stderr) == (0, "")
     refused, *rest = done.stdout.splitlines()
@@ -388,7 +392,7 @@ def test_a_second_interpreter_is_refused() -> None:
     assert rest == ["ImportError", "[0.5 0.5]"]
 
 
-def test_the_only_interpreter_may_be_any() -> None:
+def test_cattn_may_run_in_any_single_interpreter() -> None:
     code = "import cattn; print(cattn.softmax([0.0, 0.0]))"
     script = f"import _xxsubinterpreters as i; one = i.create(); i.run_string(one, {code!r}); i.destroy(one)"
     if sys.version_info >= (3, 12):
@@ -402,14 +406,14 @@ INTERRUPTED = """
 import gc, signal, sys
 import numpy as np
 import cattn
-from every_call import contents
+from public_calls import contents
 from test_faults import BUSY
 
 armed = False
 
 
 def interrupt(*_):
-    "As Python's own, but only within the call: a shell that has computed nothing has nothing to interrupt."
+    "Raise as Python's own handler does, but only during the call."
     if armed:
         raise KeyboardInterrupt
 
@@ -430,7 +434,7 @@ before = sys.getallocatedblocks()
 for _ in range(ROUNDS):
     for name, call in calls.items():
         generator.set_state(state)
-        print(name, flush=True)  # now the parent sends its signal, at any moment
+        print(name, flush=True)  # from now on the parent sends its signal
         try:
             armed = True
             call()
@@ -438,7 +442,7 @@ for _ in range(ROUNDS):
         except KeyboardInterrupt:
             armed = False
             counts[name] += 1
-            now = generator.get_state()  # moved as a whole where the signal came behind the computation
+            now = generator.get_state()  # the state after the draw if the signal came after the computation
             if not ((now == state).all() or (now == moved[name]).all()):
                 print("the generator has moved halfway", file=sys.stderr)
         generator.set_state(state)
@@ -452,8 +456,8 @@ print(sum(counts.values()))
 """
 
 
-def test_ctrl_c_at_any_moment() -> None:
-    """Forty signals, each within 60 ms of the start of a call: KeyboardInterrupt, or too late; then the right bits."""
+def test_ctrl_c_may_come_at_any_moment() -> None:
+    """Forty signals, each within 60 ms of the start of a call. Whether they interrupt it or not, the next is right."""
     rounds, random = 7, np.random.default_rng(1)
     path = os.pathsep.join([str(Path(cattn.__file__).parents[1]), str(HERE)])
     child = subprocess.Popen(
@@ -473,4 +477,4 @@ def test_ctrl_c_at_any_moment() -> None:
         interrupted = int(child.stdout.readline())
         assert child.stderr.read() == ""
     assert child.returncode == 0
-    assert interrupted >= 10, "most came too late"
+    assert interrupted >= 10, "most signals came after their calls"

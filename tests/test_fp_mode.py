@@ -1,4 +1,4 @@
-"""The floating-point mode of the caller neither matters nor changes: rounding directions, subnormals set to zero."""
+"""The caller's floating-point mode changes no result and is restored: rounding directions, flush to zero."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 import cattn
-from any_work import Work, any_function
 from bit_cases import build, plain, yardstick_of
 from cattn import _cattn
-from every_call import CALLS, contents, fresh
+from public_calls import CALLS, contents, fresh
 from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
+from work_strategy import Work, any_function
 
 Normal = Callable[..., np.ndarray]
 
 
-def test_the_modes_matter_to_numpy() -> None:
-    """Each of them changes a result of its own, so they are in force."""
+def test_every_mode_changes_results_of_numpy() -> None:
+    """Each mode changes some result of NumPy, so it is in force."""
     third, tiny = np.full(2, 3.0), np.full(2, 1e-310)
     changed = set()
     for mode in FP_MODES:
@@ -28,8 +28,8 @@ def test_the_modes_matter_to_numpy() -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_attention(isa: str, dtype: type, mode: str) -> None:
-    """The mode of the caller neither matters nor changes. Scale and dropout factor are not exact: 1/sqrt(11), 1/0.9."""
+def test_the_mode_changes_no_bit_of_attention(isa: str, dtype: type, mode: str) -> None:
+    """The scale 1/sqrt(11) and the dropout factor 1/0.9 are rounded, so another rounding direction would show."""
     for name in (
         "plain",
         "dropout",
@@ -55,8 +55,8 @@ def test_attention(isa: str, dtype: type, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_converted_masks(mode: str, normal: Normal) -> None:
-    """A float64 mask is rounded to float32 on the way in, and so are numbers of each head."""
+def test_the_mode_changes_no_bit_of_converted_masks(mode: str, normal: Normal) -> None:
+    """A float64 mask is rounded to float32, and so are slopes and sinks."""
     call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
     call |= {"alibi_slopes": [1 / 3], "sinks": [-1 / 3]}
     right = everything(**call)
@@ -66,7 +66,7 @@ def test_converted_masks(mode: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+def test_the_mode_changes_no_bit_of_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
     x = normal(20, 50, dtype=dtype)
     x[3] *= 1e-39 if dtype == np.float32 else 1e-309
     for call in (
@@ -81,8 +81,8 @@ def test_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_the_range_of_a_uniform_draw(dtype: type, mode: str) -> None:
-    """It is checked as it will be drawn: 3.4028235e38 is float32's largest number, or rounds to inf."""
+def test_the_mode_does_not_change_which_ranges_uniform_takes(dtype: type, mode: str) -> None:
+    """3.4028235e38 rounds to the largest float32, or to inf in another mode."""
     right = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
     with floating_point_mode(mode):
         result = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
@@ -90,7 +90,7 @@ def test_the_range_of_a_uniform_draw(dtype: type, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+def test_the_mode_changes_no_bit_of_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
     x = normal(300, dtype=dtype)
     x[:50] *= 1e-39 if dtype == np.float32 else 1e-309
     for p in (0.1, 0.3, 0.9):  # 1 / (1 - p) is rounded
@@ -101,12 +101,12 @@ def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
             assert_same_bits(a, b, f"p {p}")
 
 
-# Their projections are NumPy's matrix products, and those the BLAS's.
+# The projections of layers are matrix products of the BLAS, which computes in the caller's mode.
 PROJECTING = {"Linear", "SelfAttention", "CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper"}
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - PROJECTING))
-def test_everything_public(name: str) -> None:
+def test_the_mode_changes_no_bit_of_any_public_function(name: str) -> None:
     right = contents(fresh(name))
     for mode in FP_MODES:
         with floating_point_mode(mode):
@@ -115,7 +115,7 @@ def test_everything_public(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_weights_from_numpys_generator(mode: str) -> None:
+def test_the_mode_changes_no_weight_drawn_by_a_numpy_generator(mode: str) -> None:
     right = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
     with floating_point_mode(mode):
         result = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
@@ -123,7 +123,7 @@ def test_weights_from_numpys_generator(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_an_error_leaves_the_mode_as_it_was(mode: str) -> None:
+def test_an_error_restores_the_mode(mode: str) -> None:
     with floating_point_mode(mode):
         with pytest.raises(ValueError, match="outs and lses must be as many"):
             cattn.merge_attention([], [])
@@ -132,7 +132,7 @@ def test_an_error_leaves_the_mode_as_it_was(mode: str) -> None:
 
 
 @hypothesis.given(work=any_function())
-def test_any_call(work: Work) -> None:
+def test_the_mode_changes_no_bit_of_random_work(work: Work) -> None:
     right = work.run()
     for mode in FP_MODES:
         with floating_point_mode(mode):
@@ -142,11 +142,11 @@ def test_any_call(work: Work) -> None:
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_gradients(isa: str, dtype: type, mode: str, normal: Normal) -> None:
-    """Also sums over what was broadcast: NumPy makes some of them."""
+def test_the_mode_changes_no_bit_of_gradients(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    """Including the sums over broadcast dimensions, some of which NumPy computes."""
     query, grad_out = normal(2, 1, 200, 11, dtype=dtype), normal(2, 1, 200, 11, dtype=dtype)
     key, value = normal(2, 2, 1, 30, 11, dtype=dtype)
-    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # rounded to float32 on the way in
+    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # the call rounds it to float32
     options = {"bias": bias, "sinks": [0.3], "dropout_p": 0.1, "rng": 3, "softcap": 3}
     forward = cattn.scaled_dot_product_attention(query, key, value, **options, return_lse=True)
     arrays = (grad_out, query, key, value, forward.out, forward.lse)

@@ -1,4 +1,4 @@
-"""float16 and bfloat16 are ways to store: the bits are those of a float32 call on the same numbers, rounded once."""
+"""float16 and bfloat16 are storage: results have the bits of the float32 call on the same numbers, rounded once."""
 
 import itertools
 import subprocess
@@ -47,28 +47,28 @@ def all_numbers(half: np.dtype) -> np.ndarray:
 
 # ---- conversions ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", ["tile", "rows", "tiny"])
-def test_every_number_comes_through(isa: str, path: str, half: np.dtype) -> None:
-    """One key: the output is the value, whatever it is; NaN is the canonical one."""
+def test_every_half_is_converted_exactly(isa: str, path: str, half: np.dtype) -> None:
+    """With one key the output is the value. Every NaN becomes the canonical NaN, and -0 becomes 0."""
     value = all_numbers(half).reshape(-1, 1, 64)
     one = np.ones((len(value), 1, 3), half)
     with forced(path):
         out = cattn.scaled_dot_product_attention(one, one, value)
     wide = quiet(value, np.float32)
-    expected = np.where(wide == 0, 0, wide)  # no -0: paths could not agree on it
+    expected = np.where(wide == 0, 0, wide)  # results never hold -0
     assert_same_bits(out, quiet(np.where(np.isnan(wide), NAN, expected).astype(np.float32), half))
 
 
-def test_every_rounding(isa: str, half: np.dtype) -> None:
-    """Doubling, halving and other factors: subnormals, ties and overflow, as NumPy rounds them."""
+def test_results_are_rounded_as_numpy_rounds_them(isa: str, half: np.dtype) -> None:
+    """All halves times several factors: subnormals, ties and overflow."""
     x = all_numbers(half)
     x = x[np.isfinite(quiet(x, np.float32))]
     for p in (0.5, 0.75, 1 / 3, 0.999):
-        out, kept = cattn.dropout(x, p, rng=1, return_mask=True)
+        out, mask = cattn.dropout(x, p, rng=1, return_mask=True)
         scale = np.float32(1 / (1 - p))
         with np.errstate(over="ignore"):
-            assert_same_bits(out[kept], quiet(quiet(x, np.float32)[kept] * scale, half))
-        assert not bits(out[~kept]).any()
-    # the mean of neighbours lies half way between them: a tie
+            assert_same_bits(out[mask], quiet(quiet(x, np.float32)[mask] * scale, half))
+        assert not bits(out[~mask]).any()
+    # the mean of two neighbours is a tie
     for a, b in ((x[:-1], x[1:]), (x[:-2], x[2:])):
         value = np.stack([a, b]).T[:, :, None]
         zero = np.zeros((len(a), 1, 1), half)
@@ -99,7 +99,9 @@ def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
         "masks": inputs(rng, half, 101, long, attn_mask=mask, bias=bias),
         "half bias": inputs(rng, half, 101, long, bias=bias.astype(half)),
         "window": inputs(rng, half, 130, long, window_size=(40, 3), query_offset=200),
-        "shapers": inputs(rng, half, 101, long, softcap=2.0, alibi_slopes=[0.5, 0.25, 0.1, 0], sinks=[0, 1, -1, 2.0]),
+        "softcap, slopes, sinks": inputs(
+            rng, half, 101, long, softcap=2.0, alibi_slopes=[0.5, 0.25, 0.1, 0], sinks=[0, 1, -1, 2.0]
+        ),
         "dropout": inputs(rng, half, 101, long, dropout_p=0.3, rng=5, is_causal="lower_right"),
         "lengths": inputs(rng, half, 40, long, query_seq_lengths=[40, 3], key_value_seq_lengths=[long, 100]),
         "one head of many": inputs(rng, half, 9, 50, heads=6),
@@ -109,7 +111,9 @@ def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
 
 
 @pytest.mark.parametrize("name", cases(np.random.default_rng(0), KINDS["float16"]))
-def test_bits_are_those_of_float32(name: str, isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+def test_attention_of_halves_has_the_bits_of_float32_rounded_once(
+    name: str, isa: str, half: np.dtype, rng: np.random.Generator
+) -> None:
     call = cases(rng, half)[name]
     with table("scalar" if in_contract(isa) else isa), forced("rows"):
         expected = rounded(cattn.scaled_dot_product_attention(**widened(call), **EXTRAS), half)
@@ -120,7 +124,7 @@ def test_bits_are_those_of_float32(name: str, isa: str, half: np.dtype, rng: np.
 
 
 def layouts(a: np.ndarray) -> dict[str, np.ndarray]:
-    """The same numbers, laid out in other ways."""
+    """Return the same numbers in other memory layouts, by name."""
     swapped = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
     wide = np.zeros((*a.shape[:-1], 3 * a.shape[-1]), a.dtype)
     wide[..., ::3] = a
@@ -130,7 +134,7 @@ def layouts(a: np.ndarray) -> dict[str, np.ndarray]:
     return {"swapped": swapped, "wide": wide[..., ::3], "unaligned": unaligned, "backwards": backwards}
 
 
-def test_strides(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+def test_halves_of_any_strides_give_the_same_bits(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
     call = inputs(rng, half, 30, BLOCK + 10, is_causal="lower_right")
     expected = everything(**call)
     for name in layouts(call["query"]):
@@ -145,8 +149,8 @@ def test_strides(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
         assert_same_bits(cattn.scaled_dot_product_attention(**other), expected.out)
 
 
-def test_what_is_hidden_stays_hidden(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
-    """NaN, inf, the largest and the smallest numbers where no query looks."""
+def test_hidden_keys_in_halves_change_no_bit(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+    """Hidden keys and values are NaN, infinity, the largest and the smallest number."""
     call = inputs(rng, half, 101, 101, is_causal=True)
     mask = rng.random(101) < 0.5
     mask[0] = True
@@ -162,8 +166,8 @@ def test_what_is_hidden_stays_hidden(isa: str, half: np.dtype, rng: np.random.Ge
             assert_same_bits(result, expected, f"{poison}, {way}")
 
 
-def test_the_reference_takes_them(half: np.dtype, rng: np.random.Generator) -> None:
-    """And is met within half a unit in the last place of the result, and a little for float32's own errors."""
+def test_attention_of_halves_agrees_with_the_reference(half: np.dtype, rng: np.random.Generator) -> None:
+    """Within half a unit in the last place of the result, plus a little for the errors of float32."""
     call = inputs(rng, half, 60, 90, is_causal="lower_right")
     out = cattn.scaled_dot_product_attention(**call).astype(np.float64)
     right = reference.scaled_dot_product_attention(**call)
@@ -174,7 +178,9 @@ def test_the_reference_takes_them(half: np.dtype, rng: np.random.Generator) -> N
 
 # ---- the other functions -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", ["qk", "softcap", "bias", "mask", "softmax"])
-def test_stages(stage: str, half: np.dtype, rng: np.random.Generator) -> None:
+def test_stages_of_halves_have_the_bits_of_float32_rounded_once(
+    stage: str, half: np.dtype, rng: np.random.Generator
+) -> None:
     call = inputs(
         rng, half, 40, 50, is_causal="lower_right", softcap=2.0, bias=rng.standard_normal((40, 50)).astype(np.float32)
     )
@@ -183,8 +189,8 @@ def test_stages(stage: str, half: np.dtype, rng: np.random.Generator) -> None:
     assert_same_bits(cattn.attention_weights(**call, stage=stage), quiet(expected, half))
 
 
-def test_dropped_weights(half: np.dtype, rng: np.random.Generator) -> None:
-    """Rounded once, after the dropout; an out that is refused is refused before anything is drawn."""
+def test_weights_of_halves_after_dropout_are_rounded_once(half: np.dtype, rng: np.random.Generator) -> None:
+    """Also into a strided out. A wrong out is refused before anything is drawn."""
     call = inputs(rng, half, 40, 50, dropout_p=0.3, rng=1, stage="dropout")
     del call["value"]
     exact = cattn.attention_weights(**widened(call))
@@ -203,44 +209,50 @@ def test_dropped_weights(half: np.dtype, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("method", ["neg_inf", "renormalize"])
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2)])
-def test_softmax(method: str, axis: Any, isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+def test_softmax_of_halves_has_the_bits_of_float32_rounded_once(
+    method: str, axis: Any, isa: str, half: np.dtype, rng: np.random.Generator
+) -> None:
     x = (4 * rng.standard_normal((20, 33, 70))).astype(half)
     mask = rng.random((33, 70)) < 0.8
     for a in (x, x[::2, ::-1, 1::3], x.swapaxes(0, 2)):
-        keep = mask if a.shape == x.shape else None
-        expected = cattn.softmax(quiet(a, np.float32), axis=axis, where=keep, scale=0.3)
-        assert_same_bits(cattn.softmax(a, axis=axis, where=keep, scale=0.3), quiet(expected, half))
+        where = mask if a.shape == x.shape else None
+        expected = cattn.softmax(quiet(a, np.float32), axis=axis, where=where, scale=0.3)
+        assert_same_bits(cattn.softmax(a, axis=axis, where=where, scale=0.3), quiet(expected, half))
     expected = cattn.masked_softmax(quiet(x, np.float32), mask, method=method)
     assert_same_bits(cattn.masked_softmax(x, mask, method=method), quiet(expected, half))
-    itself = x.copy()
-    assert cattn.masked_softmax(itself, mask, method=method, out=itself) is itself
-    assert_same_bits(itself, quiet(expected, half))
+    in_place = x.copy()
+    assert cattn.masked_softmax(in_place, mask, method=method, out=in_place) is in_place
+    assert_same_bits(in_place, quiet(expected, half))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 1000), (2, 70001), (130, 3, 5)])
-def test_dropout(shape: tuple[int, ...], isa: str, half: np.dtype, rng: np.random.Generator) -> None:
+def test_dropout_of_halves_has_the_bits_of_float32_rounded_once(
+    shape: tuple[int, ...], isa: str, half: np.dtype, rng: np.random.Generator
+) -> None:
     x = np.asarray(rng.standard_normal(shape)).astype(half)
     for a in (x, x.T, x[..., ::-2] if shape else x):
         expected, mask = cattn.dropout(quiet(a, np.float32), 0.3, rng=4, return_mask=True)
-        out, kept = cattn.dropout(a, 0.3, rng=4, return_mask=True)
+        out, own_mask = cattn.dropout(a, 0.3, rng=4, return_mask=True)
         assert_same_bits(np.ascontiguousarray(out), np.ascontiguousarray(quiet(expected, half)))
-        assert_same_bits(kept, mask)
+        assert_same_bits(own_mask, mask)
         assert_same_bits(np.ascontiguousarray(cattn.dropout(a, 0.3, rng=4)), np.ascontiguousarray(out))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("shape", [(7,), (50, 41), (3, 40, 40)])
-def test_dropout_as_pytorch(p: float, shape: tuple[int, ...], half: np.dtype, rng: np.random.Generator) -> None:
-    """PyTorch rounds 1 / (1 - p) to the tensor's dtype first."""
+def test_dropout_of_halves_is_that_of_pytorch(
+    p: float, shape: tuple[int, ...], half: np.dtype, rng: np.random.Generator
+) -> None:
+    """PyTorch first rounds 1 / (1 - p) to the dtype of the tensor."""
     x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
     x = x.half() if half == np.float16 else x.bfloat16()
     torch.manual_seed(123)
     expected = torch.dropout(x, p, True).view(torch.int16).numpy()
     ours = cattn.dropout(x.view(torch.int16).numpy().view(half), p, rng=cattn.TorchGenerator(123))
-    assert (ours == expected.view(half)).all()  # but for the sign of 0
+    assert (ours == expected.view(half)).all()  # == ignores the sign of zero, which may differ
 
 
-def test_varlen_and_merge(half: np.dtype, rng: np.random.Generator) -> None:
+def test_varlen_and_merge_take_halves(half: np.dtype, rng: np.random.Generator) -> None:
     packed = [rng.standard_normal((60, 2, 8)).astype(half) for _ in range(3)]
     lengths = [0, 10, 10, 60], [0, 10, 10, 60]
     out = cattn.varlen_attention(*packed, *lengths, is_causal=True)
@@ -257,8 +269,8 @@ def test_varlen_and_merge(half: np.dtype, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(merged.astype(np.float64), whole, atol=2 * float(ml_dtypes.finfo(half).eps))
 
 
-def test_cache(half: np.dtype, rng: np.random.Generator) -> None:
-    """Decoding from a cache of halves has the bits of the full pass."""
+def test_decoding_with_a_cache_of_halves_has_the_bits_of_one_pass(half: np.dtype, rng: np.random.Generator) -> None:
+    """Token by token; and the cache refuses another dtype."""
     call = inputs(rng, half, 300, 300)
     full = cattn.causal_attention(**call)
     cache = cattn.KVCache(2, 2, 300, 11, 19, dtype=half)
@@ -273,14 +285,14 @@ def test_cache(half: np.dtype, rng: np.random.Generator) -> None:
         cattn.KVCache(1, 1, 1, 1, dtype=half).append(np.ones((1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), half))
 
 
-def test_modules_compute_in_their_own_dtype(half: np.dtype, rng: np.random.Generator) -> None:
+def test_layers_convert_halves_to_their_own_dtype(half: np.dtype, rng: np.random.Generator) -> None:
     module = cattn.MultiHeadAttention(6, 8, 10, 0.0, 2, rng=0)
     x = rng.standard_normal((2, 5, 6)).astype(half)
     assert_same_bits(module(x), module(x.astype(np.float32)))
 
 
-# ---- dtypes that meet ----------------------------------------------------------------------------------------------
-def test_promotion(half: np.dtype) -> None:
+# ---- mixed dtypes --------------------------------------------------------------------------------------------------
+def test_mixed_dtypes_promote_and_two_kinds_of_halves_are_refused(half: np.dtype) -> None:
     for dtypes in itertools.product([half, np.dtype("f4"), np.dtype("f8")], repeat=3):
         arrays = [np.ones((3, 4), dtype) for dtype in dtypes]
         assert cattn.scaled_dot_product_attention(*arrays).dtype == np.result_type(*dtypes), dtypes
@@ -289,7 +301,7 @@ def test_promotion(half: np.dtype) -> None:
         cattn.scaled_dot_product_attention(both[0], both[1], both[1])
 
 
-def test_errors(half: np.dtype) -> None:
+def test_wrong_dtypes_are_refused(half: np.dtype) -> None:
     x = np.ones((3, 4), half)
     with pytest.raises(TypeError, match=f"out has dtype float32, the result has {half.name}"):
         cattn.causal_attention(x, x, x, out=np.empty((3, 4), np.float32))
@@ -299,7 +311,7 @@ def test_errors(half: np.dtype) -> None:
         cattn.causal_attention(x.astype(ml_dtypes.float8_e4m3fn), x, x)
 
 
-def test_torch_tensors(half: np.dtype) -> None:
+def test_torch_tensors_of_halves_are_inputs(half: np.dtype) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     x = x.half() if half == np.float16 else x.bfloat16()
     array = x.view(torch.int16).numpy().view(half)
@@ -309,15 +321,15 @@ def test_torch_tensors(half: np.dtype) -> None:
         cattn.causal_attention(x.clone().requires_grad_(), x, x)
 
 
-def test_onnx(half: np.dtype, rng: np.random.Generator) -> None:
+def test_onnx_attention_of_halves_returns_halves(half: np.dtype, rng: np.random.Generator) -> None:
     q, k, v = (rng.standard_normal((2, 3, 7, 8)).astype(half) for _ in range(3))
     outputs = onnx.attention(q, k, v, is_causal=1, past_key=k, past_value=v, return_qk=True)
     assert {a.dtype for a in outputs} == {half}
     assert_same_bits(outputs.present_key, np.concatenate([k, k], axis=2))
 
 
-def test_ml_dtypes_is_not_imported() -> None:
-    """Nor needed, before somebody comes with such an array, or asks for one."""
+def test_ml_dtypes_is_needed_only_for_bfloat16() -> None:
+    """Without ml_dtypes installed float16 works, and bfloat16 gives an error that says what to install."""
     code = (
         "import sys; sys.modules['ml_dtypes'] = None\n"
         "import numpy as np, cattn\n"

@@ -1,7 +1,7 @@
-"""Hostile sizes and numbers: an error or the right answer, never memory that is not the caller's, never a deaf hang.
+"""Hostile sizes, numbers and files: an error or the right answer, no access outside the arrays, and Ctrl-C works.
 
-Arrays that repeat one element (stride 0) have any size at no cost, so a size says nothing about memory. SECURITY.md has
-the promises.
+Arrays that repeat one element (stride 0) can have any size without memory, so sizes are no measure of memory. The
+promises are in SECURITY.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cattn._cli.files import InputError, load
 from cattn.nn._files import load_arrays, save_arrays
 
 F = np.float32
-MOST = 2**48  # of T_q, T_k, head_dim and d_v
+MOST = 2**48  # the limit of T_q, T_k, head_dim and d_v
 
 
 def repeated(*shape: int, dtype: Any = F) -> np.ndarray:
-    """One element, as often as wanted."""
+    """Return an array that repeats one element, all strides 0."""
     return as_strided(np.ones(1, dtype), shape, (0,) * len(shape))
 
 
@@ -39,14 +39,14 @@ def torch_dropout() -> dict[str, Any]:
 
 attend, backward = cattn.scaled_dot_product_attention, cattn.attention_backward
 X = np.ones((3, 2), F)
-# Shapes for which a product of sizes is 0, or small, in 64 bits: scratch of that size would be overrun.
+# For these shapes a product of sizes wraps around to 0 or a small number in 64 bits: scratch of that size is too small.
 WRAPS = 2**64 // 12 + 1
 TOO_LARGE: dict[str, Callable[[], object]] = {
     "packed query": lambda: attend(repeated(1, 2**59), repeated(1, 2**59), np.ones((1, 1), F)),
     "packed query, weights": lambda: cattn.attention_weights(repeated(1, 2**59), repeated(1, 2**59)),
     "packed query, rank": lambda: cattn.explain(repeated(1, 2**59), repeated(1, 2**59), np.ones((1, 1), F)),
     "a row of halves": lambda: attend(*[repeated(1, 2**60, dtype=ml_dtypes.bfloat16)] * 2, np.ones((1, 1), F)),
-    "values nobody asks for": lambda: attend(np.ones((0, 1), F), np.ones((1, 1), F), repeated(1, 2**59)),
+    "values without queries": lambda: attend(np.ones((0, 1), F), np.ones((1, 1), F), repeated(1, 2**59)),
     "bits of a serial stream": lambda: attend(
         np.ones((20, 0), np.float16), *[repeated(WRAPS, 0, dtype=np.float16)] * 2, **torch_dropout()
     ),
@@ -67,14 +67,14 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-def test_sizes_that_cannot_be_counted_with_are_refused(name: str) -> None:
+def test_sizes_that_would_overflow_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is too large$"):
         TOO_LARGE[name]()
 
 
 @pytest.mark.parametrize("last", [MOST, MOST + 1])
-def test_the_largest_sizes(last: int) -> None:
-    """The bound itself is fine: where no row asks for more, nothing is computed or allocated."""
+def test_the_largest_sizes_are_accepted_and_larger_ones_refused(last: int) -> None:
+    """Calls without rows or with an empty batch compute and allocate nothing, so they may have the largest sizes."""
     calls = [
         lambda: attend(np.ones((0, 1), F), np.ones((1, 1), F), repeated(1, last)).shape == (0, last),
         lambda: attend(repeated(0, last), repeated(1, last), np.ones((1, 1), F)).shape == (0, 1),
@@ -106,12 +106,12 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", NO_MEMORY)
-def test_what_has_no_room_is_a_memory_error(name: str) -> None:
+def test_a_result_or_scratch_without_room_is_a_memory_error(name: str) -> None:
     with pytest.raises(MemoryError):
         NO_MEMORY[name]()
 
 
-# Calls without end: (2**40 queries, none of which gives a number; more rows than a life has seconds).
+# Calls that would run for years although they produce no numbers: 2**40 queries without keys or values, and the like.
 ENDLESS = {
     "queries without keys": "cattn.scaled_dot_product_attention(many, none, none[:, :0])",
     "queries without values": "cattn.scaled_dot_product_attention(many, one, one[:, :0])",
@@ -119,7 +119,7 @@ ENDLESS = {
     "explain": "cattn.explain(many, one, one, is_causal='upper_left')",
     "gradients": "cattn.attention_backward(*[repeated(2**30, 0)] * 5, repeated(2**30))",
 }
-LISTENING = """
+INTERRUPTED = """
 import signal
 import numpy as np
 import cattn
@@ -140,21 +140,21 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_call_without_end_hears_signals(name: str) -> None:
-    script = LISTENING.format(call=ENDLESS[name])
+def test_a_signal_stops_a_call_without_end(name: str) -> None:
+    script = INTERRUPTED.format(call=ENDLESS[name])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "stopped\n", done.stderr
 
 
-def test_a_mask_of_many_rows_without_columns_is_made_at_once() -> None:
+def test_a_mask_of_2_63_rows_without_columns_is_made_at_once() -> None:
     assert cattn.causal_mask(2**63 - 1, 0).shape == (2**63 - 1, 0)
     assert cattn.causal_mask(0, 2**63 - 1).shape == (0, 2**63 - 1)
 
 
 @pytest.mark.parametrize("far", [2**61, -(2**61)])
 @pytest.mark.parametrize("window", [None, (2**63 - 1, 2**63 - 1), (2**62, -1), (-1, 2**62)])
-def test_positions_far_away(far: int, window: tuple[int, int] | None) -> None:
-    """A place so far behind every key sees them all, one before sees none: no position wraps around."""
+def test_far_positions_do_not_wrap_around(far: int, window: tuple[int, int] | None) -> None:
+    """A query far after every key sees all keys, and one far before sees none."""
     q = np.arange(6, dtype=F).reshape(3, 2)
     out = attend(q, q, q, is_causal=True, query_offset=far, window_size=window)
     seen = far > 0 and (window is None or window[0] in (-1, 2**63 - 1, 2**62))
@@ -222,7 +222,7 @@ def npz(member: bytes) -> bytes:
 
 
 def read(folder: Path, suffix: str, content: bytes) -> None:
-    """Read the file in every way there is: damage is an error that names the file, or MemoryError, and no other."""
+    """Read the file with both readers. Damage raises MemoryError or an error that names the file, and no other."""
     path = folder / f"file{suffix}"
     path.write_bytes(content)
     ways: list[Callable[[], object]] = [lambda: load_arrays(path)] if suffix != ".npy" else []
@@ -239,7 +239,9 @@ def read(folder: Path, suffix: str, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers_are_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_or_malicious_header_is_refused_and_not_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for suffix, content in ((".npy", npy(HEADERS[name])), (".npz", npz(npy(HEADERS[name])))):
         read(tmp_path, suffix, content)
@@ -250,7 +252,7 @@ def test_headers_are_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
-def test_damaged_bytes(suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_random_damage_is_an_error_that_names_the_file(suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(3, F)}
     whole = tmp_path / f"whole{suffix}"
     if suffix == ".npy":

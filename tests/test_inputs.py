@@ -1,4 +1,4 @@
-"""What may go in: array-likes of every kind, any layout, mixed dtypes, empty arrays; and that none of it is changed."""
+"""Inputs: array-likes of every kind, any layout, mixed dtypes, empty arrays; and no input is modified."""
 
 import array
 import decimal
@@ -22,9 +22,9 @@ INF, NAN = np.inf, np.nan
 EXTRAS: dict[str, Any] = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 
-# ---- every function, with every input it has -----------------------------------------------------------------------
+# ---- every function with all of its array arguments ----------------------------------------------------------------
 def calls(rng: np.random.Generator, dtype: Any = np.float32) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Name -> function and arguments; those that are arrays may be replaced by what holds the same numbers."""
+    """Return functions and arguments by name. Arrays among these may be replaced by others with the same numbers."""
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
@@ -67,7 +67,7 @@ def run(call: tuple[Callable[..., Any], dict[str, Any]], change: Callable[[np.nd
 
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_are_not_modified(name: str, isa: str, dtype: Any, rng: np.random.Generator) -> None:
-    """Whole buffers are compared, so that what lies between the elements of a view counts too."""
+    """Whole buffers are compared, including the memory between the elements of a view."""
     buffers = []
 
     def hold(x: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_inputs_are_not_modified(name: str, isa: str, dtype: Any, rng: np.random
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_path_modifies_inputs(path: str, rng: np.random.Generator) -> None:
+def test_no_path_modifies_its_inputs(path: str, rng: np.random.Generator) -> None:
     function, arguments = calls(rng)["attention"]
     arguments = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
     arguments["key"][:, :, 3] = NAN
@@ -97,7 +97,7 @@ def test_no_path_modifies_inputs(path: str, rng: np.random.Generator) -> None:
 
 # ---- other containers of the same numbers --------------------------------------------------------------------------
 class OnlyArray:
-    """Has __array__ and nothing else."""
+    """An object with __array__ and nothing else."""
 
     def __init__(self, x: np.ndarray) -> None:
         self._x = x
@@ -113,7 +113,7 @@ class OnlyInterface:
 
 
 class OnlyDLPack:
-    """Has the two methods of the DLPack protocol and nothing else."""
+    """An object with the two methods of the DLPack protocol and nothing else."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -126,7 +126,7 @@ class OnlyDLPack:
 
 
 class Subclass(np.ndarray):
-    """Breaks whatever is computed with it."""
+    """An array that raises when it is computed with or indexed."""
 
     def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("no ufunc may run on a subclass")
@@ -140,7 +140,7 @@ def as_subclass(x: np.ndarray) -> Any:
 
 
 def structured_field(x: np.ndarray) -> np.ndarray:
-    """A field of packed records: misaligned, with strides that are no whole elements."""
+    """Return a field of packed records: misaligned, with strides that are no multiple of the element size."""
     records = np.zeros(x.shape, [("flag", "u1"), ("x", x.dtype), ("pad", "u2")])
     records["x"] = x
     return records["x"]
@@ -197,8 +197,8 @@ def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: An
     assert all(type(x) is np.ndarray for x in (result if isinstance(result, tuple) else [result])[:2])
 
 
-def test_shapes_of_what_has_none_of_its_own(rng: np.random.Generator) -> None:
-    """Gradients have the shape of their argument, whatever is asked for it."""
+def test_objects_without_a_shape_have_gradients_and_explanations(rng: np.random.Generator) -> None:
+    """Gradients have the shape of their argument even if that object has no attribute `shape`."""
     query, key, value = (rng.standard_normal(shape) for shape in ((3, 4), (5, 4), (5, 2)))
     bias, sinks = np.zeros((3, 1)), np.zeros(1)
     result = cattn.scaled_dot_product_attention(query, key, value, bias=bias, sinks=sinks, return_lse=True)
@@ -213,7 +213,7 @@ def test_shapes_of_what_has_none_of_its_own(rng: np.random.Generator) -> None:
     assert cattn.explain(*others) == cattn.explain(query, key, value)
 
 
-def test_an_array_that_dlpack_cannot_export() -> None:
+def test_an_array_that_dlpack_cannot_export_is_refused_by_name() -> None:
     import torch
 
     tensor = OnlyDLPack(torch.ones(2, 3, requires_grad=True))
@@ -222,7 +222,7 @@ def test_an_array_that_dlpack_cannot_export() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_lists_are_float64(name: str, rng: np.random.Generator) -> None:
+def test_lists_and_tuples_are_float64(name: str, rng: np.random.Generator) -> None:
     call = calls(rng, np.float64)[name]
     assert_same_bits(run(call, lambda x: x.tolist()), run(call))
     assert_same_bits(run(call, lambda x: tuple(x.tolist())), run(call))
@@ -239,7 +239,7 @@ def test_integers_and_booleans_are_float64(kind: Any, rng: np.random.Generator) 
     assert_same_bits(cattn.softmax(x.tolist()), cattn.softmax(wide))
 
 
-def test_one_dimensional_containers(rng: np.random.Generator) -> None:
+def test_array_bytearray_and_matrix_are_inputs(rng: np.random.Generator) -> None:
     numbers = rng.standard_normal(6)
     for other in (array.array("d", numbers), memoryview(numbers), numbers.tolist(), tuple(numbers)):
         assert_same_bits(cattn.softmax(other), cattn.softmax(numbers))
@@ -247,8 +247,8 @@ def test_one_dimensional_containers(rng: np.random.Generator) -> None:
     single = numbers.astype(np.float32)
     assert_same_bits(cattn.softmax(array.array("f", single)), cattn.softmax(single))
     assert_same_bits(cattn.softmax(bytearray(b"\0\1\2")), cattn.softmax([0, 1, 2]))
-    keep = numbers > 0
-    assert_same_bits(cattn.softmax(numbers, where=memoryview(keep)), cattn.softmax(numbers, where=keep))
+    where = numbers > 0
+    assert_same_bits(cattn.softmax(numbers, where=memoryview(where)), cattn.softmax(numbers, where=where))
     with pytest.warns(PendingDeprecationWarning):
         matrix = np.matrix(numbers.reshape(2, 3))
     result = cattn.causal_attention(matrix, matrix, matrix)
@@ -256,7 +256,7 @@ def test_one_dimensional_containers(rng: np.random.Generator) -> None:
     assert_same_bits(result, cattn.causal_attention(*[numbers.reshape(2, 3)] * 3))
 
 
-def test_memory_maps(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_memory_maps_are_inputs(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.standard_normal((20, 6)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
@@ -266,7 +266,7 @@ def test_memory_maps(tmp_path: Path, rng: np.random.Generator) -> None:
     assert_same_bits(result, cattn.causal_attention(x, x, x))
 
 
-def test_broadcast_arrays_are_as_good_as_copies(dtype: Any, normal: Normal) -> None:
+def test_broadcast_arrays_give_the_bits_of_copies(dtype: Any, normal: Normal) -> None:
     q, k, v = normal(1, 3, 1, 8, dtype=dtype), normal(1, 1, 8, dtype=dtype), normal(7, 1, dtype=dtype)
     mask, bias = normal(5, 1) > 0, normal(1, 7, dtype=dtype)
     views = [np.broadcast_to(x, s) for x, s in ((q, (2, 3, 5, 8)), (k, (2, 3, 7, 8)), (v, (2, 3, 7, 4)))]
@@ -279,14 +279,14 @@ def test_broadcast_arrays_are_as_good_as_copies(dtype: Any, normal: Normal) -> N
     assert_same_bits(cattn.dropout(views[0], rng=1), cattn.dropout(copies[0], rng=1))
 
 
-def test_sliding_windows_overlap_themselves(dtype: Any, normal: Normal) -> None:
+def test_sliding_windows_give_the_bits_of_copies(dtype: Any, normal: Normal) -> None:
     windows = np.lib.stride_tricks.sliding_window_view(normal(40, dtype=dtype), 8)
     copy = windows.copy()
     assert_same_bits(cattn.causal_attention(windows, windows, windows), cattn.causal_attention(copy, copy, copy))
 
 
 # ---- no copies -----------------------------------------------------------------------------------------------------
-def test_what_fits_is_used_as_it_is(dtype: Any) -> None:
+def test_arrays_of_a_supported_dtype_are_not_copied(dtype: Any) -> None:
     import torch
 
     x = np.arange(12.0, dtype=dtype).reshape(3, 4)
@@ -301,14 +301,14 @@ def test_what_fits_is_used_as_it_is(dtype: Any) -> None:
     assert np.shares_memory(_arrays.as_bias(tensor, "bias", x.dtype.char), x)
 
 
-def test_torch_tensors_everywhere(rng: np.random.Generator) -> None:
+def test_torch_tensors_give_the_bits_of_arrays(rng: np.random.Generator) -> None:
     import torch
 
     call = calls(rng)["attention"]
     tensors = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in call[1].items()}
     assert_same_bits(call[0](**tensors), run(call))
-    turned = torch.from_numpy(np.ascontiguousarray(call[1]["query"].swapaxes(1, 2))).transpose(1, 2)
-    assert_same_bits(call[0](**{**tensors, "query": turned}), run(call))
+    transposed = torch.from_numpy(np.ascontiguousarray(call[1]["query"].swapaxes(1, 2))).transpose(1, 2)
+    assert_same_bits(call[0](**{**tensors, "query": transposed}), run(call))
 
 
 # ---- dtypes --------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_mixed_dtypes_promote(kinds: tuple[Any, Any, Any], rng: np.random.Genera
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, ">f8", "<f2", ">f4"])
-def test_additive_masks_take_the_dtype_of_the_computation(kind: Any, dtype: Any, normal: Normal) -> None:
+def test_additive_masks_are_converted_to_the_dtype_of_the_computation(kind: Any, dtype: Any, normal: Normal) -> None:
     q = normal(5, 4, dtype=dtype)
     mask = normal(5, 5, dtype=kind)
     mask[2] = -INF
@@ -351,18 +351,18 @@ def test_a_finite_mask_stays_finite(argument: str, normal: Normal) -> None:
     expected = cattn.scaled_dot_product_attention(q, q, q, **EXTRAS, **{argument: as_single})
     assert_same_bits(result, expected)
     assert np.isfinite(result.out[:2]).all()
-    assert (result.weights[0] > 0).all(), "a row of nothing but finfo.min is an ordinary row"
+    assert (result.weights[0] > 0).all(), "a row of finfo.min only is an ordinary row"
     assert (result.out[2] == 0).all()
     assert np.isnan(result.out[3]).all()
     high = np.full((4, 4), -low)
     assert not np.isnan(cattn.scaled_dot_product_attention(q, q, q, **{argument: high})).any()
 
 
-SIGNALLING = np.array([0x7FA00000], np.uint32).view(np.float32)[0]  # a NaN whose conversion raises "invalid"
+SIGNALLING = np.array([0x7FA00000], np.uint32).view(np.float32)[0]  # a NaN whose conversion raises the flag "invalid"
 
 
 @pytest.mark.parametrize("value", [1e-50, 1e-320, 1e300, NAN, INF])
-def test_conversions_of_masks_raise_no_floating_point_errors(value: float, normal: Normal) -> None:
+def test_conversion_of_masks_raises_no_floating_point_error(value: float, normal: Normal) -> None:
     q, mask = normal(4, 4), np.full((4, 4), -value)
     with np.errstate(all="raise"):
         cattn.scaled_dot_product_attention(q, q, q, mask)
@@ -370,14 +370,14 @@ def test_conversions_of_masks_raise_no_floating_point_errors(value: float, norma
 
 
 @pytest.mark.parametrize("value", [1e-40, SIGNALLING, NAN, INF, 0.0])
-def test_promotion_raises_no_floating_point_errors(value: Any, normal: Normal) -> None:
+def test_promotion_raises_no_floating_point_error(value: Any, normal: Normal) -> None:
     single, double = np.full((4, 4), value, np.float32), normal(4, 4, dtype=np.float64)
     with np.errstate(all="raise"):
         cattn.scaled_dot_product_attention(single, double, double)
         cattn.scaled_dot_product_attention(double, double, single)
 
 
-def test_numbers_of_many_kinds(normal: Normal) -> None:
+def test_numbers_may_be_of_any_real_type(normal: Normal) -> None:
     q, x = normal(5, 4), normal(3, 5, 4)
     call, batch = functools.partial(cattn.causal_attention, q, q, q), functools.partial(cattn.causal_attention, x, x, x)
     half = call(scale=0.5, dropout_p=0.5, rng=3)
@@ -385,7 +385,7 @@ def test_numbers_of_many_kinds(normal: Normal) -> None:
         assert_same_bits(call(scale=real(0.5), dropout_p=real(0.5), rng=3), half)
         assert_same_bits(cattn.dropout(q, real(0.5), rng=3), cattn.dropout(q, 0.5, rng=3))
         assert_same_bits(cattn.softmax(q, scale=real(0.5)), cattn.softmax(q, scale=0.5))
-    for scale in (-2, -1):  # -1 is also how C functions say that they failed
+    for scale in (-2, -1):  # C functions also return -1 on failure
         assert_same_bits(call(scale=np.int8(scale)), call(scale=float(scale)))
     for whole in (np.int8, np.uint64, np.array):
         assert_same_bits(cattn.softmax(q, whole(0)), cattn.softmax(q, 0))
@@ -396,7 +396,7 @@ def test_numbers_of_many_kinds(normal: Normal) -> None:
         assert_same_bits(batch(query_offset=offset), batch(query_offset=np.arange(3)))
 
 
-def test_truth_values_of_many_kinds(normal: Normal) -> None:
+def test_flags_may_be_of_any_truth_value_type(normal: Normal) -> None:
     q = normal(5, 4)
     causal = cattn.scaled_dot_product_attention(q, q, q, is_causal=True)
     for true in (np.True_, "upper_left", np.str_("upper_left"), "".join(["upper", "_left"])):
@@ -414,7 +414,9 @@ OPTIONS = [{}, {"is_causal": "lower_right"}, {"attn_mask": True}, {"bias": 0.5, 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("extra", OPTIONS)
-def test_empty_dimensions_of_attention(empty: str, path: str, extra: dict[str, Any], dtype: Any) -> None:
+def test_attention_with_empty_dimensions_agrees_with_the_reference(
+    empty: str, path: str, extra: dict[str, Any], dtype: Any
+) -> None:
     sizes = {"B": 2, "H": 3, "T_q": 4, "T_k": 5, "head_dim": 6, "d_v": 7} | dict.fromkeys(empty.split(), 0)
     B, H, T_q, T_k, D, D_v = sizes.values()
     q, k, v = np.ones((B, H, T_q, D), dtype), np.ones((B, H, T_k, D), dtype), np.ones((B, H, T_k, D_v), dtype)
@@ -429,7 +431,7 @@ def test_empty_dimensions_of_attention(empty: str, path: str, extra: dict[str, A
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3), (0, 0)])
-def test_empty_dimensions_of_softmax_and_dropout(shape: tuple[int, ...], dtype: Any) -> None:
+def test_softmax_and_dropout_with_empty_dimensions_keep_the_shape(shape: tuple[int, ...], dtype: Any) -> None:
     x = np.ones(shape, dtype)
     for axis in (*range(-len(shape), len(shape)), None, tuple(range(len(shape)))):
         result = cattn.softmax(x, axis)
@@ -441,7 +443,7 @@ def test_empty_dimensions_of_softmax_and_dropout(shape: tuple[int, ...], dtype: 
         assert result.shape == shape
 
 
-def test_empty_masks() -> None:
+def test_masks_and_offsets_may_be_empty() -> None:
     assert cattn.causal_mask(0).shape == (0, 0)
     assert cattn.causal_mask(0, 3).shape == (0, 3)
     assert cattn.causal_mask(3, 0).shape == (3, 0)
@@ -449,7 +451,7 @@ def test_empty_masks() -> None:
     assert cattn.causal_attention(*[np.ones((0, 3, 2))] * 3, query_offset=np.zeros(0)).shape == (0, 3, 2)
 
 
-def test_zero_dimensions() -> None:
+def test_softmax_and_dropout_take_single_numbers() -> None:
     for axis in (-1, 0, None):
         result = cattn.softmax(np.float32(3), axis)
         assert (type(result), result.shape, result.dtype, result[()]) == (np.ndarray, (), np.float32, 1)
@@ -462,7 +464,7 @@ def test_zero_dimensions() -> None:
 
 
 @pytest.mark.parametrize("heads", [(0, 2), (0, 1), (1, 0), (0, 0)])
-def test_no_heads(heads: tuple[int, int]) -> None:
+def test_attention_without_heads_has_empty_gradients(heads: tuple[int, int]) -> None:
     q, k, v = np.ones((1, heads[0], 3, 4)), np.ones((1, heads[1], 5, 4)), np.ones((1, heads[1], 5, 6))
     result = cattn.scaled_dot_product_attention(q, k, v, return_lse=True)
     grads = cattn.attention_backward(result.out, q, k, v, result.out, result.lse)

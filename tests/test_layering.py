@@ -1,4 +1,4 @@
-"""The house: layers point one way, files and functions stay readable."""
+"""Layers of the C code include each other in one direction only; files and functions stay short."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def layer_of(path: Path) -> str:
     return path.relative_to(CSRC).parts[0]
 
 
-def test_the_files_are_found() -> None:
+def test_every_layer_has_files() -> None:
     assert {layer_of(path) for path in C_FILES} >= {"binding", "core", "kernels", "cattn.h"}
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
-def test_layers_point_one_way(path: Path) -> None:
+def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
     names = includes(path)
     layer = layer_of(path)
     if layer != "binding":
@@ -36,13 +36,13 @@ def test_layers_point_one_way(path: Path) -> None:
     if layer != "kernels":
         assert not [name for name in names if name.endswith("intrin.h")], "intrinsics belong to kernels/"
     if layer == "kernels":
-        assert not [name for name in names if "core/" in name or "cattn.h" in name], "kernels know no driver"
+        assert not [name for name in names if "core/" in name or "cattn.h" in name], "kernels use no core"
     if layer == "cattn.h":
-        assert not [name for name in names if "/" in name], "the core's C API stands alone"
+        assert not [name for name in names if "/" in name], "the core's C API includes nothing of ours"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_short_and_say_what_they_are_for(path: Path) -> None:
+def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 500
     if path in C_FILES:
@@ -52,7 +52,7 @@ def test_files_stay_short_and_say_what_they_are_for(path: Path) -> None:
 
 
 def functions(text: str) -> list[tuple[str, int]]:
-    """Return names and lengths of the functions of a C file in the house's format."""
+    """Return the first line and the length of each function of a C file that clang-format has formatted."""
     found = []
     lines = text.splitlines()
     head = None
@@ -67,17 +67,17 @@ def functions(text: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
-def test_functions_stay_short(path: Path) -> None:
+def test_functions_are_short(path: Path) -> None:
     assert [name for name, length in functions(path.read_text()) if length > 80] == []
 
 
-def test_functions_are_found() -> None:
+def test_the_parser_finds_functions() -> None:
     names = [name for name, _ in functions((CSRC / "core" / "attention.c").read_text())]
     assert any("cattn_attention(" in name for name in names)
     assert len(names) > 10
 
 
-def test_no_flag_that_changes_arithmetic() -> None:
+def test_no_compiler_flag_changes_arithmetic() -> None:
     text = (ROOT / "setup.py").read_text()
     assert "-ffp-contract=off" in text
     for flag in ("-ffast-math", "-Ofast", "-march=native", "-funsafe-math", "-ffp-contract=fast"):

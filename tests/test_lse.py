@@ -1,4 +1,4 @@
-"""The log-sum-exp in float64 beside float32 and halves: its digits, and what the gradients make of them."""
+"""The log-sum-exp in float64 for inputs in float32 and halves: its accuracy, and how the gradients use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def qkv(dtype: np.dtype, *shapes: tuple[int, ...], seed: int = 0) -> Call:
 
 
 def forward(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
-    """With the log-sum-exp in this array."""
+    """Attend, with the log-sum-exp written to `lse`."""
     result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(
         **call, return_lse=True, out=cattn.AttentionOutput(lse=lse)
     )
@@ -43,7 +43,7 @@ def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 # ---- the forward pass ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", NARROW, ids=str)
-def test_it_has_more_digits_and_changes_nothing_else(kind: np.dtype, isa: str, path: str) -> None:
+def test_a_float64_lse_is_more_accurate_and_changes_nothing_else(kind: np.dtype, isa: str, path: str) -> None:
     call = qkv(kind, (2, 3, 50, 20), (2, 3, 60, 20), (2, 3, 60, 9))
     usual, wide = forward(call), forward(call, np.empty((2, 3, 50)))
     assert usual.lse.dtype == np.float32
@@ -60,7 +60,7 @@ def test_it_has_more_digits_and_changes_nothing_else(kind: np.dtype, isa: str, p
     assert 0 < rms(wide.lse) < 0.7 * rms(usual.lse)
 
 
-def test_it_is_the_same_on_every_table(isa: str) -> None:
+def test_every_table_and_number_of_threads_gives_the_same_float64_lse(isa: str) -> None:
     call = qkv(NARROW[0], (3, 130, 20), (3, 1600, 20), (3, 1600, 9)) | {"sinks": [0.5]}
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
         expected = forward(call, np.empty((3, 130)))
@@ -69,7 +69,7 @@ def test_it_is_the_same_on_every_table(isa: str) -> None:
             assert_same(forward(call, np.empty((3, 130)))[:3:2], expected[:3:2])
 
 
-def test_rows_that_see_nothing_and_nan() -> None:
+def test_the_float64_lse_is_minus_infinity_without_keys_and_nan_with_nan() -> None:
     call = qkv(NARROW[0], (4, 8), (5, 8), (5, 8)) | {"attn_mask": np.ones((4, 5), bool)}
     call["attn_mask"][1] = False
     call["query"][2] = np.nan
@@ -81,8 +81,8 @@ def test_rows_that_see_nothing_and_nan() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 3, -2])
-def test_strides(stride: int) -> None:
-    """Between its elements nothing is written; and where an element starts at any byte."""
+def test_a_float64_lse_may_have_any_strides(stride: int) -> None:
+    """Nothing is written between its elements. Unaligned elements are refused as output and accepted as input."""
     call = qkv(NARROW[0], (2, 30, 8), (2, 40, 8), (2, 40, 8))
     expected = forward(call, np.empty((2, 30)))
     room = np.full((2, 30 * abs(stride)), 7.0)
@@ -97,7 +97,7 @@ def test_strides(stride: int) -> None:
     assert_same(backward(call, expected._replace(lse=mixed["lse"] + expected.lse)), backward(call, expected))
 
 
-def test_of_float64_it_is_what_it_was() -> None:
+def test_the_lse_of_float64_inputs_is_always_float64() -> None:
     call = qkv(np.dtype(np.float64), (3, 8), (5, 8), (5, 8))
     assert_same_bits(forward(call, np.empty(3)).lse, forward(call).lse)
     with pytest.raises(TypeError, match=r"out\.lse has dtype float32, the result has float64"):
@@ -116,7 +116,7 @@ OPTIONS: dict[str, Call] = {
 
 
 def again(call: Call) -> Call:
-    """The call with a generator in its first state."""
+    """Return the call with a new generator in its first state."""
     return call | ({"rng": cattn.TorchGenerator(1)} if "dropout_p" in call and "rng" not in call else {})
 
 
@@ -133,8 +133,8 @@ def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
 
 @pytest.mark.parametrize("kind", NARROW, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_only_its_digits_count(name: str, kind: np.dtype) -> None:
-    """One that holds what float32 can hold gives what that float32 gives."""
+def test_a_float64_lse_rounded_to_float32_gives_the_gradients_of_float32(name: str, kind: np.dtype) -> None:
+    """The dtype of lse does not matter, only its numbers."""
     call = qkv(kind, (2, 3, 60, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     usual = forward(again(call))
     wide = usual._replace(lse=usual.lse.astype(np.float64))
@@ -142,7 +142,7 @@ def test_only_its_digits_count(name: str, kind: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
-def test_gradients_are_nearer_to_the_exact_ones(name: str, isa: str) -> None:
+def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> None:
     call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
     grad_out = np.random.default_rng(1).standard_normal((2, 3, 130, 9)).astype(np.float32)
     exact = call | {name: call[name].astype(np.float64) for name in ("query", "key", "value")}
@@ -152,24 +152,24 @@ def test_gradients_are_nearer_to_the_exact_ones(name: str, isa: str) -> None:
     def rms(grad: np.ndarray, exact: np.ndarray) -> float:
         return float(np.sqrt(((grad - exact) ** 2).mean()))
 
-    for i, name in enumerate(("query", "key", "value")):  # those of bias and sinks are few
+    for i, name in enumerate(("query", "key", "value")):  # bias and sinks have too few numbers to compare
         assert rms(wide[i], right[i]) < 0.95 * rms(usual[i], right[i]), name
 
 
 @pytest.mark.parametrize(
     ("height", "n"), [(1e3, 6), (1e5, 6), (3e5, 5), (3e5, 18), (1e7, 6), (1e10, 6), (-1e10, 6), (1e30, 6)]
 )
-def test_scores_so_large_that_float32_loses_the_sum(height: float, n: int, isa: str) -> None:
-    """Keys of one score: weights of 1/n, however little of log(n) is left beside that score in float32.
+def test_equal_scores_give_equal_weights_even_if_float32_loses_their_number(height: float, n: int, isa: str) -> None:
+    """n keys of equal scores have weights 1/n, although lse = score + log(n) in float32 loses most of log(n).
 
-    Of 5 and 18 it lacks nearly half a unit of 1/32, up and down.
+    For n = 5 and 18 and the spacing 1/32 of float32 at 3e5, log(n) is rounded by nearly half a unit, up and down.
     """
     x = np.full((n, 4), np.sqrt(abs(height)) / 2, np.float32)
     call = {"query": np.copysign(x, np.float32(height)), "key": x, "value": np.eye(n, dtype=np.float32), "scale": 1.0}
     result = forward(call, np.empty(n))
     np.testing.assert_allclose(result.out, 1 / n, rtol=1e-6)
     wide = backward(call, result)
-    if abs(height) < 1e15:  # beyond, float64 loses it as well
+    if abs(height) < 1e15:  # beyond that, float64 loses log(n) too
         rtol = 4e-7 + np.spacing(abs(height))
         np.testing.assert_allclose(wide[2], 1, rtol=rtol)
         sink = call | {"sinks": [(call["query"] * x).sum(-1, dtype=np.float32)[0]]}
@@ -180,15 +180,15 @@ def test_scores_so_large_that_float32_loses_the_sum(height: float, n: int, isa: 
 
 
 @pytest.mark.parametrize("lse", [np.inf, -np.inf, np.nan, 1e300, -1e300, 5e-324, -0.0])
-def test_numbers_that_float32_does_not_have(lse: float, isa: str) -> None:
-    """They are what they would be as float32."""
+def test_a_float64_lse_beyond_float32_counts_as_its_float32_rounding(lse: float, isa: str) -> None:
+    """Infinity, NaN, numbers too large or too small for float32, and -0."""
     call = qkv(NARROW[0], (5, 4), (7, 4), (7, 4))
     result = forward(call)._replace(lse=np.full(5, lse))
     rounded = result._replace(lse=quiet(result.lse, np.float32))
     assert_same(backward(call, result), backward(call, rounded))
 
 
-def test_lists_and_wrong_dtypes() -> None:
+def test_lse_may_be_a_list_but_not_of_another_dtype() -> None:
     call = qkv(NARROW[0], (3, 4), (5, 4), (5, 4))
     result = forward(call, np.empty(3))
     assert_same(backward(call, result._replace(lse=result.lse.tolist())), backward(call, result))
@@ -199,15 +199,15 @@ def test_lists_and_wrong_dtypes() -> None:
         forward(call, np.empty(3, np.float16))
 
 
-# ---- who uses it ---------------------------------------------------------------------------------------------------
-def test_the_classes_keep_it_in_float64() -> None:
+# ---- layers and PyTorch --------------------------------------------------------------------------------------------
+def test_layers_keep_the_lse_in_float64() -> None:
     attention = cattn.CausalAttention(4, 4, 5, 0.0, rng=0)
     context = attention(np.random.default_rng(0).standard_normal((5, 4), dtype=np.float32))
     assert context.dtype == np.float32
     assert attention._recall().attended.lse.dtype == np.float64
 
 
-def test_the_operator_of_torch_returns_it_in_float64() -> None:
+def test_the_torch_operator_uses_a_float64_lse() -> None:
     torch = pytest.importorskip("torch")
     import cattn.integrations.torch
 

@@ -1,4 +1,4 @@
-"""The small functions around masks: windows, slopes, and masks as text."""
+"""Functions that make or show masks: causal_mask, sliding_window, get_alibi_slopes, show_mask."""
 
 import itertools
 from typing import Any
@@ -17,19 +17,19 @@ def test_sliding_window_counts_the_token_itself() -> None:
 
 @pytest.mark.parametrize("T_q", [1, 4, 9])
 @pytest.mark.parametrize("T_k", [1, 4, 9])
-def test_causal_mask_with_windows(T_q: int, T_k: int) -> None:
-    """Against the definition, pair by pair."""
+def test_causal_mask_with_windows_is_the_definition(T_q: int, T_k: int) -> None:
+    """Every pair of query and key, against the definition in plain Python."""
     for offset, left, right in itertools.product((-3, 0, 2), (-1, None, 0, 2), (-1, None, 0, 2)):
         mask = cattn.causal_mask(T_q, T_k, is_causal=False, query_offset=offset, window_size=(left, right))
         for i, j in itertools.product(range(T_q), range(T_k)):
             p = i + offset
-            seen = (left in (None, -1) or j >= p - left) and (right in (None, -1) or j <= p + right)
-            assert mask[i, j] == seen
+            visible = (left in (None, -1) or j >= p - left) and (right in (None, -1) or j <= p + right)
+            assert mask[i, j] == visible
         causal = cattn.causal_mask(T_q, T_k, query_offset=offset, window_size=(left, right))
         np.testing.assert_array_equal(causal, mask & cattn.causal_mask(T_q, T_k, query_offset=offset))
 
 
-def test_alibi_slopes() -> None:
+def test_alibi_slopes_are_those_of_the_paper() -> None:
     """The numbers of the paper for 8 heads, and its rule for others."""
     np.testing.assert_array_equal(cattn.get_alibi_slopes(8), 0.5 ** np.arange(1, 9))
     np.testing.assert_allclose(cattn.get_alibi_slopes(16), 2.0 ** (-np.arange(1, 17) / 2), rtol=1e-15)
@@ -44,7 +44,7 @@ def test_alibi_slopes() -> None:
     assert len(set(cattn.get_alibi_slopes(2**16).astype(np.float32))) == 2**16
 
 
-def test_alibi_is_a_bias(dtype: type) -> None:
+def test_alibi_slopes_are_a_bias_that_grows_with_the_distance(dtype: type) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((2, 8, 30, 16)).astype(dtype) for _ in range(3))
     slopes = cattn.get_alibi_slopes(8)
@@ -55,7 +55,7 @@ def test_alibi_is_a_bias(dtype: type) -> None:
     np.testing.assert_allclose(ours, same, rtol=0, atol=50 * np.finfo(dtype).eps)
 
 
-def test_show_mask() -> None:
+def test_show_mask_draws_a_row_for_each_query() -> None:
     assert cattn.show_mask(2) == "key      01\nquery 0  xx\nquery 1  xx"
     drawn = cattn.show_mask(11, 12, is_causal="lower_right", attn_mask=np.arange(12) != 3).splitlines()
     assert drawn[0] == "key       012345678901"
@@ -63,7 +63,7 @@ def test_show_mask() -> None:
     assert drawn[-1] == "query 10  xxx.xxxxxxxx"
 
 
-def test_show_mask_of_a_batch() -> None:
+def test_show_mask_draws_each_batch_entry_and_head() -> None:
     text = cattn.show_mask(2, 3, query_seq_lengths=[2, 1], key_value_seq_lengths=[3, 2])
     first, second = text.split("\n\n")
     assert first.splitlines() == ["[0]:", "key      012", "query 0  xxx", "query 1  xxx"]
@@ -72,7 +72,7 @@ def test_show_mask_of_a_batch() -> None:
     assert cattn.show_mask(2, 3, attn_mask=heads, key_value_seq_lengths=[3, 2]).count("[") == 4
 
 
-def test_show_mask_of_many() -> None:
+def test_show_mask_of_many_tokens_lists_ranges() -> None:
     lines = cattn.show_mask(100, 200, is_causal="lower_right", window_size=(50, 0)).splitlines()
     assert lines[0] == "query  0  50-100"
     assert len(lines) == 65
@@ -90,6 +90,27 @@ def test_show_mask_agrees_with_causal_mask() -> None:
     np.testing.assert_array_equal(drawn, cattn.causal_mask(5, 7, **keywords))
 
 
+@pytest.mark.parametrize(("T_q", "T_k"), [(4, 6), (6, 4), (5, 5)])
+def test_lower_right_aligns_the_last_query_with_the_last_key_of_each_length(T_q: int, T_k: int) -> None:
+    """Query i of an entry with m queries and n keys sees the keys up to i + n - m: the lengths count, not the axes."""
+    lengths_q, lengths_k = np.array([T_q, T_q, T_q - 2, 1, 0]), np.array([T_k, T_k - 3, 2, T_k, T_k])
+    i, j = np.arange(T_q)[:, None], np.arange(T_k)
+    for m, n in ((None, lengths_k), (lengths_q, None), (lengths_q, lengths_k), (None, T_k - 3)):
+        lengths = {"query_seq_lengths": m, "key_value_seq_lengths": n}
+        x, y = np.zeros((5, T_q, 8)), np.zeros((5, T_k, 8))
+        scores = cattn.attention_weights(x, y, is_causal="lower_right", stage="mask", **lengths)
+        shown = cattn.show_mask(T_q, T_k, is_causal="lower_right", **lengths).split("\n\n")
+        for entry in range(5):
+            m_here = T_q if m is None else int(np.broadcast_to(m, 5)[entry])
+            n_here = T_k if n is None else int(np.broadcast_to(n, 5)[entry])
+            visible = (i < m_here) & (j < n_here) & (j <= i + n_here - m_here)
+            np.testing.assert_array_equal(scores[entry] == 0, visible)
+            lines = shown[entry if len(shown) > 1 else 0].splitlines()[-T_q:]
+            assert [line.split()[-1] for line in lines] == [
+                "".join(".x"[v] for v in row) for row in visible.astype(int)
+            ]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -104,14 +125,14 @@ def test_show_mask_agrees_with_causal_mask() -> None:
         (lambda: cattn.show_mask(2, window_size=(1,)), ValueError, "window_size must be"),
     ],
 )
-def test_what_is_refused(call: Any, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("offset", [2**61 - 1, 2**61])
-def test_a_side_without_a_bound_has_none(offset: int) -> None:
-    """Wherever the queries stand: behind every key, or before."""
+def test_an_unbounded_window_side_hides_nothing_at_any_offset(offset: int) -> None:
+    """With queries far after every key and far before."""
     for place in (offset, -offset):
         assert cattn.causal_mask(3, 4, is_causal=False, query_offset=place).all()
     assert cattn.causal_mask(3, 4, query_offset=offset).all()
@@ -121,15 +142,15 @@ def test_a_side_without_a_bound_has_none(offset: int) -> None:
 
 @pytest.mark.parametrize("window", [(2**61, -1), (2**61 + 1, 2**61 - 2), (-1, 2**61), (2**62, 2**62), (2**62 - 1, 0)])
 @pytest.mark.parametrize("offset", [2**61, -(2**61)])
-def test_windows_end_where_they_should_at_any_distance(offset: int, window: tuple[int, int]) -> None:
+def test_windows_are_right_at_any_offset(offset: int, window: tuple[int, int]) -> None:
     options = {"is_causal": False, "query_offset": offset, "window_size": window}
     expected = cattn.reference.causal_mask(5, 4, **options)  # type: ignore[arg-type]
     np.testing.assert_array_equal(cattn.causal_mask(5, 4, **options), expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 1), (1,), ()])
-def test_show_mask_takes_a_mask_beside_lengths(lead: tuple[int, ...]) -> None:
-    mask, heads = np.ones((*lead, 1, 6), bool), lead[1:]
+@pytest.mark.parametrize("batch", [(1, 1), (1, 2), (2, 1), (1,), ()])
+def test_show_mask_combines_a_mask_with_lengths(batch: tuple[int, ...]) -> None:
+    mask, heads = np.ones((*batch, 1, 6), bool), batch[1:]
     x = np.zeros((2, *heads, 6, 8))
     scores = cattn.attention_weights(x, x, mask, key_value_seq_lengths=[6, 2], stage="mask")
     shown = cattn.show_mask(6, attn_mask=mask, key_value_seq_lengths=[6, 2]).split("\n\n")
@@ -140,6 +161,6 @@ def test_show_mask_takes_a_mask_beside_lengths(lead: tuple[int, ...]) -> None:
         assert [line.split()[-1] for line in lines] == expected
 
 
-def test_show_mask_names_what_does_not_broadcast() -> None:
+def test_show_mask_names_arguments_that_do_not_broadcast() -> None:
     with pytest.raises(ValueError, match=r"query_offset has shape \(2,\), query_seq_lengths has shape \(3,\)"):
         cattn.show_mask(2, query_offset=[0, 1], query_seq_lengths=[1, 2, 2])

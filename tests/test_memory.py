@@ -1,4 +1,4 @@
-"""Memory: scratch stays small, nothing is copied whole, and no byte beside an array is touched."""
+"""Memory: scratch is small, no input is copied whole, and no byte outside an array is read or written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from support import UNDER_SANITIZER
 
-measured = pytest.mark.skipif(UNDER_SANITIZER, reason="the sanitizer has memory of its own for each of ours")
+measured = pytest.mark.skipif(UNDER_SANITIZER, reason="the sanitizer adds memory of its own to each block")
 GROWTH = """
 import re
 import numpy as np
 import cattn
 
 def peak():
-    # KiB; not getrusage, whose maximum a child takes over from its parent
+    # in KiB; not by getrusage: a child inherits the maximum of its parent
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 shape, dtype, threads, options = {shape}, np.{dtype}, {threads}, {options}
@@ -34,8 +34,8 @@ print(peak() - before)
 
 
 @measured
-def test_growth_is_seen() -> None:
-    """The measurement notices a copy of the keys."""
+def test_the_measurement_sees_a_copy_of_the_keys() -> None:
+    """Without this, the tests below might measure nothing."""
     code = GROWTH.format(shape=(1, 2, 4096, 64), dtype="float32", threads=1, options={}, strided=False)
     code = code.replace("before = peak()", "before = peak(); extra = key.copy()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -52,15 +52,15 @@ def test_growth_is_seen() -> None:
 def test_a_call_holds_at_most_one_mebibyte_a_thread(
     shape: tuple[int, ...], dtype: str, threads: int, strided: bool
 ) -> None:
-    """The scores alone would be 128 MiB in the first case. Slack: 256 KiB for pages of code and stack first touched."""
+    """The scores of the first case would take 128 MiB. 256 KiB more are allowed: code and stack pages touched first."""
     code = GROWTH.format(shape=shape, dtype=dtype, threads=threads, options={}, strided=strided)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) <= 1024 * threads + 256, "KiB"
 
 
 @measured
-def test_gradients_need_no_matrix() -> None:
-    """Beyond its results, the backward pass holds a few blocks a thread: 20 MiB is the promise, 3 what it is."""
+def test_gradients_hold_no_matrix_of_scores() -> None:
+    """Beside its results the backward pass holds a few blocks a thread: at most 3 MiB (the documentation says 20)."""
     code = GROWTH.format(
         shape=(1, 12, 4096, 64), dtype="float32", threads=2, options={"dropout_p": 0.1, "rng": 1}, strided=False
     ).replace(
@@ -92,7 +92,7 @@ ROOM = 64 * PAGE
 
 
 class Guarded:
-    "One page that may not be touched, room, another such page."
+    "Pages of memory between two pages that may not be accessed."
 
     def __init__(self):
         self.base = libc.mmap(None, ROOM + 2 * PAGE, 3, 0x22, -1, 0)
@@ -140,7 +140,7 @@ print("untouched")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mmap and mprotect by Linux's numbers")
-def test_nothing_beside_an_array_is_touched(isa: str) -> None:
+def test_nothing_outside_an_array_is_accessed(isa: str) -> None:
     done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"
     assert done.stdout.strip() == "untouched"

@@ -1,4 +1,4 @@
-"""merge_attention: parts of the keys add up to all of them, and an empty part changes no bit."""
+"""merge_attention: results of parts of the keys merge to the result of all keys; an empty part changes no bit."""
 
 import itertools
 import tracemalloc
@@ -26,7 +26,7 @@ def merge(parts: list[cattn.AttentionOutput]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("cuts", [[], [40], [1, 2, 3], [30, 60, 89]])
-def test_parts_make_the_whole(cuts: list[int], dtype: type) -> None:
+def test_merged_parts_are_the_result_of_all_keys(cuts: list[int], dtype: type) -> None:
     query, key, value = inputs(dtype)
     edges = [0, *cuts, 90]
     parts = [attend(query, key[..., a:b, :], value[..., a:b, :]) for a, b in itertools.pairwise(edges)]
@@ -37,8 +37,8 @@ def test_parts_make_the_whole(cuts: list[int], dtype: type) -> None:
     np.testing.assert_allclose(lse, whole.lse, rtol=4 * np.finfo(dtype).eps)
 
 
-def test_causal_parts_by_offset(dtype: type) -> None:
-    """A causal whole of parts, each at its own distance: some rows see nothing of some parts."""
+def test_causal_parts_merge_with_their_offsets(dtype: type) -> None:
+    """Each part of a causal call has its own query_offset. Some rows see no key of some parts."""
     query, key, value = inputs(dtype, 20)
     parts = [
         attend(query, key[..., a:b, :], value[..., a:b, :], is_causal=True, query_offset=-a)
@@ -52,11 +52,11 @@ def test_causal_parts_by_offset(dtype: type) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_an_empty_part_is_the_identity(where: int, dtype: type) -> None:
+def test_an_empty_part_changes_no_bit(where: int, dtype: type) -> None:
     query, key, value = inputs(dtype)
     some = attend(query, key, value, sinks=np.array([0.5, 1.0, -3.0]))
     nothing = attend(query, key[..., :0, :], value[..., :0, :])
-    nothing.out[...] = np.nan  # whatever it holds
+    nothing.out[...] = np.nan  # its numbers do not count
     parts = [some]
     parts.insert(where, nothing)
     out, lse = merge(parts)
@@ -65,7 +65,7 @@ def test_an_empty_part_is_the_identity(where: int, dtype: type) -> None:
     assert_same_bits(merge([some])[0], some.out)
 
 
-def test_only_empty_parts(dtype: type) -> None:
+def test_only_empty_parts_give_zero_and_minus_infinity(dtype: type) -> None:
     query, key, value = inputs(dtype)
     nothing = attend(query, key[..., :0, :], value[..., :0, :])
     out, lse = merge([nothing, nothing])
@@ -73,7 +73,7 @@ def test_only_empty_parts(dtype: type) -> None:
     assert np.isneginf(lse).all()
 
 
-def test_far_apart_and_nan(dtype: type) -> None:
+def test_log_sum_exps_may_be_far_apart_or_nan(dtype: type) -> None:
     out, lse = cattn.merge_attention(np.array([[[1.0]], [[2.0]]], dtype), np.array([[-1e30], [1e30]], dtype))
     assert (out.item(), lse.item()) == (2.0, dtype(1e30))
     out, lse = cattn.merge_attention(np.array([[[1.0]], [[2.0]]], dtype), np.array([[np.nan], [0.0]], dtype))
@@ -81,13 +81,13 @@ def test_far_apart_and_nan(dtype: type) -> None:
     assert np.isnan(lse).all()
 
 
-def test_mixed_dtypes_promote() -> None:
+def test_float32_and_float64_give_float64() -> None:
     out, lse = cattn.merge_attention([np.ones((2, 3), np.float32), np.ones((2, 3))], [np.zeros(2, np.float32)] * 2)
     assert out.dtype == lse.dtype == np.float64
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Return the most bytes of Python and NumPy that the call holds at once, its result among them."""
+    """Return the peak memory of Python and NumPy during the call, its result included."""
     call()
     tracemalloc.start()
     try:
@@ -97,14 +97,14 @@ def peak(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_memory_beyond_the_result() -> None:
-    """One more array of the output's size, and a number for each row of each part."""
+def test_merging_needs_one_array_beside_its_result() -> None:
+    """Beside the output: one more array of its size, and one number for each row of each part."""
     outs, lses = np.ones((5, 3000, 64), np.float32), np.ones((5, 3000), np.float32)
     assert peak(lambda: cattn.merge_attention(list(outs), list(lses))) < 2 * outs[0].nbytes + 2 * lses.nbytes + 2**14
 
 
-def test_parts_in_one_array_are_not_taken_apart() -> None:
-    """However many they are, so that what does not fit is refused at once."""
+def test_parts_in_one_array_are_not_split_into_a_list() -> None:
+    """Memory stays small with 65536 parts, and shapes that do not match are refused before any work."""
     many, more = (np.broadcast_to(np.float32(1), n) for n in (2**16, 2**16 + 1))
     out, lse = cattn.merge_attention(many[:, None], many)
     assert (out.item(), lse.item()) == (1.0, pytest.approx(1 + np.log(2**16)))
@@ -127,6 +127,6 @@ def test_parts_in_one_array_are_not_taken_apart() -> None:
         ([np.ones((2, 3), complex)], [np.ones(2)], TypeError, r"outs\[0\] has dtype complex"),
     ],
 )
-def test_what_is_refused(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cattn.merge_attention(outs, lses)

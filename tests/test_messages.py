@@ -1,7 +1,7 @@
-"""Arguments that a newcomer gets wrong: every message names the argument, and what it got where that is short.
+"""Mistakes that newcomers make: every error message names the argument, and shows its value if that is short.
 
-Beside wrong_calls.py, which has a row for each rule: here are arrays and tensors where one number is wanted, and
-objects of no use at all.
+wrong_calls.py has a row for each rule. This file has arrays and tensors in the place of one number, arbitrary objects,
+and calls that the fuzzer found.
 """
 
 import re
@@ -43,7 +43,7 @@ NUMBERS: dict[str, Call] = {
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("kind", SEVERAL)
 @pytest.mark.filterwarnings("ignore::cattn.CausalAlignmentWarning")
-def test_several_numbers_for_one(name: str, kind: str) -> None:
+def test_an_array_in_the_place_of_one_number_is_refused_by_name(name: str, kind: str) -> None:
     with pytest.raises(TypeError, match=f"^{name} must be "):
         NUMBERS[name](SEVERAL[kind])
 
@@ -72,7 +72,7 @@ PROBABILITIES: list[tuple[str, Call]] = [
         *[(p, ValueError, "finite, got ") for p in (np.nan, -np.inf, 10**400)],
     ],
 )
-def test_one_rule_for_every_probability(p: object, error: type[Exception], says: str) -> None:
+def test_all_probabilities_follow_one_rule(p: object, error: type[Exception], says: str) -> None:
     for name, call in PROBABILITIES:
         with pytest.raises(error, match=f"^{name} must be {re.escape(says)}"):
             call(p)
@@ -87,22 +87,22 @@ def test_one_rule_for_every_probability(p: object, error: type[Exception], says:
         ("return_mask", lambda x: cattn.dropout(X, return_mask=x)),
     ],
 )
-def test_several_truth_values_for_one(name: str, call: Call) -> None:
+def test_an_array_in_the_place_of_one_truth_value_is_refused_by_name(name: str, call: Call) -> None:
     for several in (np.ones(2), np.ones(0)):
         with pytest.raises(TypeError, match=f"^{name} must be True or False, got ndarray"):
             call(several)
 
 
-USELESS: dict[str, tuple[str, Call]] = {
+OBJECTS: dict[str, tuple[str, Call]] = {
     "parts": ("outs must be a sequence of arrays, got object", lambda x: cattn.merge_attention(x, [X])),
-    "their sums": ("lses must be a sequence of arrays, got object", lambda x: cattn.merge_attention([X], x)),
+    "log-sum-exps": ("lses must be a sequence of arrays, got object", lambda x: cattn.merge_attention([X], x)),
     "tokens": ("tokens must be a sequence of str, got object", lambda x: cattn.plot_attention(np.eye(3), x)),
     "titles": ("titles must be a str or a sequence", lambda x: cattn.plot_attention(np.eye(3), titles=x)),
     "dtype": (
         "dtype must be float16, bfloat16, float32 or float64, got <object",
         lambda x: cattn.KVCache(2, 2, 2, 2, dtype=x),
     ),
-    "dtype of numbers": ("dtype must be float32 or float64", lambda x: cattn.TorchGenerator(1).rand(2, dtype=x)),
+    "dtype of random numbers": ("dtype must be float32 or float64", lambda x: cattn.TorchGenerator(1).rand(2, dtype=x)),
     "window": (
         "window_size must be",
         lambda x: cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 2, 5], [0, 3, 5], window_size=x),
@@ -110,14 +110,14 @@ USELESS: dict[str, tuple[str, Call]] = {
 }
 
 
-@pytest.mark.parametrize("what", USELESS)
-def test_objects_of_no_use(what: str) -> None:
-    says, call = USELESS[what]
+@pytest.mark.parametrize("what", OBJECTS)
+def test_an_arbitrary_object_is_refused_by_name(what: str) -> None:
+    says, call = OBJECTS[what]
     with pytest.raises(TypeError, match=f"^{says}"):
         call(object())
 
 
-def test_is_causal_means_the_same_for_sequences_of_any_length() -> None:
+def test_varlen_refuses_a_wrong_is_causal_for_sequences_of_any_length() -> None:
     for edges in ([0, 2, 5], [0, 3, 5]):
         for wrong in (1, np.ones(2), "left"):
             with pytest.raises(ValueError, match=r"^is_causal must be False, True, 'upper_left' or 'lower_right'"):
@@ -125,14 +125,14 @@ def test_is_causal_means_the_same_for_sequences_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths"])
-def test_a_mask_to_show_that_is_no_array(name: str) -> None:
+def test_show_mask_refuses_ragged_lists_by_name(name: str) -> None:
     ragged: Any = [[1], [1, 2]]
     with pytest.raises(ValueError, match=f"^{name} cannot be read as an array"):
         cattn.show_mask(3, **{name: ragged})
 
 
 @pytest.mark.parametrize("name", ["max_len", "head_dim", "num_kv_heads", "v_head_dim"])
-def test_sizes_beyond_every_array(name: str) -> None:
+def test_a_cache_size_that_no_array_can_have_is_refused_by_name(name: str) -> None:
     sizes = {"batch_shape": (), "num_kv_heads": 1, "max_len": 1, "head_dim": 1}
     with pytest.raises(ValueError, match=f"^{name} must be at most "):
         cattn.KVCache(**sizes | {name: 2**70})  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_sizes_beyond_every_array(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 def test_a_matrix_is_a_seed_like_any_array() -> None:
-    """numpy.random.default_rng alone never comes back from the rows of a numpy.matrix."""
+    """numpy.random.default_rng itself recurses forever into the rows of a numpy.matrix."""
     matrix = np.matrix([[1, 2]])
     for draw in (lambda rng: cattn.dropout(X, rng=rng), lambda rng: cattn.Linear(2, 2, rng=rng).weight):
         np.testing.assert_array_equal(draw(matrix), draw(np.asarray(matrix)))
@@ -179,20 +179,20 @@ def test_arguments_that_fuzzing_found(error: type[Exception], says: str, call: C
 
 
 @pytest.mark.parametrize("given", [{"mask": True}, {"rng": 1}])
-def test_the_gradient_of_a_dropout_is_called_as_it_is(given: dict[str, Any]) -> None:
+def test_dropout_backward_names_grad_out(given: dict[str, Any]) -> None:
     for wrong in ([[1.0], [1.0, 2.0]], np.ones(3, complex), "ab"):
         with pytest.raises((TypeError, ValueError), match=r"^grad_out "):
             cattn.dropout_backward(wrong, 0.5, **given)  # type: ignore[arg-type]
 
 
-def test_halves_that_nobody_widened_are_refused() -> None:
+def test_the_c_function_of_softmax_backward_refuses_halves() -> None:
     half = X.astype(np.float16)
     with pytest.raises(TypeError, match=r"^weights must be float32 or float64"):
         cattn._cattn.softmax_backward(half, half, 1.0, None)
 
 
-def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
-    """The C function of attention_weights alone: its flags count for attention."""
+def test_the_c_function_of_attention_weights_ignores_the_flags_of_attention() -> None:
+    """Called directly, with need_weights=False and the other flags off, it still returns the weights."""
     flags = (False,) * 3
     weights = cattn._cattn.attention_weights(
         X, X, None, None, 0.0, False, None, None, None, None, None, None, (-1, -1), None, None, None, None, *flags,
@@ -201,8 +201,8 @@ def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
     np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))
 
 
-def test_an_out_is_checked_for_a_dtype() -> None:
-    """The C function alone, which takes the dtype of a result that is still to come."""
+def test_check_out_takes_the_dtype_of_the_result() -> None:
+    """The C function checks out against the dtype of a result before that is computed."""
     check: Any = cattn._cattn._check_out
     out = np.zeros((2, 3))
     assert check(out, out.dtype) is None
@@ -212,7 +212,7 @@ def test_an_out_is_checked_for_a_dtype() -> None:
         check(out, np.dtype("f4"))
 
 
-def test_halves_that_do_not_mix() -> None:
+def test_float16_and_bfloat16_do_not_mix() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     h, edges = np.ones((3, 1, 2), np.float16), [0, 3]
     b, lse = h.astype(ml_dtypes.bfloat16), np.ones((3, 1), np.float32)
@@ -229,8 +229,8 @@ def test_halves_that_do_not_mix() -> None:
     assert cattn.varlen_attention(h, b, wide, edges, edges).dtype == np.float64
 
 
-def test_numbers_of_heads_that_float32_does_not_have() -> None:
-    """What is finite stays finite, as in masks; nothing warns."""
+def test_sinks_beyond_float32_become_its_largest_numbers() -> None:
+    """Finite numbers stay finite, as in masks, and nothing warns."""
     x = np.ones((2, 2), np.float32)
     least = np.finfo(np.float32).min
     lse = cattn.scaled_dot_product_attention(x, x, x, np.zeros((2, 2), bool), sinks=[-1e300], return_lse=True).lse

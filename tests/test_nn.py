@@ -1,4 +1,4 @@
-"""The chapter's classes: values against PyTorch modules of the book's form, modes, cache, errors, copies."""
+"""The chapter's layers: values against PyTorch modules like those of the book, modes, cache, errors, copies."""
 
 import copy
 import doctest
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn import cache, nn
+from cattn import cache
 from cattn.nn import _chapter, _layers, _module
 from support import assert_same_bits
 
@@ -21,7 +21,7 @@ Normal = Callable[..., np.ndarray]
 
 # ---- the book's modules, in PyTorch ----------------------------------------------------------------------------------
 class TorchAttention(torch.nn.Module):
-    """All of the chapter's classes with nn.Linear in one: heads in one projection, a mask, perhaps an output layer."""
+    """All classes of the chapter that use nn.Linear in one: any heads, with or without causal mask and output layer."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ def mha(*args: Any, **keywords: Any) -> cattn.MultiHeadAttention:
     return cattn.MultiHeadAttention(*args, **{"rng": numpy_rng()} | keywords)
 
 
-# name: (ours, PyTorch's), both of d_in 6
+# name: (ours, PyTorch's), all with d_in 6
 MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "v2": (lambda **k: cattn.SelfAttention_v2(6, 5, **k), lambda: TorchAttention(6, 5, causal=False)),
     "v2, bias": (
@@ -112,9 +112,9 @@ ALL_OURS = {name: ours for name, (ours, _) in MODELS.items()} | {"v1": lambda **
 
 
 def assert_as_good_as_torch(ours: Any, theirs: Any, *xs: np.ndarray) -> None:
-    """At most twice the error of PyTorch in float32, both measured against PyTorch in float64, in root mean square.
+    """Assert an RMS error of at most twice that of PyTorch in float32, both measured against PyTorch in float64.
 
-    The largest of so few errors is luck: between two right ways to add up six numbers it differs by more than twice.
+    Not the largest error: of so few numbers it is chance, and differs by more than twice between two orders of a sum.
     """
     wide = copy.deepcopy(theirs).double()
     errors: dict[str, list[np.ndarray]] = {"ours": [], "theirs": []}
@@ -131,7 +131,7 @@ def assert_as_good_as_torch(ours: Any, theirs: Any, *xs: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_as_torch(name: str, normal: Normal) -> None:
+def test_every_layer_is_as_accurate_as_pytorch(name: str, normal: Normal) -> None:
     torch.manual_seed(0)
     ours, theirs = MODELS[name][0](rng=numpy_rng()), MODELS[name][1]().eval()
     ours.load_state_dict(theirs.state_dict())
@@ -139,7 +139,7 @@ def test_as_torch(name: str, normal: Normal) -> None:
     assert_as_good_as_torch(ours, theirs, normal(1, 1, 6), normal(3, 17, 6), normal(2, 64, 6))
 
 
-def test_gpt2_sized(normal: Normal) -> None:
+def test_a_layer_of_the_size_of_gpt2_is_as_accurate_as_pytorch(normal: Normal) -> None:
     torch.manual_seed(0)
     theirs = TorchAttention(768, 768, heads=12, bias=True, out=True).eval()
     ours = mha(768, 768, 256, 0.1, 12, True).eval()
@@ -147,7 +147,7 @@ def test_gpt2_sized(normal: Normal) -> None:
     assert_as_good_as_torch(ours, theirs, normal(1, 256, 768))
 
 
-def test_torch_multihead_attention(normal: Normal) -> None:
+def test_multi_head_attention_agrees_with_that_of_pytorch(normal: Normal) -> None:
     theirs = torch.nn.MultiheadAttention(24, 4, batch_first=True).eval()
     ours = mha(24, 24, 64, 0.0, 4, True)
     ours.load_state_dict(theirs.state_dict())
@@ -163,7 +163,7 @@ def test_torch_multihead_attention(normal: Normal) -> None:
 
 # ---- randomness ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", MODELS)
-def test_initialised_as_torch(name: str) -> None:
+def test_seeds_give_the_initial_weights_of_pytorch(name: str) -> None:
     ours, theirs = MODELS[name]
     torch.manual_seed(42)
     expected = theirs().state_dict()
@@ -175,21 +175,21 @@ def test_initialised_as_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_dropout_as_torch(name: str, normal: Normal) -> None:
+def test_seeds_give_the_dropout_of_pytorch(name: str, normal: Normal) -> None:
     torch.manual_seed(0)
     ours, theirs = (build() for build in MODELS[name])
     ours.load_state_dict(theirs.state_dict())
     x = normal(2, 9, 6)
     torch.manual_seed(7)
     cattn.manual_seed(7)
-    for _ in range(2):  # the second call goes on in the stream
+    for _ in range(2):  # the second call continues the stream
         with torch.no_grad():
             expected = theirs(torch.from_numpy(x)).numpy()
         np.testing.assert_allclose(ours(x), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_numpy_generators_do_too(name: str) -> None:
+def test_numpy_generators_initialise_layers_reproducibly(name: str) -> None:
     a, b, c = (ALL_OURS[name](rng=seed).state_dict() for seed in (numpy_rng(1), numpy_rng(1), numpy_rng(2)))
     assert all(np.array_equal(a[key], b[key]) for key in a)
     assert not any(np.array_equal(a[key], c[key]) for key in a)
@@ -204,7 +204,7 @@ def test_numpy_generators_do_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_dropout_only_in_training(name: str, normal: Normal) -> None:
+def test_dropout_happens_only_in_training(name: str, normal: Normal) -> None:
     module = ALL_OURS[name](rng=numpy_rng())
     x = normal(2, 12, 6)
     assert module.training
@@ -219,19 +219,19 @@ def test_dropout_only_in_training(name: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_dropped_weights_average_to_the_whole(name: str, normal: Normal) -> None:
+def test_the_mean_over_dropout_is_the_result_without(name: str, normal: Normal) -> None:
     module = ALL_OURS[name](rng=numpy_rng())
     x = normal(1, 6, 6)
     out, weights = module(x, return_weights=True)
     many = np.array([module(x) for _ in range(4000)], np.float64)
     whole, whole_weights = module.eval()(x, return_weights=True)
-    assert_same_bits(weights, whole_weights)  # those before dropout
+    assert_same_bits(weights, whole_weights)  # the returned weights are those before dropout
     assert not np.array_equal(out, whole)
     spread = many.std(axis=0) / np.sqrt(len(many))
     assert np.all(np.abs(many.mean(axis=0) - whole) < 6 * spread + 1e-6)  # six sigma, for some 100 numbers
 
 
-def test_modes_reach_every_part() -> None:
+def test_train_and_eval_reach_every_sublayer() -> None:
     wrapper = ALL_OURS["wrapper"](rng=numpy_rng()).eval()
     parts = [*wrapper.heads, *(head.dropout for head in wrapper.heads), wrapper.heads[2].W_key]
     assert not any(part.training for part in parts)
@@ -243,7 +243,7 @@ def test_modes_reach_every_part() -> None:
     assert_same_bits(module(x), module(x))
 
 
-def test_heads_may_differ_in_dropout(normal: Normal) -> None:
+def test_heads_may_have_different_dropout(normal: Normal) -> None:
     wrapper = ALL_OURS["wrapper"](rng=numpy_rng())
     x = normal(2, 9, 6)
     whole = copy.deepcopy(wrapper).eval()(x)
@@ -255,13 +255,13 @@ def test_heads_may_differ_in_dropout(normal: Normal) -> None:
     assert not np.array_equal(out[..., 5:10], whole[..., 5:10])
 
 
-def test_dropout_layer(normal: Normal) -> None:
+def test_the_dropout_layer_scales_what_it_does_not_drop(normal: Normal) -> None:
     x = normal(50, 40)
     layer = cattn.Dropout(0.25, rng=numpy_rng(3))
     out = layer(x)
-    kept = out != 0
-    assert 0.7 < kept.mean() < 0.8
-    np.testing.assert_allclose(out[kept], x[kept] / 0.75, rtol=1e-6)
+    mask = out != 0
+    assert 0.7 < mask.mean() < 0.8
+    np.testing.assert_allclose(out[mask], x[mask] / 0.75, rtol=1e-6)
     assert not np.array_equal(layer(x), out)
     same = layer.eval()(x)
     assert_same_bits(same, x)
@@ -271,7 +271,7 @@ def test_dropout_layer(normal: Normal) -> None:
 
 # ---- shapes, dtypes, extras ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_batched_or_not(name: str, normal: Normal) -> None:
+def test_a_batch_and_a_single_sequence_agree(name: str, normal: Normal) -> None:
     module = ALL_OURS[name](rng=numpy_rng()).eval()
     x = normal(3, 11, 6)
     out, weights = module(x, return_weights=True)
@@ -291,7 +291,7 @@ def test_batched_or_not(name: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_dtypes(name: str, normal: Normal) -> None:
+def test_layers_have_a_dtype_and_promote_with_their_input(name: str, normal: Normal) -> None:
     narrow, wide = (ALL_OURS[name](rng=numpy_rng(), dtype=dtype).eval() for dtype in ("float32", np.float64))
     wide.load_state_dict(narrow.state_dict())
     x = normal(5, 6)
@@ -305,7 +305,7 @@ def test_dtypes(name: str, normal: Normal) -> None:
     assert "float32" not in repr(narrow)
 
 
-def test_linear(dtype: type, normal: Normal) -> None:
+def test_linear_is_x_times_weight_plus_bias(dtype: type, normal: Normal) -> None:
     layer = cattn.Linear(6, 4, dtype=dtype, rng=numpy_rng())
     for shape in ((6,), (3, 6), (2, 0, 6), (2, 3, 5, 6)):
         x = normal(*shape, dtype=dtype)
@@ -317,7 +317,7 @@ def test_linear(dtype: type, normal: Normal) -> None:
         layer(normal(3, 5))
 
 
-def test_x_is_not_changed(normal: Normal) -> None:
+def test_inputs_are_not_modified(normal: Normal) -> None:
     for name, make in ALL_OURS.items():
         x = normal(2, 5, 6)
         before = x.copy()
@@ -326,7 +326,7 @@ def test_x_is_not_changed(normal: Normal) -> None:
         assert_same_bits(x, before, name)
 
 
-def test_no_buffer_of_context_length() -> None:
+def test_no_buffer_has_the_size_of_the_context() -> None:
     module = cattn.CausalAttention(6, 5, 10**12, 0.0, rng=numpy_rng())
     assert module(np.ones((4, 6))).shape == (4, 5)
     assert set(module.state_dict()) == {"W_query.weight", "W_key.weight", "W_value.weight"}
@@ -334,7 +334,7 @@ def test_no_buffer_of_context_length() -> None:
 
 # ---- with a cache ----------------------------------------------------------------------------------------------------
 def exact(name: str, rng: np.random.Generator) -> Any:
-    """A module whose projections are exact in any order of the sums: small integers, out_proj the identity."""
+    """Return a module whose projections are exact in any order of summation: multiples of 1/4, identity out_proj."""
     module = ALL_OURS[name](rng=numpy_rng()).eval()
     state = {key: rng.integers(-3, 4, value.shape) / 4 for key, value in module.state_dict().items()}
     if "out_proj.weight" in state:
@@ -351,11 +351,13 @@ CACHES: dict[str, tuple[int, int]] = {
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_step_by_step(name: str, batch: tuple[int, ...], p: float, rng: np.random.Generator) -> None:
+def test_decoding_in_steps_has_the_bits_of_one_pass(
+    name: str, batch: tuple[int, ...], p: float, rng: np.random.Generator
+) -> None:
     module = exact(name, rng)
     for layer in module._dropouts():
         layer.p = p
-        layer.train().draw_from = lambda: 9  # one key for all calls: dropout goes by position
+        layer.train().draw_from = lambda: 9  # one seed for all calls: dropout depends on the position
     x = rng.integers(-3, 4, (*batch, 20, 6)).astype(np.float32)
     cache = cattn.KVCache(batch, CACHES[name][0], 64, CACHES[name][1])
     full, weights = module(x, return_weights=True)
@@ -369,7 +371,7 @@ def test_step_by_step(name: str, batch: tuple[int, ...], p: float, rng: np.rando
     np.testing.assert_array_equal(cache.lengths, np.full(batch, 20))
 
 
-def test_prompts_of_different_lengths(rng: np.random.Generator) -> None:
+def test_prompts_of_different_lengths_are_decoded_together(rng: np.random.Generator) -> None:
     module = exact("groups", rng)
     x = rng.integers(-3, 4, (3, 12, 6)).astype(np.float32)
     full = module(x)
@@ -393,7 +395,7 @@ def test_prompts_of_different_lengths(rng: np.random.Generator) -> None:
         (((2,), 2, 4, 2, None, "float32"), ValueError, "the cache is full: it has 0 of max_len=4 tokens, 5 more"),
     ],
 )
-def test_caches_are_checked(cache: tuple[Any, ...], error: Any, message: str, normal: Normal) -> None:
+def test_a_cache_that_does_not_fit_is_refused(cache: tuple[Any, ...], error: Any, message: str, normal: Normal) -> None:
     module = ALL_OURS["groups"](rng=numpy_rng())
     x, store = normal(2, 5, 6), cattn.KVCache(*cache)
     if error is None:
@@ -404,7 +406,7 @@ def test_caches_are_checked(cache: tuple[Any, ...], error: Any, message: str, no
     assert not store.lengths.any()
 
 
-def test_cache_errors(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_raises_leaves_the_cache_unchanged(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ALL_OURS["groups"](rng=numpy_rng()).eval()
     cache = cattn.KVCache(2, 2, 100, 2)
     with pytest.raises(TypeError, match=r"cache must be a cattn\.KVCache, got list"):
@@ -452,13 +454,13 @@ def test_cache_errors(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: mha(6, 8, 4, 0.1, 4)(np.ones((3, 6), "c8")), TypeError, "x has dtype complex64"),
     ],
 )
-def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_copies(name: str, normal: Normal) -> None:
+def test_copies_are_independent_and_equal(name: str, normal: Normal) -> None:
     module = ALL_OURS[name](rng=numpy_rng())
     x = normal(2, 7, 6)
     module(x)
@@ -468,13 +470,13 @@ def test_copies(name: str, normal: Normal) -> None:
         for key, value in module.state_dict().items():
             assert_same_bits(twin.state_dict()[key], value)
             assert not np.shares_memory(twin.state_dict()[key], value)
-        assert_same_bits(twin(x), copy.deepcopy(module)(x))  # its generator is where this one's is
+        assert_same_bits(twin(x), copy.deepcopy(module)(x))  # both generators have the same state
         twin.load_state_dict({key: np.zeros(value.shape) for key, value in twin.state_dict().items()})
         assert all(value.any() for value in module.state_dict().values())
     assert_same_bits(copy.copy(module).eval()(x), module.eval()(x))
 
 
-def test_repr() -> None:
+def test_repr_can_be_evaluated() -> None:
     shown = {name: repr(make(rng=numpy_rng())) for name, make in ALL_OURS.items()}
     assert shown["v1"] == "SelfAttention_v1(6, 5)"
     assert shown["v2, bias"] == "SelfAttention_v2(6, 5, qkv_bias=True)"
@@ -488,7 +490,7 @@ def test_repr() -> None:
 
 
 @pytest.mark.parametrize("module", [_chapter, cache, _layers, _module])
-def test_doctests(module: Any) -> None:
+def test_the_examples_of_the_modules_run(module: Any) -> None:
     failed, run = doctest.testmod(module)
     assert run > 0
     assert failed == 0

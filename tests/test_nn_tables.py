@@ -1,4 +1,4 @@
-"""The chapter's printed outputs of its classes: from the stored weights, and from the seeds alone."""
+"""The outputs that the chapter prints for its classes, computed from the stored weights and from the seeds alone."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ CAUSAL_KINDS = [cattn.CausalAttention, cattn.MultiHeadAttentionWrapper]
 
 
 def drawn_by(case: dict[str, Any]) -> list[type]:
-    """Return the classes that draw the weights of the case in this order."""
+    """Return the classes that draw the weights in the order of the case."""
     if case["step"] == "context_vec_masked":
         return CAUSAL_KINDS
     return [cattn.SelfAttention_v1 if case["weights_layout"] == "in_out" else cattn.SelfAttention_v2]
@@ -35,7 +35,7 @@ def build(kind: type, *, rng: Any = None) -> Any:
     return kind(3, 2, *sizes, rng=rng).eval()
 
 
-# All cases that show the output of a class. 003 has values of another length than its keys: no class of the book does.
+# All cases that show the output of a class. Not 003: its d_v differs from its head_dim, as in no class of the book.
 CONTEXTS = [
     name for name, case in CASES.items() if case["step"] in ("context_vec", "context_vec_masked")
     and case.get("weights") and not name.startswith("003")
@@ -49,8 +49,8 @@ def assert_table(case: dict[str, Any], result: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_tables_from_stored_weights(name: str) -> None:
-    """Every class takes the weights, whichever layout they come in."""
+def test_stored_weights_give_the_printed_tables(name: str) -> None:
+    """Every class loads the weights, whether they are stored as (in, out) or as (out, in)."""
     case = CASES[name]
     bare = case["weights_layout"] == "in_out"
     state = {key if bare else f"{key}.weight": np.array(value) for key, value in case["weights"].items()}
@@ -61,12 +61,12 @@ def test_tables_from_stored_weights(name: str) -> None:
         assert_table(case, module(inputs(case)))
 
 
-def test_nine_tables_show_a_class() -> None:
+def test_nine_tables_show_the_output_of_a_class() -> None:
     assert len(CONTEXTS) == 9
 
 
 @pytest.mark.parametrize("name", [name for name in CONTEXTS if "ex3.1-v1" not in name])
-def test_tables_from_the_seed(name: str) -> None:
+def test_seeds_give_the_printed_tables(name: str) -> None:
     case = CASES[name]
     for kind in drawn_by(case):
         cattn.manual_seed(case["recipe"]["seed"])
@@ -77,8 +77,8 @@ def test_tables_from_the_seed(name: str) -> None:
             np.testing.assert_array_equal(getattr(layer, "weight", layer), np.array(value, np.float32))
 
 
-def test_exercise_3_1() -> None:
-    """The chapter assigns W_query twice and never W_key; what it prints is a mixture. A state dict cannot slip so."""
+def test_exercise_3_1_gives_the_printed_and_the_correct_table() -> None:
+    """The chapter assigns W_query twice and W_key never, and prints the result. A state dict refuses that slip."""
     printed, correct = CASES["004-ex3.1-v1-as-printed"], CASES["004-ex3.1-v1-correct"]
     cattn.manual_seed(123)
     v1 = cattn.SelfAttention_v1(3, 2)

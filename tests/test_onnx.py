@@ -1,4 +1,4 @@
-"""ONNX's Attention: every node case of the installed onnx package, and what the function refuses."""
+"""ONNX's Attention: every node test of the installed onnx package, and the errors of the function."""
 
 import importlib
 import sys
@@ -18,22 +18,22 @@ from cattn.integrations.onnx import Attention, attention  # noqa: E402
 
 
 def node_cases() -> list[Any]:
-    """The cases that show the operator itself; others show the functions that it expands to."""
+    """Return the node tests of the operator itself. The others are its expansions into functions."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the cases of other operators, which are made on the way
+        warnings.simplefilter("ignore")  # onnx also makes the cases of other operators, some of which warn
         return [case for case in collect_testcases("Attention") if "_expanded" not in case.name]
 
 
 CASES = node_cases()
 
 
-def test_there_are_as_many_cases_as_ever() -> None:
+def test_onnx_has_at_least_93_cases() -> None:
     assert len(CASES) >= 93
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_node_case(case: Any) -> None:
-    """By the tolerances of ONNX's own runner."""
+def test_every_node_case_of_onnx_passes(case: Any) -> None:
+    """With the tolerances of ONNX's own runner."""
     session = ReferenceEvaluator(case.model, new_ops=[Attention])
     (node,) = case.model.graph.node
     assert node.op_type == "Attention"
@@ -49,11 +49,11 @@ def test_node_case(case: Any) -> None:
             )
 
 
-def test_our_operator_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_cases_run_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     run = Attention._run
     monkeypatch.setattr(Attention, "_run", lambda self, *args, **kwargs: called.append(1) or run(self, *args, **kwargs))
-    test_node_case(CASES[0])
+    test_every_node_case_of_onnx_passes(CASES[0])
     assert called
 
 
@@ -63,8 +63,8 @@ def inputs(*shapes: tuple[int, ...], dtype: Any = np.float32) -> list[np.ndarray
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_dtypes(dtype: Any) -> None:
-    """Halves are off by the rounding of the result."""
+def test_the_result_has_the_dtype_of_the_inputs(dtype: Any) -> None:
+    """The tolerance for halves covers the rounding of the result."""
     q, k, v = inputs((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 6), dtype=dtype)
     result = attention(q, k, v, is_causal=1, return_qk=True, qk_matmul_output_mode=3)
     assert result.Y.dtype == dtype
@@ -75,7 +75,7 @@ def test_dtypes(dtype: Any) -> None:
     np.testing.assert_allclose(result.Y.astype(np.float64), wide.Y, rtol=0, atol=4 * eps * np.abs(wide.Y).max())
 
 
-def test_double_precision_of_the_softmax() -> None:
+def test_softmax_precision_may_be_double() -> None:
     q, k, v = inputs((1, 1, 3, 8), (1, 1, 9, 8), (1, 1, 9, 8))
     double = attention(q, k, v, softmax_precision=onnx.TensorProto.DOUBLE)
     wide = attention(*(a.astype(np.float64) for a in (q, k, v)))
@@ -83,14 +83,14 @@ def test_double_precision_of_the_softmax() -> None:
     np.testing.assert_array_equal(double.Y, wide.Y.astype(np.float32))
 
 
-def test_mode_0_is_before_the_cap() -> None:
+def test_qk_matmul_output_mode_0_is_before_the_softcap() -> None:
     q, k, v = inputs((1, 2, 3, 8), (1, 2, 9, 8), (1, 2, 9, 8))
     raw = attention(q, k, v, softcap=0.5, return_qk=True).qk_matmul_output
     np.testing.assert_allclose(raw, q @ k.swapaxes(-1, -2) / np.sqrt(8), rtol=1e-5, atol=1e-6)
 
 
-def test_a_whole_cache_equals_its_part() -> None:
-    """Behind nonpad_kv_seqlen nothing is read."""
+def test_keys_past_nonpad_kv_seqlen_are_not_read() -> None:
+    """A padded cache gives the bits of its filled part."""
     q, k, v = inputs((2, 4, 3, 8), (2, 2, 16, 8), (2, 2, 16, 8))
     k[0, :, 10:] = v[0, :, 10:] = np.nan
     result = attention(q, k, v, nonpad_kv_seqlen=[10, 16], is_causal=1)
@@ -138,7 +138,7 @@ def test_a_whole_cache_equals_its_part() -> None:
         ],
     ],
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     x = np.zeros((1, 3, 8), np.float32)
     call: dict[str, Any] = {"Q": x, "K": x, "V": x, "q_num_heads": 2, "kv_num_heads": 2} | change
     with pytest.raises(error, match=message):
@@ -146,15 +146,15 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 
 
 @pytest.mark.parametrize(("batch", "T_q", "T_k"), [(1, 0, 3), (0, 3, 3), (2, 3, 0), (2, 0, 0)])
-def test_inputs_without_elements(batch: int, T_q: int, T_k: int) -> None:
-    """As the same call with an axis of heads."""
+def test_inputs_without_elements_give_zeros(batch: int, T_q: int, T_k: int) -> None:
+    """Three-dimensional inputs, with the number of heads as an argument."""
     q, k, v = (np.ones((batch, T, width), np.float32) for T, width in ((T_q, 8), (T_k, 8), (T_k, 6)))
     y = attention(q, k, v, q_num_heads=2, kv_num_heads=2).Y
     assert y.shape == (batch, T_q, 6)
     assert not y.any()
 
 
-def test_without_onnx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_import_names_the_extra_if_onnx_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)  # an import of it raises
     monkeypatch.delitem(sys.modules, "cattn.integrations.onnx")
     with pytest.raises(ImportError, match=r"pip install 'cattn\[onnx\]'"):

@@ -1,7 +1,8 @@
-"""`out=` and the extras: any strides, any overlap, the caller's own arrays, and what is never written."""
+"""`out=` and the optional outputs: any strides, overlap with inputs, the caller's arrays, and memory beside them."""
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -39,21 +40,21 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_any_strides(name: str, layout: str) -> None:
+def test_out_may_have_any_strides(name: str, layout: str) -> None:
     function, shape = FUNCTIONS[name]
     out = LAYOUTS[layout](shape)
     base = out.base if out.base is not None else out
     untouched = np.ones(base.shape, bool) if base is not out else None
     assert function(out) is out
     expected = function(None)
-    assert np.array_equal(out.view(), expected), "bit for bit"
+    assert np.array_equal(out.view(), expected), "out has the bits of a new array"
     if untouched is not None and layout in ("every second", "inside"):
-        assert np.count_nonzero(base == 7.0) == base.size - out.size, "nothing beside it was written"
+        assert np.count_nonzero(base == 7.0) == base.size - out.size, "memory beside out was written"
 
 
 @pytest.mark.parametrize("shift", [0, 1, 5, -3])
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention"])
-def test_an_input_that_overlaps(name: str, shift: int) -> None:
+def test_out_may_overlap_an_input(name: str, shift: int) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
         "softmax": lambda x, out=None: cattn.softmax(x, out=out),
         "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, method="renormalize", out=out),
@@ -70,7 +71,7 @@ def test_an_input_that_overlaps(name: str, shift: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward"])
-def test_the_input_itself_in_another_layout(name: str) -> None:
+def test_out_may_be_the_transposed_input(name: str) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
         "softmax": lambda x, out=None: cattn.softmax(x, out=out),
         "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, out=out),
@@ -84,7 +85,7 @@ def test_the_input_itself_in_another_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "gradient in place", "weights in place"])
-def test_in_place_nothing_is_copied(name: str) -> None:
+def test_calls_in_place_copy_nothing(name: str) -> None:
     functions: dict[str, Callable[[np.ndarray, np.ndarray], object]] = {
         "softmax": lambda x, out: cattn.softmax(x, out=out),
         "masked_softmax": lambda x, out: cattn.masked_softmax(x, is_causal=True, out=out),
@@ -102,12 +103,12 @@ def test_in_place_nothing_is_copied(name: str) -> None:
         finally:
             tracemalloc.stop()
 
-    assert peak(x[::-1]) >= x.nbytes, "a copy would be seen"
+    assert peak(x[::-1]) >= x.nbytes, "the measurement does not see a copy"
     assert peak(x) < x.nbytes // 10
 
 
-def test_an_overlap_that_is_hard_to_find() -> None:
-    """Where NumPy gives up looking for a common element, there may be one; here there are 81."""
+def test_an_overlap_that_numpy_cannot_find_is_handled() -> None:
+    """NumPy gives up its search for a common element of these two arrays. They have 81."""
     memory = np.random.default_rng(1).standard_normal(2837)
     strides = np.array([[2, 6, 14, 23, 51, 104, 252, 550, 1194], [3, 5, 11, 20, 46, 98, 229, 486, 1311]]) * 8
     x, out = (
@@ -121,8 +122,8 @@ def test_an_overlap_that_is_hard_to_find() -> None:
     assert np.array_equal(out, expected)
 
 
-def test_a_stride_of_zero_matters_where_it_is_used() -> None:
-    """An axis of one element may have any stride, as may an empty array; an axis of two may not be one place."""
+def test_a_stride_of_zero_is_refused_only_on_an_axis_of_two_or_more() -> None:
+    """An axis of one element and an empty array may have any stride. An axis of two may not be one place in memory."""
     x = S[:1]
     out = np.empty(x.shape[1:])[np.newaxis]
     assert out.strides[0] == 0
@@ -145,8 +146,8 @@ def test_a_stride_of_zero_matters_where_it_is_used() -> None:
         ((2, 2, 3), (24, 16, 8), 1),
     ],
 )
-def test_an_array_that_overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], axis: int) -> None:
-    """Windows that slide over one memory: a row would overwrite the one before."""
+def test_an_out_that_overlaps_itself_is_refused(shape: tuple[int, ...], strides: tuple[int, ...], axis: int) -> None:
+    """Sliding windows over one array: a row would overwrite the previous one."""
     memory = np.zeros(64)
     out = np.lib.stride_tricks.as_strided(memory[32:], shape, strides)
     calls: list[Callable[[], Any]] = [
@@ -158,16 +159,16 @@ def test_an_array_that_overlaps_itself(shape: tuple[int, ...], strides: tuple[in
         with pytest.raises(ValueError, match=f"out overlaps itself: axis {axis} has stride {strides[axis]}"):
             call()
     assert not memory.any()
-    for fine in (
+    for good in (
         memory[:36:3].reshape(4, 3),
         memory[:48].reshape(3, 4, 4)[:, ::-1, 3].T[:, ::-1],
         memory[:24:-3][:12].reshape(4, 3),
     ):
-        cattn.softmax(np.ones((4, 3)), out=fine)
-        np.testing.assert_allclose(fine, 1 / 3)
+        cattn.softmax(np.ones((4, 3)), out=good)
+        np.testing.assert_allclose(good, 1 / 3)
 
 
-def test_an_attention_output_of_arrays_is_filled() -> None:
+def test_an_attention_output_of_arrays_is_filled_and_returned() -> None:
     arrays = cattn.AttentionOutput(
         out=np.empty_like(Q),
         weights=np.empty((2, 3, 17, 17)),
@@ -183,9 +184,56 @@ def test_an_attention_output_of_arrays_is_filled() -> None:
     assert result.dropout_seed == 5
 
 
+ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+SHAPES_OF_OUTPUTS = {"out": Q.shape, "weights": (2, 3, 17, 17), "lse": (2, 3, 17), "dropout_mask": (2, 3, 17, 17)}
+
+
+def outputs_in_one_memory(first: str, second: str, *, overlap: bool) -> tuple[np.ndarray, cattn.AttentionOutput]:
+    """Return memory and outputs. In it the second begins at the last element of the first, or else right after it."""
+    memory = np.zeros(30_000, np.uint8)
+    arrays = {name: np.empty(shape, float) for name, shape in SHAPES_OF_OUTPUTS.items()}
+    arrays["dropout_mask"] = np.empty(SHAPES_OF_OUTPUTS["dropout_mask"], bool)
+    one, other = arrays[first], arrays[second]
+    end = 64 + one.nbytes
+    start = (end - 1) // other.itemsize if overlap else -(-end // other.itemsize)  # aligned
+    arrays[first] = memory[64:end].view(one.dtype).reshape(one.shape)
+    arrays[second] = memory[start * other.itemsize :][: other.nbytes].view(other.dtype).reshape(other.shape)
+    return memory, cattn.AttentionOutput(**arrays)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SHAPES_OF_OUTPUTS, 2)))
+def test_outputs_that_share_memory_are_refused(first: str, second: str) -> None:
+    """One element of overlap is enough. The error names both; nothing is written."""
+    memory, arrays = outputs_in_one_memory(first, second, overlap=True)
+    names = [name if name == "out" else f"out\\.{name}" for name in SHAPES_OF_OUTPUTS if name in (first, second)]
+    with pytest.raises(ValueError, match=f"^{' and '.join(names)} share memory"):
+        cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **ALL_OUTPUTS)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(SHAPES_OF_OUTPUTS, 2)))
+def test_outputs_may_be_adjacent_in_memory(first: str, second: str) -> None:
+    _, arrays = outputs_in_one_memory(first, second, overlap=False)
+    cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **ALL_OUTPUTS)
+    expected = cattn.scaled_dot_product_attention(Q, K, V, **ALL_OUTPUTS)
+    for name in SHAPES_OF_OUTPUTS:
+        assert_same_bits(getattr(arrays, name), getattr(expected, name), name)
+
+
+def test_outputs_may_be_interleaved_in_memory() -> None:
+    """Columns of one array: the output, the weights and the log-sum-exp of a row side by side."""
+    memory = np.zeros((2, 3, 17, 8 + 17 + 1))
+    arrays = cattn.AttentionOutput(memory[..., :8], memory[..., 8:25], memory[..., 25])
+    options = {"need_weights": True, "return_lse": True}
+    cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **options)
+    expected = cattn.scaled_dot_product_attention(Q, K, V, **options)
+    for name in ("out", "weights", "lse"):
+        assert_same_bits(np.ascontiguousarray(getattr(arrays, name)), getattr(expected, name), name)
+
+
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 1, 3, 5, 4)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: type) -> None:
+def test_results_have_the_documented_shapes_and_dtypes(shape: tuple[int, ...], dtype: type) -> None:
     x = np.ones(shape, dtype)
     value = np.ones((*shape[:-1], 7), dtype)
     result = cattn.scaled_dot_product_attention(
@@ -201,7 +249,7 @@ def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: type) -> None:
     assert result.dropout_seed is None
 
 
-def test_nan_is_written_one_way_and_zero_without_a_sign() -> None:
+def test_results_hold_one_nan_and_no_negative_zero() -> None:
     odd = np.array([0xFFC00123], np.uint32).view(np.float32)[0]  # a negative NaN with a payload
     x = np.zeros((40, 3), np.float32)
     x[20] = odd
@@ -213,11 +261,13 @@ def test_nan_is_written_one_way_and_zero_without_a_sign() -> None:
         assert set(np.unique(weights.view(np.uint32)[np.isnan(weights)])) == {np.float32(np.nan).view(np.uint32)}
 
 
-# ---- past the caches -----------------------------------------------------------------------------------------------
+# ---- streaming stores ----------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_results(dtype: type, normal: Callable[..., np.ndarray], threads: int) -> None:
-    """Beyond 32 MB a causal result passes by the caches: whole lines, so nothing beside its rows."""
+def test_large_results_are_right_and_nothing_beside_them_is_written(
+    dtype: type, normal: Callable[..., np.ndarray], threads: int
+) -> None:
+    """Causal results larger than 32 MB are written with streaming stores, which must not write beside the rows."""
     heads, n, gap = 40 // np.dtype(dtype).itemsize, 1000, 10
     scores = normal(n, n + 3, dtype=dtype)
     right = cattn.masked_softmax(scores, is_causal=True, query_offset=3)
@@ -229,11 +279,11 @@ def test_large_results(dtype: type, normal: Callable[..., np.ndarray], threads: 
             cattn.masked_softmax(np.broadcast_to(scores, out.shape), is_causal=True, query_offset=3, out=out)
         assert_same_bits(out, np.broadcast_to(right, out.shape), f"from element {first} on, step {step}")
         out[...] = 7
-        assert (memory == 7).all(), "and nothing else was written"
+        assert (memory == 7).all(), "memory beside out was written"
 
 
 @pytest.mark.usefixtures("isa")
-def test_large_results_of_halves(normal: Callable[..., np.ndarray]) -> None:
+def test_large_results_of_halves_are_right(normal: Callable[..., np.ndarray]) -> None:
     scores = normal(1000, 1003, dtype=np.float16)
     out = np.empty((10, *scores.shape), np.float16)
     cattn.masked_softmax(np.broadcast_to(scores, out.shape), is_causal=True, query_offset=3, out=out)

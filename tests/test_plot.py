@@ -1,4 +1,4 @@
-"""plot_attention: what is drawn, where, and what is refused."""
+"""plot_attention: cells, borders, labels, colours, and errors."""
 
 import subprocess
 import sys
@@ -21,8 +21,8 @@ def _close_figures() -> Iterator[None]:
     plt.close("all")
 
 
-def causal_weights(*lead: int, n: int = 6, n_q: int | None = None) -> np.ndarray:
-    x = np.random.default_rng(0).standard_normal((*lead, n, 4))
+def causal_weights(*batch: int, n: int = 6, n_q: int | None = None) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((*batch, n, 4))
     return cattn.attention_weights(x[..., -(n_q or n) :, :], x, is_causal="lower_right")
 
 
@@ -45,18 +45,18 @@ def test_cells_hold_the_weights_and_the_future_is_blank() -> None:
 
 
 def border(ax: Any) -> list[tuple[float, float]] | None:
-    """Return the stepped line as a list of points, None where there is none."""
+    """Return the points of the stepped border line, or None if there is no such line."""
     lines = [line for line in ax.lines if line.get_linestyle() == "-"]
     return list(zip(*lines[0].get_data(), strict=True)) if lines else None
 
 
-def test_the_border_of_what_is_visible() -> None:
+def test_the_border_follows_the_causal_mask() -> None:
     two = cattn.plot_attention(causal_weights(n=2))
     assert border(two) == [(0.5, -0.5), (0.5, 0.5), (1.5, 0.5), (1.5, 1.5)]
     cached = cattn.plot_attention(causal_weights(n=4, n_q=2))
     assert border(cached) == [(2.5, -0.5), (2.5, 0.5), (3.5, 0.5), (3.5, 1.5)]
     assert border(cattn.plot_attention(np.full((3, 3), 1 / 3))) is None
-    assert border(cattn.plot_attention(causal_weights(n=4, n_q=1))) is None, "a last query sees everything"
+    assert border(cattn.plot_attention(causal_weights(n=4, n_q=1))) is None, "the last query sees every key"
     full, causal = cattn.plot_attention(np.stack([np.full((2, 2), 0.5), causal_weights(n=2)]))
     assert border(full) is None
     assert border(causal) == border(two)
@@ -76,12 +76,12 @@ def test_heads_share_one_scale_and_one_colour_bar() -> None:
         np.testing.assert_array_equal(drawn(ax).filled(0), panel)
 
 
-def test_leading_ones_do_not_count() -> None:
+def test_leading_dimensions_of_size_one_are_dropped() -> None:
     assert cattn.plot_attention(causal_weights(1, 1, 3)).shape == (3,)
     assert cattn.plot_attention(causal_weights(1)).shape == (1,)
 
 
-def test_it_draws_on_given_axes() -> None:
+def test_given_axes_are_used() -> None:
     figure, grid = plt.subplots(2, 2)
     axes = cattn.plot_attention(causal_weights(4), ax=grid, titles=list("abcd"), annotate=False, vmax=0.5, label="w")
     assert all(a is b for a, b in zip(axes, grid.ravel(), strict=True))
@@ -93,7 +93,7 @@ def test_it_draws_on_given_axes() -> None:
     assert cattn.plot_attention(causal_weights(), ax=ax) is ax
 
 
-def test_scores_and_what_is_not_finite() -> None:
+def test_hidden_scores_are_blank_and_non_finite_ones_are_crossed() -> None:
     scores = np.array([[1.0, -np.inf, np.nan], [-2.0, 0.0, np.inf]])
     ax = cattn.plot_attention(scores, query_tokens=["a", "b"], label="score")
     assert ax.images[0].norm.vmin == -2
@@ -103,7 +103,7 @@ def test_scores_and_what_is_not_finite() -> None:
     assert texts(ax.get_yticklabels()) == ["a", "b"]
 
 
-def test_all_zero_and_many_tokens() -> None:
+def test_weights_of_zero_and_many_tokens_are_drawn() -> None:
     assert cattn.plot_attention(np.zeros((2, 2))).images[0].norm.vmax == 1
     n = 60
     ax = cattn.plot_attention(causal_weights(n=n), [f"t{i}" for i in range(n)])
@@ -118,12 +118,12 @@ def test_queries_are_the_last_tokens() -> None:
     assert texts(ax.get_xticklabels()) == TOKENS
 
 
-def test_numbers_are_readable_on_their_colours() -> None:
+def test_numbers_contrast_with_the_colours_of_their_cells() -> None:
     ax = cattn.plot_attention(np.array([[1.0, 0.1]]), query_tokens=["q"])
     assert [text.get_color() for text in ax.texts] == ["white", "black"]
 
 
-def test_it_takes_lists_and_tensors() -> None:
+def test_lists_and_tensors_are_plotted() -> None:
     torch = pytest.importorskip("torch")
     for weights in ([[1, 0], [0.5, 0.5]], torch.tensor([[1, 0], [0.5, 0.5]])):
         np.testing.assert_array_equal(drawn(cattn.plot_attention(weights)).filled(0), [[1, 0], [0.5, 0.5]])
@@ -145,19 +145,19 @@ def test_it_takes_lists_and_tensors() -> None:
         (TypeError, "ax must be a matplotlib Axes, or an array of them, got str", {"ax": "here"}),
     ],
 )
-def test_what_is_refused(error: type[Exception], message: str, call: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused(error: type[Exception], message: str, call: dict[str, Any]) -> None:
     with pytest.raises(error, match=message):
         cattn.plot_attention(**({"weights": np.ones((3, 3))} | call))
     assert not plt.get_fignums(), "a refused call leaves no figure behind"
 
 
-def test_axes_of_another_number_are_refused() -> None:
+def test_a_wrong_number_of_axes_is_refused() -> None:
     _, axes = plt.subplots(1, 3)
     with pytest.raises(ValueError, match="ax must have one Axes for each of 2 heads, got 3"):
         cattn.plot_attention(np.ones((2, 3, 3)), ax=axes)
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_extra_if_matplotlib_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'cattn\[plot\]'"):
         cattn.plot_attention(np.ones((2, 2)))
@@ -168,8 +168,8 @@ def test_importing_cattn_does_not_import_matplotlib() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_bfloat16_and_any_token_are_drawn() -> None:
-    """matplotlib knows no bfloat16, and takes what stands between dollars for mathematics."""
+def test_bfloat16_and_tokens_with_dollar_signs_are_drawn() -> None:
+    """matplotlib does not support bfloat16, and typesets text between dollar signs as mathematics."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     tokens = ["$$", "c$ $x^", "$b$"]
     ax = cattn.plot_attention(np.eye(3, dtype=ml_dtypes.bfloat16), tokens)

@@ -1,7 +1,7 @@
-"""Threads that use everything at once: short calls, for ThreadSanitizer (`tools/sanitize thread`) as well as by bits.
+"""Several threads use cattn at the same time: short calls, also for ThreadSanitizer (`tools/sanitize thread`).
 
-Each test compares with the same work done by one thread, and each makes threads share what the C code guards: the pool,
-its scratch, the turns at a serial stream of dropout bits, a generator.
+Each test compares bits with the same work on one thread. The threads share everything that the C code guards: the pool,
+its scratch, the tickets for a serial dropout stream, a generator.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attend(**keywords: Any) -> np.ndarray:
 
 
 def gradients(**keywords: Any) -> np.ndarray:
-    """All of them in one array, of three leading indices with two heads each; steps take turns at each block of keys,
-    and at a bias that they share."""
+    """Return all gradients in one array, for a batch of three with two heads. Threads take tickets for each key block
+    and for a bias that they share."""
     query, key, value = (array.swapaxes(0, 1) for array in (QUERY, KEY, VALUE))
     forward = cattn.scaled_dot_product_attention(query, key, value, return_lse=True, **keywords)
     parts = cattn.attention_backward(value, query, key, value, forward.out, forward.lse, **keywords)
@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[], np.ndarray]] = {
 
 
 def together(work: Callable[[int], None], n: int = CALLERS) -> None:
-    """Call work(0) to work(n - 1) in threads that start at one moment; raise what any of them raised."""
+    """Call work(0) to work(n - 1) in threads that start together. Raise the first error of any of them."""
     start, errors = threading.Barrier(n), []
 
     def run(i: int) -> None:
@@ -82,8 +82,8 @@ def together(work: Callable[[int], None], n: int = CALLERS) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_call_on_many_threads(name: str) -> None:
-    """The pool itself: short calls use it only where a path is forced or the work is large."""
+def test_one_call_on_several_threads_has_the_bits_of_one_thread(name: str) -> None:
+    """The paths are forced, because short calls do not use the pool by themselves."""
     with cattn.num_threads(1):
         expected = CALLS[name]()
     for path in ("auto", "tile", "split"):
@@ -92,7 +92,7 @@ def test_one_call_on_many_threads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_many_callers(name: str) -> None:
+def test_concurrent_equal_calls_have_the_bits_of_one_thread(name: str) -> None:
     with cattn.num_threads(1):
         expected = CALLS[name]()
     cattn.set_num_threads(2)
@@ -105,8 +105,8 @@ def test_many_callers(name: str) -> None:
         together(work)
 
 
-def test_callers_of_different_things() -> None:
-    """Scratch of one size goes from call to call, and the pool grows under way."""
+def test_concurrent_different_calls_have_the_bits_of_one_thread() -> None:
+    """The calls hand scratch of different sizes to each other, and the pool grows meanwhile."""
     with cattn.num_threads(1):
         expected = {name: call() for name, call in CALLS.items()}
 
@@ -121,14 +121,14 @@ def test_callers_of_different_things() -> None:
         together(work)
 
 
-def test_one_generator_for_all() -> None:
-    """Turns at one generator: together they draw what one would, whoever comes first."""
+def test_threads_that_share_a_generator_draw_its_stream_once() -> None:
+    """All threads together draw the numbers that one thread would draw, in any order of the calls."""
     n, p = 1000, 0.5
-    generator, kept = cattn.TorchGenerator(7), [np.empty(0, bool)] * CALLERS
+    generator, masks = cattn.TorchGenerator(7), [np.empty(0, bool)] * CALLERS
     x = np.ones(n, np.float32)
 
     def work(i: int) -> None:
-        kept[i] = cattn.dropout(x, p, rng=generator) != 0
+        masks[i] = cattn.dropout(x, p, rng=generator) != 0
         attend(dropout_p=p, rng=generator)
 
     with cattn.num_threads(3), forced("tile"):
@@ -138,12 +138,12 @@ def test_one_generator_for_all() -> None:
     for _ in range(CALLERS):
         cattn.dropout(x, p, rng=alone)
         attend(dropout_p=p, rng=alone)
-    assert_same_bits(after, alone.get_state(), "any order of these calls leaves the stream at the same place")
-    assert len({row.tobytes() for row in kept}) == CALLERS, "nobody draws what another drew"
+    assert_same_bits(after, alone.get_state(), "the stream ends at the same place in any order of the calls")
+    assert len({row.tobytes() for row in masks}) == CALLERS, "no two threads draw the same numbers"
 
 
-def test_settings_change_meanwhile() -> None:
-    """Thread counts and tables may be set while others compute."""
+def test_settings_may_change_during_calls() -> None:
+    """Thread counts and kernel tables are set while other threads compute."""
     with cattn.num_threads(1):
         expected = CALLS["tile"]()
     table = _cattn._get_isa()
@@ -160,8 +160,8 @@ def test_settings_change_meanwhile() -> None:
     together(work)
 
 
-def test_memory_is_given_back_meanwhile() -> None:
-    """The pool's workers end and start again between calls of others."""
+def test_memory_may_be_released_between_calls_of_other_threads() -> None:
+    """The workers of the pool end and start again."""
     with cattn.num_threads(1):
         expected = CALLS["tile"]()
     cattn.set_num_threads(3)

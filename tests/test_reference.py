@@ -1,4 +1,4 @@
-"""The reference itself: against plain Python loops, published random numbers, and the rules it is the oracle of."""
+"""The reference itself: compared with plain Python loops, published random numbers and the documented rules."""
 
 import doctest
 import importlib
@@ -23,14 +23,14 @@ from cattn._input.types import AttentionOutput, CausalAlignmentWarning
 INF, NAN = math.inf, math.nan
 
 
-def loop_attention(q, k, v, *, keep=None, added=None, scale=1.0, offset=None):
-    """One head by the definition, number by number. Returns out, weights and lse as lists."""
+def loop_attention(q, k, v, *, mask=None, added=None, scale=1.0, offset=None):
+    """Compute one head by the definition, number by number. Return out, weights and lse as lists."""
     outs, rows, lses = [], [], []
     for i, query in enumerate(q.tolist()):
         scores = {}
         for j, key in enumerate(k.tolist()):
             extra = [] if added is None else [added[i][j]]
-            hidden = (keep is not None and not keep[i][j]) or -INF in extra or (offset is not None and j > i + offset)
+            hidden = (mask is not None and not mask[i][j]) or -INF in extra or (offset is not None and j > i + offset)
             if not hidden:
                 scores[j] = scale * math.fsum(a * b for a, b in zip(query, key, strict=True)) + sum(extra)
         top = max(scores.values(), default=0.0)
@@ -42,7 +42,7 @@ def loop_attention(q, k, v, *, keep=None, added=None, scale=1.0, offset=None):
     return outs, rows, lses
 
 
-def test_doctests() -> None:
+def test_the_examples_of_the_reference_run() -> None:
     parts = [importlib.import_module(f"cattn.reference.{m.name}") for m in pkgutil.iter_modules(reference.__path__)]
     failed, run = (sum(counts) for counts in zip(*map(doctest.testmod, parts), strict=True))
     assert run > 10
@@ -53,7 +53,7 @@ FUNCTIONS = [name for name in cattn.__all__ if hasattr(reference, name) and name
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_signatures_are_the_packages(name: str) -> None:
+def test_signatures_are_those_of_the_package(name: str) -> None:
     def arguments(module: types.ModuleType) -> dict:
         parameters = inspect.signature(getattr(module, name)).parameters.values()
         return {p.name: (p.kind, p.default) for p in parameters if p.kind is not p.VAR_KEYWORD}
@@ -64,8 +64,8 @@ def test_signatures_are_the_packages(name: str) -> None:
     assert ours == theirs
 
 
-def test_reference_does_not_need_the_kernels() -> None:
-    """It could not be an oracle if it used them."""
+def test_the_reference_does_not_use_the_kernels() -> None:
+    """Otherwise it could not judge them."""
     parts = list(Path(reference.__file__).parent.glob("*.py"))
     assert len(parts) > 3
     for part in parts:
@@ -73,13 +73,13 @@ def test_reference_does_not_need_the_kernels() -> None:
 
 
 # ---- softmax -------------------------------------------------------------------------------------------------------
-def test_softmax_against_math() -> None:
+def test_softmax_agrees_with_plain_python() -> None:
     x = [0.3, -1.0, 2.5]
     expected = [math.exp(2 * a) / math.fsum(math.exp(2 * b) for b in x) for a in x]
     np.testing.assert_allclose(reference.softmax(x, scale=2.0), expected, rtol=1e-15)
 
 
-def test_softmax_axes() -> None:
+def test_softmax_takes_any_axes() -> None:
     x = np.arange(24.0).reshape(2, 3, 4) % 7
     np.testing.assert_allclose(reference.softmax(x, axis=None).sum(), 1.0)
     np.testing.assert_allclose(reference.softmax(x, axis=(0, 2)).sum(axis=(0, 2)), np.ones(3))
@@ -87,7 +87,7 @@ def test_softmax_axes() -> None:
     assert reference.softmax(3.0) == 1.0
 
 
-def test_softmax_edges() -> None:
+def test_softmax_follows_the_rules_for_nan_infinity_and_hidden_rows() -> None:
     np.testing.assert_array_equal(reference.softmax([-INF, -INF]), [NAN, NAN])
     np.testing.assert_array_equal(reference.softmax([1.0, 2.0], where=False), [0, 0])
     np.testing.assert_array_equal(reference.softmax([INF, 2.0, NAN], where=[True, True, False]), [NAN, 0 * NAN, 0])
@@ -121,7 +121,7 @@ def test_both_methods_agree(seed: int, T_q: int, T_k: int, spread: float) -> Non
 
 
 @pytest.mark.parametrize("method", ["neg_inf", "renormalize"])
-def test_masked_softmax_edges(method: str) -> None:
+def test_masked_softmax_follows_the_rules_for_nan_infinity_and_hidden_rows(method: str) -> None:
     def rows(scores: list, mask: list) -> np.ndarray:
         return reference.masked_softmax(scores, mask, method=method)
 
@@ -133,7 +133,7 @@ def test_masked_softmax_edges(method: str) -> None:
     np.testing.assert_array_equal(rows([1.0, NAN, 1.0], [True, True, False]), [NAN, NAN, 0])
 
 
-def test_the_textbook_pipelines() -> None:
+def test_the_textbook_pipelines_agree_except_where_they_break_down() -> None:
     scores, mask = np.array([[0.0, 100.0], [3.0, 3.0]]), np.tri(2, dtype=bool)
     for method in ("neg_inf", "renormalize"):
         np.testing.assert_allclose(reference.textbook_masked_softmax(scores, mask, method), [[1, 0], [0.5, 0.5]])
@@ -143,7 +143,7 @@ def test_the_textbook_pipelines() -> None:
     assert np.isnan(reference.textbook_masked_softmax([1.0, 1.0], [False, False])).all()
 
 
-def test_masked_softmax_refuses() -> None:
+def test_masked_softmax_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match='"neg_inf" or "renormalize"'):
         reference.masked_softmax(np.ones((2, 2)), method="other")
     with pytest.raises(ValueError, match='"neg_inf" or "renormalize", got \'other\''):
@@ -165,8 +165,8 @@ def test_masked_softmax_refuses() -> None:
         ),
     ],
 )
-def test_philox_known_answers(counter: tuple, key: tuple, words: tuple) -> None:
-    """The vectors that the authors of Random123 publish for philox4x32 with ten rounds."""
+def test_philox_gives_the_published_numbers(counter: tuple, key: tuple, words: tuple) -> None:
+    """The test vectors of Random123 for philox4x32 with ten rounds."""
     seed = key[0] | key[1] << 32
     assert tuple(reference.philox4x32(counter, seed).tolist()) == words
     grid = np.broadcast_to(np.array(counter, np.uint64)[:, None, None], (4, 2, 3))
@@ -177,7 +177,7 @@ def test_philox_known_answers(counter: tuple, key: tuple, words: tuple) -> None:
 
 
 def one_bit(p: float, seed: int, batch: int, head: int, position: int, key: int) -> bool:
-    """A single keep bit by the definition."""
+    """Return a single bit of the mask by the definition: whether the weight is not dropped."""
     threshold = round((1 - p) * 2**32)
     d = (key >> 3) & 7
 
@@ -190,7 +190,7 @@ def one_bit(p: float, seed: int, batch: int, head: int, position: int, key: int)
     return digit(1) < threshold & 0xFFFF
 
 
-def test_dropout_keep_by_position() -> None:
+def test_the_dropout_mask_follows_the_definition() -> None:
     p, seed = 0.3, 0x0123456789ABCDEF
     batch, head, position = np.array([0, 1])[:, None, None], np.array([0, 3])[:, None], np.array([-2, 0, 70])
     bits = reference.dropout_keep(p, seed, batch, head, position, 131)
@@ -202,8 +202,8 @@ def test_dropout_keep_by_position() -> None:
         assert bits[b, h, i].tolist() == expected
 
 
-def test_dropout_keep_tie_goes_to_a_second_draw() -> None:
-    """With p just above 0 only the digit 0xFFFF ties, and it stays with probability 1 - 2**-16 each time."""
+def test_a_second_draw_decides_ties() -> None:
+    """With p = 2**-17 only the digit 0xFFFF ties, and the second draw drops it with probability 1/2."""
     p, seed, T_k = 2.0**-17, 5, 1 << 17
     bits = reference.dropout_keep(p, seed, 0, 0, np.arange(16), T_k)
     dropped = np.argwhere(~bits)
@@ -211,17 +211,17 @@ def test_dropout_keep_tie_goes_to_a_second_draw() -> None:
     assert all(not one_bit(p, seed, 0, 0, i, j) for i, j in dropped.tolist())
 
 
-def test_dropout_extremes_and_rate() -> None:
+def test_dropout_drops_the_share_p() -> None:
     x = np.arange(1.0, 40001.0)
     np.testing.assert_array_equal(reference.dropout(x, 0.0), x)
     np.testing.assert_array_equal(reference.dropout(x, 1.0, rng=1), 0 * x)
     np.testing.assert_array_equal(reference.dropout(x, 0.9, training=False), x)
-    out, kept = reference.dropout(x, 0.25, rng=3, return_mask=True)
-    assert abs(kept.mean() - 0.75) < 0.01
-    np.testing.assert_array_equal(out, np.where(kept, x * (1 / 0.75), 0))
+    out, drop_mask = reference.dropout(x, 0.25, rng=3, return_mask=True)
+    assert abs(drop_mask.mean() - 0.75) < 0.01
+    np.testing.assert_array_equal(out, np.where(drop_mask, x * (1 / 0.75), 0))
     assert not np.signbit(reference.dropout(-x, 1.0)).any()
     bits = [one_bit(0.25, 3, 0, 0xD0D0, 0, n) for n in range(200)]
-    np.testing.assert_array_equal(kept[:200], bits)
+    np.testing.assert_array_equal(drop_mask[:200], bits)
     np.testing.assert_array_equal(reference.dropout(x.reshape(200, 200), 0.25, rng=3).ravel(), out)
     for p in (-0.1, 1.5, NAN):
         with pytest.raises(ValueError, match="between 0 and 1"):
@@ -230,7 +230,7 @@ def test_dropout_extremes_and_rate() -> None:
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("T_q", "T_k"), [(0, 0), (1, 5), (5, 1), (4, 4), (3, 6), (6, 3)])
-def test_causal_mask(T_q: int, T_k: int) -> None:
+def test_causal_mask_is_the_definition(T_q: int, T_k: int) -> None:
     i, j = np.arange(T_q)[:, None], np.arange(T_k)
     np.testing.assert_array_equal(reference.causal_mask(T_q, T_k, is_causal="upper_left"), j <= i)
     np.testing.assert_array_equal(reference.causal_mask(T_q, T_k), j <= i + T_k - T_q)
@@ -238,7 +238,7 @@ def test_causal_mask(T_q: int, T_k: int) -> None:
     assert reference.causal_mask(T_q, T_k, is_causal=False).all()
 
 
-def test_alignment_is_asked_for_or_warned_about() -> None:
+def test_different_lengths_warn_unless_the_alignment_is_named() -> None:
     x = np.ones((3, 2))
     with pytest.warns(CausalAlignmentWarning, match="lower_right"):
         reference.scaled_dot_product_attention(x[:2], x, x, is_causal=True)
@@ -252,21 +252,21 @@ def test_alignment_is_asked_for_or_warned_about() -> None:
 
 # ---- attention -----------------------------------------------------------------------------------------------------
 @given(st.data())
-def test_attention_against_loops(data: st.DataObject) -> None:
+def test_attention_agrees_with_plain_loops(data: st.DataObject) -> None:
     draw = data.draw
     T_q, T_k, D, D_v = (draw(st.integers(low, high)) for low, high in ((0, 5), (0, 6), (0, 3), (1, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     q, k, v = rng.normal(size=(T_q, D)), rng.normal(size=(T_k, D)), rng.normal(size=(T_k, D_v))
-    keep = rng.random((T_q, T_k)) < 0.7 if draw(st.booleans()) else None
+    mask = rng.random((T_q, T_k)) < 0.7 if draw(st.booleans()) else None
     added = rng.normal(size=(T_q, T_k)) if draw(st.booleans()) else None
     if added is not None:
         added[rng.random((T_q, T_k)) < 0.2] = -INF
     offset = draw(st.sampled_from([None, -1, 0, 2]))
     result = reference.scaled_dot_product_attention(
-        q, k, v, keep, is_causal=offset is not None, scale=0.7, bias=added, query_offset=offset,
+        q, k, v, mask, is_causal=offset is not None, scale=0.7, bias=added, query_offset=offset,
         need_weights=True, return_lse=True,
     )  # fmt: skip
-    out, weights, lse = loop_attention(q, k, v, keep=keep, added=added, scale=0.7, offset=offset)
+    out, weights, lse = loop_attention(q, k, v, mask=mask, added=added, scale=0.7, offset=offset)
     np.testing.assert_allclose(result.out, np.reshape(out, (T_q, D_v)), rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(result.weights, np.reshape(weights, (T_q, T_k)), rtol=1e-12)
     np.testing.assert_allclose(result.lse, lse, rtol=1e-12, atol=1e-13)
@@ -274,7 +274,7 @@ def test_attention_against_loops(data: st.DataObject) -> None:
     assert result.dropout_seed is None
 
 
-def test_ranks_broadcasting_and_groups(rng: np.random.Generator) -> None:
+def test_batch_dimensions_broadcast_and_heads_are_grouped(rng: np.random.Generator) -> None:
     sdpa = reference.scaled_dot_product_attention
     q, k, v = rng.normal(size=(2, 6, 4, 3)), rng.normal(size=(2, 2, 5, 3)), rng.normal(size=(1, 1, 5, 7))
     out = sdpa(q, k, v)
@@ -292,7 +292,7 @@ def test_ranks_broadcasting_and_groups(rng: np.random.Generator) -> None:
         sdpa(q, k, v[..., :4, :])
 
 
-def test_offsets_per_batch_and_masks_of_three_dimensions(rng: np.random.Generator) -> None:
+def test_batch_entries_have_their_own_offsets_and_masks(rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 4, 2))
     offset, mask = np.array([0, 2, -1]), rng.random((3, 4, 4)) < 0.8
     out = reference.scaled_dot_product_attention(x, x, x, mask, is_causal=True, query_offset=offset)
@@ -303,7 +303,7 @@ def test_offsets_per_batch_and_masks_of_three_dimensions(rng: np.random.Generato
         np.testing.assert_allclose(out[b], alone, rtol=1e-13)
 
 
-def test_causal_attention_continues_a_cache(rng: np.random.Generator) -> None:
+def test_causal_attention_aligns_the_last_query_with_the_last_key(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 9, 4))
     full = reference.causal_attention(q, k, v)
     np.testing.assert_allclose(reference.causal_attention(q[:, 6:], k, v), full[:, 6:], rtol=1e-13)
@@ -311,6 +311,22 @@ def test_causal_attention_continues_a_cache(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(
         reference.attention_weights(q, k, is_causal=True) @ v, reference.causal_attention(q, k, v), rtol=1e-13
     )
+
+
+def test_lower_right_aligns_the_last_query_with_the_last_key_of_each_length(rng: np.random.Generator) -> None:
+    """Each entry gives the result of its own queries and keys alone. Rows past its number of queries are zero."""
+    q, k, v = rng.normal(size=(4, 5, 3)), rng.normal(size=(4, 7, 3)), rng.normal(size=(4, 7, 2))
+    lengths_q, lengths_k = [5, 5, 3, 1], [7, 4, 6, 2]
+    for m, n in ((None, lengths_k), (lengths_q, None), (lengths_q, lengths_k)):
+        out = reference.scaled_dot_product_attention(
+            q, k, v, is_causal="lower_right", query_seq_lengths=m, key_value_seq_lengths=n
+        )
+        for b, (queries, keys) in enumerate(zip(m or [5] * 4, n or [7] * 4, strict=True)):
+            expected, _, _ = loop_attention(
+                q[b, :queries], k[b, :keys], v[b, :keys], scale=3**-0.5, offset=keys - queries
+            )
+            np.testing.assert_allclose(out[b, :queries], expected, rtol=1e-13, atol=1e-14)
+            assert not out[b, queries:].any()
 
 
 def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
@@ -327,7 +343,7 @@ def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
     assert np.all(clean.lse[:, 0] == -INF)
 
 
-def test_visible_nan_and_inf_stay_in_their_rows() -> None:
+def test_visible_nan_and_infinity_change_only_rows_that_see_them() -> None:
     q = k = np.zeros((4, 2))
     v = np.ones((4, 2))
     v[1] = [NAN, INF]
@@ -351,7 +367,7 @@ def test_visible_nan_and_inf_stay_in_their_rows() -> None:
     assert np.all(result.lse == -INF)
 
 
-def test_no_keys() -> None:
+def test_attention_without_keys_is_zero() -> None:
     result = reference.scaled_dot_product_attention(
         np.ones((2, 3)), np.ones((0, 3)), np.ones((0, 4)), need_weights=True, return_lse=True
     )
@@ -360,7 +376,7 @@ def test_no_keys() -> None:
     assert result.weights.shape == (2, 0)
 
 
-def test_attention_dropout(rng: np.random.Generator) -> None:
+def test_attention_drops_weights_by_position_and_seed(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 3, 5, 4))
     sdpa = reference.scaled_dot_product_attention
     extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
@@ -380,13 +396,13 @@ def test_attention_dropout(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(again.out, fresh.out)
 
 
-def test_dropped_visible_values_still_show_nan() -> None:
+def test_a_dropped_weight_does_not_hide_a_nan_value() -> None:
     v = np.array([[1.0], [NAN]])
     q = k = np.zeros((2, 1))
     assert np.isnan(reference.scaled_dot_product_attention(q, k, v, dropout_p=1.0)).all()
 
 
-def test_argument_types() -> None:
+def test_wrong_arguments_are_refused() -> None:
     x = np.ones((2, 2))
     with pytest.raises(TypeError, match="astype"):
         reference.scaled_dot_product_attention(x, x, x, np.ones((2, 2), int))
@@ -402,7 +418,7 @@ def test_argument_types() -> None:
         assert reference.causal_attention(converted, x, x).dtype == np.float64
 
 
-def test_inputs_are_left_alone(rng: np.random.Generator) -> None:
+def test_inputs_are_not_modified(rng: np.random.Generator) -> None:
     arrays = [rng.normal(size=(4, 4)) for _ in range(4)]
     copies = [a.copy() for a in arrays]
     for a in arrays:
@@ -414,8 +430,8 @@ def test_inputs_are_left_alone(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_no_warning_reaches_the_user() -> None:
-    """NaN and infinity are results; NumPy's own warnings about them would only puzzle."""
+def test_nan_and_infinity_raise_no_warning() -> None:
+    """They are valid results, so NumPy's warnings must not reach the user."""
     code = (
         "import numpy as np; from cattn import reference as r; x = np.full((3, 3), np.inf); x[0] = np.nan;"
         "r.causal_attention(x, x, x, return_lse=True); r.masked_softmax(x, method='renormalize'); r.dropout(x, 1.0)"
@@ -423,7 +439,7 @@ def test_no_warning_reaches_the_user() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_it_is_imported_when_it_is_asked_for() -> None:
+def test_the_reference_is_imported_on_first_use() -> None:
     code = (
         "import sys, cattn\n"
         "assert 'cattn.reference' not in sys.modules and 'reference' in dir(cattn)\n"

@@ -1,8 +1,8 @@
-"""References: calls and their errors, repeated, leave no object behind and hold no argument longer.
+"""Reference leaks: repeated calls and errors leave no object behind and keep no reference to an argument.
 
-Counted are the blocks of Python's allocator, and references to the arguments and to objects that always exist. A debug
-build of Python checks more (`tools/sanitize references`), but its total of references is of no use beside a NumPy that
-does not take part in it: an array counts when it is made and not when it goes.
+The tests count the blocks of Python's allocator and the references to arguments and to objects that always exist. A
+debug build of Python checks more (`tools/sanitize references`). Its total number of references is of no use with a
+NumPy that is not a debug build: the total counts an array when it is made, but not when it is freed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 import pytest
 
 import cattn
-from every_call import CALLS, INPUTS, OUT, Call, fresh
+from public_calls import CALLS, INPUTS, OUT, Call, fresh
 from support import UNDER_SANITIZER
 from wrong_calls import CASES, WORKING
 
-REPEATS = 40  # a leak shows as so many
-# immortal since Python 3.12: there these count nothing
+REPEATS = 40  # a leak of one object a call adds this many
+# Objects that always exist. Some are immortal since Python 3.12 and have a constant count there.
 EVERLASTING = [None, True, False, Ellipsis, 0, 1, np.dtype("f4"), np.dtype("f8"), np.dtype("?"), np.float32]
 EVERLASTING += [cattn.AttentionOutput, cattn.TorchGenerator, cattn.CausalAlignmentWarning]
 
 
-# Python remembers which attributes its types have, and with them strings that NumPy makes anew at each `dtype.name`:
-# up to 4096 of them, which repeats take up slowly. Forgotten by the first name since 3.13, by the other before.
+# Python caches the attributes of types, up to 4096 of them. The cache holds strings that NumPy makes anew for each
+# `dtype.name`, and so grows slowly. The function that clears it has the first name since Python 3.13.
 forget_attributes: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
 
 
@@ -43,16 +43,16 @@ def counts(arguments: list[object]) -> list[int]:
 
 
 def growth(call: Call, arguments: list[object]) -> int:
-    """What repeating the call adds to one of the counts, the worst of them."""
+    """Return how much repeated calls add to a count, for the count that grows most."""
 
     def repeat() -> None:
         for _ in range(REPEATS):
             call()
 
     gc.collect()
-    gc.freeze()  # collections are short from now on
+    gc.freeze()  # makes the many later collections short
     worst = REPEATS
-    for _ in range(8):  # what a cache takes up is not taken up again, a leak comes each time
+    for _ in range(8):  # a cache fills up once, a leak grows in every round
         before = counts(arguments)
         repeat()
         worst = min(worst, max(b - a for a, b in zip(before, counts(arguments), strict=True)))
@@ -63,7 +63,7 @@ def growth(call: Call, arguments: list[object]) -> int:
 
 
 def assert_level(call: Call, arguments: list[object]) -> None:
-    """What grows after thousands of tests may be another's doing: then a process of its own decides."""
+    """Assert that no count grows. If one does, a new process repeats the test: other tests may be the cause here."""
     found = growth(call, arguments)
     if found >= REPEATS // 2 and "CATTN_TEST_ALONE" not in os.environ:
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].rpartition("::")[2]
@@ -79,13 +79,13 @@ ARGUMENTS: list[object] = [*INPUTS.values(), OUT]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name: str) -> None:
+def test_repeated_calls_leak_nothing(name: str) -> None:
     assert_level(lambda: fresh(name), ARGUMENTS)
 
 
 @pytest.mark.parametrize("function", WORKING)
-def test_errors(function: str) -> None:
-    """All rows of the table of errors, one after the other."""
+def test_repeated_errors_leak_nothing(function: str) -> None:
+    """All rows of wrong_calls.py for the function, one after the other."""
     arguments = [{**WORKING[function](), **row.changes} for name, row in CASES if name == function]
     errors = [row.error for name, row in CASES if name == function]
 
@@ -103,22 +103,22 @@ def test_errors(function: str) -> None:
 
 
 OTHER_ERRORS: dict[str, tuple[type[Exception], Call]] = {
-    "gradients": (ValueError, lambda: cattn.attention_backward(X, X, X, X, X, X)),
-    "softmax's": (ValueError, lambda: cattn.softmax_backward(X, X[1:])),
-    "dropout's": (ValueError, lambda: cattn.dropout_backward(X, 0.5)),
-    "packed": (ValueError, lambda: cattn.varlen_attention(X, X, X, [0, 3], [0, 4])),
-    "merged": (TypeError, lambda: cattn.merge_attention(object(), [X])),  # type: ignore[arg-type]
-    "explained": (ValueError, lambda: cattn.explain(X, X[:, 1:], X)),
-    "generator": (ValueError, lambda: cattn.TorchGenerator(2**65)),
-    "its state": (ValueError, lambda: cattn.TorchGenerator(1).set_state(np.zeros(3, np.uint8))),
-    "its shape": (TypeError, lambda: cattn.TorchGenerator(1).rand("2")),  # type: ignore[arg-type]
+    "attention_backward": (ValueError, lambda: cattn.attention_backward(X, X, X, X, X, X)),
+    "softmax_backward": (ValueError, lambda: cattn.softmax_backward(X, X[1:])),
+    "dropout_backward": (ValueError, lambda: cattn.dropout_backward(X, 0.5)),
+    "varlen_attention": (ValueError, lambda: cattn.varlen_attention(X, X, X, [0, 3], [0, 4])),
+    "merge_attention": (TypeError, lambda: cattn.merge_attention(object(), [X])),  # type: ignore[arg-type]
+    "explain": (ValueError, lambda: cattn.explain(X, X[:, 1:], X)),
+    "generator, seed": (ValueError, lambda: cattn.TorchGenerator(2**65)),
+    "generator, state": (ValueError, lambda: cattn.TorchGenerator(1).set_state(np.zeros(3, np.uint8))),
+    "generator, size": (TypeError, lambda: cattn.TorchGenerator(1).rand("2")),  # type: ignore[arg-type]
     "cache": (ValueError, lambda: cattn.KVCache((), 1, 2, 3).append(X, X)),
     "layer": (ValueError, lambda: cattn.Linear(2, 3, rng=1)(X)),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_ERRORS)
-def test_other_errors(name: str) -> None:
+def test_repeated_errors_of_other_functions_leak_nothing(name: str) -> None:
     error, call = OTHER_ERRORS[name]
 
     def fail() -> None:
@@ -146,5 +146,5 @@ own_blocks = pytest.mark.skipif(UNDER_SANITIZER, reason="Python counts the block
 @pytest.mark.parametrize(
     "leak", [pytest.param(leak_an_object, marks=own_blocks), leak_a_reference, leak_an_old_reference]
 )
-def test_leaks_would_show(leak: Callable[[], Any]) -> None:
+def test_a_leak_is_found(leak: Callable[[], Any]) -> None:
     assert growth(leak, [X]) >= REPEATS

@@ -1,4 +1,4 @@
-"""The public functions that are builtins: they take arguments as the Python functions that document them would."""
+"""Public functions that are builtins: they bind arguments like the Python functions that document them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import cattn
 from cattn import _cattn
-from every_call import contents
+from public_calls import contents
 
 X = np.random.default_rng(0).standard_normal((3, 4, 5), dtype=np.float32)
 SQUARE = X[:, :, :4]
@@ -29,20 +29,20 @@ DROPPED = cattn.dropout(X, 0.5, rng=1)
 
 
 def python_function(name: str) -> Callable[..., Any]:
-    """A function of Python with the same name and signature, which returns what it was given."""
+    """Return a Python function with the same name and signature, which returns its arguments."""
     place: dict[str, Any] = {}
     exec(f"def {name}{inspect.signature(getattr(cattn, name))}: return locals()", place)
     function: Callable[..., Any] = place[name]
     return function
 
 
-def put_together(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same names, other strings in memory."""
+def with_new_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments under names that are equal strings, but other objects."""
     return {"".join(list(name)): value for name, value in arguments.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_looks_like_a_function(name: str) -> None:
+def test_the_builtin_looks_like_a_python_function(name: str) -> None:
     function = getattr(cattn, name)
     assert isinstance(function, types.BuiltinFunctionType)
     assert function is getattr(cattn.functional, name)
@@ -53,7 +53,7 @@ def test_it_looks_like_a_function(name: str) -> None:
 
 
 def test_signatures_are_those_of_the_source() -> None:
-    """Defaults too: a call without a default's argument is the call with it."""
+    """Names, order, kinds and defaults of all parameters."""
     attention = inspect.signature(cattn.scaled_dot_product_attention)
     assert str(attention) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
@@ -83,8 +83,8 @@ def test_every_way_to_pass_arguments_gives_the_same_bits(name: str) -> None:
         ((), arguments),
         ((), dict(reversed(arguments.items()))),
         ((first[1],), dict(rest)),
-        ((), put_together(arguments)),
-        ((first[1],), put_together(dict(rest))),
+        ((), with_new_names(arguments)),
+        ((first[1],), with_new_names(dict(rest))),
         (bound.args, bound.kwargs),
         ((), python_function(name)(**arguments)),
     ):
@@ -128,7 +128,7 @@ WARNS = {
 @pytest.mark.parametrize("name", WARNS)
 @pytest.mark.parametrize("function", ["shortcut", "Python"])
 def test_warnings_point_to_the_caller(name: str, function: str) -> None:
-    """Whoever takes the call: Python does where a name is another string in memory."""
+    """From the builtin, and from the Python function, which takes calls whose names are other string objects."""
     source, category = WARNS[name]
     if function == "Python":
         source = source.replace(")", ", **{''.join(['ou', 't']): None})", source.count(")"))
@@ -156,13 +156,13 @@ refused_function.__name__ = "dropout"
         ((refused_function, "", tuple("abcdef"), (1,) * 3, 7), "7 by position"),
     ],
 )
-def test_a_shortcut_needs_a_body(arguments: tuple[Any, ...], message: str) -> None:
+def test_a_shortcut_without_a_body_in_c_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _cattn._shortcut(*arguments)
-    assert contents(cattn.dropout(X, 0.5, rng=1)) == contents(DROPPED), "the one there is stays"
+    assert contents(cattn.dropout(X, 0.5, rng=1)) == contents(DROPPED), "the existing function is unchanged"
 
 
-def test_a_shortcut_is_made_of_a_named_function() -> None:
+def test_a_shortcut_needs_a_named_function() -> None:
     with pytest.raises(AttributeError, match="__name__"):
         _cattn._shortcut(3, "", (), (), 0)  # type: ignore[type-var]
     with pytest.raises(TypeError):

@@ -14,8 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from any_work import Results, Work
 from test_refleaks import own_blocks
+from work_strategy import Results, Work
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is Linux's")
 

@@ -1,4 +1,4 @@
-"""softmax and masked_softmax: values and ULPs, both methods of masking, axes and strides, bits, what never leaks."""
+"""softmax and masked_softmax: values, errors in ULP, both masking methods, axes, strides, bits, hidden scores."""
 
 import itertools
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from support import ACCURACY_DTYPES, INF, NAN, assert_same_bits, in_contract, ta
 
 Normal = Callable[..., np.ndarray]
 METHODS = ["neg_inf", "renormalize"]
-# Around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
+# Numbers of columns around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
 COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 511, 512, 513, 519, 520, 1024, 1100]
 
 
 def assert_close(actual: np.ndarray, right: np.ndarray, dtype: Any) -> None:
-    """Rows of a few hundred columns: see test_ulps for the bound, which is far closer than this needs to be."""
+    """Compare rows of a few hundred columns. The bounds in ULPS below are far tighter than this one."""
     assert actual.dtype == dtype
     np.testing.assert_allclose(actual, right, rtol=100 * np.finfo(dtype).eps, atol=1e-37)
 
 
 def yardstick(isa: str, call: Callable[[], np.ndarray]) -> np.ndarray:
-    """By the scalar table on one thread; a table outside the bit contract has only itself."""
+    """Make the call with the scalar kernel table (a table outside the bit contract: with itself) on one thread."""
     with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
         return call()
 
@@ -63,7 +63,7 @@ AXES: list[tuple[tuple[int, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("shape", "axis"), AXES, ids=str)
-def test_axes(
+def test_softmax_over_any_axes_agrees_with_the_reference(
     isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...], axis: Any
 ) -> None:
     x = normal(*shape, dtype=dtype)
@@ -79,15 +79,17 @@ def test_axes(
         assert np.isclose(sums, where.any(axis)).all()
 
 
-def test_against_scipy(isa: str, dtype: type, normal: Normal) -> None:
+def test_softmax_agrees_with_scipy(isa: str, dtype: type, normal: Normal) -> None:
     x = 5 * normal(3, 40, 50, dtype=dtype)
     for axis in (-1, 0, (0, 2), None):
         assert_close(cattn.softmax(x, axis), scipy.special.softmax(x.astype(np.float64), axis), dtype)
 
 
 @pytest.mark.parametrize("n", COLUMNS)
-def test_columns(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
-    """Rows and columns of every length, each with every method; nothing is written beyond."""
+def test_every_number_of_columns_agrees_with_the_reference(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
+) -> None:
+    """With every method, over rows and over columns. Nothing beside the output is written."""
     x = 3 * normal(4, n, dtype=dtype)
     mask = rng.random((4, n)) < 0.5
     memory = np.full(4 * n + 2, 7, dtype)
@@ -99,7 +101,7 @@ def test_columns(isa: str, dtype: type, normal: Normal, rng: np.random.Generator
     assert_close(cattn.softmax(x.T, axis=0), reference.softmax(x).T, dtype)
 
 
-def test_where_broadcasts(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+def test_where_broadcasts_to_x(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
     x = normal(2, 3, 20, dtype=dtype)
     for shape in ((20,), (3, 1), (2, 1, 20), (1, 1, 1), ()):
         where = rng.random(shape) < 0.5
@@ -108,7 +110,7 @@ def test_where_broadcasts(isa: str, dtype: type, normal: Normal, rng: np.random.
             assert_close(cattn.softmax(x, axis, where=where), right, dtype)
 
 
-def test_known_values(isa: str) -> None:
+def test_softmax_has_known_values(isa: str) -> None:
     np.testing.assert_allclose(cattn.softmax([0, np.log(3)]), [0.25, 0.75], rtol=1e-15)
     np.testing.assert_allclose(cattn.softmax([1000.0, 1000.0, -1000.0]), [0.5, 0.5, 0], rtol=0)
     assert cattn.softmax(3.0) == 1
@@ -117,8 +119,8 @@ def test_known_values(isa: str) -> None:
     assert cattn.softmax([True, False]).dtype == np.float64
 
 
-def test_shift_changes_nothing(isa: str, dtype: type, rng: np.random.Generator) -> None:
-    """Whole numbers keep their differences when shifted: not a bit changes."""
+def test_a_shift_of_whole_numbers_changes_no_bit(isa: str, dtype: type, rng: np.random.Generator) -> None:
+    """Their differences to the maximum stay exact."""
     x = rng.integers(-20, 20, (5, 100)).astype(dtype)
     right = cattn.softmax(x)
     for shift in (-1e6, 1, 2.0**20):
@@ -127,23 +129,23 @@ def test_shift_changes_nothing(isa: str, dtype: type, rng: np.random.Generator) 
 
 # ---- accuracy ------------------------------------------------------------------------------------------------------
 def ulps(actual: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Distance in units in the last place of the right value, 0 where that is not a normal number."""
+    """Return the distance in units in the last place of the right value, 0 where that is nearly subnormal."""
     dtype = actual.dtype
     normal = right >= 4 * np.finfo(dtype).tiny
     apart = np.abs(actual - right) / np.spacing(right.astype(dtype))
     return np.where(normal, apart, 0).astype(np.float64)
 
 
-# Columns up to which an error in ULP holds; measured on all tables: 0, 1.9, 3.1, 4.9, 12.2, 16.7. Two columns: half an
-# ULP of exp, of the sum and of the division, relative to numbers up to twice as large. From there the sum grows: 8
-# chains of at most 64 additions, then one addition for each run of 512 columns.
+# Numbers of columns and the bound of their error in ULP. Measured on all kernel tables: 0, 1.9, 3.1, 4.9, 12.2, 16.7.
+# Two columns: half an ULP each of exp, the sum and the division, relative to numbers up to twice as large. With more
+# columns the error of the sum grows: 8 chains of at most 64 additions, then one addition for each run of 512 columns.
 ULPS = {1: 0, 2: 2.5, 8: 4, 64: 6, 513: 16, 20_000: 16, 200_000: 24}
 
 
 @pytest.mark.parametrize("n", ULPS)
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
-def test_ulps(isa: str, kind: type, rng: np.random.Generator, n: int) -> None:
-    """Where x - max is exact, the error stays below the bound; the rounding of x - max adds an ULP a unit of it."""
+def test_the_error_in_ulp_stays_below_its_bound(isa: str, kind: type, rng: np.random.Generator, n: int) -> None:
+    """If x - max is exact, the bound holds as it is. Otherwise its rounding adds one ULP for each unit of max - x."""
     wide = np.float64 if kind == np.float32 else np.longdouble
     largest = 0.0
     for spread in (0.1, 1, 5, 20, 80):
@@ -155,11 +157,11 @@ def test_ulps(isa: str, kind: type, rng: np.random.Generator, n: int) -> None:
             error = ulps(cattn.softmax(row), e / e.sum(axis=-1, keepdims=True))
             assert (error <= ULPS[n] * (1 if exact else 1 - shifted)).all()
             largest = max(largest, float(error.max()))
-    assert n == 1 or largest > 0.1, "nothing is that exact: was anything compared?"
+    assert n == 1 or largest > 0.1, "an error of nearly zero: was anything compared?"
 
 
-def test_exp_runs_out_into_zero(isa: str, dtype: type) -> None:
-    """Weights below the least normal number are +0, or right; they never rise again."""
+def test_weights_that_underflow_become_zero_and_stay_zero(isa: str, dtype: type) -> None:
+    """Weights fall monotonically. Below the smallest normal number they are +0."""
     x = np.linspace(-800, -60, 50_001).astype(dtype)
     weights = cattn.softmax(np.stack([np.zeros_like(x), x], axis=-1))[:, 1]
     assert (np.diff(weights) >= 0).all()
@@ -172,7 +174,7 @@ def test_exp_runs_out_into_zero(isa: str, dtype: type) -> None:
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", METHODS)
-def test_causal_forms(isa: str, dtype: type, normal: Normal, method: str) -> None:
+def test_every_causal_form_agrees_with_the_reference(isa: str, dtype: type, normal: Normal, method: str) -> None:
     for T_q, T_k in ((9, 9), (5, 40), (40, 5), (1, 33), (33, 1), (17, 530)):
         scores = normal(2, 3, T_q, T_k, dtype=dtype)
         forms: list[dict[str, Any]] = [
@@ -196,7 +198,7 @@ def test_causal_forms(isa: str, dtype: type, normal: Normal, method: str) -> Non
 
 
 @pytest.mark.parametrize("shape", [(20,), (5, 1), (1, 20), (3, 5, 20), (2, 1, 5, 20), (2, 3, 1, 1), ()], ids=str)
-def test_masks_broadcast(
+def test_masks_broadcast_to_the_scores(
     isa: str, dtype: type, normal: Normal, rng: np.random.Generator, shape: tuple[int, ...]
 ) -> None:
     scores = normal(2, 3, 5, 20, dtype=dtype)
@@ -207,12 +209,12 @@ def test_masks_broadcast(
 
 
 def methods_apart(scores: np.ndarray, mask: np.ndarray, neg_inf: np.ndarray, renormalized: np.ndarray) -> None:
-    """Both methods agree within 12 (1 + d) ULP, plus what "renormalize" loses to underflow.
+    """Assert that both methods agree within 12 (1 + d) ULP, plus the loss of "renormalize" by underflow.
 
-    d: how far a score lies from the largest of its row, and the largest visible from the largest of all, for rounding
-    the difference costs an ULP a unit. Measured: 8 (1 + d) ULP up to 2000 columns. "renormalize" computes exp(s - max)
-    with the maximum of all scores and keeps at least 2**-100 of the mass, so what fell below the least normal number
-    there may be up to 2**100 times as large among the visible.
+    d is the distance of a score to the largest visible score of its row, plus the distance of that to the largest of
+    all scores: rounding a difference costs one ULP for each unit. Measured: 8 (1 + d) ULP up to 2000 columns.
+    "renormalize" computes exp(s - max) with the maximum of all scores, and is used if at least 2**-100 of the sum is
+    visible. A weight that underflows there may be up to 2**100 times as large after the division by the visible sum.
     """
     visible = np.where(mask, scores, -INF).astype(np.float64)
     d = np.where(mask, visible.max(-1, keepdims=True) - visible, 0)
@@ -223,7 +225,7 @@ def methods_apart(scores: np.ndarray, mask: np.ndarray, neg_inf: np.ndarray, ren
 
 
 @pytest.mark.parametrize("n", [2, 8, 64, 500, 1100])
-def test_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+def test_both_masking_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     differ = False
     for spread, share in itertools.product((0.1, 1, 5, 30), (0.1, 0.5, 0.9)):
         scores = spread * normal(50, n, dtype=dtype)
@@ -232,22 +234,22 @@ def test_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Gen
         results = [cattn.masked_softmax(scores, mask, method=method) for method in METHODS]
         methods_apart(scores, mask, *results)
         differ |= bool((results[0] != results[1]).any())
-    assert differ, "two methods that share every bit are one"
+    assert differ, "two methods cannot have the same bits everywhere"
 
 
-def test_renormalize_computes_the_literal_pipeline(isa: str, dtype: type, normal: Normal) -> None:
-    """Softmax of everything, zeroes, division by the sum of the rest: step by step, with our own softmax."""
+def test_renormalize_has_the_bits_of_its_steps(isa: str, dtype: type, normal: Normal) -> None:
+    """The steps: softmax of all scores, zeros for hidden ones, division by the sum of the rest."""
     scores = 3 * normal(6, 8, dtype=dtype)
     mask = np.tril(np.ones((6, 8), bool))
-    kept = cattn.softmax(scores) * mask
-    # eight columns: one number a chain, added in the order of the tree
-    s = kept.T
+    rest = cattn.softmax(scores) * mask
+    # eight columns: one number in each chain, added in the order of the tree
+    s = rest.T
     total = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
-    assert_same_bits(cattn.masked_softmax(scores, mask, method="renormalize"), kept / total[:, None])
+    assert_same_bits(cattn.masked_softmax(scores, mask, method="renormalize"), rest / total[:, None])
 
 
-def test_renormalize_where_nothing_is_left(isa: str, dtype: type, normal: Normal) -> None:
-    """Rows whose visible mass vanishes beside a masked score are the first method's, bit by bit."""
+def test_renormalize_uses_the_first_method_if_the_visible_sum_vanishes(isa: str, dtype: type, normal: Normal) -> None:
+    """Such rows, in which a hidden score is far larger than all visible ones, have the bits of "neg_inf"."""
     for masked_score in (2000.0, 1e30, INF, NAN):
         scores = normal(10, 30, dtype=dtype)
         scores[::2, 4] = masked_score
@@ -265,7 +267,9 @@ def test_renormalize_where_nothing_is_left(isa: str, dtype: type, normal: Normal
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_without_numbers(isa: str, dtype: type, normal: Normal, method: str) -> None:
+def test_masked_softmax_of_hidden_rows_is_zero_and_of_visible_nan_is_nan(
+    isa: str, dtype: type, normal: Normal, method: str
+) -> None:
     for n in (1, 7, 8, 40, 600):
         scores = normal(9, n, dtype=dtype)
         mask = np.ones((9, n), bool)
@@ -274,7 +278,7 @@ def test_rows_without_numbers(isa: str, dtype: type, normal: Normal, method: str
         scores[2, n // 2] = NAN
         scores[3, n // 2] = INF
         scores[4, n // 2] = -INF
-        scores[5], mask[5] = NAN, False  # nothing visible, and no number
+        scores[5], mask[5] = NAN, False  # nothing visible, all scores NaN
         scores[6, 0], mask[6, 0] = NAN, False
         scores[7, 0], mask[7, 0] = INF, False
         weights = cattn.masked_softmax(scores, mask, method=method)
@@ -283,12 +287,12 @@ def test_rows_without_numbers(isa: str, dtype: type, normal: Normal, method: str
         assert (weights[[0, 5]] == 0).all()
         assert np.isnan(weights[[1, 2, 3]]).all()
         assert np.isfinite(weights[[6, 7, 8]]).all()
-        assert_same_bits(weights[[1, 2, 3]], np.full((3, n), NAN, dtype), "the one NaN that is written")
+        assert_same_bits(weights[[1, 2, 3]], np.full((3, n), NAN, dtype), "every NaN in a result is the canonical one")
         if n > 1:
             np.testing.assert_allclose(weights[[4, 6, 7, 8]].sum(axis=-1), 1, rtol=1e-5)
 
 
-def test_softmax_rows_without_numbers(isa: str, dtype: type, normal: Normal) -> None:
+def test_rows_with_visible_nan_or_infinity_are_nan(isa: str, dtype: type, normal: Normal) -> None:
     x = normal(6, 20, dtype=dtype)
     right = cattn.softmax(x)
     x[1], x[3, 4], x[5, 0] = -INF, NAN, INF
@@ -296,7 +300,7 @@ def test_softmax_rows_without_numbers(isa: str, dtype: type, normal: Normal) -> 
     assert_same_bits(result[::2].copy(), right[::2].copy())
     assert np.isnan(result[1::2]).all()
     hidden = cattn.softmax(x, where=np.arange(20) % 4 != 0)
-    assert np.isfinite(hidden[[0, 2, 4, 3, 5]]).all(), "columns 0 and 4 take no part"
+    assert np.isfinite(hidden[[0, 2, 4, 3, 5]]).all(), "columns 0 and 4 are hidden"
     assert np.isnan(hidden[1, 1])
     assert (hidden[:, ::4] == 0).all()
 
@@ -309,8 +313,8 @@ def poisons(dtype: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [5, 16, 40, 513, 1100])
-def test_masked_scores_do_not_matter(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
-    """The first method never shows what it masks; the second reads it, but lets no NaN out."""
+def test_hidden_scores_change_no_bit(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+    """With "neg_inf" and where=. "renormalize" reads hidden scores, but their NaN does not reach the result."""
     scores = normal(2, 6, n, dtype=dtype)
     mask = rng.random((6, n)) < 0.5
     offset = n - 4
@@ -326,8 +330,8 @@ def test_masked_scores_do_not_matter(isa: str, dtype: type, normal: Normal, rng:
 
 
 @pytest.mark.parametrize("n", COLUMNS)
-def test_prefixes(isa: str, dtype: type, normal: Normal, n: int) -> None:
-    """A row's bits do not depend on the columns behind the last visible one, nor on whether there are any."""
+def test_columns_after_the_last_visible_one_change_no_bit(isa: str, dtype: type, normal: Normal, n: int) -> None:
+    """Whether these columns hold scores or do not exist."""
     scores = normal(3, n + 70, dtype=dtype)
     short = cattn.softmax(scores[:, :n])
     mask = np.arange(n + 70) < n
@@ -341,7 +345,9 @@ def test_prefixes(isa: str, dtype: type, normal: Normal, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", COLUMNS)
-def test_tables(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
+def test_every_table_gives_the_same_bits(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
+) -> None:
     scores = 20 * normal(5, n, dtype=dtype)
     scores[4, :: max(1, n // 3)] = np.finfo(dtype).min
     mask = rng.random((5, n)) < 0.7
@@ -357,8 +363,8 @@ def test_tables(isa: str, dtype: type, normal: Normal, rng: np.random.Generator,
         assert_same_bits(call(), yardstick(isa, call), f"call {i}")
 
 
-def test_threads(isa: str, dtype: type, threads: int, normal: Normal) -> None:
-    """Enough rows for many tasks; a row alone has the bits it has among others."""
+def test_any_number_of_threads_gives_the_same_bits(isa: str, dtype: type, threads: int, normal: Normal) -> None:
+    """Enough rows for many tasks. A row alone has the bits it has among others."""
     x = normal(700, 300, dtype=dtype)
     for call in (
         lambda: cattn.softmax(x),
@@ -373,7 +379,7 @@ def test_threads(isa: str, dtype: type, threads: int, normal: Normal) -> None:
 
 
 def views(a: np.ndarray) -> dict[str, np.ndarray]:
-    """The same numbers, otherwise in memory."""
+    """Return the same numbers in other memory layouts, by name."""
     rows, columns = a.shape
 
     def around() -> np.ndarray:
@@ -391,10 +397,12 @@ def views(a: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("rows", [6, 16, 37])
-def test_strides(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, rows: int) -> None:
-    """Any layout of input, mask and output; 16 rows that are neighbours in memory are worked on together."""
+def test_any_strides_give_the_same_bits(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator, rows: int
+) -> None:
+    """Any layout of input, mask and output. The kernels compute 16 rows together if they are adjacent in memory."""
     x, mask = normal(rows, 77, dtype=dtype), rng.random((rows, 77)) < 0.5
-    x[::3, 4] = 2000  # masked, so that "renormalize" has to begin again in every third row
+    x[::3, 4] = 2000  # hidden, so that "renormalize" has to compute every third row twice
     mask[:, 4] = False
     calls: dict[str, Callable[..., np.ndarray]] = {
         "where": lambda x, mask, **out: cattn.softmax(x, where=mask, **out),
@@ -418,7 +426,7 @@ def test_strides(isa: str, dtype: type, normal: Normal, rng: np.random.Generator
                 assert_same_bits(np.ascontiguousarray(along), right, f"axis 0, {layout}")
 
 
-def test_broadcast_views(isa: str, dtype: type, normal: Normal) -> None:
+def test_broadcast_views_give_the_bits_of_copies(isa: str, dtype: type, normal: Normal) -> None:
     row = normal(1, 77, dtype=dtype)
     assert_same_bits(cattn.softmax(np.broadcast_to(row, (6, 77))), np.repeat(cattn.softmax(row), 6, axis=0))
     equal = cattn.softmax(np.broadcast_to(row[:, :1], (6, 64)))
@@ -426,11 +434,11 @@ def test_broadcast_views(isa: str, dtype: type, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_in_place(isa: str, dtype: type, normal: Normal, method: str) -> None:
-    """out may be the input, also where a row has to be computed twice."""
+def test_masked_softmax_may_work_in_place(isa: str, dtype: type, normal: Normal, method: str) -> None:
+    """Also if a row has to be computed twice, and if out overlaps the input."""
     scores = normal(8, 40, dtype=dtype)
     mask = np.arange(40) % 5 != 2
-    scores[::2, 2] = 2000  # masked, and larger than everything
+    scores[::2, 2] = 2000  # hidden, and larger than all others
     scores[5, 7] = NAN
     right = cattn.masked_softmax(scores, mask, method=method)
     for x in (scores.copy(), np.asfortranarray(scores), np.repeat(scores, 2, axis=1)[:, ::2]):
@@ -443,7 +451,7 @@ def test_in_place(isa: str, dtype: type, normal: Normal, method: str) -> None:
     assert_same_bits(memory[1:].copy(), right, "shifted by a row")
 
 
-def test_softmax_in_place(isa: str, dtype: type, normal: Normal) -> None:
+def test_softmax_may_work_in_place(isa: str, dtype: type, normal: Normal) -> None:
     for axis in (-1, 0, (0, 1), None):
         x = normal(8, 40, dtype=dtype)
         right = cattn.softmax(x, axis)
@@ -455,11 +463,11 @@ def test_softmax_in_place(isa: str, dtype: type, normal: Normal) -> None:
         assert_same_bits(x.T.copy(), right)
 
 
-# ---- anything ------------------------------------------------------------------------------------------------------
+# ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
 @settings(max_examples=60)
-def test_anything(isa: str, data: st.DataObject) -> None:
-    """Any shape, any numbers, NaN and infinity too: the reference's values, the yardstick's bits."""
+def test_random_calls_agree_with_the_reference_and_the_yardstick(isa: str, data: st.DataObject) -> None:
+    """Any shape and any numbers, including NaN and infinity: values of the reference, bits of the yardstick."""
     dtype = data.draw(st.sampled_from([np.float32, np.float64]))
     shape = data.draw(hnp.array_shapes(max_dims=4, max_side=20))
     width = 32 if dtype == np.float32 else 64
@@ -469,7 +477,7 @@ def test_anything(isa: str, data: st.DataObject) -> None:
     axis = data.draw(st.none() | st.integers(-len(shape), len(shape) - 1))
     result = cattn.softmax(x, axis, where=mask)
     right = reference.softmax(x, axis, where=mask)
-    eps = 300 * np.finfo(dtype).eps  # scores up to 100 apart, see test_ulps
+    eps = 300 * np.finfo(dtype).eps  # scores differ by up to 200, which adds to the bounds in ULPS
     np.testing.assert_allclose(result, right, rtol=eps, atol=1e-37)
     assert_same_bits(result, yardstick(isa, lambda: cattn.softmax(x, axis, where=mask)))
     for method in METHODS:
@@ -482,8 +490,8 @@ def test_anything(isa: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, -1])
-def test_columns_that_are_not_neighbours(step: int, dtype: Any, rng: np.random.Generator) -> None:
-    """Rows that are copied together have to lie together."""
+def test_columns_that_are_not_adjacent_give_the_same_bits(step: int, dtype: Any, rng: np.random.Generator) -> None:
+    """The kernels copy adjacent columns together, which must not happen with other strides."""
     x = rng.standard_normal((5, 40)).astype(dtype)[:, ::step]
     assert_same_bits(cattn.softmax(x, axis=0), cattn.softmax(x.T.copy()).T)
     assert_same_bits(cattn.softmax(x[:, 0]), cattn.softmax(x[:, 0].copy()))

@@ -1,4 +1,4 @@
-"""Weights in and out: every naming scheme both ways, what is refused and why, files; a failed load changes nothing."""
+"""state_dict and load_state_dict: every naming scheme, dtypes, errors; a failed load changes nothing."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ def causal(d_in: int = 6, d_out: int = 8, bias: bool = False) -> cattn.CausalAtt
 
 
 def other(module: Any, seed: int = 0) -> State:
-    """A state dict for the module with other numbers."""
+    """Return a state dict for the module with other numbers."""
     random = np.random.default_rng(seed)
     return {key: random.standard_normal(value.shape).astype(value.dtype) for key, value in module.state_dict().items()}
 
@@ -75,7 +75,7 @@ def fused(weight: str, bias: str, out: str, *, conv: bool) -> Callable[[State], 
 
 
 def bare(state: State) -> State:
-    """As SelfAttention_v1 has them: (in, out), and no biases to go with it."""
+    """Return the names and shapes of SelfAttention_v1: matrices (in, out) without biases."""
     return {key.removesuffix(".weight"): a.T if key.startswith("W_") else a for key, a in state.items()}
 
 
@@ -114,7 +114,7 @@ TARGETS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prefix", ["", "transformer.h.11.attn."])
-def test_schemes(target: str, scheme: str, prefix: str) -> None:
+def test_every_naming_scheme_is_loaded(target: str, scheme: str, prefix: str) -> None:
     module = TARGETS[target]()
     expected = other(module)
     state = {prefix + key: value for key, value in SCHEMES[scheme](expected).items()}
@@ -124,7 +124,7 @@ def test_schemes(target: str, scheme: str, prefix: str) -> None:
     assert not any(np.shares_memory(a, b) for a, b in itertools.product(module.state_dict().values(), state.values()))
 
 
-@pytest.mark.parametrize("d_in", [6, 8])  # square matrices go by their names
+@pytest.mark.parametrize("d_in", [6, 8])  # the layout of a square matrix is known by its name only
 def test_bare_matrices_are_transposed(d_in: int) -> None:
     for target in (v2, causal, lambda *sizes: mha(*sizes, bias=False)):
         module = target(d_in, 8)
@@ -142,14 +142,14 @@ def test_bare_matrices_are_transposed(d_in: int) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("d_in", [6, 8])
-def test_schemes_into_bare_matrices(scheme: str, d_in: int) -> None:
+def test_every_naming_scheme_is_loaded_into_bare_matrices(scheme: str, d_in: int) -> None:
     module, source = v1(d_in, 8), v2(d_in, 8)
     expected = other(source)
     module.load_state_dict({f"model.{key}": value for key, value in SCHEMES[scheme](expected).items()})
     assert_state(module, {key.removesuffix(".weight"): value.T for key, value in expected.items()})
 
 
-def test_v1_and_v2_give_the_same() -> None:
+def test_v1_and_v2_with_the_same_weights_agree() -> None:
     x = np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)
     for first, second in ((v1(8, 8), v2(8, 8)), (v2(8, 8), v1(8, 8))):
         second.load_state_dict(first.state_dict())
@@ -160,24 +160,24 @@ def test_v1_and_v2_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("d_in", [6, 8])
-def test_heads_and_one_piece(d_in: int) -> None:
+def test_separate_heads_and_whole_matrices_are_converted(d_in: int) -> None:
     for bias in (False, True):
         whole, heads = causal(d_in, 8, bias), wrapper(d_in, 2, bias)
         expected = other(whole)
-        for scheme, convert in SCHEMES.items():  # in one piece, into separate heads
+        for scheme, convert in SCHEMES.items():  # whole matrices into separate heads
             heads = wrapper(d_in, 2, bias)
             heads.load_state_dict({f"attn.{key}": value for key, value in convert(expected).items()})
             assert_state(heads, by_head(expected))
-            whole = causal(d_in, 8, bias)  # and back
+            whole = causal(d_in, 8, bias)  # and separate heads into whole matrices
             whole.load_state_dict({f"x.{key}": value for key, value in heads.state_dict().items()})
             assert_state(whole, expected)
             assert scheme
-    # rotated heads of the same arrays, as PyTorch's ModuleList would never have them
+    # the order of the entries does not matter
     heads.load_state_dict(dict(reversed(by_head(expected).items())))
     assert_state(heads, by_head(expected))
 
 
-def test_one_head_alone() -> None:
+def test_one_head_of_several_is_loaded_alone() -> None:
     heads, one = wrapper(bias=False), causal(6, 2)
     part = {key: value for key, value in heads.state_dict().items() if key.startswith("heads.2.")}
     one.load_state_dict(part)
@@ -186,7 +186,7 @@ def test_one_head_alone() -> None:
         one.load_state_dict(heads.state_dict())
 
 
-def test_the_wrapper_has_no_output_projection() -> None:
+def test_strict_loading_names_missing_and_unexpected_entries() -> None:
     module, heads = mha(), wrapper()
     with pytest.raises(ValueError, match=r"missing: out_proj.weight, out_proj.bias$"):
         module.load_state_dict(heads.state_dict())
@@ -197,7 +197,7 @@ def test_the_wrapper_has_no_output_projection() -> None:
     assert heads.load_state_dict(module.state_dict(), strict=False).missing_keys == []
 
 
-def test_linear() -> None:
+def test_linear_loads_its_parameters_under_any_prefix() -> None:
     layer = cattn.Linear(6, 4, rng=rng())
     expected = other(layer)
     for prefix in ("", "lm_head.", "W_query."):
@@ -212,7 +212,7 @@ def test_linear() -> None:
     assert cattn.Dropout(0.1).state_dict() == {}
 
 
-def test_masks_are_left_out() -> None:
+def test_mask_buffers_are_ignored() -> None:
     mask = np.triu(np.ones((16, 16)), 1)
     buffers = {"mask": mask, "bias": mask[None, None], "masked_bias": np.array(-1e4)}
     for module in (mha(), causal()):
@@ -225,8 +225,8 @@ def test_masks_are_left_out() -> None:
         causal().load_state_dict(other(causal()) | {"bias": np.ones(8)})
 
 
-# ---- arrays of other makes -------------------------------------------------------------------------------------------
-def test_dtypes() -> None:
+# ---- other dtypes and containers -------------------------------------------------------------------------------------
+def test_other_dtypes_are_converted() -> None:
     import ml_dtypes
 
     module = causal()
@@ -243,7 +243,7 @@ def test_dtypes() -> None:
     assert_state(module, expected)
 
 
-def test_torch_tensors() -> None:
+def test_torch_tensors_are_loaded() -> None:
     torch = pytest.importorskip("torch")
     module = causal()
     expected = other(module)
@@ -257,7 +257,7 @@ def test_torch_tensors() -> None:
         assert_state(module, {key: t.to(half).float().numpy() for key, t in tensors.items()})
 
 
-def test_ours_into_torch() -> None:
+def test_torch_loads_our_state_dict() -> None:
     torch = pytest.importorskip("torch")
     layer = cattn.Linear(6, 4, rng=rng())
     theirs = torch.nn.Linear(6, 4)
@@ -265,18 +265,18 @@ def test_ours_into_torch() -> None:
     assert_same_bits(theirs.weight.detach().numpy(), layer.weight)
 
 
-def test_the_state_is_the_arrays_themselves() -> None:
+def test_state_dict_holds_the_arrays_themselves() -> None:
     module = v2()
     state = module.state_dict()
     assert state["W_key.weight"] is module.W_key.weight
     assert list(state) == ["W_query.weight", "W_key.weight", "W_value.weight"]
     module.load_state_dict(other(module))
-    assert state["W_key.weight"] is not module.W_key.weight  # an old state stays as it was
+    assert state["W_key.weight"] is not module.W_key.weight  # loading does not write into an earlier state
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 def but(module: Any, **changes: Any) -> dict[str, Any]:
-    """A state that fits, but for some entries; None takes one away. Double underscores are dots."""
+    """Return a state that fits except for some entries. None removes an entry; __ in a name stands for a dot."""
     state: dict[str, Any] = other(module)
     for key, value in changes.items():
         state.pop(key.replace("__", "."), None)
@@ -357,7 +357,7 @@ WRONG_TYPE: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *WRONG_TYPE])
-def test_refused(case: str) -> None:
+def test_a_wrong_state_is_refused_and_changes_nothing(case: str) -> None:
     error = ValueError if case in REFUSED else TypeError
     module, make, messages = (REFUSED | WRONG_TYPE)[case]
     before = {key: (value, value.copy()) for key, value in module.state_dict().items()}
@@ -371,7 +371,7 @@ def test_refused(case: str) -> None:
         assert_same_bits(array, content)
 
 
-def test_not_strict() -> None:
+def test_a_load_that_is_not_strict_takes_the_entries_that_fit() -> None:
     module = mha(groups=2)
     before, new = dict(module.state_dict()), other(module)
     part = {"W_key.weight": new["W_key.weight"], "out_proj.bias": new["out_proj.bias"], "norm.scale": ones(8)}
@@ -384,7 +384,7 @@ def test_not_strict() -> None:
             module.load_state_dict(wrong, strict=False)
 
 
-def test_a_module_may_load_itself() -> None:
+def test_a_module_may_load_its_own_state() -> None:
     module = v1(8, 8)
     module.W_query = module.W_key.T  # shares memory, and is not contiguous
     expected = {key: value.copy() for key, value in module.state_dict().items()}
@@ -393,7 +393,7 @@ def test_a_module_may_load_itself() -> None:
     assert not np.shares_memory(module.W_query, module.W_key)
 
 
-def test_a_subclass_with_a_layer_of_its_own(tmp_path: Path) -> None:
+def test_a_subclass_with_another_layer_is_saved_and_loaded(tmp_path: Path) -> None:
     class Gated(cattn.MultiHeadAttention):
         def __init__(self, rng: int) -> None:
             super().__init__(4, 4, 16, 0.0, 2, rng=rng)

@@ -1,4 +1,4 @@
-"""Threads: counts and who sets them, the GIL, fork, Ctrl-C, several callers, and the caller's floating-point mode."""
+"""Threads: setting their number, the GIL, fork, Ctrl-C, several callers, floating-point flags, small stacks."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ PRINT = "import cattn; print(cattn.get_num_threads())"
         ({"CATTN_NUM_THREADS": "", "OMP_NUM_THREADS": "7"}, "7"),
     ],
 )
-def test_the_environment_counts(environment: dict[str, str], threads: str) -> None:
+def test_the_environment_sets_the_number_of_threads(environment: dict[str, str], threads: str) -> None:
     assert child(PRINT, **environment).stdout.strip() == threads
 
 
-def test_without_an_environment_the_cpus_count() -> None:
+def test_without_a_variable_there_are_at_most_as_many_threads_as_processors() -> None:
     assert 1 <= int(child(PRINT).stdout) <= CPUS
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_a_bad_environment_is_an_import_error(value: str) -> None:
+def test_a_wrong_number_of_threads_in_the_environment_is_an_import_error(value: str) -> None:
     done = child(PRINT, CATTN_NUM_THREADS=value)
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert "CATTN_NUM_THREADS" in done.stderr
 
 
-def test_an_unknown_table_is_an_import_error() -> None:
+def test_an_unknown_kernel_table_in_the_environment_is_an_import_error() -> None:
     done = child(PRINT, CATTN_ISA="avx1024")
     assert done.returncode == 1
     assert "ImportError" in done.stderr
@@ -71,12 +71,12 @@ def test_an_unknown_table_is_an_import_error() -> None:
     assert "scalar" in done.stderr
 
 
-def test_the_table_of_the_environment_is_used() -> None:
+def test_the_kernel_table_of_the_environment_is_used() -> None:
     code = "import cattn; print(cattn.show_config('dicts')['instruction_set'])"
     assert child(code, CATTN_ISA="scalar").stdout.strip() == "scalar"
 
 
-def test_context_beats_process_beats_environment() -> None:
+def test_the_context_overrides_the_process_and_ends_with_it() -> None:
     cattn.set_num_threads(3)
     assert cattn.get_num_threads() == 3
     with cattn.num_threads(2):
@@ -88,11 +88,11 @@ def test_context_beats_process_beats_environment() -> None:
         other = threading.Thread(target=lambda: seen.append(cattn.get_num_threads()))
         other.start()
         other.join()
-        assert seen == [3], "another thread does not see this one's context"
+        assert seen == [3], "the context applies to its own thread only"
     assert cattn.get_num_threads() == 3
 
 
-def test_the_context_shows_its_count() -> None:
+def test_repr_of_the_context_shows_its_number() -> None:
     assert repr(cattn.num_threads(np.int64(3))) == "cattn.num_threads(3)"
 
 
@@ -186,14 +186,14 @@ def test_the_gil_is_free_during_a_long_call() -> None:
     try:
         before = steps
         cattn.causal_attention(query, key, value)
-        assert steps - before > 10, "the other thread went on meanwhile"
+        assert steps - before > 10, "the other thread did not run"
     finally:
         done.set()
         counter.join()
 
 
 def long_calls() -> dict[str, Callable[[], object]]:
-    """Calls of many seconds: nothing of their size is ever held, zero strides give the length."""
+    """Return calls that take many seconds. Zero strides make their arrays long without memory."""
     one = np.ones((1, 16), np.float32)
     long = np.broadcast_to(one, (1 << 19, 16))
     few = np.broadcast_to(one, (1 << 31, 16))
@@ -220,9 +220,9 @@ def long_calls() -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax", "gradients", "gradients, drawn"])
 def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
-    """The promise is 0.1 s. A loaded machine may be late by itself, but not five times in a row."""
+    """Within 0.1 s. A busy machine may be late, but not five times in a row."""
     call = long_calls()[name]
-    if name == "softmax":  # the long call must not end by itself: many of them
+    if name == "softmax":  # one call may end before the signal: repeat it
         once = call
 
         def call() -> object:
@@ -246,10 +246,10 @@ def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
             timer.join()
         assert min(delays) < 0.1, delays
         x = np.eye(3)
-        np.testing.assert_allclose(cattn.softmax(x).sum(-1), 1)  # and the next call works
+        np.testing.assert_allclose(cattn.softmax(x).sum(-1), 1)  # the next call works
 
 
-def test_no_floating_point_warning_leaks() -> None:
+def test_no_call_raises_or_leaves_a_floating_point_flag() -> None:
     x = np.array([[1e300, np.nan], [np.inf, 5e-324]])
     with np.errstate(all="raise"):
         cattn.causal_attention(x, x, x)
@@ -257,11 +257,11 @@ def test_no_floating_point_warning_leaks() -> None:
         cattn.masked_softmax(x, is_causal=True, method="renormalize")
         cattn.dropout(x, 0.5, rng=1)
         cattn.causal_attention(*[np.ones((2, 2), np.float32)] * 3, alibi_slopes=[1e-300], sinks=[1e-300])
-        assert np.float64(1) + 1 == 2, "and no flag is left for the next operation"
+        assert np.float64(1) + 1 == 2, "a flag is left for the next operation of NumPy"
 
 
-def test_more_threads_than_there_may_be_count_as_so_many() -> None:
-    """Gradients multiply their number, key chunks want memory for each."""
+def test_more_threads_than_the_limit_count_as_the_limit() -> None:
+    """The limit is 256. Gradients need memory for each thread."""
     x = np.ones((2, 40, 8))
     result = cattn.causal_attention(x, x, x, return_lse=True)
     with cattn.num_threads(2**31 - 1):
@@ -289,7 +289,7 @@ assert any(os.sched_getaffinity(task) == {cpu} for task in workers), [os.sched_g
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor, or not Linux"
 )
 def test_workers_follow_the_callers_processors() -> None:
-    """Confined to one processor, and then to another: so are the workers."""
+    """A thread that is confined to one processor, then to another, takes its workers along."""
     child(AFFINITY, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1").check_returncode()
 
 
@@ -316,15 +316,15 @@ thread.join()
 
 @pytest.mark.parametrize(("size", "backward"), [(65536, False), (131072, True)])
 @pytest.mark.skipif(UNDER_SANITIZER, reason="sanitizers make frames larger")
-def test_small_stacks(size: int, backward: bool) -> None:
-    """The kernels' memory is not on the stack: musl gives threads 128 KiB."""
+def test_small_stacks_suffice(size: int, backward: bool) -> None:
+    """64 KiB for attention, 128 KiB (the default of musl) with gradients: large buffers are not on the stack."""
     code = SMALL_STACK.replace("STACK", str(size)).replace("BACKWARD", str(backward))
     done = child(code)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_one_object_in_several_threads() -> None:
-    """Each thread gets its own count back."""
+def test_a_num_threads_object_may_be_shared_by_threads() -> None:
+    """Each thread gets its own previous number back."""
     shared, barrier, found = cattn.num_threads(2), threading.Barrier(2), {}
 
     def enter_first() -> None:

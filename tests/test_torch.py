@@ -1,4 +1,4 @@
-"""Side by side with PyTorch: float64 to rounding, float32 with errors like its own, tensors without a copy."""
+"""Comparison with PyTorch: equal in float64 up to rounding, similar errors in float32, tensors without a copy."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def torch_threads() -> None:
 
 
 def by_math(*tensors: torch.Tensor, **options: Any) -> np.ndarray:
-    """PyTorch's plain path: every step a tensor operation of its own."""
+    """PyTorch's unfused path: every step is a tensor operation of its own."""
     with sdpa_kernel(SDPBackend.MATH):
         return sdpa(*tensors, **options).numpy()
 
@@ -55,7 +55,7 @@ def assert_close(actual: np.ndarray, right: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("shapes", SAME, ids=str)
-def test_float64(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Generator) -> None:
+def test_float64_agrees_with_pytorch(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Generator) -> None:
     arrays, tensors = some(normal, shapes)
     T_q, T_k = shapes[0][-2], shapes[1][-2]
     assert_close(cattn.scaled_dot_product_attention(*arrays), by_math(*tensors))
@@ -74,8 +74,8 @@ def test_float64(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("shapes", SAME, ids=str)
-def test_weights_and_lse(isa: str, shapes: Shapes, normal: Normal) -> None:
-    """With the unit matrix as value PyTorch gives its weights away."""
+def test_weights_and_lse_agree_with_pytorch(isa: str, shapes: Shapes, normal: Normal) -> None:
+    """With the unit matrix as value, PyTorch's output is its weights."""
     (q, k, v), (tq, tk, _) = some(normal, shapes)
     identity = torch.eye(shapes[1][-2], dtype=torch.float64).expand(*shapes[1][:-2], -1, -1)
     result = cattn.scaled_dot_product_attention(q, k, v, is_causal="upper_left", need_weights=True, return_lse=True)
@@ -90,7 +90,7 @@ def test_weights_and_lse(isa: str, shapes: Shapes, normal: Normal) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(6, 2), (6, 1), (6, 3), (4, 4)], ids=str)
-def test_grouped_heads(isa: str, heads: tuple[int, int], causal: bool, normal: Normal) -> None:
+def test_grouped_heads_agree_with_pytorch(isa: str, heads: tuple[int, int], causal: bool, normal: Normal) -> None:
     H, H_kv = heads
     for T_q, T_k in ((20, 20), (100, 130), (1, 200)):
         shapes = (2, H, T_q, 16), (2, H_kv, T_k, 16), (2, H_kv, T_k, 16)
@@ -107,14 +107,16 @@ def test_grouped_heads(isa: str, heads: tuple[int, int], causal: bool, normal: N
 @pytest.mark.parametrize(
     "mask_shape", [(20, 1), (1, 30), (1, 1), (3, 1, 30), (2, 1, 20, 30), (2, 3, 1, 30), (2, 3, 20, 30)], ids=str
 )
-def test_mask_shapes(isa: str, mask_shape: tuple[int, ...], normal: Normal, rng: np.random.Generator) -> None:
+def test_masks_of_every_shape_agree_with_pytorch(
+    isa: str, mask_shape: tuple[int, ...], normal: Normal, rng: np.random.Generator
+) -> None:
     arrays, tensors = some(normal, ((2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 8)))
     for mask in (rng.random(mask_shape) < 0.7, normal(*mask_shape, dtype=np.float64)):
         right = by_math(*tensors, attn_mask=torch.from_numpy(mask))
         assert_close(cattn.scaled_dot_product_attention(*arrays, mask), right)
 
 
-def test_rows_that_see_nothing(isa: str, normal: Normal) -> None:
+def test_rows_without_visible_keys_are_zero_as_in_pytorch(isa: str, normal: Normal) -> None:
     arrays, tensors = some(normal, ((2, 9, 8), (2, 12, 8), (2, 12, 8)))
     mask = torch.ones(9, 12, dtype=torch.bool)
     mask[3:5] = False
@@ -127,7 +129,7 @@ def test_rows_that_see_nothing(isa: str, normal: Normal) -> None:
 
 
 # ---- float32 -------------------------------------------------------------------------------------------------------
-# Shapes of query and of key and value. PyTorch fuses four dimensions with d_v = head_dim, and nothing else.
+# Shapes of query, key and value. PyTorch has fused kernels only for four dimensions with d_v = head_dim.
 ACCURACY: dict[str, Shapes] = {
     "tiny": ((2, 4, 6, 3),) * 3,
     "short": ((2, 4, 33, 16),) * 3,
@@ -149,9 +151,9 @@ LONG: dict[str, Shapes] = {
     "unfused": ((1500, 64),) * 3,
     "d_v larger": ((1, 1, 700, 32), (1, 1, 700, 32), (1, 1, 700, 64)),
 }
-# A result of a long sequence has errors enough for a steady ratio: few of them will do.
+# Long sequences have so many elements that few seeds give a steady ratio of errors.
 SEEDS, LONG_SEEDS = 20, 4
-# The table in use has the bits of all others in the contract, as test_bits.py holds; those outside are on their own.
+# All tables in the bit contract have the same bits (test_bits.py), so one is enough; those outside are tested each.
 CONFIG = cattn.show_config("dicts")
 TABLES = [CONFIG["instruction_set"]]
 TABLES += [table["name"] for table in CONFIG["tables"] if table["usable"] and not table["bit_contract"]]
@@ -159,7 +161,7 @@ TABLES += [table["name"] for table in CONFIG["tables"] if table["usable"] and no
 
 @functools.cache
 def both_sides(shapes: Shapes, causal: bool, seed: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Inputs, PyTorch's result in float32 (by the path it takes by itself) and in float64."""
+    """Return inputs, and PyTorch's results in float32 (by the path that it chooses) and in float64."""
     rng = np.random.default_rng(seed)
     arrays = [rng.standard_normal(shape, np.float32) for shape in shapes]
     tensors = [torch.from_numpy(a) for a in arrays]
@@ -168,7 +170,7 @@ def both_sides(shapes: Shapes, causal: bool, seed: int) -> tuple[list[np.ndarray
 
 
 def error_ratios(shapes: Shapes, causal: bool, seeds: int) -> tuple[float, float]:
-    """RMS and largest error, over PyTorch's, all seeds together."""
+    """Return our RMS error and our largest error divided by those of PyTorch, over all seeds."""
     squares, largest = np.zeros(2), np.zeros(2)
     for seed in range(seeds):
         arrays, theirs, right = both_sides(shapes, causal, seed)
@@ -177,19 +179,19 @@ def error_ratios(shapes: Shapes, causal: bool, seeds: int) -> tuple[float, float
         errors = [np.abs(result - right) for result in (ours, theirs)]
         squares += [np.square(e).sum() for e in errors]
         largest = np.maximum(largest, [e.max() for e in errors])
-    assert squares.all(), "nothing is that exact"
+    assert squares.all(), "an error of zero: was anything compared?"
     return float(np.sqrt(squares[0] / squares[1])), float(largest[0] / largest[1])
 
 
 def check_ratios(isa: str, shapes: Shapes, causal: bool, seeds: int) -> None:
     with table(isa):
         rms, largest = error_ratios(shapes, causal, seeds)
-    # Without FMA every product is rounded too.
+    # A table without FMA also rounds every product.
     assert rms <= (1.1 if in_contract(isa) else 1.25), f"RMS error {rms:.3f} times PyTorch's"
     assert largest <= 2, f"largest error {largest:.3f} times PyTorch's"
 
 
-# One query in the upper left sees one key, and nothing is rounded.
+# Not one query with upper-left alignment: it sees a single key, so nothing is rounded.
 @pytest.mark.parametrize("isa", TABLES)
 @pytest.mark.parametrize(
     ("name", "causal"),
@@ -200,18 +202,18 @@ def check_ratios(isa: str, shapes: Shapes, causal: bool, seeds: int) -> None:
         if shapes[0][-2] > 1 or not causal
     ],
 )
-def test_float32_errors(isa: str, name: str, causal: bool) -> None:
+def test_float32_errors_are_like_those_of_pytorch(isa: str, name: str, causal: bool) -> None:
     check_ratios(isa, ACCURACY[name], causal, SEEDS)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LONG)
-def test_float32_errors_of_long_sequences(name: str, causal: bool) -> None:
+def test_float32_errors_of_long_sequences_are_like_those_of_pytorch(name: str, causal: bool) -> None:
     check_ratios(TABLES[0], LONG[name], causal, LONG_SEEDS)
 
 
-def test_the_ratio_is_sensitive() -> None:
-    """One more rounding to 20 bits of the inputs would be noticed."""
+def test_the_error_ratio_shows_inputs_rounded_to_20_bits() -> None:
+    """Without this, the tests above might measure nothing."""
     arrays, theirs, right = both_sides(ACCURACY["fused"], False, 0)
     rough = [(a.view(np.uint32) & np.uint32(0xFFFFFFF0)).view(np.float32) for a in arrays]
     ours = cattn.scaled_dot_product_attention(*rough)
@@ -219,7 +221,7 @@ def test_the_ratio_is_sensitive() -> None:
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
-def test_tensors_are_inputs(dtype: type, normal: Normal) -> None:
+def test_tensors_give_the_bits_of_arrays(dtype: type, normal: Normal) -> None:
     q, k, v = (normal(2, 3, 40, 8, dtype=dtype) for _ in range(3))
     right = cattn.causal_attention(q, k, v)
     tensors = [torch.from_numpy(a) for a in (q, k, v)]
@@ -238,7 +240,7 @@ def test_tensors_are_inputs(dtype: type, normal: Normal) -> None:
 
 
 def test_tensors_are_not_copied() -> None:
-    """Memory of NumPy, which tensors get as they are handed over, does not grow by a copy of them."""
+    """NumPy's memory does not grow by a copy of the tensors."""
     import tracemalloc
 
     tensors = [torch.ones(1, 1, 40_000, 32) for _ in range(3)]  # 5 MB each
@@ -250,13 +252,13 @@ def test_tensors_are_not_copied() -> None:
         assert peak < 100_000
         tracemalloc.reset_peak()
         cattn.softmax(tensors[0].numpy().astype(np.int64)[..., :1])  # converted, so a copy
-        assert tracemalloc.get_traced_memory()[1] > 5e6, "this would not see a copy"
+        assert tracemalloc.get_traced_memory()[1] > 5e6, "the measurement does not see a copy"
     finally:
         tracemalloc.stop()
 
 
-def test_tensor_as_a_view_of_the_result(dtype: type, normal: Normal) -> None:
-    """Results become tensors without a copy, and out= may be a tensor's memory."""
+def test_out_may_be_the_memory_of_a_tensor(dtype: type, normal: Normal) -> None:
+    """The tensor sees the result without a copy."""
     q = normal(2, 40, 8, dtype=dtype)
     tensor = torch.zeros(2, 40, 8, dtype=torch.from_numpy(q).dtype)
     memory = tensor.numpy()
@@ -264,8 +266,8 @@ def test_tensor_as_a_view_of_the_result(dtype: type, normal: Normal) -> None:
     assert (tensor.numpy() == cattn.causal_attention(q, q, q)).all()
 
 
-def test_tensors_with_gradients_are_refused() -> None:
-    """The gradient would be lost without a word; under no_grad there is none."""
+def test_tensors_that_require_grad_are_refused() -> None:
+    """The gradient would be lost silently. Under no_grad there is none, so they are accepted."""
     x = torch.ones(4, 8)
     grad = torch.ones(4, 8, requires_grad=True)
     for name, call in (

@@ -1,4 +1,4 @@
-"""Attention with a TorchGenerator: PyTorch's dropout mask, element by element, on every path and table."""
+"""Attention with a TorchGenerator drops what PyTorch drops, element by element, on every path and kernel table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(name: str) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("name", CASES)
-def test_the_mask_is_pytorchs(isa: str, name: str, p: float) -> None:
+def test_the_dropout_mask_is_that_of_pytorch(isa: str, name: str, p: float) -> None:
     arrays = draw(name)
     causal = CASES[name][0] == CASES[name][1]
     torch.manual_seed(7)
@@ -45,17 +45,17 @@ def test_the_mask_is_pytorchs(isa: str, name: str, p: float) -> None:
                     result = cattn.scaled_dot_product_attention(
                         *arrays, dropout_p=p, is_causal=causal, rng=generator, return_dropout_mask=True
                     )
-                # float64 rounding; a single wrong element of the mask is off by more than 1e-4
+                # The tolerance covers float64 rounding. One wrong element of the mask would be off by more than 1e-4.
                 np.testing.assert_allclose(result.out, expected, rtol=0, atol=1e-12, err_msg=f"{path}, {n} threads")
-                assert np.array_equal(generator.rand(3), following), "the stream goes on where PyTorch's does"
+                assert np.array_equal(generator.rand(3), following), "the stream continues where PyTorch's does"
                 assert result.dropout_seed is None
-                kept = cattn.TorchGenerator(7).dropout_mask(p, *result.dropout_mask.shape)
-                assert np.array_equal(result.dropout_mask, kept)
+                dropout_mask = cattn.TorchGenerator(7).dropout_mask(p, *result.dropout_mask.shape)
+                assert np.array_equal(result.dropout_mask, dropout_mask)
     finally:
         _cattn._set_path("auto")
 
 
-def test_the_mkl_stream_takes_one_draw() -> None:
+def test_the_mkl_stream_advances_the_generator_by_one_draw() -> None:
     arrays = draw("heads")
     generator, other = (cattn.TorchGenerator(3, dropout="mkl") for _ in range(2))
     result = cattn.causal_attention(*arrays, dropout_p=0.5, rng=generator, return_dropout_mask=True)
@@ -64,7 +64,7 @@ def test_the_mkl_stream_takes_one_draw() -> None:
 
 
 @pytest.mark.parametrize(("p", "shape"), [(0.0, (5, 4)), (1.0, (5, 4)), (0.5, (0, 4))])
-def test_nothing_to_draw_draws_nothing(p: float, shape: tuple[int, int]) -> None:
+def test_a_call_that_drops_nothing_or_everything_leaves_the_generator_alone(p: float, shape: tuple[int, int]) -> None:
     generator = cattn.TorchGenerator(1)
     before = generator.get_state()
     x = np.ones((5, 4))
@@ -73,7 +73,7 @@ def test_nothing_to_draw_draws_nothing(p: float, shape: tuple[int, int]) -> None
     assert np.array_equal(result, np.full(shape, 1.0 - p))
 
 
-def test_a_call_that_raises_draws_nothing() -> None:
+def test_a_call_that_raises_leaves_the_generator_alone() -> None:
     generator = cattn.TorchGenerator(1)
     before = generator.get_state()
     x = np.ones((5, 4))

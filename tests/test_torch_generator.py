@@ -1,4 +1,4 @@
-"""TorchGenerator as an object: state to and from torch, copies, threads, signals, errors that leave it as it was."""
+"""TorchGenerator as an object: state exchanged with torch, copies, threads, signals, errors that change no state."""
 
 import copy
 import itertools
@@ -30,16 +30,16 @@ def torch() -> Iterator[types.ModuleType]:
     module.set_rng_state(state)
 
 
-# Where a generator may stand: just seeded, within a block, at its end, after it; with a normal number waiting.
+# Positions in the stream: just seeded, within a block of 624 words, at its end, after it; with a cached normal number.
 PLACES: dict[str, Draw] = {
     "fresh": lambda g: None,
     "one word": lambda g: g.rand(1),
     "most of a block": lambda g: g.rand(623),
     "a block": lambda g: g.rand(624),
     "more than a block": lambda g: g.rand(625),
-    "a normal waits": lambda g: g.randn(3),
-    "a normal waits at the end": lambda g: (g.randn(1), g.rand(620)),
-    "a normal was fetched": lambda g: g.randn(4),
+    "a cached normal": lambda g: g.randn(3),
+    "a cached normal at the end of a block": lambda g: (g.randn(1), g.rand(620)),
+    "a cached normal was used": lambda g: g.randn(4),
 }
 
 
@@ -55,7 +55,7 @@ def assert_same_future(a: TorchGenerator, b: TorchGenerator) -> None:
 # ---- state ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("seed", [0, 123, -7])
-def test_state_goes_to_torch_and_back(torch: types.ModuleType, seed: int, place: str) -> None:
+def test_the_state_can_be_exchanged_with_torch(torch: types.ModuleType, seed: int, place: str) -> None:
     generator = TorchGenerator(seed)
     PLACES[place](generator)
     torch.set_rng_state(torch.from_numpy(generator.get_state()))
@@ -67,7 +67,7 @@ def test_state_goes_to_torch_and_back(torch: types.ModuleType, seed: int, place:
     other = TorchGenerator(999)
     torch.manual_seed(seed)
     torch.randn(5)
-    other.set_state(torch.get_rng_state())  # a tensor will do
+    other.set_state(torch.get_rng_state())  # a tensor is accepted
     assert other.initial_seed() == seed % 2**64
     assert_same_bits(other.randn(3), torch.randn(3).numpy())
     assert_same_bits(other.rand(700), torch.rand(700).numpy())
@@ -75,9 +75,9 @@ def test_state_goes_to_torch_and_back(torch: types.ModuleType, seed: int, place:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_state_is_as_torch_writes_it(torch: types.ModuleType, place: str) -> None:
+def test_the_state_has_the_bytes_of_torch(torch: types.ModuleType, place: str) -> None:
     class Twin:
-        """The generator's calls, by torch."""
+        """The generator's methods, computed by torch."""
 
         rand = staticmethod(torch.rand)
         randn = staticmethod(torch.randn)
@@ -100,7 +100,7 @@ def broken_states() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("what", broken_states())
-def test_broken_state_is_refused(what: str) -> None:
+def test_an_inconsistent_state_is_refused(what: str) -> None:
     generator = TorchGenerator(5)
     before = generator.get_state()
     with pytest.raises(ValueError, match="state is not the state of a torch CPU generator"):
@@ -108,7 +108,7 @@ def test_broken_state_is_refused(what: str) -> None:
     np.testing.assert_array_equal(generator.get_state(), before)
 
 
-def test_state_of_another_kind_is_refused() -> None:
+def test_a_state_of_another_size_or_dtype_is_refused() -> None:
     generator = TorchGenerator(5)
     with pytest.raises(ValueError, match="state must have 5056 bytes, got 5048"):
         generator.set_state(generator.get_state()[:5048])
@@ -117,7 +117,7 @@ def test_state_of_another_kind_is_refused() -> None:
 
 
 # ---- seeds ---------------------------------------------------------------------------------------------------------
-def test_seeds() -> None:
+def test_seeds_are_those_of_torch_and_others_are_refused() -> None:
     assert TorchGenerator(-1).initial_seed() == 2**64 - 1
     assert TorchGenerator(-(2**63)).initial_seed() == 2**63
     assert TorchGenerator(np.int8(-1)).initial_seed() == 2**64 - 1  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_seeds() -> None:
                 TorchGenerator(1, word)  # type: ignore[arg-type]
 
 
-def test_manual_seed_is_shared() -> None:
+def test_manual_seed_seeds_the_default_generator() -> None:
     generator = cattn.manual_seed(123)
     assert generator is cattn.random.default_generator() is cattn.manual_seed(123)
     assert_same_bits(generator.rand(5), TorchGenerator(123).rand(5))
@@ -143,7 +143,7 @@ def test_manual_seed_is_shared() -> None:
     assert_same_future(generator, copy.copy(generator))
 
 
-def test_default_generator_starts_from_entropy() -> None:
+def test_the_default_generator_starts_from_entropy() -> None:
     code = "import cattn.random as r; print(r.default_generator().initial_seed())"
     seeds = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout for _ in range(3)}
     assert len(seeds) == 3
@@ -151,14 +151,14 @@ def test_default_generator_starts_from_entropy() -> None:
 
 # ---- copies --------------------------------------------------------------------------------------------------------
 class Named(TorchGenerator):
-    """A subclass with something of its own."""
+    """A subclass with an attribute of its own."""
 
     label: str
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stream", ["aten", "mkl"])
-def test_copies_go_on_by_themselves(place: str, stream: Any) -> None:
+def test_copies_continue_independently(place: str, stream: Any) -> None:
     generator = TorchGenerator(8, stream)
     PLACES[place](generator)
     copies = [copy.copy(generator), copy.deepcopy(generator)]
@@ -171,14 +171,14 @@ def test_copies_go_on_by_themselves(place: str, stream: Any) -> None:
             assert_same_bits(ours, theirs)
 
 
-def test_deepcopy_keeps_sharing() -> None:
+def test_deepcopy_keeps_one_generator_one() -> None:
     generator = TorchGenerator(8)
     first, second = copy.deepcopy([generator, generator])
     assert first is second
     assert first is not generator
 
 
-def test_subclass() -> None:
+def test_a_pickled_subclass_keeps_its_attributes() -> None:
     generator = Named(8, "mkl")
     generator.label = "weights"
     generator.rand(3)
@@ -189,7 +189,7 @@ def test_subclass() -> None:
     cattn.dropout(np.ones(3), rng=generator)
 
 
-def test_repr_and_attributes() -> None:
+def test_repr_and_attributes_are_documented_ones() -> None:
     assert repr(TorchGenerator(123)) == "TorchGenerator(123)"
     assert repr(TorchGenerator(-1, "mkl")) == "TorchGenerator(18446744073709551615, 'mkl')"
     assert repr(TorchGenerator(1).manual_seed(7)) == "TorchGenerator(7)"
@@ -200,8 +200,8 @@ def test_repr_and_attributes() -> None:
 
 # ---- threads and signals -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("n", [100, 60000], ids=["with the GIL", "without"])
-def test_threads_take_turns(n: int) -> None:
-    """Every call gets a run of the sequence; all of them together are the sequence."""
+def test_calls_of_several_threads_draw_the_stream_once(n: int) -> None:
+    """Every call draws consecutive numbers; all calls together draw the stream."""
     calls, workers = 12, 4
     generator, results, start = TorchGenerator(77), list[np.ndarray](), threading.Barrier(workers)
 
@@ -233,7 +233,7 @@ def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
-def test_interrupt_leaves_the_generator(alarm: Callable[[Callable[[], None]], None]) -> None:
+def test_an_interrupted_draw_leaves_the_generator_unchanged(alarm: Callable[[Callable[[], None]], None]) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -244,11 +244,11 @@ def test_interrupt_leaves_the_generator(alarm: Callable[[Callable[[], None]], No
     with pytest.raises(KeyboardInterrupt):
         generator.randn(1 << 25, dtype="d")
     np.testing.assert_array_equal(generator.get_state(), before)
-    assert generator.rand(3).shape == (3,)  # and it is free
+    assert generator.rand(3).shape == (3,)  # it is not locked
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
-def test_signal_handler_cannot_draw_meanwhile(alarm: Callable[[Callable[[], None]], None]) -> None:
+def test_a_signal_handler_cannot_use_a_generator_that_is_drawing(alarm: Callable[[Callable[[], None]], None]) -> None:
     other = TorchGenerator(13)
     said = drawn = None
 
@@ -257,7 +257,7 @@ def test_signal_handler_cannot_draw_meanwhile(alarm: Callable[[Callable[[], None
         drawn = other.rand(2)
         generator.rand(2)
 
-    for _ in range(5):  # on a busy machine the alarm may come before there is memory to draw into
+    for _ in range(5):  # on a busy machine the alarm may come before the draw
         generator = TorchGenerator(12)
         alarm(handler)
         try:
@@ -314,7 +314,7 @@ WRONG: list[tuple[type[Exception], str, Draw]] = [
 
 
 @pytest.mark.parametrize(("kind", "message", "call"), WRONG)
-def test_errors_leave_the_generator(kind: type[Exception], message: str, call: Draw) -> None:
+def test_a_call_that_raises_leaves_the_generator_unchanged(kind: type[Exception], message: str, call: Draw) -> None:
     generator = TorchGenerator(6)
     generator.randn(1)
     before = generator.get_state()
@@ -323,7 +323,7 @@ def test_errors_leave_the_generator(kind: type[Exception], message: str, call: D
     np.testing.assert_array_equal(generator.get_state(), before)
 
 
-def test_private_methods_check_what_they_fill() -> None:
+def test_private_methods_check_their_output_arrays() -> None:
     generator = TorchGenerator(6)
     for out in (np.ones(3, int), np.ones((4, 4))[:, ::2], np.ones(3, ">f8"), [1.0], np.broadcast_to(1.0, (2,))):
         with pytest.raises(TypeError, match="out is not an array that can be filled"):

@@ -1,4 +1,4 @@
-"""cattn inside PyTorch: the operator's contract, gradients, compilation, random numbers, and the swap."""
+"""cattn inside PyTorch: the operator's contract, gradients, compilation, random numbers, and use_cattn()."""
 
 import warnings
 from collections.abc import Callable
@@ -36,8 +36,8 @@ CASES: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name: str) -> None:
-    """Against PyTorch's function in float64, which differs by rounding."""
+def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
+    """In float64, up to rounding."""
     inputs, options = CASES[name]()
     ours, right = attention(*inputs, **options), theirs(*inputs, **options)
     torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
@@ -49,9 +49,9 @@ def test_values_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_the_operators_contract(name: str, dropout_p: float) -> None:
+def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p: float) -> None:
     inputs, options = CASES[name]()
-    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaves, of the same strides
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaf tensors with the same strides
     mask = inputs[3] if len(inputs) > 3 else None
     seed = torch.tensor(-5)
     rest = (dropout_p, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
@@ -64,7 +64,7 @@ def test_the_operators_contract(name: str, dropout_p: float) -> None:
     torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward)
 
 
-def test_gradcheck_with_dropout() -> None:
+def test_gradcheck_passes_with_dropout() -> None:
     def call(*inputs: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(3)
         return attention(*inputs, dropout_p=0.3, is_causal=True)
@@ -73,7 +73,7 @@ def test_gradcheck_with_dropout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_other_dtypes_agree_with_pytorch_in_float64(dtype: torch.dtype) -> None:
     inputs = tensors(*[(2, 3, 40, 16)] * 3, dtype=dtype)
     out = attention(*inputs, is_causal=True)
     grads = torch.autograd.grad(out.sum(), inputs)
@@ -86,7 +86,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a.double(), b, rtol=8 * eps, atol=8 * eps)
 
 
-def test_memory_is_shared() -> None:
+def test_tensors_and_arrays_share_memory() -> None:
     x = torch.randn(1, 2, 8, 4)
     assert bridge._as_array(x).ctypes.data == x.data_ptr()
     array = np.ones((3, 4), np.float32)
@@ -96,7 +96,7 @@ def test_memory_is_shared() -> None:
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
-def test_dropout_follows_pytorchs_seed() -> None:
+def test_dropout_follows_the_seed_of_pytorch() -> None:
     q, k, v = tensors(*[(2, 3, 40, 16)] * 3)
 
     def call() -> torch.Tensor:
@@ -142,8 +142,8 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
             assert torch.equal(a, b)
 
 
-# ---- the swap ------------------------------------------------------------------------------------------------------
-def test_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- use_cattn -----------------------------------------------------------------------------------------------------
+def test_use_cattn_replaces_the_function_and_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
 
     def noting(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -169,8 +169,8 @@ def test_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.nn.functional.scaled_dot_product_attention is theirs
 
 
-def test_swaps_that_overlap() -> None:
-    """The first to begin is the first to end, as it happens with threads."""
+def test_overlapping_uses_of_use_cattn_restore_the_function() -> None:
+    """The first to begin is the first to end, which happens with threads."""
     a, b = bridge.use_cattn(), bridge.use_cattn()
     a.__enter__()
     b.__enter__()
@@ -180,7 +180,7 @@ def test_swaps_that_overlap() -> None:
     assert torch.nn.functional.scaled_dot_product_attention is theirs
 
 
-def test_the_swap_compiles() -> None:
+def test_the_replaced_function_compiles() -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
@@ -192,7 +192,7 @@ def test_the_swap_compiles() -> None:
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
-def test_errors() -> None:
+def test_wrong_tensors_are_refused_by_name() -> None:
     x = torch.ones(2, 3, 4)
     with pytest.raises(ValueError, match="key is on meta, cattn computes on the CPU"):
         attention(x, x.to("meta"), x)
@@ -226,13 +226,13 @@ def test_errors() -> None:
         (((4,), (5, 4), (5, 4)), {}, "query must have at least 2 dimensions"),
     ],
 )
-def test_errors_of_shapes(shapes: Any, options: dict[str, Any], message: str) -> None:
-    """In cattn's words, which name the argument."""
+def test_wrong_shapes_are_refused_by_name(shapes: Any, options: dict[str, Any], message: str) -> None:
+    """With the message of cattn's own functions."""
     with pytest.raises(ValueError, match=message):
         attention(*map(torch.ones, shapes), **options)
 
 
-def test_errors_of_flags_and_numbers() -> None:
+def test_wrong_flags_and_numbers_are_refused_by_name() -> None:
     x: Any = torch.ones(2, 3, 4)
     with pytest.raises(TypeError, match="dropout_p must be a real number, got str"):
         attention(x, x, x, dropout_p="x")  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_errors_of_flags_and_numbers() -> None:
         attention(x, x, x, is_causal="lower_right")  # type: ignore[arg-type]
 
 
-def test_one_query_head_for_all() -> None:
+def test_one_query_head_is_broadcast() -> None:
     query, key = torch.randn(2, 1, 5, 8), torch.randn(2, 4, 5, 8)
     torch.library.opcheck(
         torch.ops.cattn.attention.default,
@@ -253,9 +253,9 @@ def test_one_query_head_for_all() -> None:
     torch.testing.assert_close(attention(query, key, key, enable_gqa=True), expected)
 
 
-def test_the_swap_leaves_to_pytorch_what_is_not_ours() -> None:
+def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
     x = torch.randn(2, 5, 4)
-    with warnings.catch_warnings(action="ignore"):  # PyTorch calls them a prototype
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that they are a prototype
         nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
 
     def loss(a: torch.Tensor) -> torch.Tensor:
@@ -279,10 +279,10 @@ def test_the_swap_leaves_to_pytorch_what_is_not_ours() -> None:
         attention(x, x.to_sparse(), x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # PyTorch's own, for its tangents
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # a warning from PyTorch's own code
 @pytest.mark.parametrize(("i", "name"), list(enumerate(("query", "key", "value", "attn_mask"))))
-def test_forward_mode_is_refused_and_the_swap_leaves_it_to_pytorch(i: int, name: str) -> None:
-    """PyTorch gives a custom operator's result no tangent, which reads as a derivative of 0."""
+def test_forward_mode_is_refused_and_use_cattn_leaves_it_to_pytorch(i: int, name: str) -> None:
+    """PyTorch gives the result of a custom operator no tangent, which would count as a derivative of 0."""
     inputs = [t.detach() for t in tensors(*[(1, 2, 5, 4)] * 3, (5, 5))]
 
     def along(x: torch.Tensor) -> list[torch.Tensor]:
@@ -302,7 +302,9 @@ def test_forward_mode_is_refused_and_the_swap_leaves_it_to_pytorch(i: int, name:
 @pytest.mark.parametrize("lowered", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 4, (torch.bfloat16, torch.float32, torch.float16, torch.float32),
                                     (torch.float32,) * 3 + (torch.bool,), (torch.float64,) * 4])  # fmt: skip
-def test_autocast_casts_as_for_pytorchs_own(dtypes: tuple[torch.dtype, ...], lowered: torch.dtype) -> None:
+def test_autocast_converts_as_for_the_function_of_pytorch(
+    dtypes: tuple[torch.dtype, ...], lowered: torch.dtype
+) -> None:
     shapes = [(1, 2, 5, 8)] * 3 + [(5, 5)]
     inputs = [torch.randn(shape).tril().to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     floats = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
@@ -312,7 +314,7 @@ def test_autocast_casts_as_for_pytorchs_own(dtypes: tuple[torch.dtype, ...], low
             ours = torch.nn.functional.scaled_dot_product_attention(*inputs)
         compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(*inputs)
     assert ours.dtype == theirs.dtype == compiled.dtype
-    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # rounded once, where theirs may be twice
+    tolerance = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().item()  # PyTorch's may be rounded twice
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
     assert torch.equal(ours, compiled)
     ours.sum().backward()
@@ -321,8 +323,8 @@ def test_autocast_casts_as_for_pytorchs_own(dtypes: tuple[torch.dtype, ...], low
         assert tensor.grad.dtype is tensor.dtype
 
 
-def test_training_a_small_model_gives_the_same_losses() -> None:
-    """Two layers, some steps, without dropout: the losses are those of PyTorch's function, to rounding."""
+def test_training_a_small_model_gives_the_losses_of_pytorch() -> None:
+    """Two layers, eight steps, without dropout; equal up to rounding."""
 
     def losses() -> list[float]:
         torch.manual_seed(0)
@@ -349,7 +351,7 @@ def test_training_a_small_model_gives_the_same_losses() -> None:
     np.testing.assert_allclose(ours, right, rtol=1e-3)
 
 
-def test_threads_change_no_bit() -> None:
+def test_the_number_of_threads_changes_no_bit() -> None:
     q, k, v = tensors(*[(1, 2, 300, 16)] * 3, dtype=torch.float32)
     results = []
     for n in (1, 3):

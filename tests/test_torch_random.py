@@ -1,5 +1,5 @@
-"""TorchGenerator draws what PyTorch draws: bit for bit against torch where it is installed, and against NumPy's own
-MT19937, written-down rules and the chapter's tables where it is not.
+"""TorchGenerator draws PyTorch's numbers, bit for bit: compared with torch where it is installed, and everywhere with
+NumPy's MT19937, the documented rules and the chapter's tables.
 """
 
 import json
@@ -30,7 +30,7 @@ def torch() -> Iterator[types.ModuleType]:
 
 
 def words(seed: int, n: int) -> np.ndarray:
-    """The 32-bit words of a seed, from NumPy."""
+    """Return the first n 32-bit words for a seed, from NumPy's MT19937."""
     bits = np.random.MT19937()
     bits._legacy_seeding(seed & 0xFFFFFFFF)
     return bits.random_raw(n).astype(np.uint64)
@@ -42,7 +42,7 @@ def assert_same_state(generator: TorchGenerator, torch: types.ModuleType) -> Non
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
 def steps(torch: types.ModuleType, n: int, kind: str) -> list[tuple[str, Draw, Callable[[], Any]]]:
-    """Every distribution at one size: (name, ours, torch's)."""
+    """Return every distribution at one size: (name, ours, torch's)."""
     ours, theirs = np.dtype(kind), getattr(torch, kind)
     full, half = 2**28, -(2**63)
 
@@ -70,8 +70,8 @@ def steps(torch: types.ModuleType, n: int, kind: str) -> list[tuple[str, Draw, C
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_sequence_through_all_sizes(torch: types.ModuleType, seed: int) -> None:
-    """All distributions take from one stream; the cached normal waits while others draw."""
+def test_all_distributions_and_sizes_draw_the_numbers_of_torch(torch: types.ModuleType, seed: int) -> None:
+    """In random order from one stream; a cached normal number survives draws of other distributions."""
     generator = TorchGenerator(seed)
     torch.manual_seed(seed)
     order = np.random.default_rng(list(str(seed).encode()))
@@ -84,8 +84,8 @@ def test_one_sequence_through_all_sizes(torch: types.ModuleType, seed: int) -> N
     assert_same_state(generator, torch)
 
 
-def test_every_table(torch: types.ModuleType, isa: str) -> None:
-    """The same bits from the portable code and from its twin for AVX2."""
+def test_every_kernel_table_draws_the_numbers_of_torch(torch: types.ModuleType, isa: str) -> None:
+    """The portable code and the AVX2 code give the same bits."""
     generator = TorchGenerator(7)
     torch.manual_seed(7)
     for n in (5, 40, 700, 5000, 70001):
@@ -95,8 +95,8 @@ def test_every_table(torch: types.ModuleType, isa: str) -> None:
     assert_same_state(generator, torch)
 
 
-def test_many_normal_numbers(torch: types.ModuleType) -> None:
-    """Millions: every polynomial's coefficients, each octant, radii near 0 and far out."""
+def test_millions_of_normal_numbers_are_those_of_torch(torch: types.ModuleType) -> None:
+    """Enough to reach every octant, radii near 0 and large ones, and so all coefficients of the polynomials."""
     generator = TorchGenerator(2024)
     torch.manual_seed(2024)
     for n in (1 << 23, (1 << 20) + 9):
@@ -105,7 +105,7 @@ def test_many_normal_numbers(torch: types.ModuleType) -> None:
     assert_same_state(generator, torch)
 
 
-def test_cached_normal_outlives_other_calls(torch: types.ModuleType) -> None:
+def test_a_cached_normal_number_survives_other_draws_but_not_a_new_seed(torch: types.ModuleType) -> None:
     generator = TorchGenerator(3)
     torch.manual_seed(3)
     assert_same_bits(generator.randn(3), torch.randn(3).numpy())
@@ -113,19 +113,21 @@ def test_cached_normal_outlives_other_calls(torch: types.ModuleType) -> None:
     assert_same_bits(generator.rand(1), torch.rand(1).numpy())
     assert_same_bits(generator.randn(1, dtype="d"), torch.randn(1, dtype=torch.float64).numpy())
     generator.randn(1)
-    generator.manual_seed(3)  # drops it
+    generator.manual_seed(3)  # drops the cached number
     torch.manual_seed(3)
     assert_same_bits(generator.randn(2), torch.randn(2).numpy())
 
 
-def test_probabilities_in_an_array(torch: types.ModuleType, dtype: type, rng: np.random.Generator) -> None:
+def test_bernoulli_takes_an_array_of_probabilities(
+    torch: types.ModuleType, dtype: type, rng: np.random.Generator
+) -> None:
     generator = TorchGenerator(11)
     torch.manual_seed(11)
     for shape in ((), (5,), (3, 0), (700, 3), (40, 1000)):
         p = np.array(np.clip(rng.uniform(-0.1, 1.1, shape), 0, 1), dtype)
         assert_same_bits(generator.bernoulli(p), torch.bernoulli(torch.from_numpy(p)).numpy())
         assert_same_bits(generator.bernoulli(torch.from_numpy(p)), torch.bernoulli(torch.from_numpy(p)).numpy())
-        by_columns = p.copy(order="F")  # the values count, in row-major order
+        by_columns = p.copy(order="F")  # draws go in row-major order, whatever the layout
         state = generator.get_state()
         first = generator.bernoulli(by_columns)
         generator.set_state(state)
@@ -134,22 +136,22 @@ def test_probabilities_in_an_array(torch: types.ModuleType, dtype: type, rng: np
 
 
 @pytest.mark.parametrize("seed", [0, 123, -1])
-def test_words_are_those_of_numpy(isa: str, seed: int) -> None:
-    """Without torch: what the rules say of the words."""
+def test_numbers_follow_the_documented_rules_from_the_words_of_numpy(isa: str, seed: int) -> None:
+    """Without torch: every rule applied to the words of NumPy's MT19937."""
     w = words(seed, 6000)
     pairs = (w[::2] << np.uint64(32) | w[1::2]) & np.uint64(2**53 - 1)
     assert_same_bits(TorchGenerator(seed).rand(60, 100), ((w & 0xFFFFFF) * 2.0**-24).astype("f").reshape(60, 100))
     assert_same_bits(TorchGenerator(seed).rand(3000, dtype="d"), pairs * 2.0**-53)
     assert_same_bits(TorchGenerator(seed).randint(10, 6000), (w % 10).astype(np.int64))
     for p in (0.1, 0.5, 0.9, 1e-300, 1e-17, 1 - 2**-53, 0.5 + 2**-52):
-        kept = pairs * 2.0**-53 < 1 - p
-        assert_same_bits(TorchGenerator(seed).dropout_mask(p, 3000), kept)
-        assert_same_bits(TorchGenerator(seed).bernoulli(1 - p, 3000, dtype="d"), kept.astype("d"))
+        mask = pairs * 2.0**-53 < 1 - p
+        assert_same_bits(TorchGenerator(seed).dropout_mask(p, 3000), mask)
+        assert_same_bits(TorchGenerator(seed).bernoulli(1 - p, 3000, dtype="d"), mask.astype("d"))
 
 
 @pytest.mark.parametrize("mode", FP_MODES)
-def test_floating_point_mode_of_the_caller(mode: str, isa: str, dtype: type) -> None:
-    """Another rounding direction, or flushed subnormals, show nowhere."""
+def test_the_callers_floating_point_mode_changes_no_bit(mode: str, isa: str, dtype: type) -> None:
+    """Another rounding direction, or subnormals flushed to zero."""
     if mode == "flush":
         pytest.importorskip("torch")
     x = np.linspace(-1, 1, 500).astype(dtype)
@@ -175,7 +177,7 @@ def test_floating_point_mode_of_the_caller(mode: str, isa: str, dtype: type) -> 
         assert_same_bits(a, b)
 
 
-def test_integer_dtypes(torch: types.ModuleType) -> None:
+def test_randint_takes_integer_dtypes(torch: types.ModuleType) -> None:
     generator = TorchGenerator(1)
     torch.manual_seed(1)
     for name, low, high in (("int32", -9, 2**31), ("int16", -(2**15), 2**15), ("int8", -3, 4), ("uint8", 0, 256)):
@@ -185,7 +187,7 @@ def test_integer_dtypes(torch: types.ModuleType) -> None:
     assert_same_bits(generator.randint(6, size=(2, 3)), torch.randint(6, size=(2, 3)).numpy())
 
 
-def test_shapes() -> None:
+def test_sizes_may_be_ints_or_one_sequence() -> None:
     def same(*sizes: Any) -> None:
         results = [TorchGenerator(5).rand(*size) for size in sizes]
         for result in results[1:]:
@@ -202,7 +204,7 @@ def test_shapes() -> None:
 
 # ---- layers --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(torch: types.ModuleType, dtype: type, bias: bool) -> None:
+def test_linear_draws_the_parameters_of_torch(torch: types.ModuleType, dtype: type, bias: bool) -> None:
     theirs = torch.float32 if dtype == np.float32 else torch.float64
     generator = TorchGenerator(17)
     torch.manual_seed(17)
@@ -220,7 +222,7 @@ def test_linear(torch: types.ModuleType, dtype: type, bias: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_linear_without_inputs(torch: types.ModuleType) -> None:
+def test_linear_without_inputs_draws_the_bias_of_torch(torch: types.ModuleType) -> None:
     generator = TorchGenerator(17)
     torch.manual_seed(17)
     layer = torch.nn.Linear(0, 5)
@@ -233,27 +235,29 @@ def test_linear_without_inputs(torch: types.ModuleType) -> None:
 
 # ---- dropout -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.2, 1 / 3, 0.5, 0.9, 0.999, 1.0])
-def test_dropout(torch: types.ModuleType, isa: str, dtype: type, p: float, rng: np.random.Generator) -> None:
+def test_dropout_is_that_of_torch(
+    torch: types.ModuleType, isa: str, dtype: type, p: float, rng: np.random.Generator
+) -> None:
     generator = TorchGenerator(123)
     torch.manual_seed(123)
     for shape in ((), (1,), (6, 6), (3, 0), (5, 1), (2, 3, 313), (33, 1000)):
         x = rng.standard_normal(shape).astype(dtype)
-        expected = torch.nn.functional.dropout(torch.from_numpy(x), p).numpy() + 0.0  # its -0 are ours +0
+        expected = torch.nn.functional.dropout(torch.from_numpy(x), p).numpy() + 0.0  # PyTorch's -0 is +0 here
         before = generator.get_state()
-        result, kept = cattn.dropout(x, p, rng=generator, return_mask=True)
+        result, mask = cattn.dropout(x, p, rng=generator, return_mask=True)
         assert_same_bits(result, expected.astype(dtype))
         if p < 1:
-            assert_same_bits(result[~kept], np.zeros((~kept).sum(), dtype))
+            assert_same_bits(result[~mask], np.zeros((~mask).sum(), dtype))
         assert_same_state(generator, torch)
 
         after = generator.get_state()
         generator.set_state(before)
-        assert_same_bits(generator.dropout_mask(p, shape), kept)
+        assert_same_bits(generator.dropout_mask(p, shape), mask)
         np.testing.assert_array_equal(generator.get_state(), after)
 
 
-def test_dropout_of_views(dtype: type, rng: np.random.Generator) -> None:
-    """Bits go by row-major index, whatever the strides; in place and into strided outputs too."""
+def test_dropout_of_views_goes_by_row_major_index(dtype: type, rng: np.random.Generator) -> None:
+    """Whatever the strides; also in place and into strided outputs."""
     base = rng.standard_normal((3, 70, 130)).astype(dtype)
     wide = np.empty((2 * 70, 3 * 130), dtype)
     wider = np.broadcast_to(base[0], (4, 70, 130))
@@ -272,12 +276,12 @@ def test_dropout_of_views(dtype: type, rng: np.random.Generator) -> None:
 def test_dropped_elements_are_plus_zero(dtype: type, poison: float) -> None:
     x = np.full((50, 7), poison, dtype)
     for view in (x, x[:, ::2]):
-        result, kept = cattn.dropout(view, 0.5, rng=TorchGenerator(1), return_mask=True)
-        assert_same_bits(result, np.where(kept, view * dtype(2), dtype(0)))
-        assert 0 < kept.sum() < kept.size
+        result, mask = cattn.dropout(view, 0.5, rng=TorchGenerator(1), return_mask=True)
+        assert_same_bits(result, np.where(mask, view * dtype(2), dtype(0)))
+        assert 0 < mask.sum() < mask.size
 
 
-def test_dropout_draws_nothing_unless_it_must() -> None:
+def test_dropout_of_nothing_or_everything_leaves_the_generator_alone() -> None:
     generator = TorchGenerator(4)
     before = generator.get_state()
     x = np.ones((4, 5))
@@ -291,8 +295,8 @@ def test_dropout_draws_nothing_unless_it_must() -> None:
     np.testing.assert_array_equal(generator.get_state(), before)
 
 
-def test_mask_of_attention(torch: types.ModuleType) -> None:
-    """PyTorch draws for every weight of (B, H, T_q, T_k), the masked ones too."""
+def test_the_dropout_mask_of_attention_is_that_of_torch(torch: types.ModuleType) -> None:
+    """PyTorch draws for every weight of (B, H, T_q, T_k), also for hidden keys."""
     torch.manual_seed(99)
     q, k = torch.ones(2, 3, 5, 4), torch.ones(2, 3, 7, 4)
     v = torch.eye(7).expand(2, 3, 7, 7)
@@ -312,16 +316,16 @@ MKL_TABLE = [
 ]
 
 
-def test_mkl_table() -> None:
-    """What older x86 builds print for the seed of the chapter."""
+def test_the_mkl_stream_gives_the_table_of_older_builds() -> None:
+    """The table that older x86 builds of PyTorch print for the chapter's seed."""
     ones = np.ones((6, 6), np.float32)
     np.testing.assert_array_equal(cattn.dropout(ones, 0.5, rng=TorchGenerator(123, "mkl")), MKL_TABLE)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.75])
-def test_mkl_rule(p: float) -> None:
+def test_the_mkl_stream_follows_its_documented_rule(p: float) -> None:
     generator = TorchGenerator(5, dropout="mkl")
-    for seed in words(5, 3):  # one word a call
+    for seed in words(5, 3):  # each call takes one word as its seed
         x = int(seed) % (2**31 - 1) or 1
         expected = []
         for _ in range(5000):
@@ -330,12 +334,12 @@ def test_mkl_rule(p: float) -> None:
         assert_same_bits(generator.dropout_mask(p, 5000), np.array(expected))
     plain = TorchGenerator(5)
     plain.rand(3)
-    assert_same_bits(generator.rand(4), plain.rand(4))  # all else is the same stream
+    assert_same_bits(generator.rand(4), plain.rand(4))  # other distributions draw from the usual stream
 
 
 @pytest.mark.parametrize("stream", ["aten", "mkl"])
 @pytest.mark.parametrize("skip", [0, 1, 311, 312, 313, 1000, 12345])
-def test_masks_can_begin_anywhere(stream: str, skip: int, isa: str) -> None:
+def test_a_mask_may_begin_anywhere_in_the_stream(stream: str, skip: int, isa: str) -> None:
     whole = TorchGenerator(6, stream).dropout_mask(0.4, 20000)
     part = TorchGenerator(6, stream)._dropout_mask(np.empty(700, bool), 0.4, skip)
     assert_same_bits(part, whole[skip : skip + 700])
@@ -343,7 +347,7 @@ def test_masks_can_begin_anywhere(stream: str, skip: int, isa: str) -> None:
 
 # ---- the chapter ---------------------------------------------------------------------------------------------------
 def drawn_weights(case: dict[str, Any]) -> dict[str, np.ndarray] | None:
-    """The weights of a case from its seed; None where no recipe says how to draw them."""
+    """Return the weights of a case drawn from its seed, or None if the recipe is unknown."""
     recipe = case["recipe"]
     generator = TorchGenerator(recipe["seed"])
     shapes = {name: np.shape(w) for name, w in case["weights"].items()}
@@ -354,7 +358,7 @@ def drawn_weights(case: dict[str, Any]) -> dict[str, np.ndarray] | None:
         return {name: generator.rand(shapes[name]) for name in order}
     if recipe["init"].startswith("torch.randn"):
         return {name: generator.randn(shapes[name]) for name in order}
-    if recipe["init"] == "exercise 3.1":  # v1 has its own numbers, then takes over those of v2
+    if recipe["init"] == "exercise 3.1":  # v1 draws its own numbers, then takes those of v2
         own = {name: generator.rand(shapes[name]) for name in order}
         generator.manual_seed(recipe["seed"])
         v2 = {name: generator.linear(*shapes[name], bias=False)[0].T for name in order}
@@ -365,12 +369,12 @@ def drawn_weights(case: dict[str, Any]) -> dict[str, np.ndarray] | None:
 WITH_WEIGHTS = [case for case in CASES if case.get("weights") and "init" in case["recipe"]]
 
 
-def test_all_weights_have_a_recipe() -> None:
+def test_every_case_with_weights_has_a_recipe() -> None:
     assert len(WITH_WEIGHTS) == sum(bool(case.get("weights")) for case in CASES)
 
 
 @pytest.mark.parametrize("case", WITH_WEIGHTS, ids=lambda case: case["id"])
-def test_weights_of_the_chapter(case: dict[str, Any]) -> None:
+def test_seeds_give_the_weights_of_the_chapter(case: dict[str, Any]) -> None:
     drawn = drawn_weights(case)
     assert drawn is not None
     assert drawn.keys() == case["weights"].keys()
@@ -378,8 +382,8 @@ def test_weights_of_the_chapter(case: dict[str, Any]) -> None:
         np.testing.assert_array_equal(drawn[name], np.array(stored, np.float32), err_msg=name)
 
 
-def test_inputs_of_notebook_003() -> None:
-    """18 normal numbers, drawn after three small weights: the other way to draw them."""
+def test_the_seed_gives_the_inputs_of_notebook_003() -> None:
+    """18 normal numbers, drawn after three smaller arrays: 16 and more are drawn by another method than few."""
     case = next(case for case in CASES if case["id"] == "003-attn-scores")
     generator = TorchGenerator(123)
     for name in case["recipe"]["layer_order"]:
@@ -387,11 +391,11 @@ def test_inputs_of_notebook_003() -> None:
     np.testing.assert_array_equal(generator.randn(6, 3), np.array(case["recipe"]["inputs"], np.float32))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "keep" in c], ids=lambda case: case["id"])
-def test_dropout_of_the_chapter(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if "dropout_mask" in c], ids=lambda case: case["id"])
+def test_seeds_give_the_dropout_of_the_chapter(case: dict[str, Any]) -> None:
     spec = case["recipe"]["dropout"]
     generator = cattn.manual_seed(spec["seed"])
-    ones = np.ones(np.shape(case["keep"]), np.float32)
+    ones = np.ones(np.shape(case["dropout_mask"]), np.float32)
     for _ in range(spec["call"] + 1):
         result = cattn.dropout(ones, spec["p"], rng=generator)
-    np.testing.assert_array_equal(result, np.array(case["keep"]) / (1 - spec["p"]))
+    np.testing.assert_array_equal(result, np.array(case["dropout_mask"]) / (1 - spec["p"]))

@@ -1,4 +1,4 @@
-"""The classes' way back: gradients against PyTorch's, what is kept of a forward pass and what is not, errors."""
+"""The backward pass of layers: gradients against PyTorch, what a layer keeps of the forward pass, errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PAIRS = MODELS | {
 
 
 def pair(name: str, **keywords: Any) -> tuple[Any, Any]:
-    """Ours and PyTorch's, float64 unless said otherwise, with the same weights."""
+    """Return our module and PyTorch's with the same weights, in float64 by default."""
     torch.manual_seed(0)
     theirs = PAIRS[name][1]().double()
     ours = PAIRS[name][0](**{"dtype": np.float64} | keywords)
@@ -60,7 +60,7 @@ def loss_weights(shape: tuple[int, ...]) -> Array:
 
 
 def backward_both(ours: Any, theirs: Any, x: Array, seed: int = 7) -> tuple[Array, Array]:
-    """Go forward and back in both; return the gradients of x."""
+    """Run the forward and backward pass in both; return both gradients of x."""
     cattn.manual_seed(seed)
     torch.manual_seed(seed)
     y = ours(x)
@@ -82,10 +82,10 @@ def assert_grads(ours: Any, theirs: Any) -> None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(1, 6), (9, 6), (3, 17, 6), (2, 64, 6)], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
-def test_as_torch_with_the_same_dropout(name: str, shape: tuple[int, ...], normal: Normal) -> None:
+def test_gradients_agree_with_pytorch_with_the_same_dropout(name: str, shape: tuple[int, ...], normal: Normal) -> None:
     ours, theirs = pair(name)
     x = normal(*shape).astype(np.float64)
-    for seed in (7, 8):  # gradients add up
+    for seed in (7, 8):  # gradients accumulate
         grad_x, expected = backward_both(ours, theirs, x, seed)
         np.testing.assert_allclose(grad_x, expected, **EXACT)
         assert_grads(ours, theirs)
@@ -104,7 +104,7 @@ def set_dropout(ours: Any, p: float, rng: Any = None) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_nothing_dropped_and_everything(name: str, p: float, normal: Normal) -> None:
+def test_gradients_agree_with_pytorch_for_p_of_0_and_1(name: str, p: float, normal: Normal) -> None:
     ours, theirs = pair(name)
     set_dropout(ours, p)
     for module in theirs.modules():
@@ -130,12 +130,12 @@ def differences(f: Callable[[], float], array: Array, step: float = 1e-5) -> Arr
 
 @pytest.mark.parametrize("kind", [numpy_rng, cattn.TorchGenerator], ids=["numpy", "torch"])
 @pytest.mark.parametrize("name", ["causal", "wrapper", "groups"])
-def test_finite_differences_with_dropout(name: str, kind: Any, normal: Normal) -> None:
+def test_gradients_agree_with_finite_differences_under_dropout(name: str, kind: Any, normal: Normal) -> None:
     ours, _ = pair(name)
     x = normal(2, 4, 6).astype(np.float64)
 
     def forward() -> Array:
-        set_dropout(ours, 0.4, kind(3))  # the same numbers again; heads have one generator each here
+        set_dropout(ours, 0.4, kind(3))  # the same numbers in each call; here each head gets its own generator
         result: Array = ours(x)
         return result
 
@@ -152,7 +152,7 @@ def test_finite_differences_with_dropout(name: str, kind: Any, normal: Normal) -
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_float32(name: str, normal: Normal) -> None:
+def test_float32_gradients_agree_with_float64(name: str, normal: Normal) -> None:
     single, _ = pair(name, dtype=np.float32)
     double, _ = pair(name)
     double.load_state_dict(single.state_dict())
@@ -162,13 +162,13 @@ def test_float32(name: str, normal: Normal) -> None:
         cattn.manual_seed(1)
         y = module(array)
         grads.append({"x": module.backward(loss_weights(y.shape))} | module.grads)
-    largest = max(np.abs(grad).max() for grad in grads[1].values())  # biases of keys have 0 and noise
+    largest = max(np.abs(grad).max() for grad in grads[1].values())  # not of each: that of key biases is 0, plus noise
     for key, grad in grads[0].items():
         assert grad.dtype == np.float32
         np.testing.assert_allclose(grad, grads[1][key], rtol=1e-4, atol=1e-5 * largest, err_msg=key)
 
 
-def test_bias_of_many_rows(normal: Normal) -> None:
+def test_the_bias_gradient_of_many_rows_is_accurate(normal: Normal) -> None:
     layer = cattn.Linear(1, 3, rng=numpy_rng())
     grad_out = 1 + normal(100_000, 3)
     layer(normal(100_000, 1))
@@ -178,19 +178,19 @@ def test_bias_of_many_rows(normal: Normal) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("kind", [numpy_rng, cattn.TorchGenerator], ids=["numpy", "torch"])
-def test_dropout(kind: Any, p: float, dtype: Any) -> None:
+def test_the_backward_pass_of_dropout_repeats_its_mask(kind: Any, p: float, dtype: Any) -> None:
     layer = cattn.Dropout(p, rng=kind(3))
     for _ in range(2):
         x = np.ones((5, 7), dtype)
         y = layer(x)
-        for _ in range(2):  # backward draws nothing from the generator
+        for _ in range(2):  # backward does not advance the generator
             assert_same_bits(layer.backward(np.ones((5, 7))), y)
     assert layer.grads == {}
 
 
 # ---- parameters and gradients ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PAIRS)
-def test_parameters_are_changed_in_place(name: str, normal: Normal) -> None:
+def test_an_optimiser_may_change_parameters_in_place(name: str, normal: Normal) -> None:
     ours, _ = pair(name)
     x = normal(2, 5, 6).astype(np.float64)
     before = {key: value.copy() for key, value in ours.state_dict().items()}
@@ -210,7 +210,7 @@ def test_parameters_are_changed_in_place(name: str, normal: Normal) -> None:
 
 
 def tie(module: Any, how: str) -> None:
-    """Let queries and keys be projected by the same numbers."""
+    """Make queries and keys share their projection."""
     if how == "weights":
         module.W_key.weight = module.W_query.weight
     else:
@@ -222,7 +222,7 @@ TIES = [("heads", "layers"), ("heads", "weights"), ("v1", "arrays")]
 
 @pytest.mark.parametrize(("name", "how"), TIES)
 def test_tied_weights_are_one_parameter(name: str, how: str, normal: Normal) -> None:
-    """As in PyTorch: under the first of its names, its gradient the sum, and an optimiser moves it once a step."""
+    """As in PyTorch: it has the first of its names, its gradient is the sum, and an optimiser steps it once."""
     ours, theirs = pair(name)
     set_dropout(ours, 0.0)
     for module in theirs.modules():
@@ -239,7 +239,7 @@ def test_tied_weights_are_one_parameter(name: str, how: str, normal: Normal) -> 
     for _ in range(3):
         ours.zero_grad()
         optimizer.zero_grad()
-        for _ in range(2):  # gradients add up, those that were looked at too
+        for _ in range(2):  # gradients accumulate, also after .grads was read
             grad_x, expected = backward_both(ours, theirs, normal(2, 5, 6).astype(np.float64))
             np.testing.assert_allclose(grad_x, expected, **EXACT)
             assert_grads(ours, theirs)
@@ -253,7 +253,7 @@ def test_tied_weights_are_one_parameter(name: str, how: str, normal: Normal) -> 
 
 
 @pytest.mark.parametrize(("name", "how"), TIES)
-def test_tied_weights_stay_tied(name: str, how: str) -> None:
+def test_tied_weights_stay_tied_after_loading_and_copying(name: str, how: str) -> None:
     ours, theirs = pair(name)
     tie(ours, how)
     tie(theirs, how)
@@ -268,7 +268,7 @@ def test_tied_weights_stay_tied(name: str, how: str) -> None:
 
 
 class Computed(cattn.Linear):
-    """A layer whose weight is made anew whenever it is asked for."""
+    """A layer whose weight property returns a new array each time."""
 
     @property
     def weight(self) -> Any:
@@ -279,20 +279,20 @@ class Computed(cattn.Linear):
         pass
 
 
-def test_what_is_made_anew_is_not_tied() -> None:
+def test_weights_made_anew_on_each_access_are_not_tied() -> None:
     ours = cattn.CausalAttention(6, 5, 64, 0.0)
     ours.W_query, ours.W_key = Computed(6, 5, False), Computed(6, 5, False)
     assert list(ours.parameters()) == ["W_query.weight", "W_key.weight", "W_value.weight"]
 
 
-def test_parameters_given_as_lists() -> None:
+def test_a_parameter_may_be_a_list() -> None:
     layer = cattn.Linear(2, 1, bias=False)
     layer.weight = [[1.0, 2.0]]  # type: ignore[assignment]
     layer.parameters()["weight"] += 1
     assert_same_bits(layer([1.0, 1.0]), np.array([5.0]))
 
 
-def test_zero_grad_leaves_what_was_taken_out() -> None:
+def test_zero_grad_does_not_change_gradients_taken_out_before() -> None:
     layer = cattn.Linear(2, 1)
     layer([1.0, 2.0])
     layer.backward([1.0])
@@ -303,17 +303,17 @@ def test_zero_grad_leaves_what_was_taken_out() -> None:
     assert_same_bits(layer.grads["weight"], np.array([[3, 6]], np.float32))
 
 
-def test_dtypes_of_wider_inputs(normal: Normal) -> None:
+def test_gradients_have_the_dtype_of_the_parameters(normal: Normal) -> None:
     ours = cattn.MultiHeadAttention(6, 8, 64, 0.0, 4)
     y = ours(normal(5, 6).astype(np.float64))
     assert y.dtype == ours.backward(y).dtype == np.float64
     assert {grad.dtype for grad in ours.grads.values()} == {np.dtype(np.float32)}
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- what a layer keeps of the forward pass -------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("single", [False, True])
-def test_forward_has_the_same_bits_in_both_modes(name: str, single: bool, normal: Normal) -> None:
+def test_training_and_evaluation_give_the_same_bits_without_dropout(name: str, single: bool, normal: Normal) -> None:
     ours = PAIRS[name][0](rng=numpy_rng())
     set_dropout(ours, 0.0)
     x = normal(6) if single and name.startswith("linear") else normal(*(() if single else (3,)), 40, 6)
@@ -322,7 +322,7 @@ def test_forward_has_the_same_bits_in_both_modes(name: str, single: bool, normal
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_weights_do_not_matter(name: str, normal: Normal) -> None:
+def test_returning_weights_changes_no_gradient(name: str, normal: Normal) -> None:
     ours, _ = pair(name)
     x = normal(2, 9, 6).astype(np.float64)
     grads = []
@@ -334,7 +334,7 @@ def test_weights_do_not_matter(name: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_the_caller_changes_afterwards(name: str, normal: Normal) -> None:
+def test_later_changes_of_inputs_and_outputs_change_no_gradient(name: str, normal: Normal) -> None:
     ours, _ = pair(name)
     x = normal(2, 5, 6).astype(np.float64)
     cattn.manual_seed(1)
@@ -347,7 +347,7 @@ def test_what_the_caller_changes_afterwards(name: str, normal: Normal) -> None:
     assert ours.grads.keys() == ours.parameters().keys()
 
 
-def test_calls_of_a_part_in_between(normal: Normal) -> None:
+def test_a_call_of_a_sublayer_in_between_changes_no_gradient(normal: Normal) -> None:
     ours, _ = pair("heads")
     x = normal(2, 5, 6).astype(np.float64)
     cattn.manual_seed(1)
@@ -358,7 +358,7 @@ def test_calls_of_a_part_in_between(normal: Normal) -> None:
 
 
 class Scaled(cattn.Linear):
-    """A layer of somebody else's."""
+    """A user's layer."""
 
     def __call__(self, x: Any) -> Any:
         return 2 * super().__call__(x)
@@ -367,7 +367,7 @@ class Scaled(cattn.Linear):
         return super().backward(2 * np.asarray(grad_out))
 
 
-def test_layers_of_others(normal: Normal) -> None:
+def test_layers_of_users_have_gradients(normal: Normal) -> None:
     ours, theirs = pair("heads")
     for name, layer in (("W_query", ours.W_query), ("out_proj", ours.out_proj)):
         other = Scaled(layer.d_in, layer.d_out, layer.bias is not None, dtype=np.float64)
@@ -378,7 +378,7 @@ def test_layers_of_others(normal: Normal) -> None:
     np.testing.assert_allclose(ours.grads["W_query.weight"], 2 * theirs.W_query.weight.grad.numpy(), **EXACT)
 
 
-def test_no_matrix_is_kept(normal: Normal) -> None:
+def test_no_matrix_of_weights_is_kept(normal: Normal) -> None:
     ours = cattn.MultiHeadAttention(16, 16, 2048, 0.1, 2, rng=numpy_rng())
     x = normal(2048, 16)
     y = ours(x)
@@ -386,18 +386,18 @@ def test_no_matrix_is_kept(normal: Normal) -> None:
     try:
         for _ in range(2):
             y = ours(x)
-        kept, peak = tracemalloc.get_traced_memory()
+        kept, _ = tracemalloc.get_traced_memory()
         grad_x = ours.backward(y)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert grad_x.shape == x.shape
     assert kept < 8 * x.nbytes
-    assert peak < 24 * x.nbytes  # a matrix of booleans would take 32
+    assert peak < 24 * x.nbytes  # a boolean matrix would take 32 * x.nbytes
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_evaluation_keeps_nothing(name: str, normal: Normal) -> None:
+def test_evaluation_keeps_nothing_of_the_forward_pass(name: str, normal: Normal) -> None:
     ours = ALL_OURS[name](rng=numpy_rng())
     x = normal(5, 6)
     ours(x)
@@ -415,7 +415,7 @@ def test_evaluation_keeps_nothing(name: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_OURS)
-def test_copies_and_pickles_leave_it_behind(name: str, normal: Normal) -> None:
+def test_copies_keep_gradients_but_not_the_forward_pass(name: str, normal: Normal) -> None:
     ours = ALL_OURS[name](rng=numpy_rng())
     y = ours(normal(5, 6))
     ours.backward(y)
@@ -432,7 +432,7 @@ def test_copies_and_pickles_leave_it_behind(name: str, normal: Normal) -> None:
 @pytest.mark.parametrize(
     "make", [*ALL_OURS.values(), lambda **k: cattn.Linear(6, 5, **k), lambda **k: cattn.Dropout(**k)]
 )
-def test_errors(make: Any, normal: Normal) -> None:
+def test_a_wrong_backward_is_refused(make: Any, normal: Normal) -> None:
     ours = make(rng=numpy_rng())
     with pytest.raises(RuntimeError, match=r"call train\(\) and the module first"):
         ours.backward(np.ones((5, 6)))
@@ -450,7 +450,7 @@ def test_errors(make: Any, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_cache(name: str, normal: Normal) -> None:
+def test_backward_is_refused_after_a_call_with_a_cache(name: str, normal: Normal) -> None:
     ours = ALL_OURS[name](rng=numpy_rng())
     cache = cattn.KVCache((), ours._kv_heads, 10, ours._head_dim)
     y = ours(normal(5, 6), cache=cache)

@@ -1,4 +1,4 @@
-"""varlen_attention: packed sequences against the padded batch bit for bit, the reference, and poisoned neighbours."""
+"""varlen_attention: packed sequences have the bits of the padded batch, and never read a neighbour."""
 
 import mmap
 from typing import Any
@@ -48,7 +48,7 @@ def packed(name: str, dtype: type, d_v: int = 6) -> tuple[np.ndarray, ...]:
 
 
 def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
-    """The same sequences as a batch with NaN behind their ends."""
+    """The same sequences as a batch padded with NaN."""
     query, key, value, cu_q, cu_k = arrays
     lengths_q, lengths_k = LENGTHS[name]
 
@@ -66,7 +66,7 @@ def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.A
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
-def test_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
+def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
     arrays = packed(name, dtype)
     batch = padded(name, arrays, **OPTIONS[options])
     lengths = LENGTHS[name][0]
@@ -82,7 +82,7 @@ def test_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", LENGTHS)
-def test_against_the_reference(name: str, options: str, dtype: type) -> None:
+def test_packed_sequences_agree_with_the_reference(name: str, options: str, dtype: type) -> None:
     arrays = packed(name, dtype)
     if name == "none":
         assert cattn.varlen_attention(*arrays).shape == (0, 4, 6)
@@ -97,7 +97,7 @@ def test_against_the_reference(name: str, options: str, dtype: type) -> None:
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
-    """A copy that ends at the end of a memory map: what reads on does not stay unnoticed for long."""
+    """Copy the array to the end of a memory map, so that most reads past it crash."""
     pages = mmap.mmap(-1, -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     copy = np.frombuffer(pages, np.uint8)[len(pages) - array.nbytes :].view(array.dtype).reshape(array.shape)
     copy[...] = array
@@ -105,7 +105,7 @@ def guarded(array: np.ndarray) -> np.ndarray:
 
 
 def test_no_sequence_reads_its_neighbours(isa: str, dtype: type) -> None:
-    """Poison one sequence: the others keep their bits, on every path."""
+    """One sequence is NaN; the others keep their bits on every path."""
     query, key, value, cu_q, cu_k = packed("long and short", dtype)
     options = OPTIONS["everything"]
     clean = cattn.varlen_attention(query, key, value, cu_q, cu_k, **options)
@@ -120,7 +120,7 @@ def test_no_sequence_reads_its_neighbours(isa: str, dtype: type) -> None:
         assert np.isnan(result[cu_q[1] : cu_q[2]]).any()
 
 
-def test_out_and_strides(dtype: type) -> None:
+def test_inputs_and_out_may_have_any_strides(dtype: type) -> None:
     query, key, value, cu_q, cu_k = packed("long and short", dtype)
     expected = cattn.varlen_attention(query, key, value, cu_q, cu_k)
     wide = np.full((len(query), 8, 12), 7, dtype)
@@ -139,14 +139,14 @@ def test_max_seqlen_is_accepted() -> None:
     assert_same_bits(cattn.varlen_attention(*arrays, max_seqlen_q=9, max_seqlen_k=100), expected)
 
 
-def test_dropout_seed_draws_the_same_again() -> None:
+def test_dropout_seed_repeats_the_dropout() -> None:
     arrays = packed("alike", np.float32)
     first = cattn.varlen_attention(*arrays, dropout_p=0.5, return_lse=True)
     again = cattn.varlen_attention(*arrays, dropout_p=0.5, rng=first.dropout_seed)
     assert_same_bits(again, first.out)
 
 
-def test_alignment_is_asked_for_or_warned_about() -> None:
+def test_different_lengths_warn_unless_the_alignment_is_named() -> None:
     alike, few = packed("alike", np.float32), packed("few queries", np.float32)
     cattn.varlen_attention(*alike, is_causal=True)
     for options in ({"is_causal": True}, {"window_size": (3, 0)}):
@@ -188,7 +188,7 @@ def test_alignment_is_asked_for_or_warned_about() -> None:
         ({"window_size": 3}, TypeError, "window_size must be"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception] | None, message: str) -> None:
     call: dict[str, Any] = {
         "query": np.ones((5, 4, 8)),
         "key": np.ones((5, 2, 8)),
@@ -203,8 +203,8 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception] | None, 
         cattn.varlen_attention(**call)
 
 
-def test_one_query_head_meets_all_values() -> None:
-    """As in scaled_dot_product_attention: one head is broadcast, whosoever it is."""
+def test_one_query_head_is_broadcast_to_all_value_heads() -> None:
+    """As in scaled_dot_product_attention, a single head of query, key or value is broadcast."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((5, heads, 4)) for heads in (1, 1, 3))
     out = cattn.varlen_attention(query, key, value, [0, 5], [0, 5], is_causal=True)

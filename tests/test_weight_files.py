@@ -1,4 +1,4 @@
-"""Files of weights: .npz and .safetensors, in and out; damage, and what is refused."""
+"""Files of weights, .npz and .safetensors: saving, loading, damaged files, errors."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ FILES = ["weights.npz", "weights.safetensors"]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("make", [mha, wrapper, v1, v2, causal, lambda: cattn.Linear(6, 4, rng=rng())])
-def test_files(name: str, make: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_saved_module_loads_again(name: str, make: Callable[[], Any], tmp_path: Path) -> None:
     module, twin = make(), make()
     module.load_state_dict(other(module))
     assert module.save(tmp_path / name) is None
@@ -33,7 +33,7 @@ def test_files(name: str, make: Callable[[], Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_of_transposed_views(name: str, tmp_path: Path) -> None:
+def test_transposed_views_are_saved(name: str, tmp_path: Path) -> None:
     module, twin = v1(6, 8), v1(6, 8)
     module.W_query = np.random.default_rng(3).standard_normal((8, 6)).astype(np.float32).T
     module.save(tmp_path / name)
@@ -41,7 +41,7 @@ def test_files_of_transposed_views(name: str, tmp_path: Path) -> None:
     assert_same_bits(twin.W_query, module.W_query)
 
 
-def test_safetensors_of_torch(tmp_path: Path) -> None:
+def test_safetensors_files_of_torch_are_loaded(tmp_path: Path) -> None:
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     expected = other(causal())
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -52,8 +52,8 @@ def test_safetensors_of_torch(tmp_path: Path) -> None:
         assert_state(module, {key: t.float().numpy() for key, t in zip(expected, tensors.values(), strict=True)})
 
 
-def test_safetensors_of_other_types(tmp_path: Path) -> None:
-    """bfloat16 needs nobody to import ml_dtypes; what NumPy does not have is no damage."""
+def test_safetensors_dtypes_that_numpy_lacks_are_named(tmp_path: Path) -> None:
+    """bfloat16 loads although nobody has imported ml_dtypes. Another dtype is named, not reported as damage."""
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     path = tmp_path / "x.safetensors"
     files.save_file({"a": torch.ones(3, dtype=torch.bfloat16)}, path)
@@ -66,7 +66,7 @@ def test_safetensors_of_other_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_replaced_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / name
     module = v2()
     module.save(path)
@@ -91,7 +91,7 @@ def test_a_file_is_replaced_at_once(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_files(name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
     path, module = tmp_path / name, v2()
     with pytest.raises(FileNotFoundError, match=name):
         module.load(path)
@@ -103,7 +103,7 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
             module.load(path)
 
 
-def test_no_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = v2()
     module.save(tmp_path / "w.npz")
     monkeypatch.setattr(np, "load", lambda *args, **kwargs: no_memory())
@@ -115,7 +115,7 @@ def no_memory() -> Any:
     raise MemoryError
 
 
-def test_files_of_something_else(tmp_path: Path) -> None:
+def test_other_file_types_and_pickles_are_refused(tmp_path: Path) -> None:
     module = v2()
     for path in (tmp_path / "w.pt", tmp_path / "w"):
         with pytest.raises(ValueError, match=r"files of weights end in \.npz or \.safetensors"):
@@ -136,7 +136,7 @@ def test_files_of_something_else(tmp_path: Path) -> None:
         module.save(tmp_path / "absent" / "w.npz")
 
 
-def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named_if_safetensors_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r"pip install 'cattn\[safetensors\]'"):
         v2().save(tmp_path / "w.safetensors")

@@ -1,7 +1,7 @@
-"""Every call that must be refused: a table of each public function's wrong arguments, and what the error says.
+"""Every call that must be refused: a table of wrong arguments of each public function, with the error's text.
 
-Each row changes some arguments of a call that works. tests/test_errors.py makes them all; those who need calls that
-fail take them from here. Sizes that overflow are in test_hostile.py.
+Each row changes some arguments of a call that works. tests/test_errors.py makes all of them; other tests use the table
+where they need calls that fail. Sizes that overflow are in test_hostile.py.
 """
 
 import re
@@ -22,7 +22,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def giant(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """One element in memory, all strides 0."""
+    """Return an array of one element in memory, all strides 0."""
     return np.broadcast_to(np.ones((), dtype), shape)
 
 
@@ -37,7 +37,7 @@ def misaligned(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 class Ragged:
-    """Nothing that an array could be made of."""
+    """An object that cannot be converted to an array."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError("no array in here")
@@ -87,12 +87,12 @@ def wrong_type(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
 
 
 def warned(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
-    """A warning that was made an error."""
+    """A row for a warning that is turned into an error."""
     return Row(functions, changes, UserWarning if "attn_mask" in changes else cattn.CausalAlignmentWarning, says)
 
 
 def rows_for_dtypes(functions: tuple[str, ...], name: str, shape: tuple[int, ...]) -> list[Row]:
-    """What no array of numbers may be."""
+    """Rows for values that are no array of numbers."""
     wrong = [
         (ones(*shape, dtype=ml_dtypes.float8_e5m2), rf"{name} has dtype float8_e5m2.*astype\(np.float32\)"),
         (ones(*shape, dtype=np.longdouble), rf"{name} has dtype (longdouble|float128).*astype\(np.float64\)"),
@@ -113,7 +113,7 @@ def rows_for_dtypes(functions: tuple[str, ...], name: str, shape: tuple[int, ...
 
 
 def rows_for_numbers(functions: tuple[str, ...], name: str) -> list[Row]:
-    """What no finite real number may be."""
+    """Rows for values that are no finite real number."""
     rows = [wrong_value(functions, f"{name} must be finite, got", **{name: x}) for x in (INF, -INF, NAN, 10**400)]
     for x in (True, np.True_, 1j, np.complex64(1), "1", b"1", [1.0], Decimal):
         rows.append(wrong_type(functions, f"{name} must be a real number, got {type(x).__name__}", **{name: x}))
@@ -189,7 +189,7 @@ def rows_for_probability(functions: tuple[str, ...], name: str) -> list[Row]:
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
-shared = np.ones(2 * 4 * 5 * 6, np.float32)  # memory that two outputs would have in common
+shared = np.ones(2 * 4 * 5 * 6, np.float32)  # memory that two outputs would share
 AttentionOutput = cattn.AttentionOutput
 
 TABLE = [
@@ -352,7 +352,7 @@ TABLE = [
         return_dropout_mask=True,
         out=AttentionOutput(None, None, shared[:40].reshape(2, 4, 5), shared.view(bool)[159:399].reshape(2, 4, 5, 6)),
     ),
-    # a warning made an error is one
+    # warnings turned into errors
     warned((SDPA, WEIGHTS), "is_causal=True with 5 queries and 6 keys", is_causal=True),
     warned(MASKED, "is_causal=True with 5 queries and 6 keys", is_causal=True),
     warned(MASK_OF, "is_causal=True with 3 queries and 4 keys", is_causal=True),
@@ -362,6 +362,7 @@ TABLE = [
     *rows_for_numbers(ALL_THREE, "softcap"),
     wrong_value(ALL_THREE, "softcap must be positive, or None or 0 for none, got -1.5", softcap=-1.5),
     wrong_value(ALL_THREE, "softcap must round to a positive finite float32, got 1e-50", softcap=1e-50),
+    wrong_value(ALL_THREE, "softcap must round to a positive finite float32, got 7.00649", softcap=2.0**-150),
     wrong_value(ALL_THREE, r"softcap must round to a positive finite float32, got 1e\+39", softcap=1e39),
     wrong_value(ALL_THREE, r"scale must round to a finite float32, got -1e\+39", scale=-1e39),
     wrong_value(SOFTMAX + MASKED, r"scale must round to a finite float32, got 3.40282357e\+38", scale=3.40282357e38),

@@ -1,11 +1,11 @@
-/* failing_allocations.c -- preloaded by test_faults.py: the n-th allocation that the extension asks for on the main
- * thread fails, whether it calls the allocator itself or something of Python's or NumPy's that does.
+/* failing_allocations.c -- preloaded by test_faults.py: lets the n-th allocation of the extension on the main thread
+ * fail, whether the extension calls the allocator itself or through Python or NumPy.
  *
- * With PYTHONMALLOC=malloc every object of Python, array of NumPy and block of our own passes through here. What the
- * test reads and writes are variables, not functions: a call by way of ctypes would allocate itself. For glibc.
+ * With PYTHONMALLOC=malloc every Python object, NumPy array and block of the extension is allocated here. The test
+ * reads and writes variables instead of calling functions, because a call through ctypes would allocate. For glibc.
  *
- * What the interpreter and NumPy allocate for Python code is neither counted nor fails: they do not survive all of
- * that.
+ * Allocations of the interpreter and of NumPy for Python code are not counted and do not fail: not all of that code
+ * survives it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,9 +21,9 @@ extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_real
 extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
 
-int fail_in;        /* set to n: the n-th from now fails; 0 once that is over */
-const char *failed; /* what failed: the function that the extension called, or "within" one of Python's or NumPy's that
-                       it called; NULL: nothing did */
+int fail_in;        /* set to n: the n-th allocation from now fails; 0 after that */
+const char *failed; /* the allocator function that failed, or "within" if Python or NumPy called it for the extension;
+                       NULL: none has failed */
 atomic_long live;   /* blocks allocated and not freed */
 
 static pthread_t main_thread;
@@ -40,7 +40,7 @@ static bool is_interpreter(const Dl_info *info) {
     return info->dli_sname && strcmp(info->dli_sname, "_PyEval_EvalFrameDefault") == 0;
 }
 
-/* Who allocates by calling `function`: NULL unless the extension is on the stack before any Python code. */
+/* Returns `function` if the extension called it, "within" if it did so indirectly, NULL if Python code did. */
 static const char *blame(const char *function) {
     enum { SKIPPED = 3 }; /* this function, fails() and the allocator */
     void *frame[64];

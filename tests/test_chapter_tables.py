@@ -1,8 +1,8 @@
-"""The tables of the chapter: every number that its notebooks show, from the weights they used and from the seeds alone.
+"""Every number that the chapter's notebooks print, computed from the stored weights and from the seeds alone.
 
 tests/data/seed_tables.json holds 68 cases (inputs, weights, formula, values, tolerance). Each is computed in every way
 that the public functions offer, in float32 and float64: from the stored weights by the library and by its NumPy
-reference, and from nothing but the seed by the library, where classes draw the weights and torch cannot be imported.
+reference, and from the seed alone by the library, whose classes draw the weights without torch.
 """
 
 import json
@@ -24,7 +24,7 @@ Ways = dict[str, Any]
 
 
 def drawn(case: dict[str, Any]) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
-    """Return what the seed of a case gives: inputs, where they are random too, and weights in the case's layout."""
+    """Return the inputs and weights drawn from the seed of a case. Inputs are None where they are not random."""
     recipe = case["recipe"]
     if not case.get("weights"):
         return None, {}
@@ -37,7 +37,7 @@ def drawn(case: dict[str, Any]) -> tuple[np.ndarray | None, dict[str, np.ndarray
         v2 = cattn.SelfAttention_v2(3, 2)
         return None, {name: getattr(v2, name).weight for name in names}
     v1 = cattn.SelfAttention_v1(3, 2)
-    if recipe["init"] == "exercise 3.1":  # v1 takes over the weights of v2; as printed, its key's are forgotten
+    if recipe["init"] == "exercise 3.1":  # v1 takes the weights of v2; the printed version forgets W_key
         cattn.manual_seed(recipe["seed"])
         state = cattn.SelfAttention_v2(3, 2).state_dict()
         if case["id"].endswith("as-printed"):
@@ -49,7 +49,7 @@ def drawn(case: dict[str, Any]) -> tuple[np.ndarray | None, dict[str, np.ndarray
 
 
 class Chapter:
-    """One case: its inputs projected to queries, keys and values, and the steps of the chapter on them."""
+    """One case: queries, keys and values projected from its inputs, and the steps of the chapter as methods."""
 
     def __init__(self, case: dict[str, Any], lib: types.ModuleType, dtype: type, *, from_seed: bool = False) -> None:
         recipe = case["recipe"]
@@ -69,11 +69,11 @@ class Chapter:
         self.tril = lib.causal_mask(self.tokens)
 
     def one_query(self) -> "Chapter":
-        """The second token, "journey", asks alone."""
+        """Keep only the query of the second token, "journey"."""
         self.q = self.q[..., 1:2, :]
         return self
 
-    # Scores are not an output of attention, but they can be had from two that are.
+    # Attention does not return scores, but they follow from the weights and the log-sum-exp.
     def scores(self) -> np.ndarray:
         result = self.lib.scaled_dot_product_attention(
             self.q, self.k, self.v, scale=1.0, need_weights=True, return_lse=True
@@ -125,7 +125,7 @@ class Chapter:
         return ways | {f"{name} @ v": w @ v for name, w in self.masked().items()}
 
     def dropped(self, x: np.ndarray) -> np.ndarray:
-        """Dropout as the seed draws it, or with the stored mask and the factor by which the library keeps."""
+        """Apply dropout, drawn from the seed, or else with the stored mask and the factor that the library uses."""
         spec = self.case["recipe"]["dropout"]
         if self.from_seed:
             generator = cattn.manual_seed(spec["seed"])
@@ -133,14 +133,14 @@ class Chapter:
                 cattn.dropout(x, spec["p"], rng=generator)
             return cattn.dropout(x, spec["p"], rng=generator)
         ones = np.ones(200, self.dtype)
-        result, kept = self.lib.dropout(ones, spec["p"], rng=spec["seed"], return_mask=True)
-        assert 0 < kept.sum() < kept.size
-        assert np.all(result[~kept] == 0)
-        (factor,) = np.unique(result[kept])
-        return np.where(self.case["keep"], x * factor, 0)
+        result, mask = self.lib.dropout(ones, spec["p"], rng=spec["seed"], return_mask=True)
+        assert 0 < mask.sum() < mask.size
+        assert np.all(result[~mask] == 0)
+        (factor,) = np.unique(result[mask])
+        return np.where(self.case["dropout_mask"], x * factor, 0)
 
 
-# What each step of the chapter is, in the order of the chapter.
+# The computation of each step, in the order of the chapter.
 STEPS: dict[str, Callable[[Chapter], Ways]] = {
     "attn_scores": lambda c: {"scores": c.scores()},
     "attn_scores_row": lambda c: {"row": c.one_query().scores()[0]},
@@ -162,7 +162,7 @@ STEPS: dict[str, Callable[[Chapter], Ways]] = {
     "dropout_attn_weights": lambda c: {name: c.dropped(w) for name, w in c.masked().items()},
     "context_vec_masked": Chapter.causal_context,
 }
-# Sums and shapes are of something; the id says of what.
+# Sums and shapes: their id tells which array they belong to.
 BY_ID: dict[str, Callable[[Chapter], Ways]] = {
     "000-sa_v2-context-shape": lambda c: {name: out.shape for name, out in c.context().items()},
     "000-batch-shape": lambda c: {"dropout": c.lib.dropout(c.x, training=False).shape},
@@ -209,18 +209,18 @@ def assert_table(ways: Ways, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_seed_table(case: dict[str, Any], library: str, dtype: type) -> None:
+def test_stored_weights_give_every_table(case: dict[str, Any], library: str, dtype: type) -> None:
     assert_table(steps_of(case)(Chapter(case, LIBRARIES[library], dtype)), case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_seed_table_from_the_seed_alone(case: dict[str, Any], dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_alone_give_every_table(case: dict[str, Any], dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises
-    chapter = Chapter({**case, "keep": None}, cattn, dtype, from_seed=True)
+    chapter = Chapter({**case, "dropout_mask": None}, cattn, dtype, from_seed=True)
     assert_table(steps_of(case)(chapter), case)
 
 
-def test_outputs_have_the_inputs_dtype(dtype: type) -> None:
+def test_results_have_the_dtype_of_the_inputs(dtype: type) -> None:
     case = next(case for case in CASES if case["id"] == "002-attn-weights")
     chapter = Chapter(case, cattn, dtype)
     assert chapter.masked_simple().dtype == dtype

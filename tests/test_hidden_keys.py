@@ -1,7 +1,8 @@
-"""Nothing leaks: a key that a query may not see cannot change one bit of that query's row, whatever is stored there.
+"""A key that is hidden from a query changes no bit of that query's row, whatever is stored there.
 
-Keys, values, biases and masks are overwritten with NaN, infinity and other numbers wherever a row cannot see them; its
-output, weights, log-sum-exp and dropout mask must keep their bits. What is visible shows, but in its own row only.
+Keys, values, biases and masks are overwritten with NaN, infinity and other numbers ("poison") wherever a row does not
+see them. Its output, weights, log-sum-exp and dropout mask must keep their bits. Visible poison shows only in the rows
+that see it.
 """
 
 import functools
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cattn
-from any_call import calls
+from attention_strategy import calls
 from cattn.reference._attention import score
 from support import INF, NAN, assert_same_bits, every_way, everything, part, ranges_of
 
@@ -34,25 +35,25 @@ POISONS = {
 
 
 def poison_of(kind: str, dtype: type) -> Any:
-    limits = ml_dtypes.finfo(dtype)  # as large, or small, for each
+    limits = ml_dtypes.finfo(dtype)  # the extreme numbers of each dtype
     extreme = {"1e38": limits.max, "-1e38": limits.min, "subnormal": limits.smallest_subnormal}
     return dtype(extreme.get(kind, POISONS[kind]))
 
 
 def visible(call: Call) -> np.ndarray:
-    """Who sees whom, (*lead, H, T_q, T_k) with one head for less than four dimensions."""
+    """Return which keys each query sees, (*batch, H, T_q, T_k), with one head for less than four dimensions."""
     inputs = call["query"], call["key"], call["value"]
     masks = call.get("attn_mask"), call.get("bias")
     with np.errstate(all="ignore"):
         return score(inputs, masks, ranges_of(call), None, None).visible
 
 
-# ---- keys that nobody sees -----------------------------------------------------------------------------------------
-def inputs(normal: Normal, lead: tuple[int, ...], T_q: int, T_k: int, **options: Any) -> Call:
+# ---- keys that no query sees ---------------------------------------------------------------------------------------
+def inputs(normal: Normal, batch: tuple[int, ...], T_q: int, T_k: int, **options: Any) -> Call:
     return {
-        "query": normal(*lead, T_q, 9),
-        "key": normal(*lead, T_k, 9),
-        "value": normal(*lead, T_k, 19),
+        "query": normal(*batch, T_q, 9),
+        "key": normal(*batch, T_k, 9),
+        "value": normal(*batch, T_k, 19),
     } | options
 
 
@@ -61,24 +62,24 @@ def every_third(T_k: int) -> np.ndarray:
 
 
 def hiding(name: str) -> Callable[[Normal], Call]:
-    """A call in which no query sees the keys at `unseen`, by one means or another."""
-    # Unseen keys lie at the end, in the middle of a block and in a whole block, beside ones that only some rows see.
+    """Return a builder for a call in which no query sees the keys at `unseen`; `name` says what hides them."""
+    # Keys hidden from all rows: at the end, within a block, a whole block. Other keys are hidden from some rows only.
     T_q, T_k = 37, 400
     unseen = every_third(T_k) | (np.arange(T_k) >= 350) | ((np.arange(T_k) > 180) & (np.arange(T_k) < 280))
     rows = np.arange(T_q)[:, None]
-    some_rows = ((np.arange(T_k) + rows) % 5 == 0) | unseen  # and each row misses others besides
+    hidden = ((np.arange(T_k) + rows) % 5 == 0) | unseen  # hidden, by row
 
     def build(normal: Normal) -> Call:
         call = inputs(normal, (2,), T_q, T_k)
-        infinite = np.where(some_rows, -INF, normal(T_q, T_k)).astype(normal().dtype)
+        infinite = np.where(hidden, -INF, normal(T_q, T_k)).astype(normal().dtype)
         call |= {
-            "bool": {"attn_mask": ~some_rows},
+            "bool": {"attn_mask": ~hidden},
             "bool, per key": {"attn_mask": ~unseen},
             "-inf": {"attn_mask": infinite},
             "-inf bias": {"bias": infinite},
             "-inf in one of two": {"attn_mask": infinite, "bias": normal(T_q, T_k)},
-            "bool and bias": {"attn_mask": ~some_rows, "bias": normal(2, T_q, T_k)},
-            "bool, dropout": {"attn_mask": ~some_rows, "dropout_p": 0.5, "rng": 4},
+            "bool and bias": {"attn_mask": ~hidden, "bias": normal(2, T_q, T_k)},
+            "bool, dropout": {"attn_mask": ~hidden, "dropout_p": 0.5, "rng": 4},
             "lower right": {"attn_mask": ~unseen, "is_causal": "lower_right"},
             "offset": {"is_causal": True, "query_offset": 100},
             "offsets": {"is_causal": True, "query_offset": np.array([3, 250])},
@@ -86,7 +87,7 @@ def hiding(name: str) -> Callable[[Normal], Call]:
             "window": {"is_causal": "lower_right", "window_size": (20, 0)},
             "window to both sides": {"query_offset": 100, "window_size": (3, 60)},
             "softcap, slopes, sinks": {
-                "attn_mask": ~some_rows,
+                "attn_mask": ~hidden,
                 "is_causal": "lower_right",
                 "softcap": 3.0,
                 "alibi_slopes": [0.1],
@@ -99,7 +100,7 @@ def hiding(name: str) -> Callable[[Normal], Call]:
                 "key_value_seq_lengths": [300, 12],
             },
             "no key at all": {"attn_mask": np.zeros((T_q, 1), bool)},
-            "some rows see none": {"attn_mask": ~some_rows & (rows % 3 != 1)},
+            "some rows see none": {"attn_mask": ~hidden & (rows % 3 != 1)},
             "before all": {"is_causal": True, "query_offset": -T_q},
         }[name]
         return call
@@ -114,7 +115,7 @@ HIDING += ["lower right", "offset", "offsets", "upper left", "no key at all", "s
 
 @functools.cache
 def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
-    """The call, and which keys nobody sees, (2, T_k)."""
+    """Return the call, and which keys no query sees, (2, T_k)."""
     rng = np.random.default_rng(list(name.encode()))
     call = hiding(name)(lambda *shape: np.asarray(rng.standard_normal(shape), dtype))
     unseen = ~visible(call).any(axis=(1, 2))
@@ -124,15 +125,15 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
 
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize("kind", POISONS)
-def test_unseen_keys(isa: str, dtype: type, name: str, kind: str) -> None:
-    """Key, value, and what an additive mask holds beside a boolean one or beyond the causal edge."""
+def test_keys_hidden_from_all_queries_change_no_bit(isa: str, dtype: type, name: str, kind: str) -> None:
+    """Poisoned: the hidden keys and values, and a bias wherever another mask hides the key."""
     call, unseen = hidden_case(name, dtype)
     poison = poison_of(kind, dtype)
     dirty = dict(call)
     for field in ("key", "value"):
         dirty[field] = np.where(unseen[..., None], poison, call[field])
     sees = visible(call)
-    if "bias" in call and name != "-inf bias":  # there it is what hides
+    if "bias" in call and name != "-inf bias":  # there the bias itself hides the keys
         free = ~sees[:, 0] if call["bias"].ndim == 3 else ~sees[:, 0].any(axis=0)
         dirty["bias"] = np.where(free, poison, call["bias"])
     right = everything(**call)
@@ -142,8 +143,8 @@ def test_unseen_keys(isa: str, dtype: type, name: str, kind: str) -> None:
         assert_same_bits(result, right, way)
 
 
-def test_poison_would_show(isa: str, dtype: type) -> None:
-    """The same NaN does show where it is seen: the tests above can fail."""
+def test_the_same_poison_shows_where_it_is_visible(isa: str, dtype: type) -> None:
+    """Without this, the test above might never fail."""
     for name in HIDING:
         call, unseen = hidden_case(name, dtype)
         sees = visible(call)[:, 0]
@@ -158,8 +159,8 @@ def test_poison_would_show(isa: str, dtype: type) -> None:
             assert (shown == sees[0, :, seen[0]]).all(), f"{name}, {field}"
 
 
-def test_tiny_path(isa: str, dtype: type, path: str, normal: Normal) -> None:
-    """Inputs that fit every path."""
+def test_hidden_keys_change_no_bit_on_any_path(isa: str, dtype: type, path: str, normal: Normal) -> None:
+    """With inputs small enough for every path, the tiny one included."""
     for T_q, T_k in ((1, 5), (6, 6), (9, 40), (17, 190)):
         call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), T_q, T_k, is_causal="lower_right")
         call["attn_mask"] = ~every_third(T_k)
@@ -170,8 +171,8 @@ def test_tiny_path(isa: str, dtype: type, path: str, normal: Normal) -> None:
 
 
 @pytest.mark.parametrize("kind", ["NaN", "inf", "1e38"])
-def test_beyond_three_chunks(isa: str, dtype: type, kind: str, normal: Normal) -> None:
-    """Unseen keys in every chunk: a whole one, its first block, and the tail of a cache that is not in use."""
+def test_hidden_keys_change_no_bit_past_three_key_chunks(isa: str, dtype: type, kind: str, normal: Normal) -> None:
+    """Hidden: a whole key chunk, the first block of another, single keys, and the unused end of a cache."""
     chunk, block = cattn._cattn._chunk_keys(), cattn._cattn._block_keys()
     T_k = 3 * chunk + 100
     keys = np.arange(T_k)
@@ -186,7 +187,7 @@ def test_beyond_three_chunks(isa: str, dtype: type, kind: str, normal: Normal) -
             assert_same_bits(result, right, way)
 
 
-# ---- keys that some rows see ---------------------------------------------------------------------------------------
+# ---- keys that some queries see ------------------------------------------------------------------------------------
 def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
     """Calls in which each key is seen by some rows and hidden from others."""
     T_q, T_k = 110, 210
@@ -211,10 +212,10 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
 
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
 @pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
-def test_rows_that_do_not_see(
+def test_rows_that_do_not_see_a_poisoned_key_keep_their_bits(
     isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator
 ) -> None:
-    """Rows beside poisoned ones keep their bits; the poisoned ones keep zero weights where they see nothing."""
+    """Rows that see it keep zero weights for hidden keys."""
     call = mixed(name, lambda *shape: normal(*shape, dtype=dtype), rng)
     sees = visible(call)[:, 0]
     right = everything(**call)
@@ -241,8 +242,8 @@ def test_rows_that_do_not_see(
     assert shown
 
 
-def test_queries_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
-    """A NaN, or anything, in one query shows in its own row alone; and so with biases of one row."""
+def test_a_poisoned_query_or_bias_row_changes_only_its_own_row(isa: str, dtype: type, normal: Normal) -> None:
+    """NaN, infinity or a huge number in one query, or in one row of the bias."""
     call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 110, 210, is_causal="lower_right")
     call["bias"] = normal(110, 210, dtype=dtype)
     right = everything(**call)
@@ -262,7 +263,7 @@ def test_queries_do_not_see_each_other(isa: str, dtype: type, normal: Normal) ->
                         assert np.isnan(result.lse[:, row]).all(), what
 
 
-def test_batch_entries_and_heads_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
+def test_a_poisoned_head_changes_only_the_heads_that_use_it(isa: str, dtype: type, normal: Normal) -> None:
     shapes = {"query": (2, 4, 20, 9), "key": (2, 2, 60, 9), "value": (2, 2, 60, 5)}
     call = {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()}
     right = everything(**call)
@@ -276,9 +277,11 @@ def test_batch_entries_and_heads_do_not_see_each_other(isa: str, dtype: type, no
             assert np.isnan(result.out[hit]).all()
 
 
-# ---- masks where they have no say ----------------------------------------------------------------------------------
-def test_masks_beyond_the_causal_edge(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
-    """What a mask holds where causality hides the key already does not matter: bool, float, NaN."""
+# ---- masks over keys that are hidden already -----------------------------------------------------------------------
+def test_masks_beyond_the_causal_edge_change_no_bit(
+    isa: str, dtype: type, normal: Normal, rng: np.random.Generator
+) -> None:
+    """Boolean and float masks may hold anything, NaN included, where causality hides the key."""
     T_q, T_k = 50, 210
     causal = cattn.causal_mask(T_q, T_k, query_offset=100)
     call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), T_q, T_k, is_causal=True, query_offset=100)
@@ -291,8 +294,8 @@ def test_masks_beyond_the_causal_edge(isa: str, dtype: type, normal: Normal, rng
                 assert_same_bits(result, right, f"{fill}, {way}")
 
 
-def test_bias_beside_a_boolean_mask(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
-    """A hidden key stays hidden, whatever is added to its score: -inf in one term outweighs NaN in the other."""
+def test_a_bias_cannot_unhide_a_key(isa: str, dtype: type, normal: Normal, rng: np.random.Generator) -> None:
+    """A key hidden by one mask stays hidden whatever the other adds: -inf in one outweighs NaN in the other."""
     mask = rng.random((50, 210)) < 0.6
     call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 50, 210)
     bias = normal(50, 210, dtype=dtype)
@@ -309,8 +312,8 @@ def test_bias_beside_a_boolean_mask(isa: str, dtype: type, normal: Normal, rng: 
             assert_same_bits(result, right_float, f"{fill} before -inf, {way}")
 
 
-def test_dropped_keys_are_visible(isa: str, dtype: type, path: str) -> None:
-    """Dropping a weight does not hide the key: 0 times a NaN value is NaN, as in PyTorch."""
+def test_a_dropped_weight_does_not_hide_a_nan_value(isa: str, dtype: type, path: str) -> None:
+    """As in PyTorch, 0 times a NaN value is NaN."""
     q, v = np.zeros((12, 4), dtype), np.ones((50, 3), dtype)
     v[7, 1] = NAN
     result = cattn.scaled_dot_product_attention(
@@ -321,7 +324,7 @@ def test_dropped_keys_are_visible(isa: str, dtype: type, path: str) -> None:
     assert np.isfinite(result.out[:, [0, 2]]).all()
 
 
-def test_attention_weights(isa: str, dtype: type, path: str, normal: Normal) -> None:
+def test_hidden_keys_change_no_bit_of_attention_weights(isa: str, dtype: type, path: str, normal: Normal) -> None:
     call = {"query": normal(2, 30, 9, dtype=dtype), "key": normal(2, 150, 9, dtype=dtype)}
     call |= {"is_causal": "upper_left", "attn_mask": ~every_third(150)}
     right = cattn.attention_weights(**call)
@@ -331,11 +334,11 @@ def test_attention_weights(isa: str, dtype: type, path: str, normal: Normal) -> 
         assert_same_bits(cattn.attention_weights(**call | {"key": dirty}), right, kind)
 
 
-# ---- anything ------------------------------------------------------------------------------------------------------
+# ---- random calls --------------------------------------------------------------------------------------------------
 @given(st.data())
 @settings(max_examples=60)
-def test_anything(isa: str, data: st.DataObject) -> None:
-    """Any mask and any poison: rows that see none of the poisoned keys keep their bits."""
+def test_rows_that_see_no_poison_keep_their_bits_under_random_masks(isa: str, data: st.DataObject) -> None:
+    """Random masks, keys and poison."""
     draw = data.draw
     dtype = draw(st.sampled_from([np.float32, np.float64]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -372,8 +375,8 @@ def test_anything(isa: str, data: st.DataObject) -> None:
 
 
 def unseen_keys(call: Call) -> list[np.ndarray]:
-    """Which rows of key, and of value, no query sees, in the leading shape of each."""
-    sees = visible(call).any(axis=-2)  # (*lead, H, T_k)
+    """Return which rows of key and of value no query sees, each in the batch shape of its array."""
+    sees = visible(call).any(axis=-2)  # (*batch, H, T_k)
     rank = max(call[name].ndim for name in ("query", "key", "value"))
     kv_heads = max(call[name].shape[-3] if call[name].ndim > 3 else 1 for name in ("key", "value"))
     if rank > 3 and 1 < kv_heads < sees.shape[-2]:
@@ -383,17 +386,17 @@ def unseen_keys(call: Call) -> list[np.ndarray]:
         sees = sees[..., 0, :]
     found = []
     for name in ("key", "value"):
-        lead = call[name].shape[:-2]
-        own = sees.any(axis=tuple(range(sees.ndim - 1 - len(lead))))
-        shared = tuple(axis for axis, size in enumerate(lead) if size == 1)
-        found.append(np.broadcast_to(~own.any(axis=shared, keepdims=True), (*lead, own.shape[-1])))
+        batch = call[name].shape[:-2]
+        own = sees.any(axis=tuple(range(sees.ndim - 1 - len(batch))))
+        shared = tuple(axis for axis, size in enumerate(batch) if size == 1)
+        found.append(np.broadcast_to(~own.any(axis=shared, keepdims=True), (*batch, own.shape[-1])))
     return found
 
 
 @given(st.data())
 @settings(max_examples=max(60, settings().max_examples))
-def test_any_call(isa: str, data: st.DataObject) -> None:
-    """Every option, rank, stride and dtype: what no query sees is overwritten, and not a bit changes."""
+def test_hidden_keys_change_no_bit_of_random_calls(isa: str, data: st.DataObject) -> None:
+    """With every option, rank, stride and dtype: all keys and values that no query sees are overwritten."""
     call, _ = data.draw(calls())
     stored = call["key"].dtype.type
     poison = poison_of(data.draw(st.sampled_from(list(POISONS))), stored)

@@ -1,8 +1,8 @@
-"""A state machine over the whole public API: whatever was done before, the same work gives the same bits.
+"""A hypothesis state machine over the whole public API: the same work gives the same bits, whatever was done before.
 
-Work is drawn from tests/any_work.py and done once; later it is done again, after other work, on other threads, tables
-and paths, after calls that were refused, and must give what it gave. Beside it live the objects with a state of their
-own: a cache, two generators and a layer, each followed by a model in plain NumPy or by a twin that is made anew.
+A piece of work from tests/work_strategy.py is done once. Later it is repeated after other work and after refused calls,
+with other numbers of threads, kernel tables and paths, and must give the same result. Objects with state are compared
+with a model: a cache with lists of rows, a generator with one that replays its history, a layer with its copies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import cattn
-from any_work import REFUSED, Results, Work, any_work, arrays, refused
 from cattn import _cattn, reference
 from conftest import table_names
 from support import PATHS, assert_same_bits, bits, in_contract
+from work_strategy import REFUSED, Results, Work, any_work, arrays, refused
 from wrong_calls import Row
 
 TABLES = [t["name"] for t in _cattn._isa_list() if t["usable"] and in_contract(t["name"])]
@@ -37,8 +37,8 @@ def frozen(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: a.copy() for name, a in inputs.items() if isinstance(a, np.ndarray)}
 
 
-class Machine(RuleBasedStateMachine):
-    """Each rule is something that a program may do next."""
+class Histories(RuleBasedStateMachine):
+    """A program that uses cattn. Each rule is a step that it may take next."""
 
     @initialize(batch=st.sampled_from([(), (1,), (3,)]), seed=st.integers(0, 2**64 - 1))
     def begin(self, batch: tuple[int, ...], seed: int) -> None:
@@ -46,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         self.threads = cattn.get_num_threads()
         self.cache = cattn.KVCache(batch, HEADS, MOST, DEPTH)
         self.rows: list[list[np.ndarray]] = [[] for _ in range(int(np.prod(batch)))]  # keys of each sequence
-        self.seed, self.history = seed, list[int]()  # of the generator: how much was drawn each time
+        self.seed, self.history = seed, list[int]()  # of the generator: its seed and the sizes of its draws
         self.generator = cattn.TorchGenerator(seed)
         self.layer = cattn.MultiHeadAttention(3, 8, MOST, 0.3, HEADS, rng=seed % 2**32)
         self.counter = 0
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         _cattn._set_path("auto")
         _cattn._set_isa(None)
 
-    # ---- the same work again ----
+    # ---- repeat earlier work ----
     @rule(work=any_work())
     def do(self, work: Work) -> None:
         before = frozen(work.inputs)
@@ -104,11 +104,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(case=st.sampled_from(REFUSED))
     def be_refused(self, case: tuple[str, Row]) -> None:
-        """What is refused leaves no trace: the state is compared by all other rules."""
+        """A refused call changes no state: all other rules and invariants go on comparing it."""
         message = refused(*case)
         assert message
 
-    # ---- the cache, and lists of rows ----
+    # ---- the cache; its model is a list of rows for each sequence ----
     def numbers(self, *shape: int) -> np.ndarray:
         self.counter += 1
         return np.random.default_rng(self.counter).standard_normal(shape, np.float32)
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
     def copy_cache(self, how: Any) -> None:
-        """The copy goes on; the original may be filled with anything."""
+        """Continue with the copy. Overwrite the original, so that shared memory would show."""
         old, self.cache = self.cache, how(self.cache)
         old.reset()
         old.append(*[np.full((*old.batch_shape, HEADS, MOST, DEPTH), np.nan, np.float32)] * 2)
@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: min(map(len, self.rows)) > 0)
     @rule()
     def attend(self) -> None:
-        """The last token of each sequence: the bits of a pass over that sequence alone, and what the reference says."""
+        """Attend with the last token: each sequence has the bits it has alone, and the values of the reference."""
         query = self.numbers(*self.cache.batch_shape, HEADS, 1, DEPTH)
         offset = self.cache.lengths - 1
         out = cattn.causal_attention(query, self.cache.k, self.cache.v, enable_gqa=True, query_offset=offset)
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
                 one, reference.scaled_dot_product_attention(**call, enable_gqa=True), rtol=1e-5, atol=1e-6
             )
 
-    # ---- a generator, and one that replays its history ----
+    # ---- the generator; its model replays all its draws ----
     def replayed(self) -> cattn.TorchGenerator:
         again = cattn.TorchGenerator(self.seed)
         for n in self.history:
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def hand_over(self) -> None:
-        """State out of one generator and into another, which was somewhere else."""
+        """Continue with another generator that takes over the state."""
         other = cattn.TorchGenerator(1)
         other.randn(3)
         other.set_state(self.generator.get_state())
@@ -225,7 +225,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def seed_them_all(self, seed: int) -> None:
-        """The generator of manual_seed: what None draws from in the classes."""
+        """manual_seed() seeds the generator that layers use without an rng."""
         cattn.manual_seed(seed)
         first = cattn.Linear(3, 2).weight
         assert_same_bits(first, cattn.Linear(3, 2, rng=seed).weight)
@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "generator"):
             assert_same_bits(self.generator.get_state(), self.replayed().get_state())
 
-    # ---- a layer, and copies through every format ----
+    # ---- the layer, copied in every way ----
     @rule(tokens=st.integers(1, 9), training=st.booleans(), how=st.sampled_from(["state_dict", "pickle", "deepcopy"]))
     def copy_layer(self, tokens: int, training: bool, how: str) -> None:
         if how == "state_dict":
@@ -273,9 +273,9 @@ class Machine(RuleBasedStateMachine):
         same(list(self.layer.state_dict().values()), list(before.values()), "a load that failed")
 
 
-# Twenty seconds at most in the suite; HYPOTHESIS_PROFILE=long is for a night.
+# Twenty seconds at most in the suite; HYPOTHESIS_PROFILE=long may run for a night.
 _long = hypothesis.settings.get_current_profile_name() == "long"
-Machine.TestCase.settings = hypothesis.settings(
+Histories.TestCase.settings = hypothesis.settings(
     max_examples=1000 if _long else 80, stateful_step_count=60 if _long else 40
 )
-test_machine = Machine.TestCase
+test_results_do_not_depend_on_the_history = Histories.TestCase

@@ -1,8 +1,8 @@
-"""Any piece of work with the public API whose results depend on its arguments alone: a strategy for hypothesis.
+"""A hypothesis strategy for pieces of work: calls of the public API whose results depend on their arguments alone.
 
-Doing the same work again has to give the same bits, whatever happened before, on whatever table that promises its bits,
-and beside whatever other threads do: test_machine.py and tools/soak do the same work under changing circumstances.
-Generators of random numbers are made anew each time.
+The same work gives the same bits whatever happened before, on every kernel table in the bit contract, and whatever
+other threads do. test_random_histories.py and tools/soak repeat work under changing circumstances. Each repetition
+makes its random generators anew.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cattn
-from any_call import KEYS, LONG, ROWS, calls
+from attention_strategy import KEYS, LONG, ROWS, calls
 from wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]
@@ -24,18 +24,18 @@ INF = np.inf
 
 
 class Work(NamedTuple):
-    """Something to do."""
+    """A piece of work: its name, the function that does it, and its inputs."""
 
     name: str
     run: Callable[[], Results]
-    inputs: dict[str, Any]  # arrays that it reads, and what tells one work from another
+    inputs: dict[str, Any]  # the arrays that it reads, and the numbers that tell one piece of work from another
 
     def __repr__(self) -> str:
         return f"{self.name}({self.inputs})"
 
 
 def arrays(*results: Any) -> Results:
-    """Flat, without what was not asked for and what is no array."""
+    """Return all arrays of nested results in one list; None and other values are left out."""
     flat: Results = []
     for result in results:
         if isinstance(result, tuple):
@@ -60,7 +60,7 @@ def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     return rng.standard_normal(shape).astype(dtype)
 
 
-# ---- attention, forwards and back ----------------------------------------------------------------------------------
+# ---- attention and its gradients -----------------------------------------------------------------------------------
 @st.composite
 def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     call, _ = draw(calls())
@@ -71,7 +71,7 @@ def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def again(call: dict[str, Any]) -> dict[str, Any]:
-    """The call, with a generator that stands where the first one stood."""
+    """Return the call with a new generator in the state that the first one had."""
     return call | ({"rng": generator_of(call["rng"])} if "rng" in call else {})
 
 
@@ -128,11 +128,11 @@ def packed(draw: st.DrawFn) -> Work:
 # ---- decoding ------------------------------------------------------------------------------------------------------
 @st.composite
 def decoding(draw: st.DrawFn) -> Work:
-    """A prompt and a few tokens through a cache, the cache cut back in between."""
+    """A prompt and three tokens through a cache, which is truncated at the end."""
     heads, kv_heads, dtype = 4, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(FLOATS))
     D, prompt, steps = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from([1, 190, 192, *LONG[:3]])), 3
     query, key, value = (normal(draw, n, prompt + steps, D, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    keep = draw(st.integers(0, prompt))
+    truncated_length = draw(st.integers(0, prompt))
 
     def run() -> Results:
         cache = cattn.KVCache((), kv_heads, prompt + steps, D, dtype=dtype)
@@ -145,10 +145,10 @@ def decoding(draw: st.DrawFn) -> Work:
             results += arrays(
                 cattn.causal_attention(token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True)
             )
-        cache.truncate(keep)
+        cache.truncate(truncated_length)
         return [*results, cache.k.copy(), cache.v.copy(), cache.lengths]
 
-    return Work("decoding", run, {"query": query, "key": key, "value": value, "keep": keep})
+    return Work("decoding", run, {"query": query, "key": key, "value": value, "truncated_length": truncated_length})
 
 
 @st.composite
@@ -172,7 +172,7 @@ def merging(draw: st.DrawFn) -> Work:
 # ---- rows of numbers -----------------------------------------------------------------------------------------------
 @st.composite
 def rowwise(draw: st.DrawFn) -> Work:
-    """Softmax, masked and not, and its gradient; dropout and its gradient."""
+    """Softmax and masked softmax, dropout, and their gradients."""
     shape = [*draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2)), draw(st.sampled_from(ROWS))]
     shape.append(draw(st.sampled_from([*KEYS, 511, 512, 513, 1100])))
     x = normal(draw, *shape, dtype=draw(st.sampled_from(FLOATS)))
@@ -193,7 +193,7 @@ def rowwise(draw: st.DrawFn) -> Work:
 
 @st.composite
 def stream(draw: st.DrawFn) -> Work:
-    """The numbers of a TorchGenerator, its state taken out and put back on the way."""
+    """Numbers of a TorchGenerator. Its state is saved and restored between the draws."""
     seed, kind = draw(st.integers(0, 2**64 - 1)), draw(st.sampled_from(["aten", "mkl"]))
     sizes = draw(st.lists(st.sampled_from([1, 15, 16, 17, 623, 624, 700]), min_size=1, max_size=3))
 
@@ -212,15 +212,16 @@ def stream(draw: st.DrawFn) -> Work:
 
 # ---- modules -------------------------------------------------------------------------------------------------------
 def _whole(*shape: int) -> np.ndarray:
-    """Small whole numbers: products and sums of them are exact in whatever order the BLAS adds them up."""
+    """Small whole numbers, whose products and sums are exact in any order in which the BLAS adds them."""
     return (np.arange(np.prod(shape, dtype=int)) % 5 - 2).astype(np.float32).reshape(shape)
 
 
 @st.composite
 def modules(draw: st.DrawFn) -> Work:
-    """A layer with exact projections: forwards, back as far as the BLAS is exact, through a state_dict, with a cache.
+    """A layer with exact projections: forward, backward to the output projection, a state_dict, decoding with a cache.
 
-    What is rounded by the BLAS need not repeat itself, so the output projection is a permutation.
+    The BLAS may round differently from call to call. So the output projection is a permutation, and only gradients
+    that the BLAS computes exactly are compared.
     """
     heads, tokens, seed = (
         draw(st.sampled_from([1, 2, 4])),
@@ -253,7 +254,7 @@ def modules(draw: st.DrawFn) -> Work:
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
 def any_function() -> st.SearchStrategy[Work]:
-    """All but the layers, whose projections are NumPy's."""
+    """All work except layers, whose projections are NumPy's."""
     return st.one_of(attention(), gradients(), packed(), decoding(), merging(), rowwise(), stream())
 
 
@@ -261,8 +262,8 @@ def any_work() -> st.SearchStrategy[Work]:
     return st.one_of(any_function(), modules())
 
 
-# Arguments that must be refused; not those where a warning is made an error, which is a setting of the process, nor
-# those that count the process's threads.
+# Calls that must be refused. Not among them: warnings turned into errors, which is a setting of the process, and calls
+# that set the number of threads of the process.
 REFUSED: list[tuple[str, Row]] = [
     (function, row)
     for function, row in CASES

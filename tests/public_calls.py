@@ -1,8 +1,8 @@
-"""One small call of everything public, and of attention one for each path, storage and option.
+"""One small call of each public function; for attention, one call for each path, storage and option.
 
-For tests that do something to all of them: fail their allocations, count their references, watch them under valgrind
-(`python tests/every_call.py` just makes them, with every table that the build has). Each call gives the same bits
-whenever it is made, and starts from nothing: no threads, no scratch.
+For tests that do the same with all of them: fail their allocations, count their references, run them under valgrind
+(`python tests/public_calls.py` makes each call once with every kernel table of the build). A call gives the same bits
+whenever it is made. fresh() makes it without threads and scratch of earlier calls.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def _normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return _draw.standard_normal(shape).astype(dtype)
 
 
-# Some blocks of queries and of keys, the last of each incomplete; heads are grouped.
+# Several blocks of queries and of keys, the last of each incomplete; grouped heads.
 QUERY, KEY, VALUE = _normal(2, 4, 101, 8), _normal(2, 2, 197, 8), _normal(2, 2, 197, 9)
 FEW, LONG_KEY, LONG_VALUE = _normal(1, 2, 3, 8), _normal(1, 2, 1600, 8), _normal(1, 2, 1600, 8)  # two chunks of keys
 MASK, BIAS = _draw.random((101, 197)) < 0.8, _normal(4, 1, 197)
 SLOPES, SINKS = np.linspace(0.1, 0.4, 4), _normal(4)
 LENGTHS = np.array([[197], [55]])
 X = _normal(3, 3)
-SCORES, KEEP = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
+SCORES, SCORES_MASK = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
 PACKED = _normal(120, 2, 8)
 EDGES = np.array([0, 50, 50, 120])
 HALF, BFLOAT16 = _normal(2, 101, 8, dtype=np.float16), _normal(2, 101, 8).astype(ml_dtypes.bfloat16)
@@ -45,7 +45,7 @@ OUT, OUT_LIKE = np.empty((2, 4, 101, 9), np.float32), INPUTS.setdefault("OUT_LIK
 
 
 @contextlib.contextmanager
-def _way(path: str, threads: int) -> Iterator[None]:
+def _path_and_threads(path: str, threads: int) -> Iterator[None]:
     _cattn._set_path(path)
     before = _cattn._override_num_threads(threads)
     try:
@@ -56,7 +56,7 @@ def _way(path: str, threads: int) -> Iterator[None]:
 
 
 def _attend(*arrays: np.ndarray, path: str = "auto", threads: int = 1, **options: Any) -> object:
-    with _way(path, threads):
+    with _path_and_threads(path, threads):
         return cattn.scaled_dot_product_attention(*arrays, **options)
 
 
@@ -66,7 +66,7 @@ def _attend_in_place() -> object:
 
 
 def _differentiate(*, threads: int, **options: Any) -> object:
-    with _way("auto", threads):
+    with _path_and_threads("auto", threads):
         lse = np.zeros((2, 4, 101), np.float32)
         return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, **options)
 
@@ -118,7 +118,7 @@ CALLS: dict[str, Call] = {
     "rows, threads": lambda: _attend(QUERY[:, :, :5], KEY, VALUE, path="rows", threads=2),
     "split": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, path="split"),
     "split, threads": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, path="split", threads=3),
-    # attention: storage, and what is converted
+    # attention: storage and conversions
     "float16": lambda: _attend(HALF, HALF, HALF),
     "bfloat16": lambda: _attend(BFLOAT16, BFLOAT16, BFLOAT16, need_weights=True),
     "float64": lambda: _attend(DOUBLE, DOUBLE, DOUBLE, return_lse=True),
@@ -152,13 +152,13 @@ CALLS: dict[str, Call] = {
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
     "softmax_backward": lambda: cattn.softmax_backward(SCORES, SCORES),
     "softmax_backward, half": lambda: cattn.softmax_backward(HALF, HALF, axis=1),
-    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.3, mask=KEEP),
+    "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.3, mask=SCORES_MASK),
     "dropout_backward, integers": lambda: cattn.dropout_backward([2**53 + 1, 2**53 + 3], 0.5, mask=True),
     # row by row
-    "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=KEEP),
+    "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=SCORES_MASK),
     "softmax, half": lambda: cattn.softmax(HALF, axis=1),
-    "masked_softmax": lambda: cattn.masked_softmax(SCORES, KEEP, is_causal="upper_left", method="renormalize"),
-    "masked_softmax, name put together": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
+    "masked_softmax": lambda: cattn.masked_softmax(SCORES, SCORES_MASK, is_causal="upper_left", method="renormalize"),
+    "masked_softmax, name made at run time": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
     "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
     "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),
     # masks, numbers, settings
@@ -185,13 +185,13 @@ CALLS: dict[str, Call] = {
 
 
 def fresh(name: str) -> object:
-    """The call, in a process whose threads and scratch it has to make itself."""
+    """Make the call after releasing threads and scratch, so that it has to allocate its own."""
     assert _cattn._release()
     return CALLS[name]()
 
 
 def contents(result: object) -> list[object]:
-    """What a result holds, for comparisons with ==: arrays as their bytes."""
+    """Return the contents of a result as a list to compare with ==; arrays as dtype, shape and bytes."""
     if isinstance(result, np.ndarray):
         return [result.dtype, result.shape, result.tobytes()]
     if isinstance(result, dict):

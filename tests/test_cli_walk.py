@@ -1,4 +1,4 @@
-"""The walk through the chapter, `python -m cattn`: its tables, and what it says of the machine."""
+"""`python -m cattn`, the walk through the chapter: the tables it prints and its report on the machine."""
 
 import json
 import re
@@ -49,24 +49,24 @@ def test_walk_is_readable(walk: str) -> None:
     assert float(re.search(r"largest difference is (\S+)", walk)[1]) < 1e-6
 
 
-def test_walk_names_the_machine(walk: str) -> None:
+def test_walk_names_the_instruction_set_and_the_threads(walk: str) -> None:
     end = walk[walk.index("This machine:") :]
     assert _cattn._get_isa() in end
     assert re.search(r"\d+ threads?\b", end)
     assert re.search(r"[\d.]+ ms, [\d.]+ times as fast as textbook NumPy \(\d+ ms\)", end)
 
 
-def test_walk_matches_the_library(walk: str) -> None:
-    """Dropout has no table in the chapter (its stream is torch's): it is cattn's own, with rng=123."""
+def test_the_dropout_that_the_walk_prints_is_that_of_seed_123(walk: str) -> None:
+    """The chapter's dropout uses torch's stream and has no table here: the walk prints cattn's own, with rng=123."""
     weights = np.array(TABLES["002-masked-inf"]["values"])
-    kept = cattn.dropout(weights, 0.5, rng=123, return_mask=True)[1]
+    dropout_mask = cattn.dropout(weights, 0.5, rng=123, return_mask=True)[1]
     shown = walk[walk.index("5. Dropout") : walk.index("6. Context")]
     numbers = np.array([[float(x) for x in line.split()[1:]] for line in shown.splitlines()[1:7]])
-    np.testing.assert_array_equal(numbers > 0, kept & (weights > 0))
-    np.testing.assert_allclose(numbers, 2 * weights * kept, atol=2e-4)
+    np.testing.assert_array_equal(numbers > 0, dropout_mask & (weights > 0))
+    np.testing.assert_allclose(numbers, 2 * weights * dropout_mask, atol=2e-4)
 
 
-def test_comparison_compares_the_same_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timed_functions_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 33, 8), np.float32)
     np.testing.assert_allclose(machine.textbook(q, k, v), cattn.causal_attention(q, k, v), atol=1e-5)
     monkeypatch.setattr(machine, "SHAPE", (1, 1, 8, 4))

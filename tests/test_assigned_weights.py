@@ -1,4 +1,4 @@
-"""Weights that a user has assigned to the classes: of other dtypes, of a wrong shape; and passes without tokens."""
+"""Weights that a user assigns to a layer: other dtypes, wrong shapes; and backward passes without tokens."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ MODULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 3)])
-def test_backward_of_nothing(name: str, shape: tuple[int, ...]) -> None:
+def test_backward_without_tokens_gives_zero_gradients(name: str, shape: tuple[int, ...]) -> None:
     module = MODULES[name]()
     x = np.zeros(shape, np.float32)
     assert module.backward(module(x)).shape == shape
@@ -27,12 +27,12 @@ def test_backward_of_nothing(name: str, shape: tuple[int, ...]) -> None:
     assert module.grads.keys() == module.parameters().keys()
 
 
-def test_integers_have_gradients_in_float64() -> None:
+def test_integer_weights_have_gradients_in_float64() -> None:
     x, grad = np.array([[1.0, 2.0]]), np.array([[0.5, 0.25]])
     layer, bare = cattn.Linear(2, 2, rng=1), cattn.SelfAttention_v1(2, 2, rng=1)
     layer.weight, layer.bias = np.eye(2, dtype=int), np.array([1, 2])
     np.testing.assert_array_equal(layer(x), [[2.0, 4.0]])
-    for _ in range(2):  # they add up
+    for _ in range(2):  # gradients accumulate
         layer.backward(grad)
     np.testing.assert_array_equal(layer.grads["weight"], 2 * grad.T @ x)
     np.testing.assert_array_equal(layer.grads["bias"], 2 * grad[0])

@@ -1,7 +1,7 @@
-"""Python code that a call runs may change the shapes of its arrays: the call reads and writes none but their memory.
+"""Python code that runs within a call may change the shapes of the call's arrays; the call stays inside their memory.
 
-A number's __float__, an array's __array__, a hook for warnings: each can set the shape of an array that was checked
-before. The result is that of the arrays as they were, or a ValueError.
+A number's __float__, an array's __array__ or a hook for warnings may set the shape of an array that the call has
+checked already. The result is then that of the arrays as they were, or the call raises ValueError.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ F = np.float32
 T = 512
 
 
-class Meddler:
-    """A number or an array that sets the shape of another one while it is converted."""
+class ShapeChanger:
+    """A number or an array that sets the shape of another array when it is converted."""
 
     def __init__(self, value: Any, array: np.ndarray, *shape: int) -> None:
         self.value, self.array, self.shape = value, array, shape
 
-    def meddle(self, *_: object, **__: object) -> Any:
+    def set_shape(self, *_: object, **__: object) -> Any:
         """Set the shape."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             self.array.shape = self.shape
         return self.value
 
-    __float__ = __index__ = __array__ = meddle
+    __float__ = __index__ = __array__ = set_shape
 
 
 @pytest.fixture
 def square(rng: np.random.Generator) -> np.ndarray:
-    """Set to (T * T // 2, 2), its rows would reach far behind its end with the strides of before."""
+    """With the shape (T * T // 2, 2) and the old strides, its rows would lie far past its end."""
     return rng.standard_normal((T, T), dtype=F)
 
 
@@ -51,11 +51,11 @@ def attended(rng: np.random.Generator) -> Iterator[np.ndarray]:
     return iter(rng.standard_normal((3, T, 8), dtype=F))
 
 
-def test_dropout(square: np.ndarray) -> None:
+def test_dropout_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     right, mask = cattn.dropout(square, 0.5, rng=5, return_mask=True)
     for call in (
-        lambda: cattn.dropout(square, 0.5, rng=Meddler(5, square, T * T // 2, 2), return_mask=True),
-        lambda: cattn.dropout(square, Meddler(0.5, square, T * T), rng=5, return_mask=True),
+        lambda: cattn.dropout(square, 0.5, rng=ShapeChanger(5, square, T * T // 2, 2), return_mask=True),
+        lambda: cattn.dropout(square, ShapeChanger(0.5, square, T * T), rng=5, return_mask=True),
     ):
         square.shape = T, T
         result = call()
@@ -63,57 +63,59 @@ def test_dropout(square: np.ndarray) -> None:
         assert_same_bits(result[1], mask)
     square.shape = T, T
     out = np.empty_like(square)
-    assert cattn.dropout(square, 0.5, rng=Meddler(5, out, T * T // 2, 2), out=out) is out
+    assert cattn.dropout(square, 0.5, rng=ShapeChanger(5, out, T * T // 2, 2), out=out) is out
     assert_same_bits(out.reshape(T, T), right)
 
 
-def test_softmax(square: np.ndarray) -> None:
+def test_softmax_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     right = cattn.softmax(square, scale=0.5)
-    assert_same_bits(cattn.softmax(square, scale=Meddler(0.5, square, T, 2, T // 2)), right)
+    assert_same_bits(cattn.softmax(square, scale=ShapeChanger(0.5, square, T, 2, T // 2)), right)
     square.shape = T, T
-    assert_same_bits(cattn.masked_softmax(square, scale=Meddler(0.5, square, T * T)), right)
+    assert_same_bits(cattn.masked_softmax(square, scale=ShapeChanger(0.5, square, T * T)), right)
     square.shape = T, T
     with pytest.raises(ValueError, match="out has shape"):
-        cattn.softmax(square, scale=Meddler(0.5, square, T * T), out=square)
+        cattn.softmax(square, scale=ShapeChanger(0.5, square, T * T), out=square)
 
 
-def test_softmax_backward(square: np.ndarray) -> None:
+def test_softmax_backward_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     weights = cattn.softmax(square)
     right = cattn.softmax_backward(square, weights, scale=0.5)
     for array in (square, weights):
-        result = cattn.softmax_backward(square, weights, scale=Meddler(0.5, array, T * T // 2, 2))
+        result = cattn.softmax_backward(square, weights, scale=ShapeChanger(0.5, array, T * T // 2, 2))
         array.shape = T, T
         assert_same_bits(result, right)
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
-def test_attention(attended: Iterator[np.ndarray], square: np.ndarray, name: str) -> None:
+def test_attention_of_arrays_that_change_their_shapes(
+    attended: Iterator[np.ndarray], square: np.ndarray, name: str
+) -> None:
     query, key, value = attended
     options = {name: square, "dropout_p": 0.5}
     right = cattn.scaled_dot_product_attention(query, key, value, **options, rng=5)
     for array, shape in ((query, (4, T * 2)), (key, (T * 4, 2)), (square, (T * T // 2, 2))):
         before = array.shape
-        options["dropout_p"] = Meddler(0.5, array, *shape)
+        options["dropout_p"] = ShapeChanger(0.5, array, *shape)
         out = np.empty_like(right)
-        rng = Meddler(5, out, T * 4, 2)
+        rng = ShapeChanger(5, out, T * 4, 2)
         assert cattn.scaled_dot_product_attention(query, key, value, **options, rng=rng, out=out) is out
         array.shape = before
         assert_same_bits(out.reshape(right.shape), right)
 
 
-def test_arrays_that_lose_their_axes() -> None:
+def test_an_array_that_loses_its_axes_is_refused() -> None:
     query, key, value = np.ones((3, 1, 1), F)
     with pytest.raises(ValueError, match="query must have at least 2 dimensions"):
-        cattn.scaled_dot_product_attention(query, Meddler(key, query), value)
+        cattn.scaled_dot_product_attention(query, ShapeChanger(key, query), value)
 
 
-def test_a_mask_that_a_warning_changes(
+def test_a_mask_that_a_warning_hook_changes(
     attended: Iterator[np.ndarray], square: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, value = attended
     square[:] = square > 0
     right = cattn.scaled_dot_product_attention(query, key, value, bias=square)
-    monkeypatch.setattr(warnings, "showwarning", Meddler(None, square, 2, T * T // 2).meddle)
+    monkeypatch.setattr(warnings, "showwarning", ShapeChanger(None, square, 2, T * T // 2).set_shape)
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         result = cattn.scaled_dot_product_attention(query, key, value, attn_mask=square)
@@ -121,16 +123,18 @@ def test_a_mask_that_a_warning_changes(
     assert_same_bits(result, right)
 
 
-def test_attention_backward(attended: Iterator[np.ndarray], square: np.ndarray) -> None:
+def test_attention_backward_of_a_bias_that_changes_its_shape(
+    attended: Iterator[np.ndarray], square: np.ndarray
+) -> None:
     query, key, value = attended
     result = cattn.scaled_dot_product_attention(query, key, value, bias=square, return_lse=True)
     given = query, key, value, result.out, result.lse
-    with pytest.raises(ValueError, match="cannot reshape"):  # its gradient, as it was, to what it is now
-        cattn.attention_backward(Meddler(value, square, 2, T * T // 2), *given, bias=square)
+    with pytest.raises(ValueError, match="cannot reshape"):  # the gradient has the old shape, bias the new one
+        cattn.attention_backward(ShapeChanger(value, square, 2, T * T // 2), *given, bias=square)
 
 
-def test_a_dtype_without_a_number() -> None:
-    """New types of NumPy's users may all have the type number -1. In a process that has not seen bfloat16 yet."""
+def test_unregistered_dtypes_are_refused() -> None:
+    """Unregistered dtypes have type number -1, and so has bfloat16 in a process that has not used it yet."""
     source = """
         import numpy as np
         import pytest
