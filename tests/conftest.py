@@ -41,6 +41,11 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker from which docs/promises.md is made."""
+    config.addinivalue_line("markers", "promise(*names): the promises of docs/promises.toml that this test checks")
+
+
 def pytest_report_header() -> list[str]:
     """What was compiled, what runs, and what is compiled but cannot be tested here."""
     tables = _cattn._isa_list()
