@@ -35,6 +35,7 @@ def ulps(ours: Callable[[Any], Any], right: Callable[[Any], Any], x: np.ndarray)
     return (np.abs(ours(x) - exact) / oracle.spacing(exact, x.dtype)).astype(np.float64)
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp(isa: str, kind: type) -> None:
     """Below 1 ULP wherever the result is a normal number. Measured, over samples of every exponent: 0.84."""
@@ -44,6 +45,7 @@ def test_exp(isa: str, kind: type) -> None:
     assert (functions.exp(np.zeros(3, kind)) == 1).all()
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
     """Beside a 0 an x far below is exp(x) itself, for the sum of the exponentials is 1."""
@@ -64,6 +66,7 @@ def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
             np.testing.assert_array_equal(result.out[:, row, 0], expected[:, 1])
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -> None:
     tiny = np.finfo(kind).tiny
@@ -76,6 +79,7 @@ def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -
     assert (got[~normal] == 0).all()
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_tanh_of_softcap(isa: str, kind: type) -> None:
     """At most 3 ULP, and 1.6 from where tanh is above a half: there a softcap bends."""
@@ -88,6 +92,7 @@ def test_tanh_of_softcap(isa: str, kind: type) -> None:
     np.testing.assert_array_equal(ends, np.array([0, 1, 1, -1, np.nan], kind))
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_log_of_log_sum_exp(isa: str, kind: type) -> None:
     """Below 1 ULP, where the sum is exact."""
@@ -133,6 +138,7 @@ def errors_of(name: str, kind: type, contestants: dict[str, Any], seeds: int) ->
     return {row["quantity"]: row["errors"] for row in case.run(seeds)}
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
     ("kind", "double_lse"), [(kind, True) for kind in ACCURACY_DTYPES] + [(np.float32, False)], ids=str

@@ -38,6 +38,7 @@ def test_softmax(method: Any, dtype: Any, isa: str, rng: np.random.Generator) ->
     assert_same_bits(np.ascontiguousarray(np.moveaxis(out, 1, -1)), grad)
 
 
+@pytest.mark.promise("gradients")
 def test_softmax_agrees_with_differences(rng: np.random.Generator) -> None:
     x, grad_out, direction = (rng.standard_normal((4, 9)) for _ in range(3))
     h = 1e-5
@@ -80,6 +81,7 @@ def test_dropout_of_one_number_goes_back(dtype: type) -> None:
         assert out == expected == cattn.dropout_backward(np.array(3, dtype), 0.5, mask=np.array(kept))
 
 
+@pytest.mark.promise("errors")
 def test_dropout_refuses(rng: np.random.Generator) -> None:
     x = np.ones(4)
     with pytest.raises(ValueError, match="pass the mask of the forward pass"):

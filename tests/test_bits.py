@@ -22,6 +22,7 @@ def causal(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.mark.promise("paths and tables")
 @pytest.mark.parametrize("name", CASES)
 def test_paths_and_tables(name: str, isa: str, dtype: type) -> None:
     call = build(name, dtype)
@@ -146,6 +147,7 @@ def heads_call(normal: Normal, dtype: type, **options: Any) -> Call:
     return {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()} | options
 
 
+@pytest.mark.promise("threads and batch")
 def test_threads(isa: str, dtype: type, path: str, threads: int, normal: Normal) -> None:
     call = heads_call(normal, dtype, is_causal="lower_right", dropout_p=0.2, rng=1)
     if path == "tiny":
@@ -155,6 +157,7 @@ def test_threads(isa: str, dtype: type, path: str, threads: int, normal: Normal)
         assert_same_bits(result, everything(**call))
 
 
+@pytest.mark.promise("threads and batch")
 def test_batch_and_head_slices(isa: str, dtype: type, causal: bool, normal: Normal) -> None:
     call = heads_call(normal, dtype, is_causal="lower_right" if causal else False)
     call["bias"] = normal(3, 4, 130, 250, dtype=dtype)
@@ -185,6 +188,7 @@ def test_columns_of_value(isa: str, dtype: type, path: str, normal: Normal) -> N
         assert_same_bits(one, whole[..., columns].copy(), str(columns))
 
 
+@pytest.mark.promise("prefixes")
 def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
     """Keys behind the last visible one may as well not exist."""
     call = plain(lambda *shape: normal(*shape, dtype=dtype), 60, 600, dropout_p=0.1, rng=4)
@@ -207,6 +211,7 @@ def test_prefixes(isa: str, dtype: type, normal: Normal) -> None:
                 assert_same_bits(result, right, f"{last + 1} keys, {way}")
 
 
+@pytest.mark.promise("threads and batch")
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.4, "rng": 8}, {"bias": True}], ids=["", "dropout", "bias"])
 def test_query_subsets(isa: str, dtype: type, options: Call, normal: Normal) -> None:
     """A row of a decoding step has the bits of that row in the full pass."""
@@ -258,6 +263,7 @@ def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield name, view
 
 
+@pytest.mark.promise("strides")
 @pytest.mark.parametrize("T_q", [2, 100])
 def test_strides(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
     call = plain(lambda *shape: normal(*shape, dtype=dtype), T_q, 192, is_causal="lower_right")
@@ -289,6 +295,7 @@ def test_same_call_again(isa: str, dtype: type, path: str) -> None:
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 1e-30, 1e30, -1e38, 3e38, 90.0, -90.0]
 
 
+@pytest.mark.promise("paths and tables")
 @given(st.data())
 @settings(max_examples=40)
 def test_anything(isa: str, data: st.DataObject) -> None:

@@ -224,6 +224,7 @@ def test_sizes_are_checked(args: tuple[Any, ...], error: type[Exception], messag
 
 
 # ---- attention over it -----------------------------------------------------------------------------------------------
+@pytest.mark.promise("decoding")
 def test_step_by_step_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
     q, k, v = normal(2, 4, 30, 8, dtype=dtype), normal(2, 2, 30, 8, dtype=dtype), normal(2, 2, 30, 6, dtype=dtype)
     full = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)

@@ -93,6 +93,7 @@ def test_attend_refuses_more_threads_than_there_are_numbers(folder: Path, capsys
     assert "--threads: n must be" in capsys.readouterr().err
 
 
+@pytest.mark.promise("whole files")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 @pytest.mark.parametrize(("listener", "says"), [("> /dev/full", "No space left"), ("| true", "")])
 def test_attend_needs_no_listener(folder: Path, listener: str, says: str) -> None:

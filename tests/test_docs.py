@@ -24,6 +24,7 @@ def examples(owner: Any, name: str) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
+@pytest.mark.promise("documentation")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_it_is_documented(name: str) -> None:
     value = getattr(cattn, name)
@@ -39,6 +40,7 @@ def test_it_is_documented(name: str) -> None:
     assert "Examples\n--------" in doc
 
 
+@pytest.mark.promise("documentation")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_its_examples_run(name: str) -> None:
     tests = examples(getattr(cattn, name), name)
@@ -53,17 +55,20 @@ def test_the_examples_of_modules_run(module: Any) -> None:
     assert results.attempted > 0 or module in (cattn.random,)
 
 
+@pytest.mark.promise("PyTorch's function")
 def test_the_signature_begins_as_pytorchs() -> None:
     ours = list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
     assert ours[:8] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
 
 
+@pytest.mark.promise("documentation")
 def test_the_readme_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 3
     exec("\n".join(blocks), {})
 
 
+@pytest.mark.promise("documentation")
 def test_the_readme_has_its_two_commands() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert "pip install . && python -m cattn" in lines

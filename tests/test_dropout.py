@@ -46,6 +46,7 @@ def keep_weights(p: float, seed: int, batch: int, heads: int, positions: np.ndar
 
 
 # ---- dropout of arrays ---------------------------------------------------------------------------------------------
+@pytest.mark.promise("Philox")
 @pytest.mark.parametrize("size", SIZES)
 def test_mask_and_values(isa: str, dtype: type, size: int, normal: Normal) -> None:
     x = normal(size, dtype=dtype)
@@ -228,6 +229,7 @@ OFFSETS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.promise("Philox")
 @pytest.mark.parametrize(("options", "first"), OFFSETS, ids=str)
 def test_absolute_positions(isa: str, dtype: type, path: str, options: dict[str, Any], first: int) -> None:
     """The row of the mask is the query's absolute position; causality hides, and draws the same."""
@@ -244,6 +246,7 @@ def test_offsets_per_batch(isa: str, dtype: type, path: str) -> None:
         np.testing.assert_allclose(result.out[b, ..., 0], right.mean(axis=-1) * 2, rtol=1e-5)
 
 
+@pytest.mark.promise("softmax and dropout")
 def test_mask_does_not_depend_on_what_is_around(isa: str, dtype: type, threads: int, normal: Normal) -> None:
     """Parts of a longer computation drop what the whole drops."""
     q, k, v = (normal(2, 2, 230, 6, dtype=dtype) for _ in range(3))
@@ -291,6 +294,7 @@ def draw(x: np.ndarray, rng: Any, function: str) -> tuple[np.ndarray, int | None
 FUNCTIONS = pytest.mark.parametrize("function", ["dropout", "attention"])
 
 
+@pytest.mark.promise("replay")
 @FUNCTIONS
 def test_seed_replays(function: str) -> None:
     x = np.ones((30, 30))

@@ -36,6 +36,7 @@ def state_of(generator: Any) -> Any:
     return copy.deepcopy(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize(("function", "row"), CASES, ids=label)
 def test_error(function: str, row: Row) -> None:
     arguments = {**WORKING[function](), **row.changes}

@@ -68,6 +68,7 @@ def test_it_tells_the_kernels_and_the_forced_path() -> None:
     assert (told.instruction_set, told.path) == ("scalar", "tile")
 
 
+@pytest.mark.promise("memory")
 def test_memory_is_what_the_readme_promises() -> None:
     for depth in (16, 64, 256):
         for dtype in (np.float32, np.float64):

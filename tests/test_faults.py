@@ -54,6 +54,7 @@ def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return {"LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc"}
 
 
+@pytest.mark.promise("no memory")
 def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
     done = python(HERE / "fail_every_allocation.py", **failing_allocations)
     assert done.returncode == 0, done.stderr
@@ -122,6 +123,7 @@ while _cattn._release():  # between two waves of chunks the pool is nobody's
 """
 
 
+@pytest.mark.promise("exit")
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "gradients", "gradients, drawn"])
 def test_exit_while_a_daemon_thread_computes(name: str) -> None:
     done = python("-c", EXIT.format(name=name))
@@ -169,6 +171,7 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("name", BUSY)
 def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], None], float], None]) -> None:
     """In the middle of a call with workers: the parent goes on, the child's copy of the call is interrupted."""
@@ -247,6 +250,7 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
     assert code == 0
 
 
+@pytest.mark.promise("fork")
 def test_a_fork_by_a_handler_that_waits_for_a_generator(on_alarm: Callable[[Callable[[], None], float], None]) -> None:
     """The child comes to the end of the wait, too, though who drew is not there."""
     forks: list[int] = []
@@ -309,6 +313,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(tmp_path: Path, method: str) -> None:
     """Pools of processes, started and ended while a thread computes. PyTorch's loaders work this way."""
@@ -338,6 +343,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
 def test_joblib(tmp_path: Path, backend: str) -> None:
     pytest.importorskip("joblib")
@@ -377,6 +383,7 @@ print(cattn.softmax([0.0, 0.0]))
 """
 
 
+@pytest.mark.promise("second interpreter")
 def test_a_second_interpreter_is_refused() -> None:
     """The first one's module stays as it is."""
     done = python("-c", SECOND_INTERPRETER)
@@ -452,6 +459,7 @@ print(sum(counts.values()))
 """
 
 
+@pytest.mark.promise("Ctrl-C")
 def test_ctrl_c_at_any_moment() -> None:
     """Forty signals, each within 60 ms of the start of a call: KeyboardInterrupt, or too late; then the right bits."""
     rounds, random = 7, np.random.default_rng(1)

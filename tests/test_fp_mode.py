@@ -27,6 +27,7 @@ def test_the_modes_matter_to_numpy() -> None:
     assert changed == set(FP_MODES)
 
 
+@pytest.mark.promise("floating-point mode")
 @pytest.mark.parametrize("mode", FP_MODES)
 def test_attention(isa: str, dtype: type, mode: str) -> None:
     """The mode of the caller neither matters nor changes. Scale and dropout factor are not exact: 1/sqrt(11), 1/0.9."""
@@ -105,6 +106,7 @@ def test_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
 PROJECTING = {"Linear", "SelfAttention", "CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper"}
 
 
+@pytest.mark.promise("floating-point mode")
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - PROJECTING))
 def test_everything_public(name: str) -> None:
     right = contents(fresh(name))
@@ -131,6 +133,7 @@ def test_an_error_leaves_the_mode_as_it_was(mode: str) -> None:
             _cattn._in_default_mode(len, [], {})  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("floating-point mode")
 @hypothesis.given(work=any_function())
 def test_any_call(work: Work) -> None:
     right = work.run()

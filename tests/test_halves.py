@@ -58,6 +58,7 @@ def test_every_number_comes_through(isa: str, path: str, half: np.dtype) -> None
     assert_same_bits(out, quiet(np.where(np.isnan(wide), NAN, expected).astype(np.float32), half))
 
 
+@pytest.mark.promise("halves")
 def test_every_rounding(isa: str, half: np.dtype) -> None:
     """Doubling, halving and other factors: subnormals, ties and overflow, as NumPy rounds them."""
     x = all_numbers(half)
@@ -108,6 +109,7 @@ def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
     }
 
 
+@pytest.mark.promise("halves")
 @pytest.mark.parametrize("name", cases(np.random.default_rng(0), KINDS["float16"]))
 def test_bits_are_those_of_float32(name: str, isa: str, half: np.dtype, rng: np.random.Generator) -> None:
     call = cases(rng, half)[name]
@@ -130,6 +132,7 @@ def layouts(a: np.ndarray) -> dict[str, np.ndarray]:
     return {"swapped": swapped, "wide": wide[..., ::3], "unaligned": unaligned, "backwards": backwards}
 
 
+@pytest.mark.promise("strides")
 def test_strides(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
     call = inputs(rng, half, 30, BLOCK + 10, is_causal="lower_right")
     expected = everything(**call)
@@ -299,6 +302,7 @@ def test_errors(half: np.dtype) -> None:
         cattn.causal_attention(x.astype(ml_dtypes.float8_e4m3fn), x, x)
 
 
+@pytest.mark.promise("kinds of arrays")
 def test_torch_tensors(half: np.dtype) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     x = x.half() if half == np.float16 else x.bfloat16()

@@ -66,6 +66,7 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.promise("sizes")
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_sizes_that_cannot_be_counted_with_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is too large$"):
@@ -105,6 +106,7 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.promise("sizes")
 @pytest.mark.parametrize("name", NO_MEMORY)
 def test_what_has_no_room_is_a_memory_error(name: str) -> None:
     with pytest.raises(MemoryError):
@@ -138,6 +140,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.promise("Ctrl-C")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_call_without_end_hears_signals(name: str) -> None:
@@ -238,6 +241,7 @@ def read(folder: Path, suffix: str, content: bytes) -> None:
         assert path.name in text
 
 
+@pytest.mark.promise("files are data")
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_are_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -249,6 +253,7 @@ def test_headers_are_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.promise("files are data")
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
 def test_damaged_bytes(suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(3, F)}

@@ -122,6 +122,7 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
     return call, unseen
 
 
+@pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize("kind", POISONS)
 def test_unseen_keys(isa: str, dtype: type, name: str, kind: str) -> None:
@@ -209,6 +210,7 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
     return call
 
 
+@pytest.mark.promise("rows without keys")
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
 @pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
 def test_rows_that_do_not_see(
@@ -241,6 +243,7 @@ def test_rows_that_do_not_see(
     assert shown
 
 
+@pytest.mark.promise("independent rows")
 def test_queries_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
     """A NaN, or anything, in one query shows in its own row alone; and so with biases of one row."""
     call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 110, 210, is_causal="lower_right")
@@ -262,6 +265,7 @@ def test_queries_do_not_see_each_other(isa: str, dtype: type, normal: Normal) ->
                         assert np.isnan(result.lse[:, row]).all(), what
 
 
+@pytest.mark.promise("independent rows")
 def test_batch_entries_and_heads_do_not_see_each_other(isa: str, dtype: type, normal: Normal) -> None:
     shapes = {"query": (2, 4, 20, 9), "key": (2, 2, 60, 9), "value": (2, 2, 60, 5)}
     call = {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()}
@@ -390,6 +394,7 @@ def unseen_keys(call: Call) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.promise("hidden keys")
 @given(st.data())
 @settings(max_examples=max(60, settings().max_examples))
 def test_any_call(isa: str, data: st.DataObject) -> None:

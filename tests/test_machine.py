@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -37,6 +38,7 @@ def frozen(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: a.copy() for name, a in inputs.items() if isinstance(a, np.ndarray)}
 
 
+@pytest.mark.promise("history")
 class Machine(RuleBasedStateMachine):
     """Each rule is something that a program may do next."""
 

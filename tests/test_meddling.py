@@ -51,6 +51,7 @@ def attended(rng: np.random.Generator) -> Iterator[np.ndarray]:
     return iter(rng.standard_normal((3, T, 8), dtype=F))
 
 
+@pytest.mark.promise("shapes that change")
 def test_dropout(square: np.ndarray) -> None:
     right, mask = cattn.dropout(square, 0.5, rng=5, return_mask=True)
     for call in (
@@ -67,6 +68,7 @@ def test_dropout(square: np.ndarray) -> None:
     assert_same_bits(out.reshape(T, T), right)
 
 
+@pytest.mark.promise("shapes that change")
 def test_softmax(square: np.ndarray) -> None:
     right = cattn.softmax(square, scale=0.5)
     assert_same_bits(cattn.softmax(square, scale=Meddler(0.5, square, T, 2, T // 2)), right)
@@ -77,6 +79,7 @@ def test_softmax(square: np.ndarray) -> None:
         cattn.softmax(square, scale=Meddler(0.5, square, T * T), out=square)
 
 
+@pytest.mark.promise("shapes that change")
 def test_softmax_backward(square: np.ndarray) -> None:
     weights = cattn.softmax(square)
     right = cattn.softmax_backward(square, weights, scale=0.5)
@@ -86,6 +89,7 @@ def test_softmax_backward(square: np.ndarray) -> None:
         assert_same_bits(result, right)
 
 
+@pytest.mark.promise("shapes that change")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_attention(attended: Iterator[np.ndarray], square: np.ndarray, name: str) -> None:
     query, key, value = attended
@@ -107,6 +111,7 @@ def test_arrays_that_lose_their_axes() -> None:
         cattn.scaled_dot_product_attention(query, Meddler(key, query), value)
 
 
+@pytest.mark.promise("shapes that change")
 def test_a_mask_that_a_warning_changes(
     attended: Iterator[np.ndarray], square: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +126,7 @@ def test_a_mask_that_a_warning_changes(
     assert_same_bits(result, right)
 
 
+@pytest.mark.promise("shapes that change")
 def test_attention_backward(attended: Iterator[np.ndarray], square: np.ndarray) -> None:
     query, key, value = attended
     result = cattn.scaled_dot_product_attention(query, key, value, bias=square, return_lse=True)

@@ -42,6 +42,7 @@ def test_growth_is_seen() -> None:
     assert int(done.stdout) > 1500
 
 
+@pytest.mark.promise("memory")
 @measured
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -58,6 +59,7 @@ def test_a_call_holds_at_most_one_mebibyte_a_thread(
     assert int(done.stdout) <= 1024 * threads + 256, "KiB"
 
 
+@pytest.mark.promise("memory")
 @measured
 def test_gradients_need_no_matrix() -> None:
     """Beyond its results, the backward pass holds a few blocks a thread: 20 MiB is the promise, 3 what it is."""
@@ -139,6 +141,7 @@ print("untouched")
 """
 
 
+@pytest.mark.promise("bounds")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mmap and mprotect by Linux's numbers")
 def test_nothing_beside_an_array_is_touched(isa: str) -> None:
     done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)

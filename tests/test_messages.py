@@ -154,6 +154,7 @@ def test_probabilities_may_be_read_only() -> None:
 
 
 # ---- found by tools/fuzz binding -----------------------------------------------------------------------------------
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize(
     ("error", "says", "call"),
     [

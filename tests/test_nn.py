@@ -130,6 +130,7 @@ def assert_as_good_as_torch(ours: Any, theirs: Any, *xs: np.ndarray) -> None:
     assert mine <= 2 * other
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("name", MODELS)
 def test_as_torch(name: str, normal: Normal) -> None:
     torch.manual_seed(0)
@@ -162,6 +163,7 @@ def test_torch_multihead_attention(normal: Normal) -> None:
 
 
 # ---- randomness ------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("name", MODELS)
 def test_initialised_as_torch(name: str) -> None:
     ours, theirs = MODELS[name]

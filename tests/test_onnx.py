@@ -31,6 +31,7 @@ def test_there_are_as_many_cases_as_ever() -> None:
     assert len(CASES) >= 93
 
 
+@pytest.mark.promise("ONNX's operator")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_node_case(case: Any) -> None:
     """By the tolerances of ONNX's own runner."""

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
 }
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_any_strides(name: str, layout: str) -> None:
@@ -51,6 +52,7 @@ def test_any_strides(name: str, layout: str) -> None:
         assert np.count_nonzero(base == 7.0) == base.size - out.size, "nothing beside it was written"
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("shift", [0, 1, 5, -3])
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention"])
 def test_an_input_that_overlaps(name: str, shift: int) -> None:
@@ -69,6 +71,7 @@ def test_an_input_that_overlaps(name: str, shift: int) -> None:
         assert np.array_equal(out, expected)
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward"])
 def test_the_input_itself_in_another_layout(name: str) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
@@ -106,6 +109,7 @@ def test_in_place_nothing_is_copied(name: str) -> None:
     assert peak(x) < x.nbytes // 10
 
 
+@pytest.mark.promise("out")
 def test_an_overlap_that_is_hard_to_find() -> None:
     """Where NumPy gives up looking for a common element, there may be one; here there are 81."""
     memory = np.random.default_rng(1).standard_normal(2837)
@@ -121,6 +125,7 @@ def test_an_overlap_that_is_hard_to_find() -> None:
     assert np.array_equal(out, expected)
 
 
+@pytest.mark.promise("out")
 def test_a_stride_of_zero_matters_where_it_is_used() -> None:
     """An axis of one element may have any stride, as may an empty array; an axis of two may not be one place."""
     x = S[:1]
@@ -135,6 +140,7 @@ def test_a_stride_of_zero_matters_where_it_is_used() -> None:
         cattn.softmax(S[:2], out=same)
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize(
     ("shape", "strides", "axis"),
     [

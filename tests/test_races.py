@@ -91,6 +91,7 @@ def test_one_call_on_many_threads(name: str) -> None:
             assert_same_bits(CALLS[name](), expected, f"{name}, {path}")
 
 
+@pytest.mark.promise("gradients' bits", "GIL")
 @pytest.mark.parametrize("name", CALLS)
 def test_many_callers(name: str) -> None:
     with cattn.num_threads(1):
@@ -105,6 +106,7 @@ def test_many_callers(name: str) -> None:
         together(work)
 
 
+@pytest.mark.promise("GIL")
 def test_callers_of_different_things() -> None:
     """Scratch of one size goes from call to call, and the pool grows under way."""
     with cattn.num_threads(1):

@@ -78,11 +78,13 @@ X = np.zeros((3, 3))
 ARGUMENTS: list[object] = [*INPUTS.values(), OUT]
 
 
+@pytest.mark.promise("leaks")
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str) -> None:
     assert_level(lambda: fresh(name), ARGUMENTS)
 
 
+@pytest.mark.promise("leaks")
 @pytest.mark.parametrize("function", WORKING)
 def test_errors(function: str) -> None:
     """All rows of the table of errors, one after the other."""

@@ -222,6 +222,7 @@ def methods_apart(scores: np.ndarray, mask: np.ndarray, neg_inf: np.ndarray, ren
     assert (apart <= 12 * (1 + d) * np.spacing(neg_inf) + lost).all()
 
 
+@pytest.mark.promise("masked softmax")
 @pytest.mark.parametrize("n", [2, 8, 64, 500, 1100])
 def test_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     differ = False
@@ -235,6 +236,7 @@ def test_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Gen
     assert differ, "two methods that share every bit are one"
 
 
+@pytest.mark.promise("masked softmax")
 def test_renormalize_computes_the_literal_pipeline(isa: str, dtype: type, normal: Normal) -> None:
     """Softmax of everything, zeroes, division by the sum of the rest: step by step, with our own softmax."""
     scores = 3 * normal(6, 8, dtype=dtype)
@@ -308,6 +310,7 @@ def poisons(dtype: Any) -> np.ndarray:
     )
 
 
+@pytest.mark.promise("masked softmax")
 @pytest.mark.parametrize("n", [5, 16, 40, 513, 1100])
 def test_masked_scores_do_not_matter(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     """The first method never shows what it masks; the second reads it, but lets no NaN out."""
@@ -340,6 +343,7 @@ def test_prefixes(isa: str, dtype: type, normal: Normal, n: int) -> None:
             assert_same_bits(causal[i, :visible].copy(), cattn.softmax(scores[i, :visible]), f"causal, row {i}")
 
 
+@pytest.mark.promise("softmax and dropout")
 @pytest.mark.parametrize("n", COLUMNS)
 def test_tables(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     scores = 20 * normal(5, n, dtype=dtype)
@@ -357,6 +361,7 @@ def test_tables(isa: str, dtype: type, normal: Normal, rng: np.random.Generator,
         assert_same_bits(call(), yardstick(isa, call), f"call {i}")
 
 
+@pytest.mark.promise("softmax and dropout")
 def test_threads(isa: str, dtype: type, threads: int, normal: Normal) -> None:
     """Enough rows for many tasks; a row alone has the bits it has among others."""
     x = normal(700, 300, dtype=dtype)

@@ -54,6 +54,7 @@ def assert_close(actual: np.ndarray, right: np.ndarray) -> None:
     np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("shapes", SAME, ids=str)
 def test_float64(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Generator) -> None:
     arrays, tensors = some(normal, shapes)
@@ -73,6 +74,7 @@ def test_float64(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Genera
     )
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("shapes", SAME, ids=str)
 def test_weights_and_lse(isa: str, shapes: Shapes, normal: Normal) -> None:
     """With the unit matrix as value PyTorch gives its weights away."""
@@ -114,6 +116,7 @@ def test_mask_shapes(isa: str, mask_shape: tuple[int, ...], normal: Normal, rng:
         assert_close(cattn.scaled_dot_product_attention(*arrays, mask), right)
 
 
+@pytest.mark.promise("rows without keys")
 def test_rows_that_see_nothing(isa: str, normal: Normal) -> None:
     arrays, tensors = some(normal, ((2, 9, 8), (2, 12, 8), (2, 12, 8)))
     mask = torch.ones(9, 12, dtype=torch.bool)
@@ -237,6 +240,7 @@ def test_tensors_are_inputs(dtype: type, normal: Normal) -> None:
     assert (cattn.dropout(tensors[0], rng=1) == cattn.dropout(q, rng=1)).all()
 
 
+@pytest.mark.promise("kinds of arrays")
 def test_tensors_are_not_copied() -> None:
     """Memory of NumPy, which tensors get as they are handed over, does not grow by a copy of them."""
     import tracemalloc

@@ -53,6 +53,7 @@ def assert_same_future(a: TorchGenerator, b: TorchGenerator) -> None:
 
 
 # ---- state ---------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("seed", [0, 123, -7])
 def test_state_goes_to_torch_and_back(torch: types.ModuleType, seed: int, place: str) -> None:
@@ -232,6 +233,7 @@ def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.promise("failed calls")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
 def test_interrupt_leaves_the_generator(alarm: Callable[[Callable[[], None]], None]) -> None:
     def interrupt() -> None:

@@ -69,6 +69,7 @@ def steps(torch: types.ModuleType, n: int, kind: str) -> list[tuple[str, Draw, C
     ]
 
 
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_sequence_through_all_sizes(torch: types.ModuleType, seed: int) -> None:
     """All distributions take from one stream; the cached normal waits while others draw."""

@@ -212,6 +212,7 @@ def fits_tiny(call: dict[str, Any]) -> bool:
     return call["key"].shape[-2] <= 192 and call["value"].shape[-1] <= 20
 
 
+@pytest.mark.promise("formula")
 @pytest.mark.parametrize("name", CASES)
 def test_options(name: str, isa: str, dtype: type) -> None:
     call, right = case(name, dtype)
@@ -303,6 +304,7 @@ def test_out_of_any_strides(isa: str, dtype: type, path: str) -> None:
 
 
 # ---- combinations --------------------------------------------------------------------------------------------------
+@pytest.mark.promise("formula")
 @given(st.data())
 @settings(max_examples=max(60, settings().max_examples))
 def test_combinations(isa: str, data: st.DataObject) -> None:

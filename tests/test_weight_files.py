@@ -65,6 +65,7 @@ def test_safetensors_of_other_types(tmp_path: Path) -> None:
         load_arrays(path)
 
 
+@pytest.mark.promise("whole files")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_replaced_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / name
