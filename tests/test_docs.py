@@ -92,14 +92,6 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
-def test_the_promises_name_tests_that_exist() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs/promises.md").read_text(encoding="utf-8"))
-    assert len(named) > 50
-    for file, test in named:
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert re.search(rf"^(?:def )?{test}\b", text, re.MULTILINE), f"{file} has no {test}"
-
-
 def test_the_site_lists_every_name() -> None:
     listed = set((ROOT / "docs/api/index.md").read_text(encoding="utf-8").split())
     assert {name for name in cattn.__all__ if callable(getattr(cattn, name))} <= listed
