@@ -230,6 +230,7 @@ def small_prefill(probe: Any) -> Any:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setitem(groups.GROUPS, "prefill", small_prefill)
     assert suite.main(["prefill", "--laps", "2", "--rounds", "1", "-o", str(tmp_path)]) == 0
     table = report.markdown(tmp_path)

@@ -43,6 +43,8 @@ def test_it_is_documented(name: str) -> None:
 @pytest.mark.promise("documentation")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_its_examples_run(name: str) -> None:
+    if name == "plot_attention":
+        pytest.importorskip("matplotlib")
     tests = examples(getattr(cattn, name), name)
     for test in tests:
         assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
@@ -85,6 +87,8 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
+    if any("cattn.plot_attention(" in block for block in blocks):
+        pytest.importorskip("matplotlib")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):  # before cattn, for a reader: it is registered then
         importlib.import_module("threadpoolctl")
         cattn.get_num_threads()

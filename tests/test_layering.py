@@ -44,7 +44,7 @@ def test_layers_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_short_and_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 500
+    assert sum(not line.startswith("@pytest.mark.promise(") for line in text.splitlines()) <= 500
     if path in C_FILES:
         assert text.startswith(f"/* {path.name} -- "), "the first line names the file and its purpose"
     elif text.strip():
