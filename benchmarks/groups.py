@@ -83,7 +83,7 @@ def threads(probe: Probe | None) -> Cases:
             with cattn.num_threads(n):
                 return cattn.causal_attention(q, k, v, out=out)
 
-        calls: dict[str, Callable[[], object]] = {
+        calls: Calls = {
             "cattn": functools.partial(with_threads, 2),
             "one thread": functools.partial(with_threads, 1),
         }
@@ -109,7 +109,7 @@ def dropout_fused(probe: Probe | None) -> Cases:
         query, key, value = qkv((1, heads, tokens, 64))
         out = np.empty_like(query)
         ours = functools.partial(cattn.causal_attention, query, key, value, out=out)
-        calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(ours, dropout_p=0.1, rng=1), "p=0": ours}
+        calls: Calls = {"cattn": functools.partial(ours, dropout_p=0.1, rng=1), "p=0": ours}
         if torch is not None and tokens <= 1024:
             tensors = [torch.from_numpy(a) for a in (query, key, value)]
             fused = torch.nn.functional.scaled_dot_product_attention
@@ -124,7 +124,7 @@ def training(probe: Probe | None) -> Cases:
     for tokens, ratio in ((512, 2.6), (1024, 1.9), (2048, 1.5), (4096, 1.35)):
         for p in (0.0, 0.1):
             arrays = [*qkv((1, 12, tokens, 64)), normal(1, 12, tokens, 64, seed=3)]
-            calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(_train, *arrays, p)}
+            calls: Calls = {"cattn": functools.partial(_train, *arrays, p)}
             if torch is not None and (p == 0 or tokens <= 1024):
                 tensors = [torch.tensor(a, requires_grad=i < 3) for i, a in enumerate(arrays)]
                 calls["torch"] = functools.partial(_train_torch, torch, *tensors, p)
@@ -150,7 +150,7 @@ def dropout(probe: Probe | None) -> Cases:
     """Dropout alone."""
     x = normal(16 * 2**20)
     out = np.empty_like(x)
-    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.dropout(x, 0.1, rng=1, out=out)}
+    calls: Calls = {"cattn": lambda: cattn.dropout(x, 0.1, rng=1, out=out)}
     calls["numpy"] = numpy_dropout(x, 0.1)
     torch = torch_or_none()
     if torch is not None:
@@ -162,7 +162,7 @@ def softmax(probe: Probe | None) -> Cases:
     """Causal masked softmax of a matrix of scores."""
     scores = normal(12, 1024, 1024)
     out = np.empty_like(scores)
-    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.masked_softmax(scores, is_causal=True, out=out)}
+    calls: Calls = {"cattn": lambda: cattn.masked_softmax(scores, is_causal=True, out=out)}
     hidden = ~np.tri(1024, dtype=bool)
 
     def numpy() -> Any:
@@ -236,7 +236,7 @@ def halves(probe: Probe | None) -> Cases:
             )  # fmt: skip
 
 
-def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
+def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> Calls:
     narrow = [a.astype(dtype) for a in wide]
     calls = attention_calls(*narrow, matrix=False, causal=bool(options))
     out = np.empty(wide[0].shape, np.float32)
@@ -289,7 +289,7 @@ def classes(probe: Probe | None) -> Cases:
             with torch.no_grad():
                 return module(x)
 
-        contestants: dict[str, Callable[[], object]] = {
+        contestants: Calls = {
             "cattn": functools.partial(ours, array),
             "torch, eager": functools.partial(without_tape, eager),
             "torch, SDPA": functools.partial(without_tape, fused),

@@ -23,7 +23,7 @@ import cattn
 from .groups import qkv
 from .machine import facts
 from .report import duration
-from .timing import interleave
+from .timing import Timing, interleave
 
 ROUNDS = 15
 TERMS = ("call", "wake", "task", "flop", "score", "byte")
@@ -76,7 +76,7 @@ def grid() -> Iterator[Point]:
 
 def measure(points: list[Point]) -> NDArray[np.float64]:
     """Return the median seconds of each size. The sizes take turns."""
-    found = {}
+    found: dict[Point, Timing] = {}
     for threads in {point.threads for point in points}:
         with cattn.num_threads(threads):
             found |= interleave({point: point.call() for point in points if point.threads == threads}, ROUNDS)

@@ -6,7 +6,7 @@ The tests are parsed, not imported, so a build of the documentation needs neithe
 import ast
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SENTENCES = Path(__file__).with_name("promises.toml")
@@ -25,7 +25,7 @@ def promises() -> dict[str, dict[str, Promise]]:
     return {title: {name: _promise(entry) for name, entry in named.items()} for title, named in sections.items()}
 
 
-def _promise(entry: str | dict[str, object]) -> Promise:
+def _promise(entry: str | dict[str, Any]) -> Promise:
     return Promise(entry) if isinstance(entry, str) else Promise(**entry)
 
 
@@ -34,7 +34,7 @@ def marked_tests(folder: Path = ROOT / "tests") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for decorator in getattr(node, "decorator_list", ()):
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.promise":
                     for name in decorator.args:
                         found.setdefault(ast.literal_eval(name), []).append(f"{path.name}::{node.name}")

@@ -95,7 +95,8 @@ def step(run: Iterator[float], swapped: bool) -> tuple[float, float]:
 def compare(steps: int = 100, tokens: int = 1024) -> list[dict[str, Any]]:
     """Train without and with dropout, on one thread; return the losses and the median time of a step."""
     torch.set_num_threads(1)
-    data, rows = text(), []
+    data = text()
+    rows: list[dict[str, Any]] = []
     bar = tqdm(total=steps * 6, desc="train_gpt")
     for name, dropout, runs in (
         ("dropout 0", 0.0, {"torch": (0, False), "cattn": (0, True)}),

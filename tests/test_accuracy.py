@@ -15,6 +15,7 @@ import cattn
 from support import ACCURACY_DTYPES, benchmarks_importable, in_contract
 
 with benchmarks_importable():
+    from benchmarks import contestants as peers
     from benchmarks.accuracy import __main__ as accuracy
     from benchmarks.accuracy import cases, contestants, oracle, report
 
@@ -198,7 +199,7 @@ def test_the_oracle_agrees_with_mpmath() -> None:
 # ---- the report ----------------------------------------------------------------------------------------------------
 def test_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are measured again replace the kept ones; the page keeps its marks."""
-    monkeypatch.setattr(contestants, "jax_or_none", lambda: None)  # it compiles every call
+    monkeypatch.setattr(peers, "jax_or_none", lambda: None)  # it compiles every call
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
     for only in ("attention float32 6 tokens", "functions float32 1 to 3000", "attention float32 6 tokens"):

@@ -11,6 +11,7 @@ import numpy as np
 
 import cattn
 
+from .. import contestants as peers
 from ..contestants import as_floats, as_tensor
 from . import contestants, oracle
 from .contestants import Call, Results
@@ -74,9 +75,9 @@ def elementwise(dtype: Any) -> Iterator[Case]:
     }  # fmt: skip
     for name, (function, ours, between, make) in ranges.items():
         calls: dict[str, Call] = {"cattn": _named(name, ours), "numpy": _named(name, getattr(np, function))}
-        if torch := contestants.torch_or_none():
+        if torch := peers.torch_or_none():
             calls["torch"] = _named(name, getattr(torch, function), torch.from_numpy)
-        if jax := contestants.jax_or_none():
+        if jax := peers.jax_or_none():
             calls["jax"] = _named(name, getattr(jax.numpy, function), jax.numpy.asarray)
         exact = _named(name, getattr(np, function))
         yield Case("functions", between, dtype, functools.partial(_typed, make, dtype), calls, exact)
@@ -118,7 +119,7 @@ def scores(dtype: Any) -> dict[str, Callable[[np.random.Generator], Array]]:
 
 def softmaxes(dtype: Any) -> Iterator[Case]:
     """Return softmax, both methods of the causal masked softmax, and the gradient."""
-    torch, jax = contestants.torch_or_none(), contestants.jax_or_none()
+    torch, jax = peers.torch_or_none(), peers.jax_or_none()
     half = np.dtype(dtype).itemsize == 2
 
     def plain(x: Array) -> Results:

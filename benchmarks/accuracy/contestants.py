@@ -13,7 +13,8 @@ import numpy as np
 
 import cattn
 
-from ..contestants import as_tensor, jax_or_none, torch_or_none
+from .. import contestants as peers
+from ..contestants import as_tensor
 from . import oracle
 from .oracle import Array
 
@@ -70,7 +71,7 @@ def by_torch(
     causal: bool = False, softcap: float | None = None,
 ) -> Results:  # fmt: skip
     """Compute attention by PyTorch's fused function; softcap, weights and log-sum-exp by tensor operations."""
-    torch = torch_or_none()
+    torch = peers.torch_or_none()
     arrays = {"dQ": query, "dK": key, "dV": value} | ({} if bias is None else {"dbias": bias})
     leaves = {name: as_tensor(torch, a.copy()).requires_grad_() for name, a in arrays.items()}
     q, k, v = (leaves[name] for name in ("dQ", "dK", "dV"))
@@ -97,7 +98,7 @@ def by_jax(
     causal: bool = False, softcap: float | None = None,
 ) -> Results:  # fmt: skip
     """Compute attention by jax.nn.dot_product_attention, which returns no weights and no log-sum-exp."""
-    jax = jax_or_none()
+    jax = peers.jax_or_none()
     np_ = jax.numpy
 
     def capped(q: Any, k: Any, v: Any, *_: Any) -> Any:
@@ -119,8 +120,8 @@ def by_jax(
 def attention_calls() -> dict[str, Call]:
     """Return attention by cattn and the peers that are installed."""
     calls: dict[str, Call] = {"cattn": by_cattn, "numpy": oracle.attention}
-    if torch_or_none():
+    if peers.torch_or_none():
         calls["torch"] = by_torch
-    if jax_or_none():
+    if peers.jax_or_none():
         calls["jax"] = by_jax
     return calls
