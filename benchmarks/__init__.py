@@ -1,8 +1,7 @@
-"""Benchmarks of cattn against its peers; see README.md in this folder.
+"""Benchmarks of cattn and its peers; README.md in this folder describes them.
 
-Importing the package comes before importing NumPy, so the thread pools of the peers are kept to one thread here: a pool
-that spins would disturb whatever runs beside it. Where PyTorch is given two threads, they wait without spinning: else
-they would keep a core from whoever comes next.
+This package is imported before NumPy, so it can limit the peers' thread pools to one thread: a pool that spins would
+disturb the next contestant. OpenMP threads wait without spinning, for the rows where PyTorch has two threads.
 """
 
 import os

@@ -1,24 +1,28 @@
-"""python -m benchmarks [group ...]: measure, print, keep, draw.
+"""python -m benchmarks [group ...]: measure, print, keep the results, draw.
 
-Groups are rows of one kind, all of them by default. "scaling" fits a model of time to a grid of sizes, "report" prints
-the README's table from the results that are kept (with --into FILE, writes it there).
+A group is a set of rows of one kind; all groups run by default, and "scaling", which fits a model of the time to a grid
+of sizes. By name only: "train_gpt" runs examples/train_gpt.py, "report" prints the README's table from the kept results
+(with --into FILE, writes it there).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import runpy
 import tempfile
 from pathlib import Path
 
 import cattn
 
-from . import laps, plots, report, scaling
+from . import laps, report, scaling
 from .groups import GROUPS
 from .laps import Group
-from .machine import RESULTS, facts, save
-from .probe import compile_probe
+from .machine import compile_probe, facts
+from .report import RESULTS, save
 from .timing import LAPS
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -26,17 +30,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("groups", nargs="*", metavar="group", help=", ".join([*GROUPS, "scaling", "report"]))
-    parser.add_argument("--list", action="store_true", help="name the groups and leave")
-    parser.add_argument("--laps", type=int, help="how often to go through a group (default: until its ratios settle)")
+    known = [*GROUPS, "scaling", "train_gpt", "report"]
+    parser.add_argument("groups", nargs="*", metavar="group", help=", ".join(known))
+    parser.add_argument("--list", action="store_true", help="list the groups and exit")
+    parser.add_argument("--laps", type=int, help="laps of each group (default: until its ratios settle)")
     parser.add_argument("--rounds", type=int, help="rounds of each row in a lap (default: by time, 2 to 9)")
-    parser.add_argument("--only", default="", help="rows whose name holds this text")
+    parser.add_argument("--only", default="", help="only rows whose name contains this text; nothing is kept")
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="results to compare the ratios with")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="earlier results to compare the ratios with")
     parser.add_argument("--into", type=Path, help="with report: the Markdown file to write the table into")
     found = parser.parse_args(arguments)
-    known = [*GROUPS, "scaling", "report"]
     unknown = sorted(set(found.groups) - set(known))
     if unknown:
         parser.error(f"unknown group {', '.join(unknown)}; there are {', '.join(known)}")
@@ -49,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return found
 
 
-def tell(group: Group, found: argparse.Namespace) -> None:
+def finish(group: Group, found: argparse.Namespace) -> None:
     """Print the rows of a group and keep them."""
     rows = list(group.rows.values())
     print("\n".join([f"\n{group.name}: {GROUPS[group.name].__doc__}", *map(report.line, rows)]), flush=True)
@@ -58,7 +62,7 @@ def tell(group: Group, found: argparse.Namespace) -> None:
 
 
 def measure(names: list[str], found: argparse.Namespace, probe: Path | None) -> None:
-    """Run the groups lap by lap, in turn: then what changes within minutes meets all laps of a row alike."""
+    """Run the groups in turn, lap by lap: a change of the machine within minutes then meets all groups alike."""
     fewest, most = (found.laps, found.laps) if found.laps else LAPS
     plan = laps.Plan(found.rounds, found.only, fewest, probe)
     groups, number = {name: Group(name) for name in names}, 1
@@ -68,16 +72,16 @@ def measure(names: list[str], found: argparse.Namespace, probe: Path | None) -> 
                 group = groups[name] = laps.apart(laps.lap, groups[name], number, plan)
                 least = fewest if group.measured else 1
                 if number == most or (number >= least and group.settled()):
-                    tell(groups.pop(name), found)
+                    finish(groups.pop(name), found)
     except KeyboardInterrupt:
-        if number > fewest:  # half an hour's work: all groups have the laps that they need
+        if number > fewest:  # every group has had the fewest laps, so half an hour of work is not thrown away
             for group in groups.values():
-                tell(group, found)
+                finish(group, found)
         raise
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line asks for."""
+    """Run the command."""
     found = parse(arguments)
     if found.list:
         print("\n".join(f"{name:<14} {group.__doc__}" for name, group in GROUPS.items()))
@@ -93,17 +97,19 @@ def main(arguments: list[str] | None = None) -> int:
     groups = [name for name in found.groups if name in GROUPS] if found.groups else list(GROUPS)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            measure(groups, found, compile_probe(Path(folder)))
+            measure(groups, found, compile_probe(Path(folder)) if groups else None)
         if "scaling" in found.groups or not found.groups:
             with cattn.num_threads(1):
                 scaling.run(found.output)
+        if "train_gpt" in found.groups:
+            save(found.output, "train_gpt", runpy.run_path(str(EXAMPLES / "train_gpt.py"))["compare"]())
     except KeyboardInterrupt:
         return 130
     if found.against:
         print("\n" + report.agreement(found.against, found.output, groups))
     if not found.no_plots:
         with contextlib.suppress(ImportError):
-            for path in plots.draw(found.output):
+            for path in report.draw(found.output):
                 print(f"drawn: {path.name}")
     return 0
 

@@ -1,7 +1,7 @@
-"""A process of its own for what cannot be measured twice in one: high-water marks and imports.
+"""Measurements that need a process of their own: peak memory and the time of an import.
 
 python child.py memory cattn 12 4096 64  ->  bytes beyond inputs and output
-python child.py import numpy cattn       ->  seconds of the second one
+python child.py import numpy cattn       ->  seconds of the second import
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def status(field: str) -> int:
 
 
 def attention(name: str) -> Any:
-    """Return causal attention by one contestant, as f(q, k, v) that leaves its result in `keep`."""
+    """Return causal attention by one contestant, as f(q, k, v, out)."""
     if name == "torch":
         import torch
 
@@ -44,14 +44,14 @@ def attention(name: str) -> Any:
 
 
 def memory(name: str, heads: int, tokens: int, head_dim: int) -> int:
-    """Return the bytes that a call needs at most, beyond inputs and output."""
+    """Return the peak memory of a call in bytes, beyond inputs and output."""
     import numpy as np
 
     call = attention(name)
     small = [np.zeros((1, 1, 200, head_dim), np.float32) for _ in range(4)]
     call(*small)  # libraries load, pools start
     arrays = [np.ones((1, heads, tokens, head_dim), np.float32) for _ in range(4)]
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     result = call(*arrays)
     peak = status("VmHWM") - before
@@ -60,7 +60,7 @@ def memory(name: str, heads: int, tokens: int, head_dim: int) -> int:
 
 
 def seconds_of_import(before: str, name: str) -> float:
-    """Return how long an import takes in a fresh process, where another one came before."""
+    """Return the seconds of an import in a fresh process, after another import."""
     __import__(before)
     start = time.perf_counter()
     __import__(name)

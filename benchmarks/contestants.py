@@ -1,10 +1,15 @@
-"""The peers, each as a function on NumPy arrays or prepared inputs; those that are not installed are left out."""
+"""The contestants: cattn and its peers, those that are installed.
+
+To add a peer of attention, write a function that prepares its call and put it into PEERS. Tables, pictures and versions
+follow.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +19,11 @@ import cattn
 
 Array = NDArray[Any]
 Calls = dict[str, Callable[[], object]]
-TOLERANCE = 2e-5  # of float32 outputs of order 1: sums of thousands of products in different orders
+TOLERANCE = 2e-5  # of float32 outputs of order 1: they add up thousands of products in different orders
 
 
 def textbook(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
-    """Attention as a NumPy user writes it: scores, mask, softmax, product."""
+    """Compute attention as a NumPy user writes it: scores, mask, softmax, product."""
     scores = query @ key.swapaxes(-1, -2)
     scores *= query.dtype.type(1 / np.sqrt(query.shape[-1]))
     if causal:
@@ -39,7 +44,7 @@ def torch_or_none() -> Any:
 
 
 def jax_or_none() -> Any:
-    """Return jax with one thread, or None. To be called before anything else imports jax."""
+    """Return jax with one thread, or None. Call it before anything else imports jax."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ.setdefault("XLA_FLAGS", flags)
     os.environ.setdefault("NPROC", "1")
@@ -59,62 +64,66 @@ def as_tensor(torch: Any, array: Array) -> Any:
 
 
 def as_floats(result: Any) -> Array:
-    """Return anybody's result as an array that NumPy can compare."""
-    if getattr(result, "is_cpu", False):  # a tensor, maybe of bfloat16
+    """Return any contestant's result as an array of float64."""
+    if getattr(result, "is_cpu", False):  # a tensor, possibly of bfloat16
         result = result.double().numpy()
     return np.asarray(result).astype(np.float64)
 
 
-def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = True, causal: bool = True) -> Calls:
-    """Causal attention (or full, for decoding) by everyone, on inputs of each one's own kind.
+# ---- attention -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Peer:
+    """One peer of attention."""
 
-    Without `matrix`, not by those who keep the whole matrix of scores.
-    """
-    out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
-    attend, alignment = cattn.scaled_dot_product_attention, "upper_left" if causal else False
-    calls: Calls = {"cattn": lambda: attend(query, key, value, is_causal=alignment, out=out)}
-    grouped = query.shape[-3] != key.shape[-3] if query.ndim > 2 else False
+    title: str  # in tables and pictures
+    package: str  # the distribution whose version is kept with the results
+    # From query, key, value and `causal`: the call to time, or None if the peer is not installed or cannot compute it.
+    prepare: Callable[[Array, Array, Array, bool], Callable[[], object] | None]
+    keeps_scores: bool = False  # holds the whole matrix of scores: left out where sequences are long
+
+
+def torch_call(query: Array, key: Array, value: Array, causal: bool) -> Callable[[], object] | None:
+    """Prepare PyTorch's fused function on tensors that share the arrays' memory."""
     torch = torch_or_none()
-    if torch is not None:
-        tensors = [as_tensor(torch, array) for array in (query, key, value)]
-        fused = torch.nn.functional.scaled_dot_product_attention
-        calls["torch"] = lambda: fused(*tensors, is_causal=causal, enable_gqa=grouped)
-    if matrix and not grouped:
-        calls["numpy"] = lambda: textbook(query, key, value, causal)
-    if matrix and query.ndim == 4:
-        calls |= jax_call(query, key, value, causal)
-    if query.ndim == 4:
-        calls |= onnxruntime_call(query, key, value, causal)
-    return agreeing(calls)
+    if torch is None:
+        return None
+    tensors = [as_tensor(torch, array) for array in (query, key, value)]
+    fused, grouped = torch.nn.functional.scaled_dot_product_attention, is_grouped(query, key)
+    return lambda: fused(*tensors, is_causal=causal, enable_gqa=grouped)
 
 
-def jax_call(query: Array, key: Array, value: Array, causal: bool) -> Calls:
-    """JAX's function, compiled, on arrays of its own in its own order of axes; nothing if it is not installed."""
-    jax = jax_or_none()
-    if jax is None or query.dtype.itemsize == 2:  # it refuses float16 on a CPU
-        return {}
+def numpy_call(query: Array, key: Array, value: Array, causal: bool) -> Callable[[], object] | None:
+    """Prepare the textbook's formula."""
+    return None if is_grouped(query, key) else lambda: textbook(query, key, value, causal)
+
+
+def jax_call(query: Array, key: Array, value: Array, causal: bool) -> Callable[[], object] | None:
+    """Prepare JAX's function, compiled, on JAX arrays in JAX's order of axes."""
+    jax = jax_or_none() if query.ndim == 4 else None
+    if jax is None or query.dtype.itemsize == 2:  # JAX refuses float16 on a CPU
+        return None
     given = [jax.numpy.asarray(array.swapaxes(1, 2)) for array in (query, key, value)]
     compiled = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=causal))
 
-    class Result:  # looked at as an array only where results are compared
+    class Result:  # converted to an array only where results are compared
         def __init__(self, out: Any) -> None:
             self.out = out.block_until_ready()
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
             return np.asarray(self.out).swapaxes(1, 2)
 
-    return {"jax": lambda: Result(compiled(*given))}
+    return lambda: Result(compiled(*given))
 
 
-def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Calls:
-    """ONNX's operator Attention by onnxruntime, one thread that does not spin; nothing if it is not installed."""
+def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Callable[[], object] | None:
+    """Prepare ONNX's operator Attention in onnxruntime, with one thread that does not spin."""
     try:
         import onnx
         import onnxruntime as ort
     except ImportError:
-        return {}
-    if query.dtype != np.float32:
-        return {}
+        return None
+    if query.ndim != 4 or query.dtype != np.float32:
+        return None
     shapes = zip("QKV", (query.shape, key.shape, value.shape), strict=True)
     kinds = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes]
     node = onnx.helper.make_node("Attention", ["Q", "K", "V"], ["Y"], is_causal=int(causal))
@@ -127,25 +136,55 @@ def onnxruntime_call(query: Array, key: Array, value: Array, causal: bool) -> Ca
     options.log_severity_level = 3
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception:  # an older onnxruntime does not know the operator
-        return {}
+    except Exception:  # an older onnxruntime does not have the operator
+        return None
     feed = {"Q": query, "K": key, "V": value}
-    return {"onnxruntime": lambda: session.run(None, feed)[0]}
+    return lambda: session.run(None, feed)[0]
+
+
+PEERS = {
+    "torch": Peer("PyTorch SDPA", "torch", torch_call),
+    "numpy": Peer("NumPy textbook", "numpy", numpy_call, keeps_scores=True),
+    "onnxruntime": Peer("onnxruntime", "onnxruntime", onnxruntime_call),
+    "jax": Peer("JAX", "jax", jax_call, keeps_scores=True),
+}
+
+
+def is_grouped(query: Array, key: Array) -> bool:
+    """Return whether several query heads share a key head."""
+    return query.ndim > 2 and query.shape[-3] != key.shape[-3]
+
+
+def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = True, causal: bool = True) -> Calls:
+    """Return attention, causal or over all keys, by cattn and by every peer that can compute it.
+
+    Without `matrix`, peers that keep the whole matrix of scores are left out.
+    """
+    out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
+    attend, alignment = cattn.scaled_dot_product_attention, "upper_left" if causal else False
+    calls: Calls = {"cattn": lambda: attend(query, key, value, is_causal=alignment, out=out)}
+    for name, peer in PEERS.items():
+        if matrix or not peer.keeps_scores:
+            call = peer.prepare(query, key, value, causal)
+            if call is not None:
+                calls[name] = call
+    return agreeing(calls)
 
 
 def agreeing(calls: Calls) -> Calls:
-    """Return the calls after a look at their results: a wrong contestant would be no contest."""
+    """Return the calls, after comparing their results with cattn's."""
     ours = calls["cattn"]()
     right = as_floats(ours)
-    half = 2.0 ** (-10 if np.asarray(ours).dtype == np.float16 else -7)  # their spacing at 1
+    half = 2.0 ** (-10 if np.asarray(ours).dtype == np.float16 else -7)  # the dtype's spacing at 1
     tolerance = (TOLERANCE if np.asarray(ours).itemsize > 2 else 2 * half) * max(1.0, np.abs(right).max())
     for name, call in calls.items():
         np.testing.assert_allclose(as_floats(call()), right, rtol=0, atol=tolerance, err_msg=name)
     return calls
 
 
+# ---- others --------------------------------------------------------------------------------------------------------
 def numpy_dropout(x: Array, p: float) -> Callable[[], Array]:
-    """Dropout as fast as NumPy does it: everything into arrays that are there already."""
+    """Prepare the fastest dropout in NumPy: every step writes into an existing array."""
     rng = np.random.default_rng(0)
     noise, out = np.empty_like(x), np.empty_like(x)
     keep = x.dtype.type(1 - p)
@@ -160,7 +199,7 @@ def numpy_dropout(x: Array, p: float) -> Callable[[], Array]:
 
 
 def book_module(torch: Any, d: int, context_length: int, num_heads: int, fused: bool) -> Any:
-    """Multi-head attention as textbooks write it in PyTorch, or with PyTorch's fused function inside."""
+    """Return multi-head attention as textbooks write it in PyTorch, or with PyTorch's fused function inside."""
     nn = torch.nn
 
     class MultiHeadAttention(nn.Module):  # type: ignore[misc, name-defined, unused-ignore]

@@ -1,4 +1,7 @@
-"""The rows: what is measured, group by group, and what is aimed at."""
+"""The groups: the rows that are measured, and their targets.
+
+To add rows, append to a list such as PREFILL, or write a generator of Case objects and put it into GROUPS.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,8 @@ import numpy as np
 
 import cattn
 
-from .contestants import (
-    Calls,
-    agreeing,
-    attention_calls,
-    book_module,
-    jax_or_none,
-    numpy_dropout,
-    torch_or_none,
-)
-from .probe import Probe
+from .contestants import Calls, agreeing, attention_calls, book_module, jax_or_none, numpy_dropout, torch_or_none
+from .machine import Probe
 from .timing import Case
 
 CHILD = Path(__file__).with_name("child.py")
@@ -41,7 +36,7 @@ def qkv(shape: tuple[int, ...], dtype: Any = np.float32, kv_shape: tuple[int, ..
 
 
 def causal_flops(batch: int, heads: int, tokens: int, head_dim: int) -> float:
-    """Multiplications and additions that causality leaves of both products."""
+    """Return the multiplications and additions of both products, over visible keys only."""
     return 4.0 * batch * heads * head_dim * tokens * (tokens + 1) / 2
 
 
@@ -61,15 +56,20 @@ PREFILL: list[tuple[str, tuple[int, ...], dict[str, float]]] = [
 
 
 def prefill(probe: Probe | None) -> Cases:
-    """Causal attention of a whole text, one thread."""
+    """Causal attention of a whole sequence, one thread."""
     for dtype, shape, targets in PREFILL:
-        calls = functools.partial(_prefill_calls, shape, dtype)
-        facts = {"dtype": dtype, "shape": shape, "T": shape[2]}
-        yield Case(f"{dtype} {shape}", calls, dtype, causal_flops(*shape), targets, facts)
+        yield prefill_case(dtype, shape, targets)
 
 
-def _prefill_calls(shape: tuple[int, ...], dtype: str) -> Calls:
-    return attention_calls(*qkv(shape, dtype), matrix=shape[2] <= 4096)
+def prefill_case(dtype: str, shape: tuple[int, ...], targets: dict[str, float], causal: bool = True) -> Case:
+    """Return a row of attention over a whole sequence, causal or with all keys visible."""
+    batch, heads, tokens, head_dim = shape
+    flops = causal_flops(*shape) if causal else 4.0 * batch * heads * head_dim * tokens * tokens
+
+    def calls() -> Calls:
+        return attention_calls(*qkv(shape, dtype), matrix=tokens <= 4096, causal=causal)
+
+    return Case(f"{dtype} {shape}", calls, dtype, flops, targets, {"dtype": dtype, "shape": shape, "T": tokens})
 
 
 def threads(probe: Probe | None) -> Cases:
@@ -83,7 +83,7 @@ def threads(probe: Probe | None) -> Cases:
             with cattn.num_threads(n):
                 return cattn.causal_attention(q, k, v, out=out)
 
-        calls: dict[str, Callable[[], object]] = {
+        calls: Calls = {
             "cattn": functools.partial(with_threads, 2),
             "one thread": functools.partial(with_threads, 1),
         }
@@ -103,13 +103,13 @@ def _torch_two(torch: Any, tensors: list[Any]) -> Any:
 
 
 def dropout_fused(probe: Probe | None) -> Cases:
-    """Attention with dropout against attention without: the price of the random bits."""
+    """Attention with dropout and without: the cost of the random bits."""
     torch = torch_or_none()
     for tokens, heads in ((512, 12), (1024, 12), (4096, 2)):
         query, key, value = qkv((1, heads, tokens, 64))
         out = np.empty_like(query)
         ours = functools.partial(cattn.causal_attention, query, key, value, out=out)
-        calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(ours, dropout_p=0.1, rng=1), "p=0": ours}
+        calls: Calls = {"cattn": functools.partial(ours, dropout_p=0.1, rng=1), "p=0": ours}
         if torch is not None and tokens <= 1024:
             tensors = [torch.from_numpy(a) for a in (query, key, value)]
             fused = torch.nn.functional.scaled_dot_product_attention
@@ -119,12 +119,12 @@ def dropout_fused(probe: Probe | None) -> Cases:
 
 
 def training(probe: Probe | None) -> Cases:
-    """Forward and backward pass of causal attention, one thread; flops counted as 3.5 times the forward pass's."""
+    """Forward and backward pass of causal attention, one thread; flops count as 3.5 times those of the forward pass."""
     torch = torch_or_none()
     for tokens, ratio in ((512, 2.6), (1024, 1.9), (2048, 1.5), (4096, 1.35)):
         for p in (0.0, 0.1):
             arrays = [*qkv((1, 12, tokens, 64)), normal(1, 12, tokens, 64, seed=3)]
-            calls: dict[str, Callable[[], object]] = {"cattn": functools.partial(_train, *arrays, p)}
+            calls: Calls = {"cattn": functools.partial(_train, *arrays, p)}
             if torch is not None and (p == 0 or tokens <= 1024):
                 tensors = [torch.tensor(a, requires_grad=i < 3) for i, a in enumerate(arrays)]
                 calls["torch"] = functools.partial(_train_torch, torch, *tensors, p)
@@ -150,7 +150,7 @@ def dropout(probe: Probe | None) -> Cases:
     """Dropout alone."""
     x = normal(16 * 2**20)
     out = np.empty_like(x)
-    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.dropout(x, 0.1, rng=1, out=out)}
+    calls: Calls = {"cattn": lambda: cattn.dropout(x, 0.1, rng=1, out=out)}
     calls["numpy"] = numpy_dropout(x, 0.1)
     torch = torch_or_none()
     if torch is not None:
@@ -159,10 +159,10 @@ def dropout(probe: Probe | None) -> Cases:
 
 
 def softmax(probe: Probe | None) -> Cases:
-    """Causal masked softmax of a whole matrix of scores."""
+    """Causal masked softmax of a matrix of scores."""
     scores = normal(12, 1024, 1024)
     out = np.empty_like(scores)
-    calls: dict[str, Callable[[], object]] = {"cattn": lambda: cattn.masked_softmax(scores, is_causal=True, out=out)}
+    calls: Calls = {"cattn": lambda: cattn.masked_softmax(scores, is_causal=True, out=out)}
     hidden = ~np.tri(1024, dtype=bool)
 
     def numpy() -> Any:
@@ -185,7 +185,7 @@ def softmax(probe: Probe | None) -> Cases:
 
 
 def decode(probe: Probe | None) -> Cases:
-    """One query against a cache: bound by reading keys and values."""
+    """One query and a cache of keys and values: bound by the read bandwidth."""
     for kv_heads, tokens in ((32, 1024), (32, 4096), (32, 16384), (8, 1024), (8, 4096), (8, 16384)):
         kv_shape = (1, kv_heads, tokens, 128)
         large = tokens == 16384
@@ -200,7 +200,7 @@ def _decode_calls(probe: Probe | None, kv_shape: tuple[int, ...]) -> Calls:
     query, key, value = qkv((1, 32, 1, 128), kv_shape=kv_shape)
     calls = attention_calls(query, key, value, causal=False)
     torch = torch_or_none()
-    if torch is not None:  # PyTorch's own products read a group's keys once
+    if torch is not None:  # PyTorch's matrix products read the keys of a group once
         q, k, v = (torch.from_numpy(a) for a in (query, key, value))
         calls["torch matmul"] = functools.partial(_grouped_products, torch, q, k, v)
     if probe is not None:
@@ -209,7 +209,7 @@ def _decode_calls(probe: Probe | None, kv_shape: tuple[int, ...]) -> Calls:
 
 
 def halves(probe: Probe | None) -> Cases:
-    """Measure float16 and bfloat16 (with ml_dtypes) against PyTorch's and against our own float32."""
+    """float16, and bfloat16 where ml_dtypes is installed, beside PyTorch's and cattn's own float32."""
     dtypes = [(np.dtype(np.float16), 2.3)]
     try:
         import ml_dtypes
@@ -236,7 +236,7 @@ def halves(probe: Probe | None) -> Cases:
             )  # fmt: skip
 
 
-def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
+def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> Calls:
     narrow = [a.astype(dtype) for a in wide]
     calls = attention_calls(*narrow, matrix=False, causal=bool(options))
     out = np.empty(wide[0].shape, np.float32)
@@ -251,13 +251,13 @@ def _grouped_products(torch: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def calls(probe: Probe | None) -> Cases:
-    """Small inputs, with every check."""
+    """Small inputs, including all checks of the arguments."""
     for shape, most in (((6, 2), 1.0), ((1, 4, 16, 16), 2.5), ((8, 12, 64, 64), 1000.0)):
         yield Case(str(shape), attention_calls(*qkv(shape)), targets={"microseconds": most}, facts={"shape": shape})
 
 
 def window(probe: Probe | None) -> Cases:
-    """Slide a window of 256 over 16384 tokens: time against that of its own flops at the rate of T=4096."""
+    """Attention within a window of 256 keys over 16384 tokens, beside T=4096 without a window."""
     long, short = qkv((1, 2, 16384, 64)), qkv((1, 2, 4096, 64))
     out, short_out = np.empty_like(long[0]), np.empty_like(short[0])
     seen, all_seen = 256 * 257 / 2 + (16384 - 256) * 256, 4096 * 4097 / 2
@@ -272,7 +272,7 @@ def window(probe: Probe | None) -> Cases:
 
 
 def classes(probe: Probe | None) -> Cases:
-    """Load a GPT-2-sized module of the book's form in PyTorch into cattn's: time of both."""
+    """Multi-head attention of the size of GPT-2: the textbook's module in PyTorch, and the same in cattn's class."""
     torch = torch_or_none()
     if torch is None:
         return
@@ -289,7 +289,7 @@ def classes(probe: Probe | None) -> Cases:
             with torch.no_grad():
                 return module(x)
 
-        contestants: dict[str, Callable[[], object]] = {
+        contestants: Calls = {
             "cattn": functools.partial(ours, array),
             "torch, eager": functools.partial(without_tape, eager),
             "torch, SDPA": functools.partial(without_tape, fused),
@@ -298,7 +298,7 @@ def classes(probe: Probe | None) -> Cases:
 
 
 def memory(probe: Probe | None) -> Iterator[dict[str, Any]]:
-    """Memory beyond inputs and outputs: the high-water mark of a process of its own."""
+    """Memory beyond inputs and outputs: the peak of a new process."""
     for tokens in (1024, 2048, 4096):
         peaks = {}
         for name in ("cattn", "torch", "numpy"):
@@ -314,11 +314,11 @@ def memory(probe: Probe | None) -> Iterator[dict[str, Any]]:
 
 
 def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
-    """Time of the import behind NumPy's, and what lies on the disk."""
+    """Time of the import after NumPy's, and the installed size."""
     command = [sys.executable, str(CHILD), "import", "numpy", "cattn"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    told = [subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout for _ in range(8)]
-    beyond = 1e3 * float(np.median([float(seconds) for seconds in told[1:]]))  # the first one may compile
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout for _ in range(8)]
+    beyond = 1e3 * float(np.median([float(seconds) for seconds in outputs[1:]]))  # the first may compile
     package = Path(cattn.__file__).parent
     size = sum(p.stat().st_size for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts) / 2**20
     yield {"name": "import beyond NumPy", "targets": {"ms": {"target": 10, "measured": beyond, "met": beyond <= 10}}}
@@ -333,5 +333,5 @@ GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     )
 }  # fmt: skip
 
-# where peers write results and temporaries of many megabytes, memory is kept from call to call
+# Groups where peers allocate many megabytes in each call: malloc keeps freed memory there.
 KEEP_MEMORY = {"dropout", "dropout_fused", "training", "prefill"}

@@ -1,6 +1,7 @@
-"""Laps of a group, each in a process of its own: it starts as a user's program does.
+"""Laps: every group is measured several times, each time in a new process, until its ratios settle.
 
-No group finds the memory, the thread pools or the caches that another one left.
+A lap has new arrays, and a process like a user's: neither the place of an array in memory nor the heap, thread pools
+and caches of an earlier group decide a row.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -18,26 +20,110 @@ from typing import Any, TypeVar
 import cattn
 
 from .groups import GROUPS, KEEP_MEMORY
-from .machine import keep_memory
-from .probe import Probe
-from .timing import Case, Measured, row_of
+from .machine import Probe, keep_memory
+from .timing import ENOUGH, SETTLED, SHORT, Case, Timing, interleave
 
 Found = TypeVar("Found")
 
 
+@dataclass
+class Measured:
+    """The laps of one case so far."""
+
+    laps: list[dict[str, Timing]] = field(default_factory=list)
+    limit_work: float = 0.0  # flops or bytes of one call of the probe
+    quick: float = math.inf  # the canary's best so far
+
+    def lap(self, case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> None:
+        """Time one case and its limit once more.
+
+        `limits` are probes: each call takes a moment and returns the work that it did.
+        """
+        contestants = dict(case.contestants() if callable(case.contestants) else case.contestants)
+        done: list[float] = []
+        probe = limits.get(case.limit or "")
+        if probe is not None:
+            contestants["limit"] = lambda: done.append(probe())
+        self.laps.append(interleave(contestants, rounds, self.quick))
+        self.quick = self.laps[-1]["cattn"].quick
+        self.limit_work = done[-1] if done else 0.0  # the same in every call
+
+    def times(self, laps: list[dict[str, Timing]] | None = None) -> dict[str, Timing]:
+        """Return the rounds of the given laps, by default of all."""
+        laps = self.laps if laps is None else laps
+        return {
+            name: Timing(
+                [t for lap in laps for t in lap[name].rounds], [t for lap in laps for t in lap[name].canary], self.quick
+            )
+            for name in laps[0]
+        }
+
+    def settled(self) -> bool:
+        """Return whether another lap would hardly change the ratios."""
+        first, *more = self.laps
+        if not more:
+            return False
+        ours = self.times()["cattn"]
+        if sum(ours.quiet()) < min(ENOUGH, len(ours.rounds)):
+            return False
+        if ours.median < SHORT:
+            return True
+        laps = [self.times([lap]) for lap in self.laps]
+        for name in first.keys() - {"cattn"}:
+            ratios = [lap[name].over(lap["cattn"], enough=1) for lap in laps]
+            if statistics.stdev(ratios) > SETTLED * len(ratios) ** 0.5 * statistics.mean(ratios):
+                return False
+        return True
+
+
+def row_of(case: Case, measured: Measured) -> dict[str, Any]:
+    """Return the row to keep: times, ratios, percent of the limit, targets."""
+    times = measured.times()
+    cattn = times["cattn"]
+    row: dict[str, Any] = {"name": case.name, **case.facts}
+    row["laps"] = len(measured.laps)
+    row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
+    row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
+    if "limit" in times:
+        work = measured.limit_work
+        row["limit"] = {"kind": case.limit, "per_second": work / times["limit"].median}
+        row["percent"] = 100 * case.work / work * times["limit"].over(cattn)
+    ours = cattn.median
+    row["targets"] = {
+        name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in case.targets.items()
+    }
+    return row
+
+
+def judge(name: str, target: float, row: dict[str, Any], ours: float, work: float = 0.0) -> dict[str, Any]:
+    """Compare one target with the measurement. `met` is None if its peer did not take part."""
+    if name == "microseconds":
+        return {"measured": ours * 1e6, "met": ours * 1e6 <= target}
+    measured: float | None
+    if name in ("GF/s", "GB/s"):
+        measured = work / ours / 1e9
+    elif name == "percent":
+        measured = row.get("percent")
+    elif name == "best peer":
+        measured = min(row["ratios"].values(), default=None)
+    else:
+        measured = row["ratios"].get(name)
+    return {"measured": measured, "met": None if measured is None else measured >= target}
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the command line says of all groups."""
+    """The options of the command line for all groups."""
 
     rounds: int | None = None  # of a lap; None: as many as the time allows
-    only: str = ""  # rows whose name holds this text
-    fewest: int = 1  # laps of a row that is timed
-    probe: Path | None = None  # compiled, where the limits can be measured
+    only: str = ""  # only rows whose name contains this text
+    fewest: int = 1  # laps of a timed row
+    probe: Path | None = None  # the compiled probe, if it could be compiled
 
 
 @dataclass
 class Group:
-    """One group, and what its laps have found so far."""
+    """One group and the results of its laps so far."""
 
     name: str
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -45,21 +131,21 @@ class Group:
     quick: float = math.inf  # the canary's best in any row
 
     def settled(self) -> bool:
-        """Tell whether another lap would hardly change a ratio."""
+        """Return whether another lap would hardly change a ratio."""
         return all(case.settled() for case in self.measured.values())
 
 
-def progress(cases: Iterable[Any], told: str) -> Iterable[Any]:
-    """Show how far a lap is, where tqdm is installed."""
+def progress(cases: Iterable[Any], title: str) -> Iterable[Any]:
+    """Show a progress bar, where tqdm is installed."""
     with contextlib.suppress(ImportError):
         from tqdm.auto import tqdm
 
-        return tqdm(cases, desc=told, unit="row", leave=False, dynamic_ncols=True)  # type: ignore[no-any-return]
+        return tqdm(cases, desc=title, unit="row", leave=False, dynamic_ncols=True)  # type: ignore[no-any-return]
     return cases
 
 
 def lap(group: Group, number: int, plan: Plan) -> Group:
-    """Go through the rows once more, from the lap after the fewest on through those that have not settled."""
+    """Measure the rows once more. After the fewest laps, only rows that have not settled."""
     if group.name in KEEP_MEMORY:
         keep_memory()
     with cattn.num_threads(1):
@@ -68,7 +154,7 @@ def lap(group: Group, number: int, plan: Plan) -> Group:
             name = case.name if isinstance(case, Case) else case["name"]
             if plan.only not in name:
                 continue
-            if not isinstance(case, Case):  # there at once, and not timed
+            if not isinstance(case, Case):  # a finished row without times
                 group.rows[name] = case
                 continue
             measured = group.measured[name]
@@ -81,6 +167,6 @@ def lap(group: Group, number: int, plan: Plan) -> Group:
 
 
 def apart(function: Callable[..., Found], *arguments: Any) -> Found:
-    """Return what a function returns in a new process."""
+    """Call a function in a new process and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,10 +1,10 @@
-/* probe.c -- what the machine gives at best: fused multiply-adds in registers, and a bare read of memory. Compiled by
- * probe.py with the flags of the instruction set in use; BYTES is the width of its vectors.
+/* probe.c -- the limits of the machine: fused multiply-adds in registers, and a plain read of memory. machine.py
+ * compiles it with the flags of the instruction set in use; BYTES is the width of a vector.
  */
 #include <stddef.h>
 #include <stdint.h>
 
-#define CHAINS 16 /* more than latency times throughput of any core so far */
+#define CHAINS 16 /* more than latency times throughput on any core so far */
 
 #define PEAK(name, real)                                                                                               \
     double name(long loops) {                                                                                          \

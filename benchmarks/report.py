@@ -1,16 +1,47 @@
-"""Results as tables: on the screen, and as Markdown for the README."""
+"""Results: kept as JSON, printed, as the README's table, and as pictures."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from .machine import load
+from .contestants import PEERS
+from .machine import facts
 from .timing import SHORT
 
-TITLES = {"torch": "PyTorch SDPA", "numpy": "NumPy textbook", "onnxruntime": "onnxruntime", "jax": "JAX"}
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
 
 
+# ---- files ---------------------------------------------------------------------------------------------------------
+def save(folder: Path, group: str, rows: list[Row], **extra: Any) -> Path:
+    """Keep a group as JSON: the machine, `extra`, and one line for each row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{group}.json"
+    head = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"machine": facts(), **extra}.items()]
+    lines = ",\n".join(f"  {json.dumps(_short(row))}" for row in rows)
+    path.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{lines}\n ]']) + "\n}\n")
+    return path
+
+
+def _short(value: Any) -> Any:
+    """Return a value with its floats rounded to six digits, more than any measurement has."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def load(folder: Path, group: str) -> dict[str, Any] | None:
+    """Return the kept results of a group, if there are any."""
+    path = folder / f"{group}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
 def duration(seconds: float) -> str:
     """Return a time with three digits and its unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
@@ -19,19 +50,19 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def aims(row: dict[str, Any]) -> str:
+def targets(row: Row) -> str:
     """Return the targets of a row, and whether they are met."""
     signs = {True: "met", False: "missed", None: "no peer"}
-    told = []
-    for name, aim in row["targets"].items():
-        measured = "" if aim["measured"] is None else f" {aim['measured']:.3g}"
+    texts = []
+    for name, target in row["targets"].items():
+        measured = "" if target["measured"] is None else f" {target['measured']:.3g}"
         kind = {"percent": "% of limit", "microseconds": "µs"}.get(name, name)
-        most = name in ("microseconds", "ms", "MiB")
-        told.append(f"{kind}{measured} ({'≤' if most else '≥'} {aim['target']:.3g}, {signs[aim['met']]})")
-    return "; ".join(told)
+        sign = "≤" if name in ("microseconds", "ms", "MiB") else "≥"
+        texts.append(f"{kind}{measured} ({sign} {target['target']:.3g}, {signs[target['met']]})")
+    return "; ".join(texts)
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """Return one row for the screen."""
     parts = [f"{row['name']:<38}"]
     if "seconds" in row:
@@ -41,20 +72,17 @@ def line(row: dict[str, Any]) -> str:
         parts.append("  ".join(f"{name} {ratio:.2f}x" for name, ratio in row["ratios"].items()))
     elif "bytes" in row:
         parts.append("  ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in row["bytes"].items()))
-    told = aims(row)
-    return "  ".join(parts) + (f"\n{'':>6}{told}" if told else "")
-
-
-def _rows(folder: Path, group: str) -> dict[str, Any]:
-    kept = load(folder, group)
-    return {row["name"]: row for row in kept["rows"]} if kept else {}
+    text = targets(row)
+    return "  ".join(parts) + (f"\n{'':>6}{text}" if text else "")
 
 
 def changes(before: Path, now: Path, groups: list[str]) -> list[tuple[str, str, float]]:
-    """Return (row, peer, change) of every ratio that two runs have in common, of rows of a millisecond and more."""
+    """Return (row, peer, change) for the ratios that two runs share, of rows of a millisecond and more."""
     found = []
     for group in groups:
-        old, new = _rows(before, group), _rows(now, group)
+        old, new = (
+            {row["name"]: row for row in (load(folder, group) or {"rows": []})["rows"]} for folder in (before, now)
+        )
         for name in old.keys() & new.keys():
             if "ratios" in new[name] and new[name]["seconds"]["cattn"]["median"] >= SHORT:
                 was, ratios = old[name]["ratios"], new[name]["ratios"]
@@ -63,7 +91,7 @@ def changes(before: Path, now: Path, groups: list[str]) -> list[tuple[str, str, 
 
 
 def agreement(before: Path, now: Path, groups: list[str]) -> str:
-    """Say how far the ratios of two runs differ, and name the ten that differ most."""
+    """Say how many ratios of two runs agree, and list the ten that differ most."""
     found = changes(before, now, groups)
     if not found:
         return f"{before} has no rows of a millisecond and more in common with this run"
@@ -78,22 +106,23 @@ def markdown(folder: Path) -> str:
     if kept is None:
         raise FileNotFoundError(f"no {folder / 'prefill.json'}: run `python -m benchmarks prefill` first")
     machine, rows = kept["machine"], kept["rows"]
-    peers = [peer for peer in TITLES if any(peer in row["ratios"] for row in rows)]
-    versions = ", ".join(f"{TITLES[peer].split()[0]} {machine[peer]}" for peer in peers if peer in machine)
+    peers = {name: peer for name, peer in PEERS.items() if any(name in row["ratios"] for row in rows)}
+    versions = ", ".join(
+        f"{peer.title.split()[0]} {machine[peer.package]}" for peer in peers.values() if peer.package in machine
+    )
+    head = ["dtype, (B, H, T, head_dim)", "cattn", "of the FMA peak", *(peer.title for peer in peers.values())]
     lines = [
         f"One thread, causal, medians of interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, "
         f"{machine['instruction_set']} kernels, {machine['date']}; {versions}):",
         "",
-        "| "
-        + " | ".join(["dtype, (B, H, T, head_dim)", "cattn", "of the FMA peak", *(TITLES[p] for p in peers)])
-        + " |",
-        "| --- | --- | --- |" + " --- |" * len(peers),
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
     ]
     for row in rows:
-        ratios = (f"{row['ratios'][p]:.1f} times as long" if p in row["ratios"] else "" for p in peers)
+        ratios = [f"{row['ratios'][name]:.1f} times as long" if name in row["ratios"] else "" for name in peers]
         share = f"{row['percent']:.0f} %" if "percent" in row else ""
         took = duration(row["seconds"]["cattn"]["median"])
-        lines.append(f"| {row['dtype']} {tuple(row['shape'])} | {took} | {share} | " + " | ".join(ratios) + " |")
+        lines.append("| " + " | ".join([f"{row['dtype']} {tuple(row['shape'])}", took, share, *ratios]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -105,3 +134,69 @@ def write_into(path: Path, table: str) -> None:
         raise ValueError(f"{path.name} has no marks '{begin.strip()}' and '{end}'")
     before, rest = text.split(begin, 1)
     path.write_text(before + begin + table + end + rest.split(end, 1)[1])
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+def draw(folder: Path) -> list[Path]:
+    """Draw the kept results: ratios, percent of the peak and memory by sequence length. Return the files."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    kept = [(_draw_prefill, load(folder, "prefill")), (_draw_memory, load(folder, "memory"))]
+    return [path for function, results in kept if results for path in function(folder, results)]
+
+
+def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    ax.set(xlabel="T, tokens", ylabel=ylabel, xscale="log")
+    ax.set_title(title, fontsize="medium")
+    ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    return figure, ax
+
+
+def _save_figure(figure: Any, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    figure.axes[0].legend()
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _draw_prefill(folder: Path, results: dict[str, Any]) -> list[Path]:
+    rows = [row for row in results["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
+    title = f"{results['machine']['cpu']}, {results['machine']['instruction_set']}, one thread, float32, head_dim 64"
+    lengths = [row["T"] for row in rows]
+
+    def plot_peers(ax: Any, style: str, number: Any) -> None:
+        for name, peer in PEERS.items():
+            points = [(row["T"], number(row, row["ratios"][name])) for row in rows if name in row["ratios"]]
+            if points:
+                ax.plot(*zip(*points, strict=True), style, label=peer.title)
+
+    figure, ax = _axes(title, "times as long as cattn", lengths)
+    plot_peers(ax, "o-", lambda row, ratio: ratio)
+    ax.axhline(1, color="0.3", linewidth=1)
+    ax.set_ylim(bottom=0)
+    paths = [_save_figure(figure, folder / "ratios.png")]
+    if all("percent" in row for row in rows):
+        figure, ax = _axes(title, "% of the FMA peak", lengths)
+        ax.plot(lengths, [row["percent"] for row in rows], "o-", label="cattn")
+        plot_peers(ax, "o--", lambda row, ratio: row["percent"] / ratio)
+        ax.set_ylim(0, 100)
+        paths.append(_save_figure(figure, folder / "percent.png"))
+    return paths
+
+
+def _draw_memory(folder: Path, results: dict[str, Any]) -> list[Path]:
+    rows = results["rows"]
+    figure, ax = _axes("12 heads, float32, head_dim 64", "MiB beyond inputs and output", [row["T"] for row in rows])
+    for name in rows[0]["bytes"]:
+        sizes = [max(row["bytes"][name], 4096) / 2**20 for row in rows]
+        ax.plot([row["T"] for row in rows], sizes, "o-", label=PEERS[name].title if name in PEERS else name)
+    ax.set_yscale("log")
+    return [_save_figure(figure, folder / "memory.png")]

@@ -1,10 +1,10 @@
-"""How time grows with T, head_dim, heads and threads, and a model of it.
+"""A model of the time: how it grows with T, head_dim, heads and threads.
 
-A call takes
+    time = call + wake + (tasks · task + flops · flop + scores · score + bytes · byte) / threads
 
-    call + wake (two threads or more) + tasks * task / threads + flops / rate / threads + scores * score / threads
-
-plus, where keys and values stream by, bytes / bandwidth. Six constants, found by least squares of the relative error.
+A task is 96 queries of one head. Scores are the visible pairs of a query and a key; each costs an exponential and its
+part of the sums. Bytes are keys and values, for calls with few queries, which stream them. `wake` is paid with two
+threads or more. The six constants are fitted by least squares of the relative error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 import cattn
 
+from .groups import qkv
 from .machine import facts
 from .report import duration
-from .timing import interleave
+from .timing import Timing, interleave
 
 ROUNDS = 15
 TERMS = ("call", "wake", "task", "flop", "score", "byte")
@@ -30,7 +31,7 @@ TERMS = ("call", "wake", "task", "flop", "score", "byte")
 
 @dataclass(frozen=True)
 class Point:
-    """One size that is measured."""
+    """One size; causal if there are as many queries as keys."""
 
     heads: int
     seqlen_q: int
@@ -40,26 +41,28 @@ class Point:
 
     def terms(self) -> NDArray[np.float64]:
         """Return how much of each term a call has."""
-        causal = self.seqlen_q == self.seqlen_k
-        pairs = self.seqlen_q * (self.seqlen_q + 1) / 2 if causal else self.seqlen_q * self.seqlen_k
-        pairs *= self.heads
-        blocks = -(-self.seqlen_q // 96) * self.heads
-        share = min(self.threads, blocks)
-        few = self.seqlen_q <= 16
-        flops = 4.0 * pairs * self.head_dim
-        streamed = 8.0 * self.heads * self.seqlen_k * self.head_dim if few else 0.0
-        wake = float(self.threads > 1)
-        tiled = np.array([blocks, flops, pairs]) * (not few)
-        return np.array([1.0, wake, *tiled / share, streamed / share])
+        keys = (self.seqlen_k + 1) / 2 if self.seqlen_q == self.seqlen_k else self.seqlen_k
+        pairs = self.heads * self.seqlen_q * keys
+        tasks = -(-self.seqlen_q // 96) * self.heads
+        if self.seqlen_q <= 16:
+            work = [0, 0, 0, 8.0 * self.heads * self.seqlen_k * self.head_dim]
+        else:
+            work = [tasks, 4.0 * pairs * self.head_dim, pairs, 0]
+        return np.array([1.0, self.threads > 1, *np.array(work) / min(self.threads, tasks)])
 
-    def describe(self) -> str:
-        """Return the size as text."""
+    def __str__(self) -> str:
         kind = "causal" if self.seqlen_q == self.seqlen_k else f"T_q={self.seqlen_q}"
         return f"H={self.heads} T={self.seqlen_k} D={self.head_dim} {kind}, threads {self.threads}"
 
+    def call(self) -> Callable[[], object]:
+        """Return a call of this size."""
+        shapes = [(1, self.heads, length, self.head_dim) for length in (self.seqlen_q, self.seqlen_k)]
+        query, key, value = qkv(shapes[0], kv_shape=shapes[1])
+        return functools.partial(cattn.causal_attention, query, key, value, out=np.empty_like(query))
+
 
 def grid() -> Iterator[Point]:
-    """Sizes from a bare call to thousands of tokens."""
+    """Return sizes from an empty call to thousands of tokens."""
     for threads in (1, 2):
         for head_dim in (32, 64, 128):
             for tokens, heads in ((128, 12), (256, 12), (512, 12), (1024, 12), (2048, 6), (4096, 2)):
@@ -71,20 +74,12 @@ def grid() -> Iterator[Point]:
         yield Point(32, 1, tokens, 128, 1)
 
 
-def call_of(point: Point) -> Callable[[], object]:
-    """Return a call of one size."""
-    rng = np.random.default_rng(0)
-    query = rng.standard_normal((1, point.heads, point.seqlen_q, point.head_dim), dtype=np.float32)
-    key, value = rng.standard_normal((2, 1, point.heads, point.seqlen_k, point.head_dim), dtype=np.float32)
-    return functools.partial(cattn.causal_attention, query, key, value, out=np.empty_like(query))
-
-
 def measure(points: list[Point]) -> NDArray[np.float64]:
-    """Return the median seconds of each size: sizes take turns, so that no mood of the machine has one for itself."""
-    found = {}
+    """Return the median seconds of each size. The sizes take turns."""
+    found: dict[Point, Timing] = {}
     for threads in {point.threads for point in points}:
         with cattn.num_threads(threads):
-            found |= interleave({point: call_of(point) for point in points if point.threads == threads}, ROUNDS)
+            found |= interleave({point: point.call() for point in points if point.threads == threads}, ROUNDS)
     return np.array([found[point].median for point in points])
 
 
@@ -100,36 +95,34 @@ def fit(points: list[Point], seconds: NDArray[np.float64]) -> NDArray[np.float64
 
 
 def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> dict[str, Any]:
-    """Measure, fit, tell, and write results/scaling.md."""
+    """Measure, fit, print, and write results/scaling.md."""
     points = list(grid()) if points is None else points
     seconds = measure(points)
     constants = fit(points, seconds)
     predicted = np.array([point.terms() @ constants for point in points])
     errors = predicted / seconds - 1
     worst = int(np.abs(errors).argmax())
+    call, wake, task, flop, score, byte = constants
     machine = facts()
-    flop, byte = constants[TERMS.index("flop")], constants[TERMS.index("byte")]
-    told = [
+    lines = [
         f"{machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']}, float32.",
         "",
-        f"A call costs {constants[0] * 1e6:.1f} µs, waking a second thread {constants[1] * 1e6:.1f} µs, "
-        f"a task of 96 queries {constants[2] * 1e6:.2f} µs;",
+        f"A call costs {call * 1e6:.1f} µs, waking a second thread {wake * 1e6:.1f} µs, "
+        f"a task of 96 queries {task * 1e6:.2f} µs;",
         f"products run at {1e-9 / flop if flop else 0:.0f} GFLOP/s, "
-        f"a score (exponential and sums) costs {constants[4] * 1e9:.3f} ns, "
+        f"a score (exponential and sums) costs {score * 1e9:.3f} ns, "
         f"and decoding reads {1e-9 / byte if byte else 0:.1f} GB/s.",
         "",
-        f"Largest deviation: {errors[worst]:+.0%} at {points[worst].describe()}; "
+        f"Largest deviation: {errors[worst]:+.0%} at {points[worst]}; "
         f"{np.mean(np.abs(errors) <= 0.2):.0%} of the sizes within 20 %.",
         "",
         "| size | measured | predicted | deviation |",
         "| --- | --- | --- | --- |",
-        *(
-            f"| {p.describe()} | {duration(m)} | {duration(q)} | {e:+.0%} |"
-            for p, m, q, e in zip(points, seconds, predicted, errors, strict=True)
-        ),
     ]
+    for point, measured, model, error in zip(points, seconds, predicted, errors, strict=True):
+        lines.append(f"| {point} | {duration(measured)} | {duration(model)} | {error:+.0%} |")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.md").write_text("# Time, measured and predicted\n\n" + "\n".join(told) + "\n")
+    (folder / "scaling.md").write_text("# Time, measured and predicted\n\n" + "\n".join(lines) + "\n")
     if show:
-        print("\n".join(told))
+        print("\n".join(lines))
     return {"constants": dict(zip(TERMS, constants.tolist(), strict=True)), "worst": float(errors[worst])}

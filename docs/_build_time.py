@@ -1,6 +1,6 @@
-"""Pages that the documentation build generates: the gallery of notebooks, and the help text of ``cattn attend``.
+"""Pages that the documentation build generates: the gallery of notebooks, the help of ``cattn attend``, the promises.
 
-Their sources are outside of ``docs/``: the notebooks and the command. Git ignores the generated files.
+Their sources are elsewhere: the notebooks, the command and the tests. Git ignores the generated files.
 """
 
 import base64
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import _promises
+
 from cattn import __main__ as command
 
 HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "examples"
 GALLERY = HERE / "examples"
-HELP = HERE / "api" / "generated" / "attend.txt"
+GENERATED = HERE / "api" / "generated"
 
 HEADER = """\
 # Examples
@@ -29,7 +31,7 @@ and `pip install 'cattn[examples]'` installs the packages that they need.
 
 
 def write_pages(*_: Any) -> None:
-    """Write the gallery and the help text."""
+    """Write the gallery, the help text and the tables of promises."""
     GALLERY.mkdir(exist_ok=True)
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     stale = {path.name for path in GALLERY.iterdir()} - {path.name for path in notebooks} - {"index.md"}
@@ -41,11 +43,12 @@ def write_pages(*_: Any) -> None:
     toctree = f":::{{toctree}}\n:hidden:\n\n{names}\n:::\n"
     _write(GALLERY / "index.md", "\n".join([HEADER, gallery, "", toctree]) if notebooks else HEADER)
 
-    HELP.parent.mkdir(parents=True, exist_ok=True)
+    GENERATED.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS="90", NO_COLOR="1"), contextlib.redirect_stdout(text):
         command.main(["attend", "--help"])
-    _write(HELP, text.getvalue())
+    _write(GENERATED / "attend.txt", text.getvalue())
+    _write(GENERATED / "promises.txt", _promises.tables())
 
 
 def _write(path: Path, text: str) -> None:

@@ -42,6 +42,11 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker from which docs/promises.md is made."""
+    config.addinivalue_line("markers", "promise(*names): the promises of docs/promises.toml that this test checks")
+
+
 def pytest_report_header() -> list[str]:
     """Report the compiled kernel tables, and which of them this machine can run."""
     tables = _cattn._isa_list()

@@ -1,4 +1,4 @@
-"""How exact the functions in the kernels are, and how attention's errors compare with those of its peers."""
+"""The errors of the kernels' exp, tanh and log, and attention's errors relative to its peers'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import cattn
 from support import ACCURACY_DTYPES, benchmarks_importable, in_contract
 
 with benchmarks_importable():
-    from benchmarks import accuracy, accuracy_report, functions, oracle
+    from benchmarks import contestants as peers
+    from benchmarks.accuracy import __main__ as accuracy
+    from benchmarks.accuracy import cases, contestants, oracle, report
 
 
 # ---- functions -----------------------------------------------------------------------------------------------------
@@ -26,7 +28,7 @@ def every_exponent(dtype: type, last: float, each: int) -> np.ndarray:
     exponents = np.arange(info.minexp - info.nmant, int(np.frexp(last)[1]))
     mantissas = np.concatenate([np.ones((exponents.size, 1)), rng.uniform(1, 2, (exponents.size, each - 1))], axis=1)
     x = np.ldexp(mantissas, exponents[:, None]).astype(dtype).ravel()
-    # Half of the numbers evenly: the reduction changes its mind at every multiple of ln 2.
+    # As many numbers again at even distances: the argument reduction switches at every multiple of ln 2.
     return np.concatenate([x[x <= last], rng.uniform(0, last, x.size).astype(dtype)])
 
 
@@ -35,22 +37,24 @@ def ulps(ours: Callable[[Any], Any], right: Callable[[Any], Any], x: np.ndarray)
     return (np.abs(ours(x) - exact) / oracle.spacing(exact, x.dtype)).astype(np.float64)
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp(isa: str, kind: type) -> None:
-    """Below 1 ULP wherever the result is a normal number. Measured, over samples of every exponent: 0.84."""
-    x = -every_exponent(kind, -accuracy.LOWEST[np.dtype(kind).name], 100 if kind == np.float32 else 20)
-    error = ulps(functions.exp, np.exp, x)
+    """The error is below 1 ULP wherever the result is a normal number. Measured in every exponent: 0.84."""
+    x = -every_exponent(kind, -cases.LOWEST[np.dtype(kind).name], 100 if kind == np.float32 else 20)
+    error = ulps(contestants.exp, np.exp, x)
     assert 0.5 < error.max() < (1 if in_contract(isa) else 1.2)
-    assert (functions.exp(np.zeros(3, kind)) == 1).all()
+    assert (contestants.exp(np.zeros(3, kind)) == 1).all()
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
-    """Beside a 0 an x far below is exp(x) itself, for the sum of the exponentials is 1."""
+    """The softmax of (0, x) is exp(x) itself if x is far below 0, because the sum of the exponentials is 1."""
     info = np.finfo(kind)
     x = np.random.default_rng(0).uniform(np.log(info.tiny), np.log(info.eps) - 2, 300).astype(kind)
     scores = np.stack([np.zeros_like(x), x], -1)
-    expected = np.stack([np.ones_like(x), functions.exp(x)], -1)
+    expected = np.stack([np.ones_like(x), contestants.exp(x)], -1)
     np.testing.assert_array_equal(cattn.softmax(scores), expected)
     np.testing.assert_array_equal(cattn.masked_softmax(scores, np.ones(2, bool)), expected)
     value = np.broadcast_to(np.array([[0], [1]], kind), (*scores.shape, 1))
@@ -64,6 +68,7 @@ def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
             np.testing.assert_array_equal(result.out[:, row, 0], expected[:, 1])
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -> None:
     tiny = np.finfo(kind).tiny
@@ -71,42 +76,44 @@ def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -
     x = (bits + np.arange(-8, 9).astype(bits.dtype)).view(kind)  # neighbours
     normal = np.exp(x.astype(oracle.WIDE)) >= tiny
     assert 5 < normal.sum() < 12
-    got = functions.exp(x)
+    got = contestants.exp(x)
     assert (got[normal] >= tiny).all()
     assert (got[~normal] == 0).all()
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_tanh_of_softcap(isa: str, kind: type) -> None:
-    """At most 3 ULP, and 1.6 from where tanh is above a half: there a softcap bends."""
+    """The error is at most 3 ULP, and 1.6 where tanh is above a half: there a softcap changes the scores."""
     x = every_exponent(kind, 30, 100 if kind == np.float32 else 20)
-    error = ulps(functions.tanh, np.tanh, x)
+    error = ulps(contestants.tanh, np.tanh, x)
     assert 0.5 < error.max() <= 3
     assert error[x > 0.6].max() <= 1.6
-    assert (functions.tanh(-x) == -functions.tanh(x)).all()
-    ends = functions.tanh(np.array([0, 1e30, np.inf, -np.inf, np.nan], kind))
+    assert (contestants.tanh(-x) == -contestants.tanh(x)).all()
+    ends = contestants.tanh(np.array([0, 1e30, np.inf, -np.inf, np.nan], kind))
     np.testing.assert_array_equal(ends, np.array([0, 1, 1, -1, np.nan], kind))
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_log_of_log_sum_exp(isa: str, kind: type) -> None:
-    """Below 1 ULP, where the sum is exact."""
+    """The error is below 1 ULP where the sum is exact."""
     counts = np.concatenate([np.arange(1, 100), np.random.default_rng(0).integers(100, 3000, 100)])
-    error = ulps(functions.log, np.log, counts.astype(kind))
+    error = ulps(contestants.log, np.log, counts.astype(kind))
     assert 0.4 < error.max() < 1
 
 
 def test_some_of_every_float32() -> None:
-    """The exhaustive form, by steps: `python -m benchmarks.accuracy --exhaustive` takes each number."""
+    """A sample of the numbers that `python -m benchmarks.accuracy --exhaustive` takes."""
     worst = accuracy.every_float32(first=11, step=40_009)
     assert 0.7 < worst["exp"] < 1
     assert 1.5 < worst["tanh"] <= 3
 
 
 # ---- attention and its gradients -----------------------------------------------------------------------------------
-# Inputs, and what PyTorch does with them: its fused function, or tensor operations that keep the matrix of weights.
-# Where all scores are equal all weights of the gradients have one error, which is luck. One query is not among the
-# inputs: for it NumPy's product is one of vectors, in many short chains; test_attention.py has a plain loop instead.
+# Inputs, and what PyTorch does with them: its fused function, or tensor operations that keep the matrix of weights. If
+# all scores are equal, all weights of the gradients have the same error, which is luck. One query is not among the
+# inputs: NumPy adds its products in many short chains. tests/test_attention.py compares it with a plain loop instead.
 INPUTS = {
     "normal": "fused",
     "normal, causal": "fused",
@@ -118,37 +125,38 @@ INPUTS = {
 }
 GRADIENTS = ("dQ", "dK", "dV", "dbias")
 SAME = 1.1, 2.0
-# Gradients without the matrix of weights know each row by its log-sum-exp and the product of its output with the
-# gradient, both rounded: PyTorch's fused gradients err as much or more, those that keep the matrix less. Measured: 1.6
-# and 2.2 where one weight is nearly 1 and the gradient of its score a difference of nearly equal numbers; with a
-# log-sum-exp that has no more digits than the weights (float64, or float32's own) elsewhere 1.35, too.
+# Gradients without the matrix of weights use the log-sum-exp of each row, and the product of its output and gradient,
+# both rounded. Errors of PyTorch's fused gradients are as large or larger; errors of gradients that keep the matrix are
+# smaller. Measured: 1.6 and 2.2 if one weight is nearly 1, because its score's gradient is a difference of nearly equal
+# numbers; elsewhere 1.35, if the log-sum-exp has no more digits than the weights (float64, or float32's own).
 WITH_THE_MATRIX = 2.1, 2.6
 
 
-def errors_of(name: str, kind: type, contestants: dict[str, Any], seeds: int) -> dict[str, Any]:
-    """Errors of everybody, the seeds together: by quantity, contestant, unit."""
-    inputs = accuracy.inputs(kind)[name]
+def errors_of(name: str, kind: type, calls: dict[str, Any], seeds: int) -> dict[str, Any]:
+    """Errors over all seeds, by quantity, contestant and unit."""
+    inputs = cases.inputs(kind)[name]
     draw = functools.partial(inputs.draw, kind)
-    case = accuracy.Case("attention", name, kind, draw, contestants, oracle.attention, inputs.options)
+    case = cases.Case("attention", name, kind, draw, calls, oracle.attention, inputs.options)
     return {row["quantity"]: row["errors"] for row in case.run(seeds)}
 
 
+@pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
     ("kind", "double_lse"), [(kind, True) for kind in ACCURACY_DTYPES] + [(np.float32, False)], ids=str
 )
 def test_errors_are_those_of_the_peers(name: str, kind: type, double_lse: bool) -> None:
-    """RMS over all seeds at most 1.1 times that of the best peer, the largest error at most twice."""
+    """The RMS error over all seeds is at most 1.1 times the best peer's, the largest error at most twice."""
     pytest.importorskip("torch")
-    by_cattn = functools.partial(accuracy.by_cattn, double_lse=double_lse)
-    contestants = {"cattn": by_cattn, "torch": accuracy.by_torch, "numpy": oracle.attention}
+    by_cattn = functools.partial(contestants.by_cattn, double_lse=double_lse)
+    calls = {"cattn": by_cattn, "torch": contestants.by_torch, "numpy": oracle.attention}
     has_digits = double_lse and kind == np.float32 and name != "one huge score"
-    for quantity, errors in errors_of(name, kind, contestants, 8 if kind == np.float32 else 2).items():
+    for quantity, errors in errors_of(name, kind, calls, 8 if kind == np.float32 else 2).items():
         if quantity in GRADIENTS and INPUTS[name] == "luck":
             continue
         ours = errors["cattn"]
         assert ours["lost"] == 0
-        assert ours["rms"] > 0, "nothing is that exact"
+        assert ours["rms"] > 0, "no result is exact"
         for peer in ("torch", "numpy"):
             matrix = quantity in GRADIENTS and (peer == "numpy" or INPUTS[name] == "matrix")
             bounds = WITH_THE_MATRIX if matrix and not has_digits else SAME
@@ -158,13 +166,13 @@ def test_errors_are_those_of_the_peers(name: str, kind: type, double_lse: bool) 
 
 
 def test_the_comparison_is_sensitive() -> None:
-    """Keys rounded to 21 bits, or a log-sum-exp for the gradients, would be noticed."""
+    """Rounding the keys, or the log-sum-exp of the gradients, to 21 bits fails the comparison."""
 
     def rough(a: np.ndarray) -> np.ndarray:
         return (a.view(np.uint32) + np.uint32(4) & np.uint32(0xFFFFFFF8)).view(np.float32)
 
     def rough_keys(query: Any, key: Any, value: Any, grad_out: Any) -> dict[str, Any]:
-        return accuracy.by_cattn(query, rough(key), value, grad_out)
+        return contestants.by_cattn(query, rough(key), value, grad_out)
 
     def rough_lse(query: Any, key: Any, value: Any, grad_out: Any) -> dict[str, Any]:
         result = cattn.scaled_dot_product_attention(query, key, value, return_lse=True)
@@ -172,8 +180,10 @@ def test_the_comparison_is_sensitive() -> None:
         return {"dQ": grads.query, "dK": grads.key, "dV": grads.value}
 
     for call in (rough_keys, rough_lse):
-        for quantity, errors in errors_of("normal", np.float32, {"cattn": accuracy.by_cattn, "rough": call}, 2).items():
-            if "rough" in errors and quantity != "lse":  # an error of its keys is small beside its own rounding
+        for quantity, errors in errors_of(
+            "normal", np.float32, {"cattn": contestants.by_cattn, "rough": call}, 2
+        ).items():
+            if "rough" in errors and quantity != "lse":  # the error of the keys is small beside lse's own rounding
                 assert errors["rough"]["rms"] > 1.1 * errors["cattn"]["rms"], f"{quantity}, {call.__name__}"
 
 
@@ -188,8 +198,8 @@ def test_the_oracle_agrees_with_mpmath() -> None:
 
 # ---- the report ----------------------------------------------------------------------------------------------------
 def test_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured again replaces what was kept; the page's marks stay."""
-    monkeypatch.setattr(accuracy, "jax_or_none", lambda: None)
+    """Rows that are measured again replace the kept ones; the page keeps its marks."""
+    monkeypatch.setattr(peers, "jax_or_none", lambda: None)  # it compiles every call
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
     for only in ("attention float32 6 tokens", "functions float32 1 to 3000", "attention float32 6 tokens"):
@@ -204,7 +214,7 @@ def test_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "| 1 to 3000 | log |" in text
 
 
-def test_rows_are_told() -> None:
+def test_rows_of_the_table() -> None:
     def errors(rms: float, largest: float, lost: int = 0) -> dict[str, float]:
         return {"rms": rms, "largest": largest, "lost": lost}
 
@@ -213,15 +223,15 @@ def test_rows_are_told() -> None:
         return head | {"errors": {"cattn": ours} | peers}
 
     lost = errors(0.5, 1.0, lost=3)
-    told = accuracy_report.table([row(errors(1.2, 5.0), torch=errors(1.0, 5.0), numpy=lost)])[-1]
-    assert told == "| some | out | 1.20 / 5.00 | 1.00 / 5.00 | – | not finite | **1.20 / 1.00** |"
-    assert not accuracy_report.beyond(row(errors(1.1, 2.0), torch=errors(1.0, 1.0)))
-    assert accuracy_report.beyond(row(errors(1.0, 2.1), torch=errors(1.0, 1.0)))
-    assert accuracy_report.beyond(row(lost, torch=errors(1.0, 1.0))), "NaN and inf are worse than any error"
+    text = report.table([row(errors(1.2, 5.0), torch=errors(1.0, 5.0), numpy=lost)])[-1]
+    assert text == "| some | out | 1.20 / 5.00 | 1.00 / 5.00 | – | not finite | **1.20 / 1.00** |"
+    assert not report.beyond(row(errors(1.1, 2.0), torch=errors(1.0, 1.0)))
+    assert report.beyond(row(errors(1.0, 2.1), torch=errors(1.0, 1.0)))
+    assert report.beyond(row(lost, torch=errors(1.0, 1.0))), "NaN and inf are beyond any error"
 
 
 def test_errors_of_known_numbers() -> None:
-    """Half a unit, a unit of the subnormals, a NaN; zeros on both sides do not count."""
+    """Half a unit, a unit of the subnormals, a NaN; an element that is 0 in both does not count."""
     exact = np.array([1 + 2.0**-24, 3 * 2.0**-150, 5, 0])
     errors = oracle.Errors(np.float32).add(np.array([1, 2.0**-149, np.nan, 0], np.float32), exact)
     assert (errors.count, errors.lost, errors.ulp_largest, errors.ulp_squares) == (2, 1, 0.5, 0.5)

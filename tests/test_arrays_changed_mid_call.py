@@ -51,6 +51,7 @@ def attended(rng: np.random.Generator) -> Iterator[np.ndarray]:
     return iter(rng.standard_normal((3, T, 8), dtype=F))
 
 
+@pytest.mark.promise("shapes that change")
 def test_dropout_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     right, mask = cattn.dropout(square, 0.5, rng=5, return_mask=True)
     for call in (
@@ -67,6 +68,7 @@ def test_dropout_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     assert_same_bits(out.reshape(T, T), right)
 
 
+@pytest.mark.promise("shapes that change")
 def test_softmax_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     right = cattn.softmax(square, scale=0.5)
     assert_same_bits(cattn.softmax(square, scale=ShapeChanger(0.5, square, T, 2, T // 2)), right)
@@ -77,6 +79,7 @@ def test_softmax_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
         cattn.softmax(square, scale=ShapeChanger(0.5, square, T * T), out=square)
 
 
+@pytest.mark.promise("shapes that change")
 def test_softmax_backward_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
     weights = cattn.softmax(square)
     right = cattn.softmax_backward(square, weights, scale=0.5)
@@ -86,6 +89,7 @@ def test_softmax_backward_of_an_array_that_changes_its_shape(square: np.ndarray)
         assert_same_bits(result, right)
 
 
+@pytest.mark.promise("shapes that change")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_attention_of_arrays_that_change_their_shapes(
     attended: Iterator[np.ndarray], square: np.ndarray, name: str
@@ -109,6 +113,7 @@ def test_an_array_that_loses_its_axes_is_refused() -> None:
         cattn.scaled_dot_product_attention(query, ShapeChanger(key, query), value)
 
 
+@pytest.mark.promise("shapes that change")
 def test_a_mask_that_a_warning_hook_changes(
     attended: Iterator[np.ndarray], square: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +128,7 @@ def test_a_mask_that_a_warning_hook_changes(
     assert_same_bits(result, right)
 
 
+@pytest.mark.promise("shapes that change")
 def test_attention_backward_of_a_bias_that_changes_its_shape(
     attended: Iterator[np.ndarray], square: np.ndarray
 ) -> None:

@@ -43,6 +43,7 @@ def test_integer_weights_have_gradients_in_float64() -> None:
     assert {gradient.dtype for gradient in layer.grads.values()} == {np.dtype(float)}
 
 
+@pytest.mark.promise("parameters")
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

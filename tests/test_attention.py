@@ -214,6 +214,7 @@ def fits_tiny(call: dict[str, Any]) -> bool:
     return call["key"].shape[-2] <= 192 and call["value"].shape[-1] <= 20
 
 
+@pytest.mark.promise("formula")
 @pytest.mark.parametrize("name", CASES)
 def test_every_option_agrees_with_the_reference(name: str, isa: str, dtype: type) -> None:
     call, right = case(name, dtype)
@@ -305,6 +306,7 @@ def test_all_outputs_may_have_any_strides(isa: str, dtype: type, path: str) -> N
 
 
 # ---- combinations --------------------------------------------------------------------------------------------------
+@pytest.mark.promise("formula")
 @given(st.data())
 @settings(max_examples=max(60, settings().max_examples))
 def test_random_combinations_of_options_agree_with_the_reference(isa: str, data: st.DataObject) -> None:

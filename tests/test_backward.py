@@ -194,6 +194,7 @@ def check_differences(call: Call, seed: int = 0) -> None:
         assert abs(actual - expected) <= 1e-7 * size, f"{name} of {list(call)}: {actual} {expected}"
 
 
+@pytest.mark.promise("gradients")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4))
@@ -218,6 +219,7 @@ def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_hea
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("gradients")
 @pytest.mark.parametrize("name", ["plain", "causal", "mask", "bias of all heads", "groups", "dropout"])
 def test_autograd_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
@@ -281,6 +283,7 @@ def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, t
 
 
 # ---- hidden keys ---------------------------------------------------------------------------------------------------
+@pytest.mark.promise("rows without keys")
 def test_rows_without_keys_have_gradient_zero(rng: np.random.Generator, dtype: Any) -> None:
     mask = rng.random((2, 1, 40, 50)) < 0.5
     mask[0, :, 3] = False
@@ -302,6 +305,7 @@ HIDING = {
 }
 
 
+@pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("poison", [NAN, INF, 1e38], ids=["nan", "inf", "1e38"])
 @pytest.mark.parametrize("hiding", HIDING)
 def test_hidden_poison_is_harmless(hiding: str, poison: float, dtype: Any, isa: str, rng: np.random.Generator) -> None:
@@ -343,6 +347,7 @@ def test_hidden_poison_is_harmless(hiding: str, poison: float, dtype: Any, isa: 
     assert_same_bits(grads.query[..., good, :], clean.query[..., good, :], "other queries")
 
 
+@pytest.mark.promise("visible NaN")
 def test_a_visible_nan_shows_only_where_it_is_seen(rng: np.random.Generator) -> None:
     call = qkv(rng, np.float32, (100, 8), (100, 8), (100, 8)) | {"is_causal": True}
     call["value"][50, 3] = NAN
@@ -398,6 +403,7 @@ def bit_calls(rng: np.random.Generator, dtype: Any) -> dict[str, Call]:
 BIT_CALLS = list(bit_calls(np.random.default_rng(0), np.float32))
 
 
+@pytest.mark.promise("gradients' bits")
 @pytest.mark.parametrize("name", BIT_CALLS)
 def test_every_table_and_number_of_threads_gives_the_same_bits(name: str, isa: str, dtype: Any) -> None:
     call = bit_calls(np.random.default_rng(1), dtype)[name]

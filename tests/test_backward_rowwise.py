@@ -40,6 +40,7 @@ def test_softmax_backward_agrees_with_the_reference(
     assert_same_bits(np.ascontiguousarray(np.moveaxis(out, 1, -1)), grad)
 
 
+@pytest.mark.promise("gradients")
 def test_softmax_backward_agrees_with_finite_differences(rng: np.random.Generator) -> None:
     x, grad_out, direction = (rng.standard_normal((4, 9)) for _ in range(3))
     h = 1e-5
@@ -82,6 +83,7 @@ def test_dropout_backward_takes_one_number(dtype: type) -> None:
         assert out == expected == cattn.dropout_backward(np.array(3, dtype), 0.5, mask=np.array(mask))
 
 
+@pytest.mark.promise("errors")
 def test_dropout_backward_refuses_wrong_arguments(rng: np.random.Generator) -> None:
     x = np.ones(4)
     with pytest.raises(ValueError, match="pass the mask of the forward pass"):

@@ -1,8 +1,9 @@
-"""The benchmark suite, without looking at a clock: rows, files, agreement of contestants, the probe, the model."""
+"""The benchmarks, apart from the times they measure: rows, files, agreement of contestants, the probe, the model."""
 
 import json
 import os
 import platform
+import runpy
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from support import UNDER_SANITIZER, benchmarks_importable
 with benchmarks_importable():
     from benchmarks import __main__ as suite
     from benchmarks import child, contestants, groups, laps, machine, report, scaling, timing
-    from benchmarks.probe import Probe, check_sum, compile_probe
+    from benchmarks.machine import Probe, compile_probe
 
 
 def has_compiler() -> bool:
@@ -28,15 +29,15 @@ def has_compiler() -> bool:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tests put their own in place of what a lap uses, it has to run here."""
+    """Laps run in this process, so that a test can replace what they use."""
     monkeypatch.setattr(laps, "apart", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(laps, "keep_memory", lambda: None)
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["--list"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == list(groups.GROUPS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(groups.GROUPS)
     assert set(groups.GROUPS) >= groups.KEEP_MEMORY
 
 
@@ -45,12 +46,12 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as caught:
         suite.main(arguments)
     assert caught.value.code == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     option = arguments[1] if len(arguments) > 1 else ""
-    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in told
+    assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in message
 
 
-def test_a_group_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_is_kept_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
     kept = json.loads((tmp_path / "calls.json").read_text())
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
@@ -90,7 +91,7 @@ def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lap by lap, until each is settled, after three; what is not timed comes once."""
+    """Lap by lap, at least three each, until each is settled; a group without times has one lap."""
     gone, kept = list[str](), list[str]()
 
     def group(name: str) -> Callable[[Any], Any]:
@@ -112,13 +113,13 @@ def test_groups_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     suite.measure(["long", "once", "short"], suite.parse(["calls", "--rounds", "1"]), probe=None)
     assert gone == ["long", "once", "short", *["long", "short"] * 2, "long", "long"]
     assert kept == ["once", "short", "long"]
-    told = capsys.readouterr().out
-    assert told.index("once: About once.") < told.index("short: About short.") < told.index("long: About long.")
+    text = capsys.readouterr().out
+    assert text.index("once: About once.") < text.index("short: About short.") < text.index("long: About long.")
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("stopped_in", "kept"), [(3, []), (4, ["prefill"])])
-def test_a_run_that_is_stopped_keeps_what_has_its_laps(
+def test_a_stopped_run_keeps_the_groups_that_have_their_laps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped_in: int, kept: list[str]
 ) -> None:
     begun = []
@@ -136,7 +137,7 @@ def test_a_run_that_is_stopped_keeps_what_has_its_laps(
     assert [path.stem for path in tmp_path.glob("*.json")] == kept
 
 
-def test_a_stop_within_the_grid_of_sizes_is_a_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_model_is_measured_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stopped(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
@@ -146,26 +147,26 @@ def test_a_stop_within_the_grid_of_sizes_is_a_stop(monkeypatch: pytest.MonkeyPat
 
 
 def test_laps_go_on_until_ratios_settle() -> None:
-    def measured(*ratios: float, seconds: float = 0.01) -> timing.Measured:
-        laps = [{"cattn": timing.Timing([seconds]), "numpy": timing.Timing([r * seconds])} for r in ratios]
-        return timing.Measured(laps)
+    def measured(*ratios: float, seconds: float = 0.01) -> laps.Measured:
+        times = [{"cattn": timing.Timing([seconds]), "numpy": timing.Timing([r * seconds])} for r in ratios]
+        return laps.Measured(times)
 
     assert not measured(2.0).settled()
     assert measured(2.0, 2.01, 1.99).settled()
     assert not measured(2.0, 3.0, 2.0).settled()
-    assert measured(2.0, 3.0, 2.0, seconds=1e-4).settled()  # too short to be compared between runs
+    assert measured(2.0, 3.0, 2.0, seconds=1e-4).settled()  # rows this short are not compared between runs
     assert measured(*[2.0, 2.2] * 8).settled()
     assert not measured(*[2.0, 2.2] * 2).settled()
 
 
-def test_what_slows_a_round_down_changes_no_ratio() -> None:
+def test_a_slow_round_changes_no_ratio() -> None:
     ours, peer = timing.Timing([1.0, 5.0, 1.0, 1.0, 9.0]), timing.Timing([2.0, 10.0, 2.0, 2.0, 18.0])
     assert peer.over(ours) == 2
     assert ours.kept() == {"median": 1.0, "best": 1.0, "spread": pytest.approx(6.0), "quiet": 1.0}
     assert timing.Timing([3.0]).kept() == {"median": 3.0, "best": 3.0, "spread": 0.0, "quiet": 1.0}
 
 
-def test_rounds_beside_another_guest_do_not_count() -> None:
+def test_restless_rounds_do_not_count() -> None:
     fine = [1.0] * 5
     ours = timing.Timing([5.0, 7.0, *fine], [1.5, 1.5, *fine], quick=1.0)
     peer = timing.Timing([9.0, 8.0, *[3.0] * 5], [1.0, 1.5, *fine], quick=1.0)
@@ -173,7 +174,7 @@ def test_rounds_beside_another_guest_do_not_count() -> None:
     assert peer.median == 3.0
     assert peer.over(ours) == 3.0
     few = timing.Timing([5.0, 7.0, 1.0], [1.5, 1.5, 1.0], quick=1.0)
-    assert few.median == 5.0  # one quiet round is too few to go by
+    assert few.median == 5.0  # one quiet round is too few: all count
     peer = timing.Timing([1.0] * 3, [1.0, 2.0, 1.0], quick=1.0)
     assert few.over(peer) == 5.0
     assert few.over(peer, enough=1) == 1.0
@@ -183,12 +184,12 @@ def test_laps_go_on_until_enough_rounds_are_quiet() -> None:
     def lap(canary: float) -> dict[str, timing.Timing]:
         return {name: timing.Timing([0.01] * 3, [canary] * 3, quick=canary) for name in ("cattn", "numpy")}
 
-    assert timing.Measured([lap(1.0)] * 2, quick=1.0).settled()
-    assert not timing.Measured([lap(1.0), lap(2.0), lap(2.0)], quick=1.0).settled()
-    assert timing.Measured([lap(1.0), lap(2.0), lap(1.0)], quick=1.0).settled()
+    assert laps.Measured([lap(1.0)] * 2, quick=1.0).settled()
+    assert not laps.Measured([lap(1.0), lap(2.0), lap(2.0)], quick=1.0).settled()
+    assert laps.Measured([lap(1.0), lap(2.0), lap(1.0)], quick=1.0).settled()
 
 
-def test_a_restless_moment_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restless_moments_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found, naps = iter([1.0, 1.0, 3.0, 3.0, 1.0, 1.0, *[3.0] * 1000]), list[float]()
     monkeypatch.setattr(timing, "canary", lambda: next(found))
     monkeypatch.setattr(timing.time, "sleep", naps.append)
@@ -198,7 +199,7 @@ def test_a_restless_moment_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(naps) == 2
     assert len(times.rounds) == 3
     timing.interleave({"cattn": list}, rounds=3, quick=1.0)
-    assert sum(naps) < 1.1 * timing.PATIENCE  # but not for ever
+    assert sum(naps) < 1.1 * timing.PATIENCE  # the patience ends
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             {"name": "fast", "seconds": {"cattn": {"median": 0.0001}}, "ratios": {"torch": fast}},
             {"name": folder, "seconds": {"cattn": {"median": 0.01}}, "ratios": {"torch": 1.0}},
         ]
-        machine.save(tmp_path / folder, "decode", rows)
+        report.save(tmp_path / folder, "decode", rows)
         assert (tmp_path / folder / "decode.json").read_text().count("\n") == 8  # a line for each row
         return tmp_path / folder
 
@@ -230,6 +231,7 @@ def small_prefill(probe: Any) -> Any:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setitem(groups.GROUPS, "prefill", small_prefill)
     assert suite.main(["prefill", "--laps", "2", "--rounds", "1", "-o", str(tmp_path)]) == 0
     table = report.markdown(tmp_path)
@@ -253,7 +255,7 @@ def test_the_readme_has_the_marks() -> None:
     assert text.index("<!-- benchmarks: begin -->") < text.index("<!-- benchmarks: end -->")
 
 
-def test_contestants_agree_or_are_refused() -> None:
+def test_contestants_must_agree() -> None:
     query, key, value = groups.qkv((1, 2, 40, 8))
     calls = contestants.attention_calls(query, key, value)
     assert {"cattn", "torch", "numpy"} <= calls.keys()
@@ -263,7 +265,7 @@ def test_contestants_agree_or_are_refused() -> None:
     assert decode.keys() >= {"cattn", "torch"}
 
 
-def test_a_lap_has_a_process_of_its_own() -> None:
+def test_each_lap_runs_in_a_new_process() -> None:
     here, there, again = os.getpid(), laps.apart(os.getpid), laps.apart(os.getpid)
     assert len({here, there, again}) == 3
     with pytest.raises(KeyError, match="no such group"):
@@ -279,12 +281,12 @@ def resident_after_64_mb(keep: bool) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or UNDER_SANITIZER, reason="malloc is not glibc's")
-def test_memory_is_kept() -> None:
+def test_malloc_keeps_freed_memory() -> None:
     assert laps.apart(resident_after_64_mb, True) > 60 << 20
     assert laps.apart(resident_after_64_mb, False) < 30 << 20
 
 
-def test_the_module_of_the_book_is_ours() -> None:
+def test_the_textbooks_module_agrees_with_ours() -> None:
     torch = pytest.importorskip("torch")
     eager = contestants.book_module(torch, 32, 16, 4, fused=False)
     ours = cattn.MultiHeadAttention(32, 32, 16, 0.1, 4).eval()
@@ -300,7 +302,7 @@ def test_the_probe_reads_everything_and_counts_flops(tmp_path: Path, capsys: pyt
     assert library
     probe = Probe(library)
     array = np.arange(8 * 64, dtype=np.uint64)
-    assert check_sum(probe, array) == array.sum()
+    assert probe.check_sum(array) == array.sum()
     assert probe.read(array, array)() == 2 * array.nbytes
     for name in ("float32", "float64"):
         assert probe.limits[name]() > 0
@@ -315,17 +317,47 @@ def test_the_model_finds_its_constants() -> None:
     np.testing.assert_allclose(scaling.fit(points, seconds), constants, rtol=1e-6)
 
 
-def test_the_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "measure", lambda points: np.array([point.terms().sum() for point in points]))
     found = scaling.run(tmp_path, list(scaling.grid())[:9], show=False)
     assert abs(found["worst"]) < 1e-6
     assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text()
 
 
+def test_a_peer_that_keeps_the_scores_is_left_out_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry in PEERS makes a peer a contestant, and gives it its column in the table."""
+    call = lambda query, key, value, causal: lambda: contestants.textbook(query, key, value, causal)  # noqa: E731
+    monkeypatch.setitem(contestants.PEERS, "new", contestants.Peer("New", "new", call, keeps_scores=True))
+    monkeypatch.setitem(contestants.PEERS, "none", contestants.Peer("None", "none", lambda *arguments: None))
+    arrays = groups.qkv((1, 2, 40, 8))
+    calls = contestants.attention_calls(*arrays, causal=False)
+    assert "new" in calls
+    assert "none" not in calls
+    assert calls.keys() - contestants.attention_calls(*arrays, causal=False, matrix=False).keys() >= {"new", "numpy"}
+
+
+def test_rows_with_all_keys_visible() -> None:
+    case = groups.prefill_case("float32", (1, 2, 10, 4), {}, causal=False)
+    assert case.work == 4 * 2 * 4 * 10 * 10
+    assert callable(case.contestants)
+    query, key, value = groups.qkv((1, 2, 10, 4))
+    np.testing.assert_array_equal(case.contestants()["cattn"](), cattn.scaled_dot_product_attention(query, key, value))
+
+
+def test_train_gpt(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tqdm")
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "train_gpt.py"))
+    plain, dropped = example["compare"](steps=3, tokens=48)
+    np.testing.assert_allclose(plain["losses"]["cattn"], plain["losses"]["torch"], rtol=1e-4)
+    assert dropped["losses"].keys() == {"torch", "torch 1", "torch 2", "cattn"}
+    assert report.save(tmp_path, "train_gpt", [plain, dropped]).exists()
+
+
 def test_targets_are_judged() -> None:
     row = {"percent": 70.0, "ratios": {"torch": 2.0, "numpy": 5.0}}
-    assert timing.judge("percent", 60, row, 1.0) == {"measured": 70.0, "met": True}
-    assert timing.judge("best peer", 2.5, row, 1.0) == {"measured": 2.0, "met": False}
-    assert timing.judge("jax", 8, row, 1.0) == {"measured": None, "met": None}
-    assert timing.judge("microseconds", 1, row, 2e-6)["met"] is False
-    assert timing.judge("GB/s", 12, row, 0.5, 8e9) == {"measured": 16.0, "met": True}
+    assert laps.judge("percent", 60, row, 1.0) == {"measured": 70.0, "met": True}
+    assert laps.judge("best peer", 2.5, row, 1.0) == {"measured": 2.0, "met": False}
+    assert laps.judge("jax", 8, row, 1.0) == {"measured": None, "met": None}
+    assert laps.judge("microseconds", 1, row, 2e-6)["met"] is False
+    assert laps.judge("GB/s", 12, row, 0.5, 8e9) == {"measured": 16.0, "met": True}

@@ -22,6 +22,7 @@ def causal(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
+@pytest.mark.promise("paths and tables")
 @pytest.mark.parametrize("name", CASES)
 def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, dtype: type) -> None:
     call = build(name, dtype)
@@ -146,6 +147,7 @@ def heads_call(normal: Normal, dtype: type, **options: Any) -> Call:
     return {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()} | options
 
 
+@pytest.mark.promise("threads and batch")
 def test_any_number_of_threads_gives_the_same_bits(
     isa: str, dtype: type, path: str, threads: int, normal: Normal
 ) -> None:
@@ -157,6 +159,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert_same_bits(result, everything(**call))
 
 
+@pytest.mark.promise("threads and batch")
 def test_slices_of_batch_and_heads_have_the_bits_of_the_whole(
     isa: str, dtype: type, causal: bool, normal: Normal
 ) -> None:
@@ -189,6 +192,7 @@ def test_columns_of_value_have_the_bits_they_have_together(isa: str, dtype: type
         assert_same_bits(one, whole[..., columns].copy(), str(columns))
 
 
+@pytest.mark.promise("prefixes")
 def test_keys_after_the_last_visible_one_change_no_bit(isa: str, dtype: type, normal: Normal) -> None:
     """A call without these keys gives the same bits."""
     call = plain(lambda *shape: normal(*shape, dtype=dtype), 60, 600, dropout_p=0.1, rng=4)
@@ -211,6 +215,7 @@ def test_keys_after_the_last_visible_one_change_no_bit(isa: str, dtype: type, no
                 assert_same_bits(result, right, f"{last + 1} keys, {way}")
 
 
+@pytest.mark.promise("threads and batch")
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.4, "rng": 8}, {"bias": True}], ids=["", "dropout", "bias"])
 def test_a_subset_of_queries_has_the_bits_of_the_full_pass(
     isa: str, dtype: type, options: Call, normal: Normal
@@ -266,6 +271,7 @@ def layouts(a: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield name, view
 
 
+@pytest.mark.promise("strides")
 @pytest.mark.parametrize("T_q", [2, 100])
 def test_any_strides_give_the_same_bits(isa: str, dtype: type, T_q: int, normal: Normal) -> None:
     call = plain(lambda *shape: normal(*shape, dtype=dtype), T_q, 192, is_causal="lower_right")
@@ -297,6 +303,7 @@ def test_earlier_calls_change_no_bit(isa: str, dtype: type, path: str) -> None:
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 1e-30, 1e30, -1e38, 3e38, 90.0, -90.0]
 
 
+@pytest.mark.promise("paths and tables")
 @given(st.data())
 @settings(max_examples=40)
 def test_random_calls_give_the_same_bits_on_every_path_and_table(isa: str, data: st.DataObject) -> None:

@@ -226,6 +226,7 @@ def test_wrong_sizes_are_refused(args: tuple[Any, ...], error: type[Exception], 
 
 
 # ---- attention with a cache ------------------------------------------------------------------------------------------
+@pytest.mark.promise("decoding")
 def test_decoding_in_steps_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
     q, k, v = normal(2, 4, 30, 8, dtype=dtype), normal(2, 2, 30, 8, dtype=dtype), normal(2, 2, 30, 6, dtype=dtype)
     full = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)

@@ -186,6 +186,7 @@ def steps_of(case: dict[str, Any]) -> Callable[[Chapter], Ways]:
     return BY_ID.get(case["id"]) or STEPS[case["step"]]
 
 
+@pytest.mark.promise("textbook tables")
 def test_all_68_cases_are_covered() -> None:
     assert len(CASES) == 68
     assert len({case["id"] for case in CASES}) == 68
@@ -213,6 +214,7 @@ def test_stored_weights_give_every_table(case: dict[str, Any], library: str, dty
     assert_table(steps_of(case)(Chapter(case, LIBRARIES[library], dtype)), case)
 
 
+@pytest.mark.promise("textbook tables")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_seeds_alone_give_every_table(case: dict[str, Any], dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it raises

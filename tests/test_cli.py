@@ -72,6 +72,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.promise("attend")
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("alignment", ["none", "lower_right", "upper_left"])
 @pytest.mark.parametrize("slicing", ["whole", "thin"])
@@ -324,6 +325,7 @@ def test_attend_refuses_bad_archives(folder: Path, capsys: pytest.CaptureFixture
     assert not Path("out.npy").exists()
 
 
+@pytest.mark.promise("files are data")
 def test_attend_never_unpickles(folder: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple:
@@ -352,6 +354,7 @@ def test_attend_that_fails_leaves_no_file(
     assert leftovers(folder) == []
 
 
+@pytest.mark.promise("whole files")
 def test_attend_on_a_full_disk_fails_before_it_computes(folder: Path) -> None:
     """Not by a bus error in the middle of the computation."""
     save((4096, 64), (4, 64), (4, 64))
@@ -384,6 +387,7 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
     return run
 
 
+@pytest.mark.promise("whole files")
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "kill"])
 def test_a_stopped_run_leaves_no_file(folder: Path, number: int, code: int) -> None:
@@ -400,6 +404,7 @@ def test_a_stopped_run_leaves_no_file(folder: Path, number: int, code: int) -> N
         assert errors.splitlines()[-1] == "cattn: interrupted; nothing was written"
 
 
+@pytest.mark.promise("attend")
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_long_run_shows_progress(folder: Path) -> None:
     run = start_long_run(folder)

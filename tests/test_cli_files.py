@@ -93,6 +93,7 @@ def test_attend_refuses_a_thread_count_that_overflows(folder: Path, capsys: pyte
     assert "--threads: n must be" in capsys.readouterr().err
 
 
+@pytest.mark.promise("whole files")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 @pytest.mark.parametrize(("listener", "says"), [("> /dev/full", "No space left"), ("| true", "")])
 def test_attend_succeeds_if_nobody_reads_its_output(folder: Path, listener: str, says: str) -> None:

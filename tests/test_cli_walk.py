@@ -24,6 +24,7 @@ def walk() -> str:
     return done.stdout
 
 
+@pytest.mark.promise("walk")
 @pytest.mark.parametrize(
     "case",
     ["002-attn-weights", "002-masked-scores", "002-masked-simple", "002-masked-simple-norm", "002-masked-inf",

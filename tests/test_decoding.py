@@ -38,6 +38,7 @@ def sequence(dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return query, key, value
 
 
+@pytest.mark.promise("decoding")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decoding_token_by_token_has_the_bits_of_one_pass(name: str, dtype: type) -> None:

@@ -46,6 +46,7 @@ def mask_of_weights(p: float, seed: int, batch: int, heads: int, positions: np.n
 
 
 # ---- dropout of arrays ---------------------------------------------------------------------------------------------
+@pytest.mark.promise("Philox")
 @pytest.mark.parametrize("size", SIZES)
 def test_the_mask_and_the_values_follow_the_rule(isa: str, dtype: type, size: int, normal: Normal) -> None:
     x = normal(size, dtype=dtype)
@@ -228,6 +229,7 @@ OFFSETS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.promise("Philox")
 @pytest.mark.parametrize(("options", "first"), OFFSETS, ids=str)
 def test_the_rule_uses_absolute_query_positions(
     isa: str, dtype: type, path: str, options: dict[str, Any], first: int
@@ -246,6 +248,7 @@ def test_the_rule_uses_the_offset_of_each_batch_entry(isa: str, dtype: type, pat
         np.testing.assert_allclose(result.out[b, ..., 0], right.mean(axis=-1) * 2, rtol=1e-5)
 
 
+@pytest.mark.promise("softmax and dropout")
 def test_a_part_of_the_queries_and_keys_has_the_mask_of_the_whole(
     isa: str, dtype: type, threads: int, normal: Normal
 ) -> None:
@@ -297,6 +300,7 @@ def draw(x: np.ndarray, rng: Any, function: str) -> tuple[np.ndarray, int | None
 FUNCTIONS = pytest.mark.parametrize("function", ["dropout", "attention"])
 
 
+@pytest.mark.promise("replay")
 @FUNCTIONS
 def test_the_returned_seed_repeats_the_mask(function: str) -> None:
     x = np.ones((30, 30))

@@ -74,10 +74,12 @@ def module() -> Elf:
     return Elf(data)
 
 
+@pytest.mark.promise("hardened module")
 def test_the_module_exports_three_functions(module: Elf) -> None:
     assert module.exported() == {"PyInit__cattn", "cattn_get_num_threads", "cattn_set_num_threads"}
 
 
+@pytest.mark.promise("hardened module")
 def test_no_segment_is_writable_and_executable(module: Elf) -> None:
     loaded = [flags for kind, flags in module.segments if kind == PT_LOAD]
     assert any(flags & EXECUTABLE for flags in loaded)
@@ -86,6 +88,7 @@ def test_no_segment_is_writable_and_executable(module: Elf) -> None:
     assert [flags & EXECUTABLE for kind, flags in module.segments if kind == PT_GNU_STACK] == [0]
 
 
+@pytest.mark.promise("hardened module")
 def test_relocation_tables_are_read_only_after_loading(module: Elf) -> None:
     """Full RELRO: the loader binds every symbol at once, then write-protects the tables."""
     dynamic = module.dynamic()
@@ -95,5 +98,6 @@ def test_relocation_tables_are_read_only_after_loading(module: Elf) -> None:
     assert not dynamic.get(DT_FLAGS, 0) & DF_TEXTREL
 
 
+@pytest.mark.promise("hardened module")
 def test_the_module_has_no_library_search_path(module: Elf) -> None:
     assert not {DT_RPATH, DT_RUNPATH} & set(module.dynamic())

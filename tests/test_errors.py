@@ -37,6 +37,7 @@ def state_of(generator: Any) -> Any:
     return copy.deepcopy(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize(("function", "row"), CASES, ids=label)
 def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(function: str, row: Row) -> None:
     arguments = {**WORKING[function](), **row.changes}

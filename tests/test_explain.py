@@ -68,6 +68,7 @@ def test_explain_names_the_instruction_set_and_the_forced_path() -> None:
     assert (plan.instruction_set, plan.path) == ("scalar", "tile")
 
 
+@pytest.mark.promise("memory")
 def test_scratch_is_at_most_one_mebibyte_a_thread() -> None:
     for depth in (16, 64, 256):
         for dtype in (np.float32, np.float64):

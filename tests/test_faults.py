@@ -54,6 +54,7 @@ def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return {"LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc"}
 
 
+@pytest.mark.promise("no memory")
 def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
     done = python(HERE / "fail_every_allocation.py", **failing_allocations)
     assert done.returncode == 0, done.stderr
@@ -124,6 +125,7 @@ while _cattn._release():  # succeeds only between two waves of chunks, when no c
 """
 
 
+@pytest.mark.promise("exit")
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "gradients", "gradients, drawn"])
 def test_the_interpreter_may_exit_while_a_daemon_thread_computes(name: str) -> None:
     done = python("-c", EXIT.format(name=name))
@@ -171,6 +173,7 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("name", BUSY)
 def test_a_signal_handler_may_fork_during_a_call(
     name: str, on_alarm: Callable[[Callable[[], None], float], None]
@@ -251,6 +254,7 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
     assert code == 0
 
 
+@pytest.mark.promise("fork")
 def test_a_fork_by_a_handler_that_waits_for_a_generator(on_alarm: Callable[[Callable[[], None], float], None]) -> None:
     """The child comes to the end of the wait, too, though who drew is not there."""
     forks: list[int] = []
@@ -313,6 +317,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing_pools_give_the_same_bits(tmp_path: Path, method: str) -> None:
     """The pool starts and ends while a thread computes, as in PyTorch's data loaders."""
@@ -342,6 +347,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("fork")
 @pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
 def test_joblib_gives_the_same_bits(tmp_path: Path, backend: str) -> None:
     pytest.importorskip("joblib")
@@ -381,6 +387,7 @@ print(cattn.softmax([0.0, 0.0]))
 """
 
 
+@pytest.mark.promise("second interpreter")
 def test_a_second_interpreter_is_refused() -> None:
     """The module in the first interpreter keeps working."""
     done = python("-c", SECOND_INTERPRETER)
@@ -456,6 +463,7 @@ print(sum(counts.values()))
 """
 
 
+@pytest.mark.promise("Ctrl-C")
 def test_ctrl_c_may_come_at_any_moment() -> None:
     """Forty signals, each within 60 ms of the start of a call. Whether they interrupt it or not, the next is right."""
     rounds, random = 7, np.random.default_rng(1)

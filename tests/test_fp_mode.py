@@ -27,6 +27,7 @@ def test_every_mode_changes_results_of_numpy() -> None:
     assert changed == set(FP_MODES)
 
 
+@pytest.mark.promise("floating-point mode")
 @pytest.mark.parametrize("mode", FP_MODES)
 def test_the_mode_changes_no_bit_of_attention(isa: str, dtype: type, mode: str) -> None:
     """The scale 1/sqrt(11) and the dropout factor 1/0.9 are rounded, so another rounding direction would show."""
@@ -105,6 +106,7 @@ def test_the_mode_changes_no_bit_of_dropout(isa: str, dtype: type, mode: str, no
 PROJECTING = {"Linear", "SelfAttention", "CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper"}
 
 
+@pytest.mark.promise("floating-point mode")
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - PROJECTING))
 def test_the_mode_changes_no_bit_of_any_public_function(name: str) -> None:
     right = contents(fresh(name))
@@ -131,6 +133,7 @@ def test_an_error_restores_the_mode(mode: str) -> None:
             _cattn._in_default_mode(len, [], {})  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("floating-point mode")
 @hypothesis.given(work=any_function())
 def test_the_mode_changes_no_bit_of_random_work(work: Work) -> None:
     right = work.run()

@@ -16,6 +16,7 @@ import binding  # noqa: E402
 INPUTS = sorted((FUZZ / "corpus" / "binding").iterdir())
 
 
+@pytest.mark.promise("errors")
 def test_kept_inputs() -> None:
     assert len(INPUTS) > 100
     with warnings.catch_warnings(), np.errstate(all="ignore"):

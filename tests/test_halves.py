@@ -58,6 +58,7 @@ def test_every_half_is_converted_exactly(isa: str, path: str, half: np.dtype) ->
     assert_same_bits(out, quiet(np.where(np.isnan(wide), NAN, expected).astype(np.float32), half))
 
 
+@pytest.mark.promise("halves")
 def test_results_are_rounded_as_numpy_rounds_them(isa: str, half: np.dtype) -> None:
     """All halves times several factors: subnormals, ties and overflow."""
     x = all_numbers(half)
@@ -110,6 +111,7 @@ def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
     }
 
 
+@pytest.mark.promise("halves")
 @pytest.mark.parametrize("name", cases(np.random.default_rng(0), KINDS["float16"]))
 def test_attention_of_halves_has_the_bits_of_float32_rounded_once(
     name: str, isa: str, half: np.dtype, rng: np.random.Generator
@@ -134,6 +136,7 @@ def layouts(a: np.ndarray) -> dict[str, np.ndarray]:
     return {"swapped": swapped, "wide": wide[..., ::3], "unaligned": unaligned, "backwards": backwards}
 
 
+@pytest.mark.promise("strides")
 def test_halves_of_any_strides_give_the_same_bits(isa: str, half: np.dtype, rng: np.random.Generator) -> None:
     call = inputs(rng, half, 30, BLOCK + 10, is_causal="lower_right")
     expected = everything(**call)
@@ -311,6 +314,7 @@ def test_wrong_dtypes_are_refused(half: np.dtype) -> None:
         cattn.causal_attention(x.astype(ml_dtypes.float8_e4m3fn), x, x)
 
 
+@pytest.mark.promise("kinds of arrays")
 def test_torch_tensors_of_halves_are_inputs(half: np.dtype) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     x = x.half() if half == np.float16 else x.bfloat16()

@@ -123,6 +123,7 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
     return call, unseen
 
 
+@pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize("kind", POISONS)
 def test_keys_hidden_from_all_queries_change_no_bit(isa: str, dtype: type, name: str, kind: str) -> None:
@@ -210,6 +211,7 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
     return call
 
 
+@pytest.mark.promise("rows without keys")
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
 @pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
 def test_rows_that_do_not_see_a_poisoned_key_keep_their_bits(
@@ -242,6 +244,7 @@ def test_rows_that_do_not_see_a_poisoned_key_keep_their_bits(
     assert shown
 
 
+@pytest.mark.promise("independent rows")
 def test_a_poisoned_query_or_bias_row_changes_only_its_own_row(isa: str, dtype: type, normal: Normal) -> None:
     """NaN, infinity or a huge number in one query, or in one row of the bias."""
     call = inputs(lambda *shape: normal(*shape, dtype=dtype), (2,), 110, 210, is_causal="lower_right")
@@ -263,6 +266,7 @@ def test_a_poisoned_query_or_bias_row_changes_only_its_own_row(isa: str, dtype: 
                         assert np.isnan(result.lse[:, row]).all(), what
 
 
+@pytest.mark.promise("independent rows")
 def test_a_poisoned_head_changes_only_the_heads_that_use_it(isa: str, dtype: type, normal: Normal) -> None:
     shapes = {"query": (2, 4, 20, 9), "key": (2, 2, 60, 9), "value": (2, 2, 60, 5)}
     call = {name: normal(*shape, dtype=dtype) for name, shape in shapes.items()}
@@ -393,6 +397,7 @@ def unseen_keys(call: Call) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.promise("hidden keys")
 @given(st.data())
 @settings(max_examples=max(60, settings().max_examples))
 def test_hidden_keys_change_no_bit_of_random_calls(isa: str, data: st.DataObject) -> None:

@@ -66,6 +66,7 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.promise("sizes")
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_sizes_that_would_overflow_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is too large$"):
@@ -105,6 +106,7 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.promise("sizes")
 @pytest.mark.parametrize("name", NO_MEMORY)
 def test_a_result_or_scratch_without_room_is_a_memory_error(name: str) -> None:
     with pytest.raises(MemoryError):
@@ -138,6 +140,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.promise("Ctrl-C")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_signal_stops_a_call_without_end(name: str) -> None:
@@ -238,6 +241,7 @@ def read(folder: Path, suffix: str, content: bytes) -> None:
         assert path.name in text
 
 
+@pytest.mark.promise("files are data")
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_damaged_or_malicious_header_is_refused_and_not_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +255,7 @@ def test_a_damaged_or_malicious_header_is_refused_and_not_run(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.promise("files are data")
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
 def test_random_damage_is_an_error_that_names_the_file(suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.ones(3, F)}

@@ -65,6 +65,7 @@ def run(call: tuple[Callable[..., Any], dict[str, Any]], change: Callable[[np.nd
     return function(**arguments)
 
 
+@pytest.mark.promise("inputs stay")
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_are_not_modified(name: str, isa: str, dtype: Any, rng: np.random.Generator) -> None:
     """Whole buffers are compared, including the memory between the elements of a view."""
@@ -83,6 +84,7 @@ def test_inputs_are_not_modified(name: str, isa: str, dtype: Any, rng: np.random
         assert buffer.tobytes() == before
 
 
+@pytest.mark.promise("inputs stay")
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_modifies_its_inputs(path: str, rng: np.random.Generator) -> None:
     function, arguments = calls(rng)["attention"]
@@ -187,6 +189,7 @@ CONTAINERS += [lambda x: x.astype(x.dtype.newbyteorder()), lambda x: OnlyDLPack(
 KINDS = [*LAYOUTS, *CONTAINERS]
 
 
+@pytest.mark.promise("kinds of arrays")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_array_gives_the_same_bits(name: str, kind: Any, dtype: Any, rng: np.random.Generator) -> None:
@@ -228,6 +231,7 @@ def test_lists_and_tuples_are_float64(name: str, rng: np.random.Generator) -> No
     assert_same_bits(run(call, lambda x: tuple(x.tolist())), run(call))
 
 
+@pytest.mark.promise("conversions")
 @pytest.mark.parametrize("kind", [bool, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
 def test_integers_and_booleans_are_float64(kind: Any, rng: np.random.Generator) -> None:
     x = rng.integers(0, 2, (4, 3)).astype(kind)
@@ -286,6 +290,7 @@ def test_sliding_windows_give_the_bits_of_copies(dtype: Any, normal: Normal) -> 
 
 
 # ---- no copies -----------------------------------------------------------------------------------------------------
+@pytest.mark.promise("conversions")
 def test_arrays_of_a_supported_dtype_are_not_copied(dtype: Any) -> None:
     import torch
 
@@ -312,6 +317,7 @@ def test_torch_tensors_give_the_bits_of_arrays(rng: np.random.Generator) -> None
 
 
 # ---- dtypes --------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("conversions")
 @pytest.mark.parametrize("kinds", list(itertools.product([np.float32, np.float64, np.int32], repeat=3)))
 def test_mixed_dtypes_promote(kinds: tuple[Any, Any, Any], rng: np.random.Generator) -> None:
     q, k, v = (rng.integers(-3, 4, (5, 4)).astype(kind) for kind in kinds)

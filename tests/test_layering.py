@@ -44,7 +44,7 @@ def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 500
+    assert sum(not line.startswith("@pytest.mark.promise(") for line in text.splitlines()) <= 500
     if path in C_FILES:
         assert text.startswith(f"/* {path.name} -- "), "the first line names the file and its purpose"
     elif text.strip():

@@ -42,6 +42,7 @@ def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 
 
 # ---- the forward pass ----------------------------------------------------------------------------------------------
+@pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("kind", NARROW, ids=str)
 def test_a_float64_lse_is_more_accurate_and_changes_nothing_else(kind: np.dtype, isa: str, path: str) -> None:
     call = qkv(kind, (2, 3, 50, 20), (2, 3, 60, 20), (2, 3, 60, 9))
@@ -120,6 +121,7 @@ def again(call: Call) -> Call:
     return call | ({"rng": cattn.TorchGenerator(1)} if "dropout_p" in call and "rng" not in call else {})
 
 
+@pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_have_the_same_bits_everywhere(name: str, isa: str) -> None:
     call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
@@ -141,6 +143,7 @@ def test_a_float64_lse_rounded_to_float32_gives_the_gradients_of_float32(name: s
     assert_same(backward(again(call), wide), backward(again(call), usual))
 
 
+@pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
 def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> None:
     call = qkv(NARROW[0], (2, 3, 130, 20), (2, 3, 200, 20), (2, 3, 200, 9)) | OPTIONS[name]
@@ -156,6 +159,7 @@ def test_a_float64_lse_makes_gradients_more_accurate(name: str, isa: str) -> Non
         assert rms(wide[i], right[i]) < 0.95 * rms(usual[i], right[i]), name
 
 
+@pytest.mark.promise("log-sum-exp in float64")
 @pytest.mark.parametrize(
     ("height", "n"), [(1e3, 6), (1e5, 6), (3e5, 5), (3e5, 18), (1e7, 6), (1e10, 6), (-1e10, 6), (1e30, 6)]
 )

@@ -9,6 +9,7 @@ import conftest
 from cattn import _cattn
 
 
+@pytest.mark.promise("AVX-512 is tested")
 def test_the_log_names_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [{"name": "scalar", "usable": True}, {"name": "avx2", "usable": True}, {"name": "avx512", "usable": False}]
     monkeypatch.setattr(_cattn, "_isa_list", lambda: tables)
@@ -20,6 +21,7 @@ def test_the_log_names_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert conftest.processor()
 
 
+@pytest.mark.promise("AVX-512 is tested")
 @pytest.mark.skipif(bool(os.environ.get("CATTN_TABLES")), reason="CATTN_TABLES chooses")
 def test_every_table_is_compiled_wherever_it_can_be() -> None:
     """Also the one that the processor lacks: the compiler at least has seen it."""

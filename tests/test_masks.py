@@ -83,6 +83,7 @@ def test_show_mask_of_many_tokens_lists_ranges() -> None:
     assert cattn.show_mask(1, 70, attn_mask=np.zeros(70, bool)) == "query 0  none"
 
 
+@pytest.mark.promise("pictures")
 def test_show_mask_agrees_with_causal_mask() -> None:
     keywords: dict[str, Any] = {"is_causal": "upper_left", "window_size": (2, 0)}
     rows = cattn.show_mask(5, 7, **keywords).splitlines()[1:]

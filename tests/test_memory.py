@@ -42,6 +42,7 @@ def test_the_measurement_sees_a_copy_of_the_keys() -> None:
     assert int(done.stdout) > 1500
 
 
+@pytest.mark.promise("memory")
 @measured
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -58,6 +59,7 @@ def test_a_call_holds_at_most_one_mebibyte_a_thread(
     assert int(done.stdout) <= 1024 * threads + 256, "KiB"
 
 
+@pytest.mark.promise("memory")
 @measured
 def test_gradients_hold_no_matrix_of_scores() -> None:
     """Beside its results the backward pass holds a few blocks a thread: at most 3 MiB (the documentation says 20)."""
@@ -139,6 +141,7 @@ print("untouched")
 """
 
 
+@pytest.mark.promise("bounds")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mmap and mprotect by Linux's numbers")
 def test_nothing_outside_an_array_is_accessed(isa: str) -> None:
     done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)

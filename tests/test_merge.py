@@ -25,6 +25,7 @@ def merge(parts: list[cattn.AttentionOutput]) -> tuple[np.ndarray, np.ndarray]:
     return cattn.merge_attention([p.out for p in parts], [p.lse for p in parts])
 
 
+@pytest.mark.promise("merging")
 @pytest.mark.parametrize("cuts", [[], [40], [1, 2, 3], [30, 60, 89]])
 def test_merged_parts_are_the_result_of_all_keys(cuts: list[int], dtype: type) -> None:
     query, key, value = inputs(dtype)

@@ -130,6 +130,7 @@ def assert_as_good_as_torch(ours: Any, theirs: Any, *xs: np.ndarray) -> None:
     assert mine <= 2 * other
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_is_as_accurate_as_pytorch(name: str, normal: Normal) -> None:
     torch.manual_seed(0)
@@ -162,6 +163,7 @@ def test_multi_head_attention_agrees_with_that_of_pytorch(normal: Normal) -> Non
 
 
 # ---- randomness ------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("name", MODELS)
 def test_seeds_give_the_initial_weights_of_pytorch(name: str) -> None:
     ours, theirs = MODELS[name]

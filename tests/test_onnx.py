@@ -31,6 +31,7 @@ def test_onnx_has_at_least_93_cases() -> None:
     assert len(CASES) >= 93
 
 
+@pytest.mark.promise("ONNX's operator")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_node_case_of_onnx_passes(case: Any) -> None:
     """With the tolerances of ONNX's own runner."""

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
 }
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_out_may_have_any_strides(name: str, layout: str) -> None:
@@ -52,6 +53,7 @@ def test_out_may_have_any_strides(name: str, layout: str) -> None:
         assert np.count_nonzero(base == 7.0) == base.size - out.size, "memory beside out was written"
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("shift", [0, 1, 5, -3])
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention"])
 def test_out_may_overlap_an_input(name: str, shift: int) -> None:
@@ -70,6 +72,7 @@ def test_out_may_overlap_an_input(name: str, shift: int) -> None:
         assert np.array_equal(out, expected)
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward"])
 def test_out_may_be_the_transposed_input(name: str) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
@@ -107,6 +110,7 @@ def test_calls_in_place_copy_nothing(name: str) -> None:
     assert peak(x) < x.nbytes // 10
 
 
+@pytest.mark.promise("out")
 def test_an_overlap_that_numpy_cannot_find_is_handled() -> None:
     """NumPy gives up its search for a common element of these two arrays. They have 81."""
     memory = np.random.default_rng(1).standard_normal(2837)
@@ -122,6 +126,7 @@ def test_an_overlap_that_numpy_cannot_find_is_handled() -> None:
     assert np.array_equal(out, expected)
 
 
+@pytest.mark.promise("out")
 def test_a_stride_of_zero_is_refused_only_on_an_axis_of_two_or_more() -> None:
     """An axis of one element and an empty array may have any stride. An axis of two may not be one place in memory."""
     x = S[:1]
@@ -136,6 +141,7 @@ def test_a_stride_of_zero_is_refused_only_on_an_axis_of_two_or_more() -> None:
         cattn.softmax(S[:2], out=same)
 
 
+@pytest.mark.promise("out")
 @pytest.mark.parametrize(
     ("shape", "strides", "axis"),
     [

@@ -34,6 +34,7 @@ def texts(labels: Any) -> list[str]:
     return [label.get_text() for label in labels]
 
 
+@pytest.mark.promise("pictures")
 def test_cells_hold_the_weights_and_the_future_is_blank() -> None:
     weights = causal_weights()
     ax = cattn.plot_attention(weights, TOKENS, titles="causal")

@@ -91,6 +91,7 @@ def test_one_call_on_several_threads_has_the_bits_of_one_thread(name: str) -> No
             assert_same_bits(CALLS[name](), expected, f"{name}, {path}")
 
 
+@pytest.mark.promise("gradients' bits", "GIL")
 @pytest.mark.parametrize("name", CALLS)
 def test_concurrent_equal_calls_have_the_bits_of_one_thread(name: str) -> None:
     with cattn.num_threads(1):
@@ -105,6 +106,7 @@ def test_concurrent_equal_calls_have_the_bits_of_one_thread(name: str) -> None:
         together(work)
 
 
+@pytest.mark.promise("GIL")
 def test_concurrent_different_calls_have_the_bits_of_one_thread() -> None:
     """The calls hand scratch of different sizes to each other, and the pool grows meanwhile."""
     with cattn.num_threads(1):

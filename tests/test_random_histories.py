@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -37,6 +38,7 @@ def frozen(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: a.copy() for name, a in inputs.items() if isinstance(a, np.ndarray)}
 
 
+@pytest.mark.promise("history")
 class Histories(RuleBasedStateMachine):
     """A program that uses cattn. Each rule is a step that it may take next."""
 

@@ -153,6 +153,7 @@ def test_masked_softmax_refuses_wrong_arguments() -> None:
 
 
 # ---- random bits ---------------------------------------------------------------------------------------------------
+@pytest.mark.promise("Philox")
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -251,6 +252,7 @@ def test_different_lengths_warn_unless_the_alignment_is_named() -> None:
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
+@pytest.mark.promise("formula")
 @given(st.data())
 def test_attention_agrees_with_plain_loops(data: st.DataObject) -> None:
     draw = data.draw
@@ -343,6 +345,7 @@ def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
     assert np.all(clean.lse[:, 0] == -INF)
 
 
+@pytest.mark.promise("visible NaN")
 def test_visible_nan_and_infinity_change_only_rows_that_see_them() -> None:
     q = k = np.zeros((4, 2))
     v = np.ones((4, 2))

@@ -78,11 +78,13 @@ X = np.zeros((3, 3))
 ARGUMENTS: list[object] = [*INPUTS.values(), OUT]
 
 
+@pytest.mark.promise("leaks")
 @pytest.mark.parametrize("name", CALLS)
 def test_repeated_calls_leak_nothing(name: str) -> None:
     assert_level(lambda: fresh(name), ARGUMENTS)
 
 
+@pytest.mark.promise("leaks")
 @pytest.mark.parametrize("function", WORKING)
 def test_repeated_errors_leak_nothing(function: str) -> None:
     """All rows of wrong_calls.py for the function, one after the other."""

@@ -41,6 +41,7 @@ def few_objects_to_look_through() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.promise("history")
 def test_some_seconds(soak: ModuleType) -> None:
     run = soak.Soak(soak.random_works(60, 2), 4, 2)
     said = run.run(8, say=lambda line: None)

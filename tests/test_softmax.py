@@ -224,6 +224,7 @@ def methods_apart(scores: np.ndarray, mask: np.ndarray, neg_inf: np.ndarray, ren
     assert (apart <= 12 * (1 + d) * np.spacing(neg_inf) + lost).all()
 
 
+@pytest.mark.promise("masked softmax")
 @pytest.mark.parametrize("n", [2, 8, 64, 500, 1100])
 def test_both_masking_methods_agree(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     differ = False
@@ -237,6 +238,7 @@ def test_both_masking_methods_agree(isa: str, dtype: type, normal: Normal, rng: 
     assert differ, "two methods cannot have the same bits everywhere"
 
 
+@pytest.mark.promise("masked softmax")
 def test_renormalize_has_the_bits_of_its_steps(isa: str, dtype: type, normal: Normal) -> None:
     """The steps: softmax of all scores, zeros for hidden ones, division by the sum of the rest."""
     scores = 3 * normal(6, 8, dtype=dtype)
@@ -312,6 +314,7 @@ def poisons(dtype: Any) -> np.ndarray:
     )
 
 
+@pytest.mark.promise("masked softmax")
 @pytest.mark.parametrize("n", [5, 16, 40, 513, 1100])
 def test_hidden_scores_change_no_bit(isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int) -> None:
     """With "neg_inf" and where=. "renormalize" reads hidden scores, but their NaN does not reach the result."""
@@ -344,6 +347,7 @@ def test_columns_after_the_last_visible_one_change_no_bit(isa: str, dtype: type,
             assert_same_bits(causal[i, :visible].copy(), cattn.softmax(scores[i, :visible]), f"causal, row {i}")
 
 
+@pytest.mark.promise("softmax and dropout")
 @pytest.mark.parametrize("n", COLUMNS)
 def test_every_table_gives_the_same_bits(
     isa: str, dtype: type, normal: Normal, rng: np.random.Generator, n: int
@@ -363,6 +367,7 @@ def test_every_table_gives_the_same_bits(
         assert_same_bits(call(), yardstick(isa, call), f"call {i}")
 
 
+@pytest.mark.promise("softmax and dropout")
 def test_any_number_of_threads_gives_the_same_bits(isa: str, dtype: type, threads: int, normal: Normal) -> None:
     """Enough rows for many tasks. A row alone has the bits it has among others."""
     x = normal(700, 300, dtype=dtype)

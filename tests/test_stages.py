@@ -41,6 +41,7 @@ def inputs(batch: tuple[int, ...], T_q: int, T_k: int, dtype: Any) -> tuple[np.n
     return query, key
 
 
+@pytest.mark.promise("stages")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("T_q", "T_k"), [(7, 30), (120, 300), (1, 500)])
@@ -62,6 +63,7 @@ def test_every_stage_agrees_with_the_reference(
         assert_same_bits(result, first, way)
 
 
+@pytest.mark.promise("stages")
 def test_every_stage_differs_from_the_one_before() -> None:
     query, key = inputs((2, 4), 9, 40, np.float64)
     results = [cattn.attention_weights(query, key, stage=stage, **options((2, 4), 9, 40)) for stage in STAGES]

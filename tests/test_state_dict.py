@@ -111,6 +111,7 @@ TARGETS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.promise("state_dict")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("prefix", ["", "transformer.h.11.attn."])
@@ -257,6 +258,7 @@ def test_torch_tensors_are_loaded() -> None:
         assert_state(module, {key: t.to(half).float().numpy() for key, t in tensors.items()})
 
 
+@pytest.mark.promise("state_dict")
 def test_torch_loads_our_state_dict() -> None:
     torch = pytest.importorskip("torch")
     layer = cattn.Linear(6, 4, rng=rng())
@@ -356,6 +358,7 @@ WRONG_TYPE: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.promise("state_dict")
 @pytest.mark.parametrize("case", [*REFUSED, *WRONG_TYPE])
 def test_a_wrong_state_is_refused_and_changes_nothing(case: str) -> None:
     error = ValueError if case in REFUSED else TypeError

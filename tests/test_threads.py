@@ -37,6 +37,7 @@ def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 PRINT = "import cattn; print(cattn.get_num_threads())"
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize(
     ("environment", "threads"),
     [
@@ -55,6 +56,7 @@ def test_without_a_variable_there_are_at_most_as_many_threads_as_processors() ->
     assert 1 <= int(child(PRINT).stdout) <= CPUS
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
 def test_a_wrong_number_of_threads_in_the_environment_is_an_import_error(value: str) -> None:
     done = child(PRINT, CATTN_NUM_THREADS=value)
@@ -71,11 +73,13 @@ def test_an_unknown_kernel_table_in_the_environment_is_an_import_error() -> None
     assert "scalar" in done.stderr
 
 
+@pytest.mark.promise("settings")
 def test_the_kernel_table_of_the_environment_is_used() -> None:
     code = "import cattn; print(cattn.show_config('dicts')['instruction_set'])"
     assert child(code, CATTN_ISA="scalar").stdout.strip() == "scalar"
 
 
+@pytest.mark.promise("settings")
 def test_the_context_overrides_the_process_and_ends_with_it() -> None:
     cattn.set_num_threads(3)
     assert cattn.get_num_threads() == 3
@@ -96,6 +100,7 @@ def test_repr_of_the_context_shows_its_number() -> None:
     assert repr(cattn.num_threads(np.int64(3))) == "cattn.num_threads(3)"
 
 
+@pytest.mark.promise("settings")
 def test_threadpoolctl_limits_cattn() -> None:
     import threadpoolctl
 
@@ -114,6 +119,7 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
+@pytest.mark.promise("fork")
 def test_fork_after_threads_were_used() -> None:
     query, key, value = work()
     with cattn.num_threads(3):
@@ -126,6 +132,7 @@ def test_fork_after_threads_were_used() -> None:
         assert bits(cattn.causal_attention(query, key, value)) == expected
 
 
+@pytest.mark.promise("fork")
 def test_fork_while_another_thread_computes() -> None:
     query, key, value = work()
     cattn.set_num_threads(2)
@@ -169,6 +176,7 @@ def test_callers_in_several_threads_get_the_same_bits() -> None:
     assert wrong == []
 
 
+@pytest.mark.promise("GIL")
 def test_the_gil_is_free_during_a_long_call() -> None:
     query, key, value = work(4000)
     cattn.set_num_threads(1)
@@ -216,6 +224,7 @@ def long_calls() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
+@pytest.mark.promise("Ctrl-C")
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["tile", "rows", "dropout", "softmax", "gradients", "gradients, drawn"])
@@ -285,6 +294,7 @@ assert any(os.sched_getaffinity(task) == {cpu} for task in workers), [os.sched_g
 """
 
 
+@pytest.mark.promise("small stacks")
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor, or not Linux"
 )
@@ -314,6 +324,7 @@ thread.join()
 """
 
 
+@pytest.mark.promise("small stacks")
 @pytest.mark.parametrize(("size", "backward"), [(65536, False), (131072, True)])
 @pytest.mark.skipif(UNDER_SANITIZER, reason="sanitizers make frames larger")
 def test_small_stacks_suffice(size: int, backward: bool) -> None:

@@ -54,6 +54,7 @@ def assert_close(actual: np.ndarray, right: np.ndarray) -> None:
     np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("shapes", SAME, ids=str)
 def test_float64_agrees_with_pytorch(isa: str, shapes: Shapes, normal: Normal, rng: np.random.Generator) -> None:
     arrays, tensors = some(normal, shapes)
@@ -73,6 +74,7 @@ def test_float64_agrees_with_pytorch(isa: str, shapes: Shapes, normal: Normal, r
     )
 
 
+@pytest.mark.promise("PyTorch's function")
 @pytest.mark.parametrize("shapes", SAME, ids=str)
 def test_weights_and_lse_agree_with_pytorch(isa: str, shapes: Shapes, normal: Normal) -> None:
     """With the unit matrix as value, PyTorch's output is its weights."""
@@ -116,6 +118,7 @@ def test_masks_of_every_shape_agree_with_pytorch(
         assert_close(cattn.scaled_dot_product_attention(*arrays, mask), right)
 
 
+@pytest.mark.promise("rows without keys")
 def test_rows_without_visible_keys_are_zero_as_in_pytorch(isa: str, normal: Normal) -> None:
     arrays, tensors = some(normal, ((2, 9, 8), (2, 12, 8), (2, 12, 8)))
     mask = torch.ones(9, 12, dtype=torch.bool)
@@ -239,6 +242,7 @@ def test_tensors_give_the_bits_of_arrays(dtype: type, normal: Normal) -> None:
     assert (cattn.dropout(tensors[0], rng=1) == cattn.dropout(q, rng=1)).all()
 
 
+@pytest.mark.promise("kinds of arrays")
 def test_tensors_are_not_copied() -> None:
     """NumPy's memory does not grow by a copy of the tensors."""
     import tracemalloc

@@ -26,6 +26,7 @@ def draw(name: str) -> list[np.ndarray]:
     return [rng.standard_normal(shape) for shape in (query, key, key)]
 
 
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("name", CASES)
 def test_the_dropout_mask_is_that_of_pytorch(isa: str, name: str, p: float) -> None:
@@ -73,6 +74,7 @@ def test_a_call_that_drops_nothing_or_everything_leaves_the_generator_alone(p: f
     assert np.array_equal(result, np.full(shape, 1.0 - p))
 
 
+@pytest.mark.promise("failed calls")
 def test_a_call_that_raises_leaves_the_generator_alone() -> None:
     generator = cattn.TorchGenerator(1)
     before = generator.get_state()

@@ -53,6 +53,7 @@ def assert_same_future(a: TorchGenerator, b: TorchGenerator) -> None:
 
 
 # ---- state ---------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("seed", [0, 123, -7])
 def test_the_state_can_be_exchanged_with_torch(torch: types.ModuleType, seed: int, place: str) -> None:
@@ -232,6 +233,7 @@ def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.promise("failed calls")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
 def test_an_interrupted_draw_leaves_the_generator_unchanged(alarm: Callable[[Callable[[], None]], None]) -> None:
     def interrupt() -> None:

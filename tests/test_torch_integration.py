@@ -47,6 +47,7 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p: float) -> None:
@@ -125,6 +126,7 @@ def test_checkpointing_draws_the_same_mask() -> None:
 
 
 # ---- compilation ---------------------------------------------------------------------------------------------------
+@pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(dynamic: bool) -> None:
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -253,6 +255,7 @@ def test_one_query_head_is_broadcast() -> None:
     torch.testing.assert_close(attention(query, key, key, enable_gqa=True), expected)
 
 
+@pytest.mark.promise("use_cattn")
 def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
     x = torch.randn(2, 5, 4)
     with warnings.catch_warnings(action="ignore"):  # PyTorch warns that they are a prototype
@@ -279,6 +282,7 @@ def test_use_cattn_leaves_unsupported_calls_to_pytorch() -> None:
         attention(x, x.to_sparse(), x)
 
 
+@pytest.mark.promise("use_cattn")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # a warning from PyTorch's own code
 @pytest.mark.parametrize(("i", "name"), list(enumerate(("query", "key", "value", "attn_mask"))))
 def test_forward_mode_is_refused_and_use_cattn_leaves_it_to_pytorch(i: int, name: str) -> None:
@@ -323,6 +327,7 @@ def test_autocast_converts_as_for_the_function_of_pytorch(
         assert tensor.grad.dtype is tensor.dtype
 
 
+@pytest.mark.promise("training")
 def test_training_a_small_model_gives_the_losses_of_pytorch() -> None:
     """Two layers, eight steps, without dropout; equal up to rounding."""
 

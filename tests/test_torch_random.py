@@ -69,6 +69,7 @@ def steps(torch: types.ModuleType, n: int, kind: str) -> list[tuple[str, Draw, C
     ]
 
 
+@pytest.mark.promise("PyTorch's generator")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_distributions_and_sizes_draw_the_numbers_of_torch(torch: types.ModuleType, seed: int) -> None:
     """In random order from one stream; a cached normal number survives draws of other distributions."""

@@ -80,6 +80,7 @@ def assert_grads(ours: Any, theirs: Any) -> None:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("training")
 @pytest.mark.parametrize("shape", [(1, 6), (9, 6), (3, 17, 6), (2, 64, 6)], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
 def test_gradients_agree_with_pytorch_with_the_same_dropout(name: str, shape: tuple[int, ...], normal: Normal) -> None:

@@ -64,6 +64,7 @@ def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.A
     )  # fmt: skip
 
 
+@pytest.mark.promise("packed sequences")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
@@ -104,6 +105,7 @@ def guarded(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+@pytest.mark.promise("packed sequences")
 def test_no_sequence_reads_its_neighbours(isa: str, dtype: type) -> None:
     """One sequence is NaN; the others keep their bits on every path."""
     query, key, value, cu_q, cu_k = packed("long and short", dtype)
@@ -139,6 +141,7 @@ def test_max_seqlen_is_accepted() -> None:
     assert_same_bits(cattn.varlen_attention(*arrays, max_seqlen_q=9, max_seqlen_k=100), expected)
 
 
+@pytest.mark.promise("replay")
 def test_dropout_seed_repeats_the_dropout() -> None:
     arrays = packed("alike", np.float32)
     first = cattn.varlen_attention(*arrays, dropout_p=0.5, return_lse=True)

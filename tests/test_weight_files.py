@@ -65,6 +65,7 @@ def test_safetensors_dtypes_that_numpy_lacks_are_named(tmp_path: Path) -> None:
         load_arrays(path)
 
 
+@pytest.mark.promise("whole files")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_replaced_whole_or_not_at_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / name

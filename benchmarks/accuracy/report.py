@@ -1,24 +1,24 @@
-"""The accuracy of everybody as tables: a line for the screen, Markdown for docs/accuracy.md."""
+"""Errors as text: a line for the screen, Markdown tables for docs/accuracy.md."""
 
 from __future__ import annotations
 
 from typing import Any
 
 TITLES = {"cattn": "cattn", "torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
-MOST = {"rms": 1.1, "largest": 2.0}  # of the best peer's error: what attention and its gradients aim at
+MOST = {"rms": 1.1, "largest": 2.0}  # targets of attention and its gradients, relative to the best peer's error
 
 Row = dict[str, Any]
 
 
 def number(x: float) -> str:
-    """Return two or three digits, large numbers with an exponent."""
+    """Return a number with two or three digits, large ones with an exponent."""
     if x == 0:
         return "0"
     return f"{x:.1e}".replace("e+0", "e").replace("e+", "e") if x >= 1e4 else f"{x:.{0 if x >= 99.5 else 2}f}"
 
 
 def cancels(row: Row) -> bool:
-    """Return whether the quantity is a sum whose terms cancel: oracle.py says what that means for its unit."""
+    """Return whether the quantity is a sum whose terms cancel; oracle.py explains its unit."""
     return row["group"] == "attention" or row["quantity"] == "softmax_backward"
 
 
@@ -34,7 +34,7 @@ def cell(row: Row, who: str) -> str:
 
 
 def ratios(row: Row) -> dict[str, float]:
-    """Return cattn's errors over the smallest of the peers; infinite where some of cattn's results are not finite."""
+    """Return cattn's errors relative to the best peer's; infinite if some of cattn's results are not finite."""
     errors = row["errors"]
     peers = [error for who, error in errors.items() if who != "cattn" and not error["lost"]]
     if not cancels(row) or not peers:
@@ -46,20 +46,20 @@ def ratios(row: Row) -> dict[str, float]:
 
 
 def beyond(row: Row) -> bool:
-    """Return whether cattn's error is larger than what is aimed at."""
+    """Return whether cattn's error is beyond the target."""
     return any(ratio > MOST[unit] for unit, ratio in ratios(row).items())
 
 
 def line(row: Row) -> str:
     """Return one row for the screen."""
     cells = "  ".join(f"{title} {cell(row, who)}" for who, title in TITLES.items())
-    told = "".join(f"  {ratio:.2f}" for ratio in ratios(row).values())
+    judged = "".join(f"  {ratio:.2f}" for ratio in ratios(row).values())
     name = f"{row['name']}, {row['quantity']}"
-    return f"{row['dtype']:<9} {name:<36} {cells}{told}{' (beyond)' if beyond(row) else ''}"
+    return f"{row['dtype']:<9} {name:<36} {cells}{judged}{' (beyond)' if beyond(row) else ''}"
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return rows of one group and dtype as a table."""
+    """Return the rows of one group and dtype as a Markdown table."""
     judged = any(map(cancels, rows))
     head = ["inputs", "", *TITLES.values()] + (["of the best peer"] if judged else [])
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
@@ -67,15 +67,15 @@ def table(rows: list[Row]) -> list[str]:
     for row in rows:
         cells = [cell(row, who) for who in TITLES]
         if judged:
-            told = " / ".join(f"{ratio:.2f}" for ratio in ratios(row).values())
-            cells.append(f"**{told}**" if beyond(row) else told)
+            text = " / ".join(f"{ratio:.2f}" for ratio in ratios(row).values())
+            cells.append(f"**{text}**" if beyond(row) else text)
         lines.append("| " + " | ".join([row["name"] if row["name"] != before else "", row["quantity"], *cells]) + " |")
         before = row["name"]
     return lines
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """Return all tables: float32 open, the rest to unfold."""
+    """Return all tables, those of float32 unfolded."""
     machine, rows = kept["machine"], kept["rows"]
     versions = ", ".join(f"{TITLES[peer]} {machine[peer]}" for peer in TITLES if peer in machine)
     lines = [f"Versions: {versions}; {machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']}.", ""]

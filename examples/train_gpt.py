@@ -1,8 +1,9 @@
-"""A small GPT trained in PyTorch, with PyTorch's attention and with cattn's in its place: losses and time.
+"""Train a small GPT in PyTorch, with PyTorch's attention and with cattn's, and compare losses and times.
 
-``python -m benchmarks.train_gpt`` trains two layers on the sources of Python's standard library, byte by byte, T=1024:
-once without dropout from one seed with both, step by step in turn; then with dropout 0.1, three seeds with PyTorch and
-one with cattn.
+The GPT has two layers and reads the sources of Python's standard library, byte by byte, 1024 at a time. Without dropout
+both attentions start from the same seed. With dropout 0.1 there are three seeds with PyTorch and one with cattn. The
+runs take turns, step by step. This takes some minutes; `--steps` and `--tokens` make it shorter. It needs PyTorch and
+tqdm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +24,9 @@ from tqdm.auto import tqdm
 import cattn
 from cattn.integrations.torch import use_cattn
 
-from .machine import save
-
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm and added to what came before."""
+    """Attention and a feed-forward layer, each after a layer norm and with a residual connection."""
 
     def __init__(self, d: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -38,7 +36,7 @@ class Block(nn.Module):
         self.feed = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d), nn.Dropout(dropout))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x of shape (B, T, d) one layer further."""
+        """Return the layer's output, of the shape (B, T, d) of x."""
         batch, tokens, d = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         p = self.p if self.training else 0.0
@@ -49,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes to the logits of the next byte."""
+    """A GPT on bytes."""
 
     def __init__(self, d: int, heads: int, layers: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -58,20 +56,20 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits (B, T, 256)."""
+        """Return the logits (B, T, 256) of the next byte."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
 
 def text() -> torch.Tensor:
-    """Return the sources of some modules that are on every machine."""
+    """Return the sources of some modules of the standard library."""
     modules = (argparse, inspect, json, statistics, contextlib)
     return torch.tensor(list("\n".join(inspect.getsource(module) for module in modules).encode()))
 
 
 def losses(data: torch.Tensor, seed: int, dropout: float, tokens: int) -> Iterator[float]:
-    """Train, one step for each loss that is asked for."""
+    """Train. Every loss is the result of one step."""
     torch.manual_seed(seed)
     model = GPT(128, 4, 2, tokens, dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -94,9 +92,11 @@ def step(run: Iterator[float], swapped: bool) -> tuple[float, float]:
         return loss, time.perf_counter() - begin
 
 
-def train(data: torch.Tensor, steps: int, tokens: int) -> dict[str, Any]:
-    """Run everything, step by step in turn."""
-    found: dict[str, Any] = {}
+def compare(steps: int = 100, tokens: int = 1024) -> list[dict[str, Any]]:
+    """Train without and with dropout, on one thread; return the losses and the median time of a step."""
+    torch.set_num_threads(1)
+    data = text()
+    rows: list[dict[str, Any]] = []
     bar = tqdm(total=steps * 6, desc="train_gpt")
     for name, dropout, runs in (
         ("dropout 0", 0.0, {"torch": (0, False), "cattn": (0, True)}),
@@ -108,42 +108,30 @@ def train(data: torch.Tensor, steps: int, tokens: int) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {who: [] for who in trained}
         for _ in range(steps):
             for who, (run, swapped) in trained.items():
-                torch.set_rng_state(states[who])  # each run has PyTorch's generator for itself
-                loss, took = step(run, swapped)
+                torch.set_rng_state(states[who])  # each run has its own state of PyTorch's generator
+                with cattn.num_threads(1):
+                    loss, took = step(run, swapped)
                 states[who] = torch.get_rng_state()
                 curves[who].append(loss)
                 seconds[who].append(took)
                 bar.update()
-        found[name] = {
-            "losses": curves,
-            "median step, ms": {who: 1e3 * statistics.median(times) for who, times in seconds.items()},
-        }
+        medians = {who: 1e3 * statistics.median(times) for who, times in seconds.items()}
+        rows.append({"name": name, "losses": curves, "median step, ms": medians})
     bar.close()
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Train, and say what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_gpt", description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    with cattn.num_threads(1):
-        found = train(text(), options.steps, options.tokens)
-    plain, dropped = found["dropout 0"], found["dropout 0.1"]
-    furthest = max(abs(a - b) for a, b in zip(plain["losses"]["torch"], plain["losses"]["cattn"], strict=True))
-    last = {who: statistics.mean(curve[-10:]) for who, curve in dropped["losses"].items()}
-    print(f"dropout 0: losses differ by at most {furthest:.1e} over {options.steps} steps")
-    print("dropout 0.1: mean of the last ten losses:", ", ".join(f"{who} {loss:.3f}" for who, loss in last.items()))
-    for name, result in found.items():
-        times = result["median step, ms"]
+    plain, dropped = (row["losses"] for row in rows)
+    furthest = max(abs(a - b) for a, b in zip(plain["torch"], plain["cattn"], strict=True))
+    last = ", ".join(f"{who} {statistics.mean(curve[-10:]):.3f}" for who, curve in dropped.items())
+    print(f"dropout 0: losses differ by at most {furthest:.1e} over {steps} steps")
+    print(f"dropout 0.1: mean of the last ten losses: {last}")
+    for row in rows:
+        times = row["median step, ms"]
         ratio = times["torch"] / times["cattn"]
-        print(f"{name}: a step takes {times['torch']:.0f} ms, with cattn {times['cattn']:.0f} ms: {ratio:.2f}x")
-    save(options.output, "train_gpt", [{"name": name, **result} for name, result in found.items()])
-    return 0
+        print(f"{row['name']}: a step takes {times['torch']:.0f} ms, with cattn {times['cattn']:.0f} ms: {ratio:.2f}x")
+    return rows
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=1024)
+    compare(**vars(parser.parse_args()))

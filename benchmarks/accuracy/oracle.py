@@ -1,14 +1,14 @@
-"""What is right, and how far from it a result is.
+"""The exact values, and the errors of a result.
 
-The oracle is the textbook's formula in a wider type. For float64 that is NumPy's long double: 64 bits of significand on
-x86, 113 elsewhere, so that it errs at least 2048 times less than the same formula in float64. For float32 and the
-halves float64 is wide enough where there are products of matrices to add up. `check` compares long double with mpmath
-in 60 digits.
+The oracle is the textbook's formula in a wider type. For float64 that is NumPy's long double, with 64 bits of
+significand on x86 and 113 elsewhere: its errors are at least 2048 times smaller than those of the formula in float64.
+For float32 and halves, float64 is wide enough to add up matrix products. `check` compares long double with mpmath in
+60 digits.
 
-An error is told in two units. ULP, the spacing of the dtype at the exact value (that of the subnormals at the bottom),
-suits a function, or a sum of positive numbers. A sum that cancels, as outputs and gradients of attention do, is now and
-then a thousand times smaller than its terms, and its error in ULP then says how much it cancelled, not how well it was
-computed: there the unit is eps times the RMS of the whole result.
+Errors have two units. ULP is the spacing of the dtype at the exact value (below the normal numbers, that of the
+subnormals). It suits functions and sums of positive numbers. The terms of attention's outputs and gradients cancel: a
+sum may be a thousand times smaller than its terms, and its error in ULP would measure the cancellation, not the
+computation. There the unit is eps times the RMS of the whole result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDE = np.longdouble
 
 
 def wide(dtype: Any) -> Any:
-    """Return what the oracle adds products up in: of float32, and the halves, float64 errs 5e8 times less."""
+    """Return the type in which the oracle adds products up. For float32 and halves, float64 errs 5e8 times less."""
     return WIDE if np.dtype(dtype) == np.float64 else np.float64
 
 
@@ -46,11 +46,11 @@ def spacing(exact: Array, dtype: Any) -> Array:
 
 @dataclass
 class Errors:
-    """Errors of one quantity, gathered over several inputs. Elements that are 0 in both do not count."""
+    """Errors of one quantity over several inputs. Elements that are 0 in both results do not count."""
 
     dtype: Any
     count: int = 0
-    lost: int = 0  # NaN or infinite, where the exact value is a number of the dtype
+    lost: int = 0  # elements that are NaN or infinite although the exact value is a number of the dtype
     ulp_squares: float = 0.0
     ulp_largest: float = 0.0
     squares: np.longdouble = field(default_factory=WIDE)
@@ -58,7 +58,7 @@ class Errors:
     exact_squares: np.longdouble = field(default_factory=WIDE)
 
     def add(self, actual: Any, exact: Array) -> Errors:
-        """Take in a result."""
+        """Add a result."""
         actual = np.asarray(actual).astype(exact.dtype)
         assert actual.shape == exact.shape
         counts = (actual != 0) | (exact != 0)
@@ -76,8 +76,8 @@ class Errors:
             self.exact_squares += np.square(exact).sum()
         return self
 
-    def told(self) -> dict[str, float]:
-        """Return RMS and largest error in ULP, and in eps times the RMS of the exact values."""
+    def summary(self) -> dict[str, float]:
+        """Return the RMS and the largest error, in ULP and in eps times the RMS of the exact values."""
         count = max(self.count, 1)
         unit = WIDE(limits(self.dtype).eps) * np.sqrt(self.exact_squares / count)
         rms = np.sqrt(self.squares / count)
@@ -90,9 +90,9 @@ class Errors:
         }
 
 
-# ---- the textbook's formulas, in the dtype of their inputs: NumPy as a contestant, the oracle in long double ---------
+# ---- the textbook's formulas: in the inputs' dtype a contestant (NumPy), in long double the oracle -------------------
 def softmax(x: Array, hidden: Array | None = None) -> Array:
-    """Softmax of the last axis."""
+    """Return the softmax over the last axis."""
     if hidden is not None:
         x = np.where(hidden, x.dtype.type(-np.inf), x)
     e = np.exp(x - x.max(axis=-1, keepdims=True))
@@ -100,7 +100,7 @@ def softmax(x: Array, hidden: Array | None = None) -> Array:
 
 
 def softmax_backward(grad: Array, weights: Array) -> Array:
-    """Gradient of the scores."""
+    """Return the gradient of the scores."""
     return weights * (grad - (weights * grad).sum(axis=-1, keepdims=True))
 
 
@@ -108,9 +108,9 @@ def attention(
     query: Array, key: Array, value: Array, grad_out: Array, bias: Array | None = None, *,
     causal: bool = False, softcap: float | None = None,
 ) -> dict[str, Array]:  # fmt: skip
-    """Attention with all its gradients."""
+    """Return attention with all its gradients."""
     kind = query.dtype.type
-    # 1/sqrt in the widest type: a contestant rounds it once, the oracle does not.
+    # 1/sqrt in the widest type: the contestant rounds it once, the oracle does not.
     scale = kind(1 / np.sqrt(WIDE(query.shape[-1])))
     scores = (query @ key.swapaxes(-1, -2)) * scale
     if softcap:
@@ -142,7 +142,7 @@ def attention(
 def check(tokens: int = 12, head_dim: int = 8) -> dict[str, float]:
     """Return the oracle's largest errors against mpmath in 60 digits; nothing if mpmath is not installed.
 
-    Those of attention and its gradients in units of float64's eps times their RMS, of exp and tanh in ULP of float64.
+    Units: float64's eps times the RMS for attention and its gradients, ULP of float64 for exp and tanh.
     """
     try:
         import mpmath
@@ -157,17 +157,17 @@ def check(tokens: int = 12, head_dim: int = 8) -> dict[str, float]:
         for name, exact in right.items():
             found[name].add(_difference(computed[name], exact), np.zeros(exact.shape, WIDE))
             found[name].exact_squares = np.square(computed[name]).sum()
-        told = {name: errors.told()["largest"] for name, errors in found.items()}
+        largest = {name: errors.summary()["largest"] for name, errors in found.items()}
         for name in ("exp", "tanh"):
             x = rng.uniform(-700, 0, 2000) if name == "exp" else np.exp(rng.uniform(-69, 3, 2000))
             y = getattr(np, name)(x.astype(WIDE))
             exact = np.array([getattr(mpmath, name)(mpmath.mpf(float(number))) for number in x])
-            told[name] = float((np.abs(_difference(y, exact)) / spacing(y, np.float64)).max())
-    return told
+            largest[name] = float((np.abs(_difference(y, exact)) / spacing(y, np.float64)).max())
+    return largest
 
 
 def _difference(computed: Array, exact: Array) -> Array:
-    """Return computed - exact, where a long double is the sum of two doubles."""
+    """Return computed - exact. A long double becomes the sum of two doubles, which mpmath can read."""
     import mpmath
 
     high = computed.astype(np.float64)
@@ -177,7 +177,7 @@ def _difference(computed: Array, exact: Array) -> Array:
 
 
 def _attention_by_mpmath(mpmath: Any, arrays: list[Array]) -> dict[str, Array]:
-    """Return causal attention by objects of mpmath: NumPy multiplies and adds them."""
+    """Return causal attention of mpmath's numbers, in NumPy arrays of objects."""
     query, key, value, grad_out = (np.vectorize(lambda x: mpmath.mpf(float(x)), otypes=[object])(a) for a in arrays)
     exp, log = (np.vectorize(f, otypes=[object]) for f in (mpmath.exp, mpmath.log))
     visible = np.tri(len(query), dtype=bool)
