@@ -169,6 +169,7 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BUSY)
 def test_fork_by_a_signal_handler(name: str, on_alarm: Callable[[Callable[[], None], float], None]) -> None:
     """In the middle of a call with workers: the parent goes on, the child's copy of the call is interrupted."""
@@ -452,6 +453,7 @@ print(sum(counts.values()))
 """
 
 
+@pytest.mark.nightly
 def test_ctrl_c_at_any_moment() -> None:
     """Forty signals, each within 60 ms of the start of a call: KeyboardInterrupt, or too late; then the right bits."""
     rounds, random = 7, np.random.default_rng(1)

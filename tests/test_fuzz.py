@@ -36,7 +36,7 @@ def run(name: str, data: bytes) -> None:
             raise AssertionError(f"{name}: {found}") from found
 
 
-def test_kept_inputs_of_the_binding() -> None:
+def test_kept_inputs() -> None:
     """Each call returns, or is refused as the documentation says."""
     inputs = inputs_of("binding")
     assert len(inputs) > 100

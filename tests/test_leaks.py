@@ -31,6 +31,7 @@ POISONS = {
     "subnormal": 1e-45,
     "0": 0.0,
 }
+USUAL = ("NaN", "inf", "-1e38")  # the others run in the long form only
 
 
 def poison_of(kind: str, dtype: type) -> Any:
@@ -123,7 +124,9 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", HIDING)
-@pytest.mark.parametrize("kind", POISONS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly) for kind in POISONS]
+)
 def test_unseen_keys(isa: str, dtype: type, name: str, kind: str) -> None:
     """Key, value, and what an additive mask holds beside a boolean one or beyond the causal edge."""
     call, unseen = hidden_case(name, dtype)
@@ -210,7 +213,7 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
 
 
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
-@pytest.mark.parametrize("kind", ["NaN", "inf", "-1e38"])
+@pytest.mark.parametrize("kind", ["NaN", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("inf", "-1e38"))])
 def test_rows_that_do_not_see(
     isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator
 ) -> None:

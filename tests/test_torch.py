@@ -190,6 +190,7 @@ def check_ratios(isa: str, shapes: Shapes, causal: bool, seeds: int) -> None:
 
 
 # One query in the upper left sees one key, and nothing is rounded.
+@pytest.mark.nightly
 @pytest.mark.parametrize("isa", TABLES)
 @pytest.mark.parametrize(
     ("name", "causal"),
@@ -204,6 +205,7 @@ def test_float32_errors(isa: str, name: str, causal: bool) -> None:
     check_ratios(isa, ACCURACY[name], causal, SEEDS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LONG)
 def test_float32_errors_of_long_sequences(name: str, causal: bool) -> None:

@@ -47,6 +47,7 @@ def test_values_and_gradients(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_the_operators_contract(name: str, dropout_p: float) -> None:
@@ -321,6 +322,7 @@ def test_autocast_casts_as_for_pytorchs_own(dtypes: tuple[torch.dtype, ...], low
         assert tensor.grad.dtype is tensor.dtype
 
 
+@pytest.mark.nightly
 def test_training_a_small_model_gives_the_same_losses() -> None:
     """Two layers, some steps, without dropout: the losses are those of PyTorch's function, to rounding."""
 
