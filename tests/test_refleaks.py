@@ -67,7 +67,7 @@ def assert_level(call: Call, arguments: list[object]) -> None:
     found = growth(call, arguments)
     if found >= REPEATS // 2 and "CATTN_TEST_ALONE" not in os.environ:
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].rpartition("::")[2]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"{__file__}::{test}"]
         done = subprocess.run(command, env={**os.environ, "CATTN_TEST_ALONE": "1"}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
         return

@@ -1,4 +1,4 @@
-"""tools/soak for a few seconds; and that it finds a wrong bit and memory that grows."""
+"""tools/soak runs for a few seconds, finds a wrong bit and finds memory that grows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def soak() -> ModuleType:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_look_through() -> Iterator[None]:
-    """Every sample collects garbage, which takes a second where thousands of tests have left their reports."""
+    """Every sample collects garbage, which takes a second after thousands of tests have left their reports."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
+@pytest.mark.nightly
 @pytest.mark.promise("history")
 def test_some_seconds(soak: ModuleType) -> None:
     run = soak.Soak(soak.random_works(60, 2), 4, 2)
@@ -59,6 +60,7 @@ def test_a_wrong_bit_is_found(soak: ModuleType) -> None:
         soak.Soak([Work("wrong at times", wrong_at_times, {})], 4, 1).run(5, say=lambda line: None)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lost", [pytest.param("blocks", marks=own_blocks), "resident"])
 def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
     kept: list[object] = []
@@ -72,7 +74,7 @@ def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
 
 
 def test_growth_of_the_process_alone_is_found(soak: ModuleType) -> None:
-    """What no Python object holds, as memory that C has lost."""
+    """C has lost memory that no Python object holds."""
     still = np.full((10, 2), (1000, 10 << 20))
     assert "blocks 1000 -> 1000" in soak.check_growth(still)
     still[5:, 1] = 40 << 20

@@ -9,6 +9,8 @@
 #include <string.h>
 
 #include "problem.h"
+#include "targets.h"
+#include "visible.h"
 
 static const char *const INPUT_NAMES[] = {
     "query was changed",          "key was changed",         "value was changed",

@@ -14,7 +14,7 @@
 
 #include <sanitizer/asan_interface.h>
 
-#include "fuzz.h"
+#include "memory.h"
 
 enum { N_SLOTS = 96, CANARY = 0xa5 };
 
@@ -69,13 +69,6 @@ enum element computed_element(enum cattn_dtype dtype) { return dtype == CATTN_F3
 
 enum element stored_element(enum cattn_dtype dtype, enum cattn_storage storage) {
     return storage == CATTN_STORED_F16 ? F16 : storage == CATTN_STORED_BF16 ? BF16 : computed_element(dtype);
-}
-
-uint64_t noise_word(struct noise *noise) {
-    uint64_t z = noise->state += 0x9e3779b97f4a7c15u; /* splitmix64 */
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
 }
 
 /* As float; every one of them is a float16 and a bfloat16 after rounding toward zero, by set_number(). */

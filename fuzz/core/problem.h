@@ -4,9 +4,8 @@
 #ifndef CATTN_FUZZ_PROBLEM_H
 #define CATTN_FUZZ_PROBLEM_H
 
-#include "fuzz.h"
-
 #include "core/torch_random.h"
+#include "memory.h"
 
 enum { QUERY, KEY, VALUE, MASK, BIAS_0, BIAS_1, SLOPES, SINKS, OFFSETS, QUERY_LENGTHS, KEY_LENGTHS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
@@ -25,11 +24,5 @@ struct problem {
 void choose_problem(struct input *in, struct problem *problem);
 /* (lead, heads, row, col); how many axes these are */
 int axes_of(const struct cattn_attention_params *p, int64_t row, int64_t col, int64_t *dims);
-
-/* NaN wherever it must not matter: in keys and values that nobody sees, in queries that see nothing, and in a bias
- * where something else hides the key. */
-void poison_hidden(struct problem *problem);
-/* What explain counts is what there is. */
-void check_explanation(const struct problem *problem);
 
 #endif

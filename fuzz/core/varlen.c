@@ -2,7 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "fuzz.h"
+#include "memory.h"
+#include "targets.h"
 
 enum { MOST = 4, BUDGET = 40000 /* multiply-adds of a sequence */ };
 

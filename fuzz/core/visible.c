@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "problem.h"
+#include "visible.h"
 
 /* A row of scores: what the ranges say of its query, and where its masks begin. */
 struct row {

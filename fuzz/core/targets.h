@@ -1,0 +1,16 @@
+/* targets.h -- the fuzz targets. Each turns any bytes into a problem that the binding could have made, computes it in
+ * two ways (table, path, threads, memory) and compares the bits. See tools/fuzz.
+ */
+#ifndef CATTN_FUZZ_TARGETS_H
+#define CATTN_FUZZ_TARGETS_H
+
+struct input;
+
+void fuzz_attention(struct input *in);
+void fuzz_varlen(struct input *in);
+void fuzz_softmax(struct input *in);
+void fuzz_softmax_backward(struct input *in);
+void fuzz_dropout(struct input *in);
+void fuzz_stream(struct input *in);
+
+#endif

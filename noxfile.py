@@ -1,0 +1,122 @@
+"""The developer's commands: `nox -l` lists them, `nox -s lint docs` runs two of them.
+
+The default is the short form, which guards a change. `nox -s fuzz -- long` is the long form, and `nox -s nightly` runs
+the long form of everything. Other words after `--` go to the tool: `nox -s tests -- -k avx2`, `nox -s sanitize --
+address tests/test_masks.py`. Sessions run in the environment in which nox runs: the extra "dev" has what they need.
+"""
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["tests", "lint"]
+
+C_FILES = ["csrc/*.[ch]", "csrc/*/*.[ch]", "tests/core/*.[ch]", "fuzz/core/*.[ch]"]
+
+
+def split(session: nox.Session) -> tuple[bool, list[str]]:
+    """Return whether the long form is wanted, and the other words."""
+    words = list(session.posargs)
+    return "long" in words, [word for word in words if word != "long"]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests except the slow ones; long: all, with 5,000 examples of each property."""
+    long, words = split(session)
+    if long:
+        session.run("pytest", "-m", "", *words, env={"HYPOTHESIS_PROFILE": "long"})
+    else:
+        session.run("pytest", *words)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, types, C format and the C code by quick analyzers; long: also gcc -fanalyzer and clang-tidy."""
+    files = [str(path) for pattern in C_FILES for path in sorted(Path().glob(pattern))]
+    if session.posargs == ["fix"]:
+        session.run("ruff", "check", "--fix", ".")
+        session.run("ruff", "format", ".")
+        session.run("clang-format", "-i", *files)
+        return
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("clang-format", "--dry-run", "--Werror", *files, log=False)
+    session.run("mypy")
+    session.run("python", "-m", "mypy.stubtest", "cattn._cattn")
+    session.run("tools/analyze", *session.posargs)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run some tests under ASan, UBSan and TSan; long: all tests, valgrind and a debug build of Python."""
+    session.run("tools/sanitize", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Run the kept inputs of both fuzzers and a minute of new ones; long: an hour of each."""
+    session.run("tools/fuzz", *session.posargs)
+
+
+@nox.session
+def machines(session: nox.Session) -> None:
+    """Compare bits with AArch64, s390x and older x86-64 under QEMU; long: more problems, all tables, tests."""
+    session.run("tools/machines", *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Break the C code in ten places, where a test has to fail; long: in 200 places, others every day."""
+    session.run("tools/mutate", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation, with warnings as errors; long: from scratch."""
+    if split(session)[0]:
+        shutil.rmtree("docs/_build", ignore_errors=True)
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Run the first two notebooks of examples/; long: all of them. Needs the extra "examples"."""
+    long, words = split(session)
+    found = sorted(map(str, Path("examples").glob("*.ipynb")))
+    # the threads of BLAS and PyTorch spin while they wait for a core
+    session.run("jupyter", "execute", *words, *(found if long else found[:2]), env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure small calls beside the peers; long: everything, half an hour on a quiet machine."""
+    long, words = split(session)
+    if not long and not words:
+        words = ["small", "--laps", "1", "-o", "build/bench"]
+    session.run("python", "-m", "benchmarks", *words)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Make random calls from four threads for a minute and compare bits and memory; long: for an hour."""
+    session.run("tools/soak", *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Show the lines of C and Python that the tests run; long: fail below 95 % and 100 %."""
+    session.run("tools/coverage", *session.posargs)
+
+
+LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks", "mutants", "fuzz", "soak", "bench"]
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Run the long form of every session; nox prints results and times at the end."""
+    for name in LONG:
+        session.notify(name, ["long"])
