@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../fp_mode.h"
 #include "attention_rows.h"
-#include "cpu_features.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
 #include "parallel.h"
@@ -249,16 +249,16 @@ static void stream_mask_task(void *context, int64_t task, struct cattn_worker *w
     const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
-    struct cattn_torch_keep cursor;
+    struct cattn_torch_dropout cursor;
     uint8_t kept[1024];
-    cattn_torch_keep_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
+    cattn_torch_dropout_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
     for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
         const int64_t head = row / p->seqlen_q % p->num_heads, batch = row / p->seqlen_q / p->num_heads;
         uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch) + head * mask->head +
                       row % p->seqlen_q * mask->row;
         for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
             const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
-            cattn_torch_keep_next(&cursor, n, kept);
+            cattn_torch_dropout_next(&cursor, n, kept);
             for (int64_t k = 0; k < n; k++)
                 to[(k0 + k) * mask->col] = kept[k];
         }

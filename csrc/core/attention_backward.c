@@ -11,9 +11,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "../fp_mode.h"
 #include "arena.h"
 #include "attention_rows.h"
-#include "cpu_features.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
 #include "parallel.h"

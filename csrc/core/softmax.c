@@ -4,7 +4,9 @@
  * touch a new cache line with every element: there rows that are neighbours in memory are copied to scratch together,
  * and back. Halves become floats in scratch, a row at a time.
  */
+#include "dispatch.h"
 #include "rowwise.h"
+#include "visible_keys.h"
 
 struct softmax_run {
     const struct cattn_softmax_params *params;
