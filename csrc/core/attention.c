@@ -10,6 +10,7 @@
 
 #include "../fp_mode.h"
 #include "attention_rows.h"
+#include "check_params.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
 #include "parallel.h"
@@ -308,6 +309,7 @@ static enum cattn_status run_blocks(struct forward_job *job) {
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
+    CATTN_CHECK(attention, params);
     struct forward_job job;
     struct cattn_dropout_stream dropout_stream;
     job.params = params;
@@ -349,6 +351,7 @@ static struct cattn_range explain_block(const struct forward_job *job, int64_t b
 }
 
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told) {
+    CATTN_CHECK(attention, params);
     struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     job.plan = cattn_plan(params, job.kernels);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;

@@ -1,6 +1,7 @@
 /* causal_mask.c -- the driver of cattn_mask: ranges of keys as a matrix of bytes. */
 #include <string.h>
 
+#include "check_params.h"
 #include "rowwise.h"
 #include "visible_keys.h"
 
@@ -21,6 +22,7 @@ static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) 
 }
 
 enum cattn_status cattn_mask(const struct cattn_mask_params *params) {
+    CATTN_CHECK(mask, params);
     if (params->seqlen_k == 0)
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(params->seqlen_q, cattn_rows_per_task(params->seqlen_k));

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "check_params.h"
 #include "dispatch.h"
 #include "rowwise.h"
 #include "torch_dropout.h"
@@ -201,6 +202,7 @@ static enum cattn_status torch_dropout(const struct dropout_run *rows) {
 }
 
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
+    CATTN_CHECK(dropout, p);
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     struct dropout_run run = {
