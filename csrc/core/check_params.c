@@ -23,13 +23,14 @@ WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
 
 /* Every size is >= 0, and `count` is their product. */
 static void check_batch(int n_batch_dims, const int64_t *batch_shape, int64_t count) {
-    int64_t product = 1;
+    uint64_t product = 1; /* unsigned: beside a size of 0 the others may be so large that their product wraps */
     assert(0 <= n_batch_dims && n_batch_dims <= CATTN_MAX_BATCH_DIMS);
     for (int d = 0; d < n_batch_dims; d++) {
         assert(batch_shape[d] >= 0);
-        product *= batch_shape[d];
+        product *= (uint64_t)batch_shape[d];
     }
-    assert(product == count);
+    assert(product == (uint64_t)count);
+    (void)product, (void)count;
 }
 
 static void check_type(enum cattn_dtype dtype, enum cattn_storage storage) {
@@ -64,10 +65,10 @@ static void check_number(const struct cattn_tensor *numbers, int64_t common, int
 
 static void check_ranges(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t count,
                          int64_t seqlen_q, int64_t seqlen_k) {
-    assert(r->seqlen_k == seqlen_k);
     assert(r->left >= 0 && r->right >= 0);
     if (!r->lower_right)
         check_number(&r->offsets, r->offset, n_batch_dims, batch_shape, count, -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET);
+    assert(!r->all_visible || r->seqlen_k == seqlen_k);
     if (r->all_visible)
         return;
     check_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, count, 0, seqlen_q);
@@ -99,7 +100,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     assert(0 <= p->n_bias && p->n_bias <= CATTN_MAX_BIAS);
     for (int b = 0; b < p->n_bias; b++)
         check_present(&p->bias[b], element);
-    assert(!p->query_starts.data == !p->key_starts.data);
+    assert(!p->query_starts.data || p->key_starts.data);
     assert(!p->query_starts.data || !p->dropout.torch);
     check_aligned(&p->slopes, element);
     check_aligned(&p->sinks, element);
@@ -113,7 +114,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
 /* A gradient of `cols` columns: it has the dtype of the computation and unit column strides. */
 static void check_gradient(const struct cattn_tensor *tensor, size_t element, int64_t cols) {
     check_present(tensor, element);
-    assert(tensor->col == 1 || cols <= 1);
+    assert(tensor->col == 1 || cols <= 1); /* NumPy gives an axis of one element any stride */
     (void)cols;
 }
 
@@ -123,6 +124,8 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
     cattn_check_attention(p);
     assert(p->out.data && p->lse.data && !p->weights.data && !p->dropout_mask.data && !p->query_starts.data);
     check_present(&params->grad_out, cattn_stored_size(p->dtype, p->storage));
+    if (p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k == 0)
+        return; /* strides of empty arrays mean nothing */
     check_gradient(&params->grad_query, element, p->head_dim);
     check_gradient(&params->grad_key, element, p->head_dim);
     check_gradient(&params->grad_value, element, p->d_v);
@@ -135,12 +138,13 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
 void cattn_check_softmax(const struct cattn_softmax_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
     check_type(p->dtype, p->storage);
-    check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
     assert(p->method == CATTN_SOFTMAX_PLAIN || p->method == CATTN_SOFTMAX_RENORMALIZE);
     assert(p->n_cols >= 0 && isfinite(p->scale));
     check_present(&p->x, stored);
     check_present(&p->out, stored);
-    if (!p->is_causal)
+    if (!p->is_causal || p->n_cols == 0)
         return;
     assert(p->n_batch_dims > 0);
     check_ranges(&p->ranges, p->n_batch_dims, p->batch_shape, p->n_rows, p->batch_shape[p->n_batch_dims - 1],
@@ -150,7 +154,8 @@ void cattn_check_softmax(const struct cattn_softmax_params *p) {
 void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *p) {
     const size_t element = cattn_element_size(p->dtype);
     check_type(p->dtype, CATTN_STORED_PLAIN);
-    check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
     assert(p->n_cols >= 0 && isfinite(p->scale));
     check_present(&p->grad, element);
     check_present(&p->weights, element);
@@ -160,7 +165,8 @@ void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *p)
 void cattn_check_dropout(const struct cattn_dropout_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
     check_type(p->dtype, p->storage);
-    check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
     assert(p->n_cols >= 0);
     check_dropout_spec(&p->dropout);
     check_present(&p->x, stored);
