@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "dtype.h"
 
@@ -27,8 +28,8 @@ enum cattn_path {
 /* NumPy arrays have at most 64 dimensions; the last one is always ours. */
 #define CATTN_MAX_BATCH_DIMS 64
 
-/* A strided view. `lead` has one stride for each leading dimension of the call (0 where the tensor broadcasts);
- * an absent tensor has data == NULL and nothing else set. */
+/* A strided view. `batch` has one stride for each batch dimension of the call, 0 where the tensor broadcasts. An absent
+ * tensor has data == NULL; its other members are not read. */
 struct cattn_tensor {
     void *data;
     int64_t head; /* stride of the head axis */
@@ -37,16 +38,38 @@ struct cattn_tensor {
     int64_t batch[CATTN_MAX_BATCH_DIMS];
 };
 
-/* Called on the calling thread every few ten milliseconds; true asks the computation to stop. */
+/* The params structs below are up to 10 KB, nearly all of it strides that few calls use: clearing them whole would cost
+ * more than a tiny attention. So a struct has its scalars first, then its tensors without a gap, then arrays that are
+ * read up to n_batch_dims only. CATTN_CLEAR(params, first tensor, member after the last) zeroes the scalars and makes
+ * every tensor absent; the contents of the arrays do not matter. */
+static inline void cattn_clear(void *params, size_t tensors, size_t end) {
+    memset(params, 0, tensors);
+    for (size_t at = tensors; at < end; at += sizeof(struct cattn_tensor))
+        memset((char *)params + at, 0, offsetof(struct cattn_tensor, batch));
+}
+#define CATTN_CLEAR(params, tensors, end)                                                                              \
+    cattn_clear(params, (size_t)((char *)&(params)->tensors - (char *)(params)),                                       \
+                (size_t)((char *)&(params)->end - (char *)(params)))
+#define CATTN_CLEAR_ATTENTION(params) CATTN_CLEAR(params, ranges.offsets, batch_shape)
+#define CATTN_CLEAR_SOFTMAX(params) CATTN_CLEAR(params, ranges.offsets, batch_shape)
+#define CATTN_CLEAR_SOFTMAX_BACKWARD(params) CATTN_CLEAR(params, grad, batch_shape)
+#define CATTN_CLEAR_DROPOUT(params) CATTN_CLEAR(params, x, batch_shape)
+#define CATTN_CLEAR_BACKWARD(params)                                                                                   \
+    do {                                                                                                               \
+        CATTN_CLEAR(params, grad_out, forward);                                                                        \
+        CATTN_CLEAR_ATTENTION(&(params)->forward);                                                                     \
+    } while (0)
+
+/* poll() is called on the calling thread every few ten milliseconds; true stops the computation. */
 struct cattn_poll {
     bool (*stop)(void *context);
     void *context;
 };
 
-struct cattn_torch_random; /* core/torch_random.h */
+struct cattn_torch_random; /* torch_random.h */
 
-/* Random bits of a dropout: Philox4x32-10 with this key, compared with `threshold` (keep if below; in 2^-32). Where
- * `torch` is set, bits are drawn from it in row-major order instead. */
+/* The random bits of a dropout. Without `torch` they are Philox4x32-10 with this seed as its key: an element is kept if
+ * its 32 bits are below `threshold`. With `torch` they are drawn from that generator, in row-major order. */
 struct cattn_dropout_spec {
     bool enabled;
     struct cattn_torch_random *torch;
@@ -58,102 +81,103 @@ struct cattn_dropout_spec {
 
 #define CATTN_MAX_BIAS 2
 #define CATTN_UNBOUNDED INT64_MAX
-/* Offsets lie within +-this, so that no position and no end of a window leaves int64. */
+/* Offsets lie within +-this, so that neither positions nor ends of windows overflow int64. */
 #define CATTN_MAX_OFFSET ((int64_t)1 << 61)
 
-/* Which keys a query may see, as far as that is one range of keys: query i stands at position p = i + offset and sees
- * the keys p - left .. p + right among the first key_length ones. Queries from query_length on see none. The tensors
- * are int64 and have lead strides only; where one is absent, its number holds for the whole batch. */
+/* All masks that leave each query one range of keys: causality, windows, lengths. Query i stands at position
+ * p = i + offset and sees the keys p - left .. p + right among the first key_length ones. Queries from query_length on
+ * see none. The tensors hold int64 and have batch strides only; if one is absent, its number below holds for the whole
+ * batch. */
 struct cattn_ranges {
     int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
-    bool lower_right;    /* offset is key_length - query_length, of each batch; else as given */
-    bool all_visible;    /* positions count, ranges do not: every query sees all seqlen_k keys */
-    int64_t seqlen_k;
+    bool lower_right;    /* the offset of each batch entry is its key_length - query_length; else as given */
+    bool all_visible;    /* every query sees all seqlen_k keys; the offset still gives its position */
+    int64_t seqlen_k;    /* read if all_visible */
     int64_t offset, query_length, key_length;
     struct cattn_tensor offsets, query_lengths, key_lengths;
 };
 
 struct cattn_attention_params {
-    enum cattn_dtype dtype;     /* computed in; of bias, slopes, sinks and lse */
-    bool double_lse;            /* lse is float64, whatever the dtype: with the digits that float32 has no room for */
+    enum cattn_dtype dtype;     /* type of the computation, of bias, slopes, sinks and lse */
     enum cattn_storage storage; /* of query, key, value, out and weights */
+    bool double_lse;            /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
+    bool store_scores;          /* weights receives the scores instead, -inf where a key is hidden */
     int n_batch_dims;
-    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
-    int64_t n_batch;    /* product of lead_shape */
+    int n_bias;
+    int num_threads;
+    enum cattn_path path;
+    int64_t n_batch;    /* product of batch_shape */
     int64_t num_heads;  /* query heads */
     int64_t group_size; /* query heads that read one key-value head */
     int64_t seqlen_q, seqlen_k, head_dim, d_v;
     double scale;
-
-    struct cattn_tensor query, key, value; /* value: absent if and only if d_v is 0 and out is absent */
-    struct cattn_tensor attn_mask;         /* bytes, not 0 = keep; (lead, head, row, col); or absent */
-    int n_bias;
-    struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf masks */
-    struct cattn_ranges ranges;
-    /* Packed sequences: query, key, value, out and lse have one row axis for the whole batch, in which each leading
-     * index starts at these rows (int64, lead strides) and has its lengths of ranges; dropout.torch is absent, having
-     * no order there. Absent: no. */
-    struct cattn_tensor query_starts, key_starts;
-    double softcap;             /* softcap * tanh(score / softcap), before everything added; 0: none */
-    struct cattn_tensor slopes; /* of ALiBi, > 0, lead and head strides; or absent */
-    struct cattn_tensor sinks;  /* a score that only the sum takes part of, in the same way */
+    double softcap; /* softcap * tanh(score / softcap), before anything is added to the score; 0: none */
     struct cattn_dropout_spec dropout;
+    struct cattn_poll poll;
 
-    struct cattn_tensor out;          /* (lead, head, row, col); absent for weights alone */
+    struct cattn_ranges ranges;               /* its tensors are the first ones */
+    struct cattn_tensor query, key, value;    /* value is absent if and only if d_v is 0 and out is absent */
+    struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
+    struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
+    /* Packed sequences (else absent): query, key, value, out and lse have one row axis for the whole batch. Batch entry
+     * b starts at these rows (int64, batch strides) and has the lengths that ranges gives it. dropout.torch is absent:
+     * it would have no order. */
+    struct cattn_tensor query_starts, key_starts;
+    struct cattn_tensor slopes; /* of ALiBi, > 0, (batch, head); or absent */
+    struct cattn_tensor sinks;  /* one extra logit a head, which enters the softmax denominator only; or absent */
+
+    struct cattn_tensor out;          /* (batch, head, row, col); absent if only weights are wanted */
     struct cattn_tensor weights;      /* optional: after softmax, before dropout */
-    bool store_scores;                /* weights are the scores instead, -inf where a key is hidden */
-    struct cattn_tensor lse;          /* optional: (lead, head, row) */
+    struct cattn_tensor lse;          /* optional: (batch, head, row) */
     struct cattn_tensor dropout_mask; /* optional: bytes, 1 = kept */
 
-    int num_threads;
-    enum cattn_path path;
-    struct cattn_poll poll;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* Which axes of the scores the gradient of the bias is summed over while it is computed. */
+/* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
-/* Gradients of a scalar function of attention's output. Of `forward`, out and lse are inputs: what it computed with the
- * same arguments; weights and dropout_mask are absent. grad_out is stored as out. The gradients are of the dtype
- * computed in and have unit column strides; all but grad_query are 0 on entry. */
+/* Gradients of a scalar function of attention's output. out and lse of `forward` are inputs here: the results of the
+ * forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as out. The gradients
+ * have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
 struct cattn_backward_params {
-    struct cattn_attention_params forward;
-    struct cattn_tensor grad_out;             /* (lead, head, row, col) */
-    struct cattn_tensor grad_query;           /* (lead, head, row, col) */
-    struct cattn_tensor grad_key, grad_value; /* (lead, key-value head, row, col) */
-    /* Or absent. NO_SUM: (lead, head, row, col), where leading indices and heads with stride 0 share one matrix.
-     * SUM_ROWS: (lead, head, col). SUM_COLS: (lead, head, row); no stride is 0 in either. */
-    struct cattn_tensor grad_bias;
     enum cattn_bias_sum bias_sum;
-    struct cattn_tensor grad_sinks; /* (lead, head), or absent */
+    struct cattn_tensor grad_out;             /* (batch, head, row, col) */
+    struct cattn_tensor grad_query;           /* (batch, head, row, col) */
+    struct cattn_tensor grad_key, grad_value; /* (batch, key-value head, row, col) */
+    /* Or absent. NO_SUM: (batch, head, row, col), where batch entries and heads with stride 0 share one matrix.
+     * SUM_ROWS: (batch, head, col). SUM_COLS: (batch, head, row); no stride is 0 in either. */
+    struct cattn_tensor grad_bias;
+    struct cattn_tensor grad_sinks; /* (batch, head), or absent */
+    struct cattn_attention_params forward;
 };
 
 enum cattn_softmax_method {
-    CATTN_SOFTMAX_PLAIN = 0,   /* hidden elements take no part: 0; if all visible ones are -inf they are NaN */
-    CATTN_SOFTMAX_RENORMALIZE, /* softmax over everything, zero the masked, divide by what is left */
+    CATTN_SOFTMAX_PLAIN = 0,   /* hidden elements take no part and become 0; a row whose visible ones are -inf is NaN */
+    CATTN_SOFTMAX_RENORMALIZE, /* softmax over all elements, then zero the hidden ones and divide by the rest's sum */
 };
 
-/* Softmax over the `col` axis of x. The `lead` dimensions are all others; with is_causal the last of them is the query
- * axis, and the ranges say what its row i sees. */
+/* Softmax over the `col` axis of x. All other axes are batch dimensions; with is_causal the last of them is the query
+ * axis, and `ranges` gives the visible columns of its row i. */
 struct cattn_softmax_params {
     enum cattn_dtype dtype;
     enum cattn_storage storage; /* of x and out */
     enum cattn_softmax_method method;
+    bool out_is_new; /* out was just allocated: its pages have never been written */
+    bool is_causal;
     int n_batch_dims;
-    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
-    int64_t n_rows; /* product of lead_shape */
+    int num_threads;
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
     int64_t n_cols;
     double scale;
-    struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
-    struct cattn_tensor mask;   /* bytes, not 0 = keep; or absent */
-    bool out_is_new;            /* nothing was ever written there */
-    bool is_causal;
-    struct cattn_ranges ranges; /* read only if is_causal */
-    int num_threads;
     struct cattn_poll poll;
+    struct cattn_ranges ranges; /* read only if is_causal */
+    struct cattn_tensor x, out; /* batch and col strides; out may be x itself with the same strides */
+    struct cattn_tensor mask;   /* bytes, 0 hides the element; or absent */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* Which keys each query sees, as a byte each. */
+/* Writes which keys each query sees, one byte each. */
 struct cattn_mask_params {
     int64_t seqlen_q, seqlen_k;
     struct cattn_ranges ranges;
@@ -162,31 +186,31 @@ struct cattn_mask_params {
     struct cattn_poll poll;
 };
 
-/* The gradient of a softmax over the `col` axis, given its result and the gradient of that. */
+/* The gradient of a softmax over the `col` axis, from its result and the gradient of its result. */
 struct cattn_softmax_backward_params {
     enum cattn_dtype dtype;
     int n_batch_dims;
-    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
-    int64_t n_rows; /* product of lead_shape */
+    int num_threads;
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
     int64_t n_cols;
     double scale;
-    struct cattn_tensor grad, weights, out; /* lead and col strides; out may be either of the others, same strides */
-    int num_threads;
     struct cattn_poll poll;
+    struct cattn_tensor grad, weights, out; /* batch and col strides; out may be one of the others, same strides */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* out = keep ? x * keep_scale : +0, the keep bit drawn for the element's index in C order. */
+/* out = x * keep_scale where the element is kept, +0 where it is dropped. Element i in C order has the i-th bit. */
 struct cattn_dropout_params {
     enum cattn_dtype dtype;
     enum cattn_storage storage; /* of x and out */
     int n_batch_dims;
-    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+    int num_threads;
     int64_t n_rows, n_cols;
     struct cattn_dropout_spec dropout;
-    struct cattn_tensor x, out; /* lead and col strides; out may be x itself, same strides */
-    struct cattn_tensor mask;   /* optional output: bytes, 1 = kept */
-    int num_threads;
     struct cattn_poll poll;
+    struct cattn_tensor x, out; /* batch and col strides; out may be x itself with the same strides */
+    struct cattn_tensor mask;   /* optional output: bytes, 1 = kept */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
 /* False where a count of rows, tasks, pairs or bytes of scratch would leave 64 bits. Sizes of arrays that repeat one

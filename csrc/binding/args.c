@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "../core/cpu_features.h"
+#include "../fp_mode.h"
 
 /* ---- numbers and flags ---- */
 

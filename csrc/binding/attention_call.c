@@ -5,8 +5,8 @@
 
 #include <math.h>
 
-#include "../core/cpu_features.h"
-#include "../core/torch_random.h"
+#include "../fp_mode.h"
+#include "../torch_random.h"
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
 

@@ -10,7 +10,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "../core/cpu_features.h"
+#include "../fp_mode.h"
 
 /* ---- the GIL ---- */
 

@@ -2,7 +2,7 @@
 #include "args.h"
 #include "error.h"
 
-#include "../core/torch_random.h"
+#include "../torch_random.h"
 
 struct call {
     struct binding_state *state;

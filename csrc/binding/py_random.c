@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-#include "../core/cpu_features.h"
+#include "../fp_mode.h"
 
 /* An int is the key itself. false with an exception: out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {

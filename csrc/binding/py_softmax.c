@@ -3,8 +3,6 @@
 #include "error.h"
 #include "ranges.h"
 
-#include "../core/mask.h"
-
 enum { X, MASK, N_INPUTS };
 
 struct call {

@@ -4,7 +4,7 @@
 #ifndef CATTN_FUZZ_PROBLEM_H
 #define CATTN_FUZZ_PROBLEM_H
 
-#include "core/torch_random.h"
+#include "torch_random.h"
 #include "memory.h"
 
 enum { QUERY, KEY, VALUE, MASK, BIAS_0, BIAS_1, SLOPES, SINKS, OFFSETS, QUERY_LENGTHS, KEY_LENGTHS, N_INPUTS };

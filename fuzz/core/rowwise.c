@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/torch_random.h"
+#include "torch_random.h"
 #include "memory.h"
 #include "targets.h"
 
