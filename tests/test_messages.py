@@ -191,16 +191,6 @@ def test_halves_that_nobody_widened_are_refused() -> None:
         cattn._cattn.softmax_backward(half, half, 1.0, None)
 
 
-def test_weights_are_made_whatever_the_flag_behind_them_says() -> None:
-    """The C function of attention_weights alone: its flags count for attention."""
-    flags = (False,) * 3
-    weights = cattn._cattn.attention_weights(
-        X, X, None, None, 0.0, False, None, None, None, None, None, None, (-1, -1), None, None, None, None, *flags,
-        None, "softmax",
-    )  # fmt: skip
-    np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))
-
-
 def test_an_out_is_checked_for_a_dtype() -> None:
     """The C function alone, which takes the dtype of a result that is still to come."""
     check: Any = cattn._cattn._check_out
