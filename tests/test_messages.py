@@ -194,16 +194,6 @@ def test_the_c_function_of_softmax_backward_refuses_halves() -> None:
         cattn._cattn.softmax_backward(half, half, 1.0, None)
 
 
-def test_the_c_function_of_attention_weights_ignores_the_flags_of_attention() -> None:
-    """Called directly, with need_weights=False and the other flags off, it still returns the weights."""
-    flags = (False,) * 3
-    weights = cattn._cattn.attention_weights(
-        X, X, None, None, 0.0, False, None, None, None, None, None, None, (-1, -1), None, None, None, None, *flags,
-        None, "softmax",
-    )  # fmt: skip
-    np.testing.assert_array_equal(weights, cattn.attention_weights(X, X))
-
-
 def test_check_out_takes_the_dtype_of_the_result() -> None:
     """The C function checks out against the dtype of a result before that is computed."""
     check: Any = cattn._cattn._check_out

@@ -1,4 +1,4 @@
-/* binding.h -- what the files of the binding share: Python, NumPy, the core's C API and the state of the module.
+/* binding.h -- what all files of the binding share: Python, NumPy, the core's C API and the state of the module.
  *
  * This directory is the only one that knows Python. Everything here holds the GIL unless it says otherwise. Functions
  * that return bool or a pointer return false or NULL with an exception set.
@@ -18,65 +18,72 @@
 #include <string.h>
 
 #include "cattn.h"
-#include "shortcuts.h"
+#include "signature.h"
+
+/* Functions and classes of the package that C calls. C imports none of them: the package passes them to
+ * `_register_helpers` by these names. */
+#define HELPERS(H)                                                                                                     \
+    /* cattn._input.arrays: arguments that the fast path in C does not take as they are */                             \
+    H(as_array)                                                                                                        \
+    H(as_mask)                                                                                                         \
+    H(as_bias)                                                                                                         \
+    H(as_bool)                                                                                                         \
+    H(as_integers)                                                                                                     \
+    H(as_head_numbers)                                                                                                 \
+    H(cast)                                                                                                            \
+    H(shares_memory)                                                                                                   \
+    H(refuse_masked)                                                                                                   \
+    H(draw_seed)                                                                                                       \
+    /* cattn._input.types */                                                                                           \
+    H(attention_output)                                                                                                \
+    H(causal_alignment_warning)                                                                                        \
+    /* cattn.functional: what an entry point does before or after its call of the core */                              \
+    H(softmax_axes)                                                                                                    \
+    H(widen_for_dropout)                                                                                               \
+    H(drop_weights)                                                                                                    \
+    H(pack_sequences)                                                                                                  \
+    H(unpack_sequences)                                                                                                \
+    H(sum_gradients)                                                                                                   \
+    H(make_explanation)
+
+/* Objects of the state that C makes itself: os.urandom and its argument, the type of torch_stream.c, and interned
+ * strings that arguments are compared with. */
+#define OWN_OBJECTS(O)                                                                                                 \
+    O(urandom)                                                                                                         \
+    O(eight)                                                                                                           \
+    O(torch_stream)                                                                                                    \
+    O(upper_left)                                                                                                      \
+    O(lower_right)                                                                                                     \
+    O(neg_inf)                                                                                                         \
+    O(renormalize)
 
 struct binding_state {
-    /* functions of cattn._input.arrays, for everything that the fast path in C does not take as it is */
-    PyObject *as_array, *as_mask, *as_bias, *as_bool, *as_integers, *as_head_numbers, *cast, *shares_memory,
-        *refuse_masked, *draw_seed;
-    /* classes of cattn._input.types */
-    PyObject *attention_output, *causal_alignment_warning;
-    PyObject *urandom;      /* os.urandom */
-    PyObject *eight;        /* the number of bytes it is asked for */
-    PyObject *torch_stream; /* the type TorchStream of py_torch_random.c */
-    /* interned names that arguments are compared with */
-    PyObject *upper_left, *lower_right, *neg_inf, *renormalize;
+#define FIELD(name) PyObject *name;
+    HELPERS(FIELD)
+    OWN_OBJECTS(FIELD)
+#undef FIELD
+    bool ready; /* the helpers are registered, and the module is not cleared yet */
     /* without a GIL any thread may write these while others read */
     atomic_int bfloat16; /* type number of ml_dtypes.bfloat16, -1 before the first such array */
     atomic_int path;     /* a test hook: CATTN_PATH_AUTO unless a test forces one */
-    struct cattn_shortcut shortcuts[CATTN_N_SHORTCUTS];
+    struct cattn_signature signatures[CATTN_N_ENTRY_POINTS];
 };
 
 static inline struct binding_state *cattn_state(PyObject *module) {
     return (struct binding_state *)PyModule_GetState(module);
 }
 
-/* Below this many multiply-adds, or elements of a softmax or dropout, a call keeps the GIL (a few microseconds). */
-#define CATTN_GIL_WORK 2e5
-#define CATTN_GIL_ELEMENTS 20000
+/* RuntimeError unless the helpers can be called. */
+bool cattn_ready(const struct binding_state *state);
 
-/* Release the GIL and let `poll` look for signals; `thread` must outlive the call into the core. */
-void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
-/* Calls into the core, with the GIL if that is `brief`, else without it; `poll` is that of `params`. */
-enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
-                                const void *params);
+/* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
+#define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
 
-PyObject *cattn_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_causal_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_explain(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_varlen_attention(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_attention_weights(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_masked_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+/* Functions of the module that belong to the files of the same subject. */
 PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_dropout(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-
-/* py_random.c: what `rng` says. check: without drawing; seed: the 64-bit key, drawn where one has to be. */
-bool cattn_rng_check(PyObject *rng);
-bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed);
-/* p in [0, 1] -> spec, but for the seed or the torch stream */
-bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec);
-
-/* py_torch_random.c: the type TorchStream, and how a call draws from one. begin: waits until no other thread draws, and
- * hands out a copy; end: takes the copy back, or with NULL stays as it was before begin. The GIL may be released in
- * between; begin fails if this thread is drawing already (a signal handler can try). */
-PyObject *cattn_torch_type(PyObject *module);
-bool cattn_torch_check(const struct binding_state *state, PyObject *rng);
-bool cattn_torch_begin(PyObject *stream, struct cattn_torch_random *random);
-void cattn_torch_end(PyObject *stream, const struct cattn_torch_random *random);
+PyObject *cattn_py_probability(PyObject *module, PyObject *args);
+PyObject *cattn_py_in_default_mode(PyObject *module, PyObject *args);
 
 #endif

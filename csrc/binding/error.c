@@ -1,4 +1,4 @@
-/* error.c -- exceptions: from the core's status, and the sentences that several files need. */
+/* error.c -- exceptions: from the core's status, and the sentences that several files need. See error.h. */
 #include "error.h"
 
 bool cattn_error_status(enum cattn_status status) {
@@ -30,4 +30,14 @@ bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted) 
         return true;
     PyErr_Format(PyExc_TypeError, "%s takes exactly %zd positional arguments, got %zd", function, wanted, got);
     return false;
+}
+
+PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
+    PyObject *tuple = PyTuple_New(nd);
+    for (int axis = 0; tuple != NULL && axis < nd; axis++) {
+        PyObject *size = PyLong_FromSsize_t((Py_ssize_t)dims[axis]);
+        if (size == NULL || PyTuple_SetItem(tuple, axis, size) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
 }

@@ -1,16 +1,8 @@
-/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs. See args.h. */
-#include "args.h"
+/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs. See outputs.h.
+ */
+#include "outputs.h"
+#include "arrays.h"
 #include "error.h"
-
-PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
-    PyObject *tuple = PyTuple_New(nd);
-    for (int axis = 0; tuple != NULL && axis < nd; axis++) {
-        PyObject *size = PyLong_FromSsize_t((Py_ssize_t)dims[axis]);
-        if (size == NULL || PyTuple_SetItem(tuple, axis, size) < 0)
-            Py_CLEAR(tuple);
-    }
-    return tuple;
-}
 
 static npy_intp type_size(int type) {
     return type == NPY_BOOL ? 1 : (npy_intp)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));
@@ -88,17 +80,9 @@ static bool check_apart(PyArrayObject *array, const char *name) {
     return true;
 }
 
-static bool check_shape(PyArrayObject *array, const struct cattn_output_spec *spec) {
-    const int nd = PyArray_NDIM(array);
-    const npy_intp *dims = PyArray_DIMS(array);
-    if (nd != spec->nd || !PyArray_CompareLists(dims, spec->dims, nd)) {
-        PyObject *own = cattn_shape_tuple(nd, dims), *wanted = cattn_shape_tuple(spec->nd, spec->dims);
-        if (own != NULL && wanted != NULL)
-            PyErr_Format(PyExc_ValueError, "%s has shape %R, the result has %R", spec->name, own, wanted);
-        Py_XDECREF(own);
-        Py_XDECREF(wanted);
+static bool check_layout(PyArrayObject *array, const struct cattn_output_spec *spec) {
+    if (!cattn_check_shape(array, spec->name, "the result", spec->nd, spec->dims))
         return false;
-    }
     if (!PyArray_ISWRITEABLE(array)) {
         PyErr_Format(PyExc_ValueError, "%s is read-only", spec->name);
         return false;
@@ -173,7 +157,7 @@ static int needs_temporary(struct binding_state *state, PyArrayObject *array, co
     return 0;
 }
 
-/* ---- the whole of it ---- */
+/* ---- an output from its check to the result ---- */
 
 bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
                       struct cattn_output *output) {
@@ -182,10 +166,10 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
         return output->array != NULL;
     }
     PyArrayObject *array = (PyArrayObject *)given;
-    if (!check_type(state, given, spec) || !check_shape(array, spec))
+    if (!check_type(state, given, spec) || !check_layout(array, spec))
         return false;
     const int temporary = needs_temporary(state, array, spec);
-    if (temporary < 0 || !check_shape(array, spec)) /* again: that may have run Python code, which might change it */
+    if (temporary < 0 || !check_layout(array, spec)) /* again: that may have run Python code, which might change it */
         return false;
     Py_INCREF(given);
     output->given = array;
@@ -224,7 +208,7 @@ void cattn_output_clear(struct cattn_output *output) {
 
 /* _check_out(out, dtype): TypeError or ValueError unless a result of this dtype and out's shape may be stored there. */
 PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    if (!cattn_error_count("_check_out", n_args, 2))
+    if (!cattn_error_count("_check_out", n_args, 2) || !cattn_ready(cattn_state(module)))
         return NULL;
     if (!PyArray_DescrCheck(args[1])) {
         cattn_error_type("dtype", "a numpy.dtype", args[1]);
@@ -236,14 +220,14 @@ PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t
     PyArrayObject *out = (PyArrayObject *)args[0];
     spec.nd = PyArray_NDIM(out);
     spec.dims = PyArray_DIMS(out);
-    if (!check_shape(out, &spec))
+    if (!check_layout(out, &spec))
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* store(result, out): a finished result into the caller's array, with the checks of every out=. */
+/* _store(result, out): copies a finished result into the caller's array, with the checks of every out=. */
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    if (!cattn_error_count("_store", n_args, 2))
+    if (!cattn_error_count("_store", n_args, 2) || !cattn_ready(cattn_state(module)))
         return NULL;
     if (!PyArray_CheckExact(args[0])) {
         cattn_error_type("result", "a numpy.ndarray", args[0]);
@@ -252,7 +236,7 @@ PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_a
     PyArrayObject *result = (PyArrayObject *)args[0];
     const struct cattn_output_spec spec = {
         .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = PyArray_DIMS(result)};
-    if (!check_type(cattn_state(module), args[1], &spec) || !check_shape((PyArrayObject *)args[1], &spec))
+    if (!check_type(cattn_state(module), args[1], &spec) || !check_layout((PyArrayObject *)args[1], &spec))
         return NULL;
     if (PyArray_CopyInto((PyArrayObject *)args[1], result) < 0)
         return NULL;

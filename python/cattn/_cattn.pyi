@@ -1,4 +1,4 @@
-"""The C extension. Private; every argument is positional and none has a default."""
+"""The C extension. Private: the public functions that it implements are made by `_register`."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, type_check_only
@@ -41,180 +41,13 @@ class TorchStream:
     def _get_state(self) -> NDArray[np.uint8]: ...
     def _settings(self) -> tuple[int, Literal["aten", "mkl"]]: ...
 
-def explain(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    /,
-) -> dict[str, Any]: ...
-def scaled_dot_product_attention(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    /,
-) -> Any: ...
-def causal_attention(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    /,
-) -> Any: ...
-def attention_backward(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    grad_out: object,
-    forward_out: object,
-    forward_lse: object,
-    /,
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, np.dtype[Any]]: ...
 def softmax_backward(grad_out: object, weights: object, scale: object, out: object, /) -> NDArray[Any]: ...
-def varlen_attention(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    query_starts: NDArray[np.int64],
-    query_lengths: NDArray[np.int64],
-    key_starts: NDArray[np.int64],
-    key_lengths: NDArray[np.int64],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    /,
-) -> Any: ...
-def attention_weights(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-    bias: object,
-    query_offset: object,
-    query_seq_lengths: object,
-    key_value_seq_lengths: object,
-    window_size: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-    rng: object,
-    need_weights: object,
-    return_lse: object,
-    return_dropout_mask: object,
-    out: object,
-    stage: object,
-    /,
-) -> Any: ...
-def causal_mask(
-    T_q: object, T_k: object, is_causal: object, query_offset: object, window_size: object, /
-) -> NDArray[Any]: ...
-def softmax(x: object, axis: object, where: object, scale: object, out: object, /) -> NDArray[Any]: ...
-def masked_softmax(
-    scores: object,
-    mask: object,
-    is_causal: object,
-    query_offset: object,
-    scale: object,
-    method: object,
-    out: object,
-    /,
-) -> NDArray[Any]: ...
-def dropout(x: object, p: object, training: object, rng: object, return_mask: object, out: object, /) -> Any: ...
 def get_num_threads() -> int: ...
 def set_num_threads(n: int | None, /) -> None: ...
-def _shortcut(
+def _register(
     function: _Function, text: str, names: tuple[str, ...], defaults: tuple[object, ...], n_positional: int, /
 ) -> _Function: ...
+def _register_helpers(**helpers: object) -> None: ...
 def _probability(p: object, name: str, /) -> float: ...
 def _in_default_mode(
     function: Callable[..., _Result], args: tuple[object, ...], kwargs: dict[str, Any], /

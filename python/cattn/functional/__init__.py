@@ -1,13 +1,22 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
-from ._attention import attention_weights, scaled_dot_product_attention
-from ._causal import causal_attention
-from ._explain import Explanation, explain
-from ._gradients import attention_backward, dropout_backward, softmax_backward
+from .. import _cattn
+from .._input import arrays
+from .._input.types import AttentionOutput, CausalAlignmentWarning
+from ._attention import (
+    attention_weights,
+    causal_attention,
+    drop_weights,
+    scaled_dot_product_attention,
+    widen_for_dropout,
+)
+from ._dropout import dropout, dropout_backward
+from ._explain import Explanation, explain, make_explanation
+from ._gradients import attention_backward, sum_gradients
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
-from ._softmax import dropout, masked_softmax, softmax
-from ._varlen import varlen_attention
+from ._softmax import masked_softmax, softmax, softmax_axes, softmax_backward
+from ._varlen import pack_sequences, unpack_sequences, varlen_attention
 
 __all__ = [
     "Explanation",
@@ -28,3 +37,26 @@ __all__ = [
     "softmax_backward",
     "varlen_attention",
 ]
+
+# C imports nothing of this package: these are the functions and classes that it calls.
+_cattn._register_helpers(
+    as_array=arrays.as_array,
+    as_mask=arrays.as_mask,
+    as_bias=arrays.as_bias,
+    as_bool=arrays.as_bool,
+    as_integers=arrays.as_integers,
+    as_head_numbers=arrays.as_head_numbers,
+    cast=arrays.cast,
+    shares_memory=arrays.shares_memory,
+    refuse_masked=arrays.refuse_masked,
+    draw_seed=arrays.draw_seed,
+    attention_output=AttentionOutput,
+    causal_alignment_warning=CausalAlignmentWarning,
+    softmax_axes=softmax_axes,
+    widen_for_dropout=widen_for_dropout,
+    drop_weights=drop_weights,
+    pack_sequences=pack_sequences,
+    unpack_sequences=unpack_sequences,
+    sum_gradients=sum_gradients,
+    make_explanation=make_explanation,
+)

@@ -1,18 +1,19 @@
-"""Attention in one call, and its weights alone: signatures and documentation of what the C extension computes."""
+"""Attention in one call, causal or not, and its weights alone: signatures and documentation of what C computes."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input import arrays
-from .._input.checks import is_word
-from .._input.types import RNG, Alignment, AttentionOutput, Stage, Window
-from ._shortcut import shortcut
-from ._softmax import keep
+from .._input.types import RNG, Alignment, AttentionOptions, AttentionOutput, Stage, Window
+from ._dropout import keep
+from ._signature import implemented_in_c
+
+__all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
 
 
 @overload
@@ -24,21 +25,11 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    scale: float | None = ...,
-    enable_gqa: bool | None = ...,
-    bias: ArrayLike | None = ...,
-    query_offset: ArrayLike | None = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    window_size: Window = ...,
-    softcap: float | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    rng: RNG = ...,
     need_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
     return_dropout_mask: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
 @overload
 def scaled_dot_product_attention(
@@ -49,23 +40,13 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    scale: float | None = ...,
-    enable_gqa: bool | None = ...,
-    bias: ArrayLike | None = ...,
-    query_offset: ArrayLike | None = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    window_size: Window = ...,
-    softcap: float | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    rng: RNG = ...,
     need_weights: bool = ...,
     return_lse: bool = ...,
     return_dropout_mask: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Any: ...
-@shortcut
+@implemented_in_c
 def scaled_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -211,32 +192,124 @@ def scaled_dot_product_attention(
     array([[1. , 1.5, 2.5, 3.5],
            [1. , 1.5, 0. , 0. ]])
     """
-    return _cattn.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        bias,
-        query_offset,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        window_size,
-        softcap,
-        alibi_slopes,
-        sinks,
-        rng,
-        need_weights,
-        return_lse,
-        return_dropout_mask,
-        out,
-    )
 
 
-def attention_weights(
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    need_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+    return_dropout_mask: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> NDArray[Any]: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    need_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...
+@implemented_in_c
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    rng: RNG = None,
+    need_weights: bool = False,
+    return_lse: bool = False,
+    return_dropout_mask: bool = False,
+    out: NDArray[Any] | AttentionOutput | None = None,
+) -> Any:
+    """Return attention where no query sees a later key.
+
+    `scaled_dot_product_attention` with ``is_causal="lower_right"``: the last query sees every key, so that it is right
+    with a cache too, where T_q < T_k. With query_offset, query i sees the keys j <= i + query_offset instead.
+
+    Parameters
+    ----------
+    query : array_like, shape (..., T_q, head_dim)
+        This and every other argument are those of `scaled_dot_product_attention`.
+    key : array_like, shape (..., T_k, head_dim)
+        Keys.
+    value : array_like, shape (..., T_k, d_v)
+        Values.
+    attn_mask : array_like, optional
+        Boolean (True = keep) or float (added); intersected with causality.
+    dropout_p : float
+        Probability of a weight to be dropped.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
+    bias : array_like of float, optional
+        Added to the scaled scores.
+    query_offset : int or array_like of int, optional
+        Position of the first query. Default T_k - T_q.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        How many queries and keys count. The default offset is the difference of the two, for each of the batch.
+    window_size : (int, int)
+        Keys that a query sees before its own position; the second number has no effect here.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        Numbers of each query head: what distance costs, and a score that belongs to no key.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Where dropout gets its bits.
+    need_weights, return_lse, return_dropout_mask : bool
+        Extras to return in an `AttentionOutput`.
+    out : ndarray or AttentionOutput, optional
+        Takes the result.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, d_v), or AttentionOutput
+        As `scaled_dot_product_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaled_dot_product_attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> full = cattn.causal_attention(x, x, x)
+    >>> last = cattn.causal_attention(x[2:], x, x)  # one new query, all keys so far
+    >>> bool((full[2:] == last).all())
+    True
+    """
+
+
+@implemented_in_c
+def attention_weights(  # type: ignore[empty-body]
     query: ArrayLike,
     key: ArrayLike,
     attn_mask: ArrayLike | None = None,
@@ -322,46 +395,28 @@ def attention_weights(
            [  0.,   0., -inf],
            [  0.,   0.,   0.]])
     """
-    p = _cattn._probability(dropout_p, "dropout_p")  # read before anything is written
-    halves, computed, drops = None, out, is_word(stage, "dropout")
-    if drops:
-        query, key = arrays.as_array(query, "query"), arrays.as_array(key, "key")
-        dtype = arrays.common_dtype((query, key), "query and key")
-        if dtype.itemsize == 2:  # computed in float32, and rounded once: behind the dropout
-            halves = dtype
-            query, key = arrays.cast(query, "query", "f"), arrays.cast(key, "key", "f")
-            if out is not None:
-                _cattn._check_out(out, halves)
-                computed = np.empty(out.shape, np.float32)
-    result = _cattn.attention_weights(
-        query,
-        key,
-        None,  # value
-        attn_mask,
-        p,
-        is_causal,
-        scale,
-        enable_gqa,
-        bias,
-        query_offset,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        window_size,
-        softcap,
-        alibi_slopes,
-        sinks,
-        rng,
-        True,  # need_weights
-        False,  # return_lse
-        False,  # return_dropout_mask
-        computed,
-        stage,
-    )
-    if not drops:
-        return cast("NDArray[Any]", result)
+
+
+def widen_for_dropout(query: ArrayLike, key: ArrayLike, out: Any) -> tuple[Any, Any, Any, Any]:
+    """Return query, key, the array to compute in and the dtype of the result, None where that is no half.
+
+    Weights of halves are computed in float32 and rounded once, after the dropout.
+    """
+    q, k = arrays.as_array(query, "query"), arrays.as_array(key, "key")
+    dtype = arrays.common_dtype((q, k), "query and key")
+    if dtype.itemsize > 2:
+        return q, k, out, None
+    if out is not None:
+        _cattn._check_out(out, dtype)
+        out = np.empty(out.shape, np.float32)
+    return arrays.cast(q, "query", "f"), arrays.cast(k, "key", "f"), out, dtype
+
+
+def drop_weights(result: AttentionOutput, p: float, dtype: Any, out: Any) -> NDArray[Any]:
+    """Return the weights of a result after its dropout; dtype and out are those of `widen_for_dropout`."""
     weights: NDArray[Any] = result.weights
     keep(weights, result.dropout_mask, p)
-    if halves is None:
+    if dtype is None:
         return weights
-    weights = arrays.cast(weights, "weights", halves)
+    weights = arrays.cast(weights, "weights", dtype)
     return weights if out is None else _cattn._store(weights, out)

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from .. import _cattn
-from .._input.arrays import shape_of
 from .._input.types import Alignment, Window
+from ._signature import implemented_in_c
 
 __all__ = ["Explanation", "explain"]
 
@@ -74,7 +73,8 @@ class Explanation(NamedTuple):
         )
 
 
-def explain(
+@implemented_in_c
+def explain(  # type: ignore[empty-body]
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -137,28 +137,8 @@ def explain(
     >>> told.path, told.key_blocks_visited, told.key_blocks_skipped
     ('tile', 1248, 10104)
     """
-    told: dict[str, Any] = _cattn.explain(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        None,  # scale
-        enable_gqa,
-        bias,
-        query_offset,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        window_size,
-        None,  # softcap
-        None,  # alibi_slopes
-        None,  # sinks
-        None,  # rng
-        False,
-        False,
-        False,
-        None,  # out
-    )
-    depth = shape_of(key, "key")[-1] + shape_of(value, "value")[-1]
-    return Explanation(reason=REASONS[told["path"]], flops=2 * told["visible_pairs"] * depth, **told)
+
+
+def make_explanation(depth: int, **fields: Any) -> Explanation:
+    """Return the explanation with what C does not know; depth is head_dim + d_v."""
+    return Explanation(reason=REASONS[fields["path"]], flops=2 * fields["visible_pairs"] * depth, **fields)

@@ -1,4 +1,4 @@
-"""Gradients of attention: signature, documentation, and the sums over what was broadcast."""
+"""Gradients of attention: signature and documentation of what C computes, and the sums over broadcast axes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import _cattn
-from .._input.arrays import as_array, as_bool, common_dtype, shape_of
-from .._input.checks import as_int
 from .._input.fp_mode import in_default_mode
 from .._input.types import RNG, Alignment, AttentionGradients, Window
-from ..random import TorchGenerator
-from ._softmax import keep
+from ._signature import implemented_in_c
 
-__all__ = ["attention_backward", "dropout_backward", "softmax_backward"]
+__all__ = ["attention_backward"]
 
 
 @in_default_mode
 @np.errstate(all="ignore")
-def _as_given(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
+def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
     """Return each gradient in the shape of its argument; those of query, key and value in dtype."""
     pairs = zip(gradients, shapes, strict=True)
     sums: list[Any] = [None if gradient is None else _sum_to(gradient, shape) for gradient, shape in pairs]
@@ -37,7 +33,8 @@ def _sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return np.asarray(gradient.sum(axis=axes)).reshape(shape)
 
 
-def attention_backward(
+@implemented_in_c
+def attention_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike,
     query: ArrayLike,
     key: ArrayLike,
@@ -144,159 +141,3 @@ def attention_backward(
     array([[0.   , 0.851],
            [0.173, 0.505]])
     """
-    *gradients, dtype = _cattn.attention_backward(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        bias,
-        query_offset,
-        query_seq_lengths,
-        key_value_seq_lengths,
-        window_size,
-        softcap,
-        alibi_slopes,
-        sinks,
-        rng,
-        False,  # need_weights
-        False,  # return_lse
-        False,  # return_dropout_mask
-        None,  # out
-        grad_out,
-        out,
-        lse,
-    )
-    additive = attn_mask if bias is None else bias
-    arguments = {"query": query, "key": key, "value": value, "bias": additive, "sinks": sinks}
-    return _as_given(gradients, [shape_of(argument, name) for name, argument in arguments.items()], dtype)
-
-
-@in_default_mode
-def softmax_backward(
-    grad_out: ArrayLike,
-    weights: ArrayLike,
-    axis: int = -1,
-    *,
-    scale: float = 1.0,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
-    """Return the gradient of the scores of `softmax` or `masked_softmax`, given that of the weights.
-
-    Parameters
-    ----------
-    grad_out : array_like
-        Gradient of the weights; shape of weights.
-    weights : array_like
-        What softmax returned.
-    axis : int
-        The axis over which they sum to 1.
-    scale : float
-        That of the softmax.
-    out : ndarray, optional
-        Takes the result: exact shape and dtype, any strides. It may be grad_out or weights itself.
-
-    Returns
-    -------
-    ndarray
-        ``scale * weights * (grad_out - (weights * grad_out).sum(axis))``, and exactly 0 where the weight is 0: neither
-        masked elements nor what their gradient holds have any influence. The method of `masked_softmax` does not
-        matter: both are the same function.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Dtypes that are not supported, shapes that differ, an axis out of bounds.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import cattn
-    >>> weights = cattn.masked_softmax(np.zeros((2, 2)), is_causal=True)
-    >>> cattn.softmax_backward([[5.0, np.nan], [1.0, 3.0]], weights)
-    array([[ 0. ,  0. ],
-           [-0.5,  0.5]])
-    """
-    grad, result = as_array(grad_out, "grad_out"), as_array(weights, "weights")
-    dtype = common_dtype((grad, result), "grad_out and weights")
-    if dtype.itemsize == 2:  # computed in float32, rounded once
-        with np.errstate(all="ignore"):
-            wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
-            narrow = wide.astype(dtype)
-        return narrow if out is None else _cattn._store(narrow, out)
-    last = as_int(axis, "axis")
-    if last != -1 and not -result.ndim <= last < result.ndim:
-        raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
-    if last == -1 or grad.shape != result.shape:
-        return _cattn.softmax_backward(grad, result, scale, out)
-    moved_out = out  # what does not fit is refused below
-    if isinstance(out, np.ndarray) and out.shape == result.shape:
-        moved_out = np.moveaxis(out, axis, -1)
-    moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
-    return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out
-
-
-def dropout_backward(
-    grad_out: ArrayLike,
-    p: float = 0.5,
-    *,
-    mask: ArrayLike | None = None,
-    rng: RNG = None,
-    out: NDArray[Any] | None = None,
-) -> NDArray[Any]:
-    """Return the gradient of what went into `dropout`, given that of what came out.
-
-    Parameters
-    ----------
-    grad_out : array_like
-        Gradient of the result.
-    p : float
-        Probability with which elements were dropped, in [0, 1].
-    mask : array_like of bool, optional
-        True where an element was kept (``return_mask=True``); broadcasts to grad_out.
-    rng : int or TorchGenerator, optional
-        Instead of the mask: what draws it again, as in `attention_backward`.
-    out : ndarray, optional
-        Takes the result: shape and dtype of grad_out, any strides. It may be grad_out itself.
-
-    Returns
-    -------
-    ndarray
-        ``grad_out / (1 - p)`` where an element was kept, and 0 where it was dropped, whatever its gradient is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `dropout`; also without, or with both, mask and rng, and for an rng that cannot repeat itself.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import cattn
-    >>> y, kept = cattn.dropout(np.ones(6), 0.5, rng=123, return_mask=True)
-    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, mask=kept) == y).all())
-    True
-    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, rng=123) == y).all())
-    True
-    """
-    if mask is None:
-        repeats = isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")
-        if not repeats and _cattn._probability(p, "p") > 0:
-            raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
-        result: NDArray[Any] = _cattn.dropout(as_array(grad_out, "grad_out"), p, True, rng, False, out)
-        return result
-    if rng is not None:
-        raise ValueError("pass either mask or rng")
-    kept = as_bool(mask, "mask", "")
-    result = _cattn.dropout(as_array(grad_out, "grad_out"), 0.0, True, None, False, None)  # a copy, and its checks
-    try:
-        kept = np.broadcast_to(kept, result.shape)
-    except ValueError:
-        raise ValueError(
-            f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
-        ) from None
-    keep(result, kept, _cattn._probability(p, "p"))
-    return result if out is None else _cattn._store(result, out)

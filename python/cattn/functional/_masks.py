@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import _cattn
 from .._input.arrays import shape_of
-from .._input.checks import as_size, is_word
+from .._input.checks import as_size
 from .._input.fp_mode import in_default_mode
 from .._input.types import Alignment, Window
 from ._attention import attention_weights
+from ._signature import implemented_in_c
 
 GRID = 64  # masks with more keys than this are told in ranges
 MOST_ROWS = 64  # and no more queries than this are told of one mask
 MOST_HEADS = 1 << 16  # hundreds of times those of any model: more are no heads, and their slopes would fill the memory
 
 
-def causal_mask(
+@implemented_in_c
+def causal_mask(  # type: ignore[empty-body]
     T_q: int,
     T_k: int | None = None,
     *,
@@ -65,9 +66,6 @@ def causal_mask(
            [0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
-    if query_offset is not None and is_word(is_causal, "lower_right"):
-        is_causal = "upper_left"
-    return _cattn.causal_mask(T_q, T_k, is_causal, query_offset, window_size)
 
 
 def sliding_window(total: int) -> tuple[int, int]:

@@ -1,23 +1,25 @@
-"""softmax, masked_softmax and dropout: signatures, defaults and documentation of what the C extension computes."""
+"""softmax, masked_softmax, and the gradient that both have."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, as_bool
+from .._input.arrays import as_array, as_bool, common_dtype
+from .._input.checks import as_int
 from .._input.fp_mode import in_default_mode
-from .._input.types import RNG, Alignment
-from ._shortcut import shortcut
+from .._input.types import Alignment
+from ._signature import implemented_in_c
 
-__all__ = ["dropout", "masked_softmax", "softmax"]
+__all__ = ["masked_softmax", "softmax", "softmax_backward"]
 
 
-def softmax(
+@implemented_in_c
+def softmax(  # type: ignore[empty-body]
     x: ArrayLike,
     axis: int | tuple[int, ...] | None = -1,
     *,
@@ -68,9 +70,6 @@ def softmax(
     >>> cattn.softmax(np.log([1.0, 2.0, 5.0]), where=[True, True, False]).round(3)
     array([0.333, 0.667, 0.   ])
     """
-    if type(axis) is int:
-        return _cattn.softmax(x, axis, where, scale, out)
-    return _softmax_axes(x, axis, where, scale, out)
 
 
 def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
@@ -94,12 +93,12 @@ def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(axes))
 
 
-def _softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
-    """Softmax over anything but one Python int: merge the axes into a last one."""
+def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
+    """Return softmax for an axis that is no Python int, or several: merge them into a last one."""
     array = as_array(x, "x")
     axes = _normalized(axis, array.ndim)
     if len(axes) <= 1 or array.ndim < 2:
-        return _cattn.softmax(array, axes[0] if axes else -1, where, scale, out)
+        return softmax(array, axes[0] if axes else -1, where=where, scale=scale, out=out)
     order = (*(i for i in range(array.ndim) if i not in axes), *axes)
     moved = array.transpose(order)
     merged = (*moved.shape[: -len(axes)], int(np.prod(moved.shape[-len(axes) :])))
@@ -111,13 +110,13 @@ def _softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -
             message = f"where has shape {where.shape}, which does not broadcast to the scores' shape {array.shape}"
             raise ValueError(message) from None
         where = where.transpose(order).reshape(merged)
-    result = _cattn.softmax(moved.reshape(merged), -1, where, scale, None)
+    result = softmax(moved.reshape(merged), where=where, scale=scale)
     result = result.reshape(moved.shape).transpose(np.argsort(order))
     return np.ascontiguousarray(result) if out is None else _cattn._store(result, out)
 
 
-@shortcut
-def masked_softmax(
+@implemented_in_c
+def masked_softmax(  # type: ignore[empty-body]
     scores: ArrayLike,
     mask: ArrayLike | None = None,
     *,
@@ -177,107 +176,67 @@ def masked_softmax(
            [0.25 , 0.75 , 0.   ],
            [0.125, 0.25 , 0.625]])
     """
-    return _cattn.masked_softmax(scores, mask, is_causal, query_offset, scale, method, out)
 
 
-@overload
-def dropout(
-    x: ArrayLike,
-    p: float = ...,
+@in_default_mode
+def softmax_backward(
+    grad_out: ArrayLike,
+    weights: ArrayLike,
+    axis: int = -1,
     *,
-    training: bool = ...,
-    rng: RNG = ...,
-    return_mask: Literal[False] = ...,
-    out: NDArray[Any] | None = ...,
-) -> NDArray[Any]: ...
-@overload
-def dropout(
-    x: ArrayLike,
-    p: float = ...,
-    *,
-    training: bool = ...,
-    rng: RNG = ...,
-    return_mask: Literal[True],
-    out: NDArray[Any] | None = ...,
-) -> tuple[NDArray[Any], NDArray[np.bool_]]: ...
-@overload
-def dropout(
-    x: ArrayLike,
-    p: float = ...,
-    *,
-    training: bool = ...,
-    rng: RNG = ...,
-    return_mask: bool,
-    out: NDArray[Any] | None = ...,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]: ...
-@shortcut
-def dropout(
-    x: ArrayLike,
-    p: float = 0.5,
-    *,
-    training: bool = True,
-    rng: RNG = None,
-    return_mask: bool = False,
+    scale: float = 1.0,
     out: NDArray[Any] | None = None,
-) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Set each element to 0 with probability p, and divide the others by 1 - p.
+) -> NDArray[Any]:
+    """Return the gradient of the scores of `softmax` or `masked_softmax`, given that of the weights.
 
     Parameters
     ----------
-    x : array_like
-        float16, bfloat16, float32 or float64 of any shape; booleans and integers are converted to float64.
-    p : float
-        Probability of an element to be dropped, in [0, 1].
-    training : bool
-        False: nothing is dropped, the result is a copy of x.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int drops the same elements.
-        From a generator one key is drawn, after everything else was checked. A `TorchGenerator` drops the elements
-        that ``torch.nn.functional.dropout`` drops in a contiguous tensor; p = 0 and p = 1 draw nothing from it.
-    return_mask : bool
-        Return (result, mask).
+    grad_out : array_like
+        Gradient of the weights; shape of weights.
+    weights : array_like
+        What softmax returned.
+    axis : int
+        The axis over which they sum to 1.
+    scale : float
+        That of the softmax.
     out : ndarray, optional
-        Takes the result: shape and dtype of x, any strides. It may be x itself.
+        Takes the result: exact shape and dtype, any strides. It may be grad_out or weights itself.
 
     Returns
     -------
-    ndarray, or (ndarray, ndarray of bool)
-        Shape and dtype of x; dropped elements are +0, whatever they were. The mask is True where an element was kept.
+    ndarray
+        ``scale * weights * (grad_out - (weights * grad_out).sum(axis))``, and exactly 0 where the weight is 0: neither
+        masked elements nor what their gradient holds have any influence. The method of `masked_softmax` does not
+        matter: both are the same function.
 
     Raises
     ------
-    TypeError
-        x or out has a dtype that is not supported, rng is nothing to draw from.
-    ValueError
-        p is outside [0, 1], an int rng outside its range, out has the wrong shape.
-
-    Notes
-    -----
-    Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the key rng and a counter made of the element's
-    index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in C order
-    too, one after the other and on one thread; PyTorch goes by memory where a tensor is not contiguous, and its dropped
-    elements are x * 0: -0 for negative x, NaN for infinite x.
+    TypeError, ValueError
+        Dtypes that are not supported, shapes that differ, an axis out of bounds.
 
     Examples
     --------
     >>> import numpy as np
     >>> import cattn
-    >>> x = np.ones((2, 3))
-    >>> y, kept = cattn.dropout(x, 0.5, rng=123, return_mask=True)
-    >>> bool((y == np.where(kept, 2.0, 0.0)).all())
-    True
-    >>> bool((y == cattn.dropout(x, 0.5, rng=123)).all())
-    True
+    >>> weights = cattn.masked_softmax(np.zeros((2, 2)), is_causal=True)
+    >>> cattn.softmax_backward([[5.0, np.nan], [1.0, 3.0]], weights)
+    array([[ 0. ,  0. ],
+           [-0.5,  0.5]])
     """
-    result: NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]
-    result = _cattn.dropout(x, p, training, rng, return_mask, out)
-    return result
-
-
-@in_default_mode
-def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
-    """Apply a mask of dropout in place: divide by 1 - p what was kept, and drop the others."""
-    wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
-    with np.errstate(all="ignore"):
-        np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
-    x[~kept] = 0  # not a product: what is dropped is 0, whatever it was
+    grad, result = as_array(grad_out, "grad_out"), as_array(weights, "weights")
+    dtype = common_dtype((grad, result), "grad_out and weights")
+    if dtype.itemsize == 2:  # computed in float32, rounded once
+        with np.errstate(all="ignore"):
+            wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
+            narrow = wide.astype(dtype)
+        return narrow if out is None else _cattn._store(narrow, out)
+    last = as_int(axis, "axis")
+    if last != -1 and not -result.ndim <= last < result.ndim:
+        raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
+    if last == -1 or grad.shape != result.shape:
+        return _cattn.softmax_backward(grad, result, scale, out)
+    moved_out = out  # what does not fit is refused below
+    if isinstance(out, np.ndarray) and out.shape == result.shape:
+        moved_out = np.moveaxis(out, axis, -1)
+    moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)
+    return np.ascontiguousarray(np.moveaxis(moved, -1, axis)) if out is None else out

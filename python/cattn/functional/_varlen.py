@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import _cattn
 from .._input.arrays import as_array, as_integers, common_dtype
 from .._input.checks import as_size, is_word
 from .._input.types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
 from ..random import TorchGenerator
+from ._signature import implemented_in_c
 
 __all__ = ["varlen_attention"]
 
 
+@implemented_in_c
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -102,6 +103,22 @@ def varlen_attention(
     >>> cattn.varlen_attention(x, x, value, [0, 3, 5], [0, 3, 5], is_causal="lower_right").ravel()
     array([ 3. ,  4.5,  6. , 10. , 15. ])
     """
+
+
+def pack_sequences(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: Alignment,
+    window_size: Window,
+    rng: RNG,
+    out: NDArray[Any] | None,
+) -> tuple[Any, ...]:
+    """Check what only packed sequences have, and return what C computes with; varlen_attention.c has the order."""
     q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
     for array, name, last in ((q, "query", "head_dim"), (k, "key", "head_dim"), (v, "value", "d_v")):
         if array.ndim != 3:
@@ -125,36 +142,14 @@ def varlen_attention(
         raise TypeError(f"out must be a numpy.ndarray, got {type(out).__name__}")
     elif out.shape != shape:
         raise ValueError(f"out has shape {out.shape}, the result has {shape}")
-    result = _cattn.varlen_attention(
-        _as_heads(q),
-        _as_heads(k),
-        _as_heads(v),
-        None,  # attn_mask
-        dropout_p,
-        is_causal,
-        scale,
-        None,  # enable_gqa
-        None,  # bias
-        None if lower_right else 0,  # query_offset
-        None,  # query_seq_lengths
-        None,  # key_value_seq_lengths
-        window_size,
-        softcap,
-        alibi_slopes,
-        sinks,
-        rng,
-        False,  # need_weights
-        return_lse,
-        False,  # return_dropout_mask
-        _as_heads(out),
-        starts_q,
-        lengths_q,
-        starts_k,
-        lengths_k,
-        longest_q,
-        longest_k,
-    )
-    if not return_lse:
+    offset = None if lower_right else 0
+    sequences = (starts_q, lengths_q, starts_k, lengths_k, longest_q, longest_k)
+    return (_as_heads(q), _as_heads(k), _as_heads(v), is_causal, offset, _as_heads(out), *sequences, out)
+
+
+def unpack_sequences(result: Any, out: NDArray[Any]) -> Any:
+    """Return out, or an AttentionOutput with it; `result` has both with the axes of C."""
+    if not isinstance(result, AttentionOutput):
         return out
     return AttentionOutput(out, lse=result.lse[0], dropout_seed=result.dropout_seed)
 

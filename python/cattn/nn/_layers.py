@@ -15,7 +15,7 @@ from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.fp_mode import in_default_mode
 from .._input.types import RNG
-from ..functional._softmax import dropout
+from ..functional._dropout import dropout
 from ..random import TorchGenerator, default_generator
 from ._module import Module
 

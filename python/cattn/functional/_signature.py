@@ -1,4 +1,4 @@
-"""Public functions whose work is C's alone, without the frame of Python in between."""
+"""Public functions whose work is done in C: their Python definitions are the signature and the documentation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .. import _cattn
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def shortcut(function: _F) -> _F:
-    """Return a builtin that takes arguments as `function` does, and gives them to C itself.
+def implemented_in_c(function: _F) -> _F:
+    """Return the builtin that takes the place of `function`, whose body is empty.
 
-    It has the name, signature and documentation of `function`, which it calls where arguments do not fit: then Python
-    says why.
+    The builtin has the name, signature and documentation of `function`. It calls `function` only if the arguments do
+    not bind, for the TypeError that Python raises then.
     """
     python: Any = function
     code = python.__code__
@@ -24,6 +24,7 @@ def shortcut(function: _F) -> _F:
     required = len(names) - len(defaults)
     shown = [f"={default!r}" for default in defaults]
     listed = [name + default for name, default in zip(names, [""] * required + shown, strict=True)]
-    listed.insert(code.co_argcount, "*")
+    if code.co_kwonlyargcount:
+        listed.insert(code.co_argcount, "*")
     text = f"{python.__name__}({', '.join(listed)})\n--\n\n{python.__doc__}"
-    return _cattn._shortcut(function, text, names, defaults, code.co_argcount)
+    return _cattn._register(function, text, names, defaults, code.co_argcount)

@@ -1,111 +1,8 @@
-/* args.c -- numbers, arrays and masks: from Python's arguments to what cattn.h wants. See args.h. */
-#include "args.h"
+/* arrays.c -- arguments that are arrays: types, layouts, masks, strides. See arrays.h. */
+#include "arrays.h"
 #include "error.h"
 
-#include <math.h>
-
 #include "../fp_mode.h"
-
-/* ---- numbers and flags ---- */
-
-bool cattn_arg_real(PyObject *object, const char *name, double *value) {
-    double number;
-    if (PyFloat_CheckExact(object)) {
-        number = PyFloat_AsDouble(object);
-    } else {
-        if (PyBool_Check(object) || PyArray_IsScalar(object, Bool) || PyArray_IsScalar(object, ComplexFloating) ||
-            PyUnicode_Check(object) || PyBytes_Check(object))
-            return cattn_error_type(name, "a real number", object);
-        number = PyFloat_AsDouble(object);
-        if (number == -1.0 && PyErr_Occurred()) {
-            const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
-            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
-                return false;
-            PyErr_Clear();
-            if (!large)
-                return cattn_error_type(name, "a real number", object);
-            number = HUGE_VAL; /* an int beyond every double */
-        }
-    }
-    if (!isfinite(number)) {
-        PyObject *shown = PyFloat_FromDouble(number);
-        if (shown != NULL)
-            PyErr_Format(PyExc_ValueError, "%s must be finite, got %R", name, shown);
-        Py_XDECREF(shown);
-        return false;
-    }
-    *value = number;
-    return true;
-}
-
-bool cattn_arg_scale(PyObject *object, int type, double *value) {
-    if (!cattn_arg_real(object, "scale", value))
-        return false;
-    /* what rounds to infinity, whatever rounding the caller has set */
-    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127) {
-        PyErr_Format(PyExc_ValueError, "scale must round to a finite float32, got %R", object);
-        return false;
-    }
-    return true;
-}
-
-bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
-    if (!cattn_arg_real(object, name, p))
-        return false;
-    if (*p >= 0.0 && *p <= 1.0)
-        return true;
-    PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, object);
-    return false;
-}
-
-PyObject *cattn_arg_index(PyObject *object, const char *name) {
-    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
-        PyObject *number = PyNumber_Index(object);
-        if (number != NULL || !PyErr_ExceptionMatches(PyExc_TypeError))
-            return number;
-        PyErr_Clear(); /* arrays have the method, and use it only where they hold one integer */
-    }
-    cattn_error_type(name, "an int", object);
-    return NULL;
-}
-
-bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value) {
-    PyObject *number = PyLong_CheckExact(object) ? Py_NewRef(object) : cattn_arg_index(object, name);
-    if (number == NULL)
-        return false;
-    int overflow;
-    const long long n = PyLong_AsLongLongAndOverflow(number, &overflow);
-    const bool failed = n == -1 && PyErr_Occurred() != NULL;
-    const bool fits = !failed && overflow == 0 && n >= least && n <= most;
-    if (fits)
-        *value = n;
-    else if (!failed && (overflow > 0 || n > most))
-        PyErr_Format(PyExc_ValueError, "%s must be at most %lld, got %S", name, (long long)most, number);
-    else if (!failed)
-        PyErr_Format(PyExc_ValueError, "%s must be at least %lld, got %S", name, (long long)least, number);
-    Py_DECREF(number);
-    return fits;
-}
-
-bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
-    if (object == Py_False || object == Py_True) {
-        *value = object == Py_True;
-        return true;
-    }
-    const int truth = PyObject_IsTrue(object);
-    *value = truth > 0;
-    if (truth < 0 && (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
-        PyErr_Clear(); /* an array of several elements: its sentence does not name the argument */
-        return cattn_error_type(name, "True or False", object);
-    }
-    return truth >= 0;
-}
-
-bool cattn_arg_is(PyObject *object, PyObject *interned) {
-    if (object == interned)
-        return true;
-    return PyUnicode_Check(object) && PyUnicode_Compare(object, interned) == 0;
-}
 
 /* ---- types ---- */
 
@@ -173,7 +70,8 @@ static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *
     return array;
 }
 
-/* Some users' types have no number of their own: theirs is -1, as bfloat16's is while it is unknown. */
+/* Unregistered dtypes have type number -1, and so has state->bfloat16 before the first such array: never compare those.
+ */
 static bool is_half(const struct binding_state *state, int type) {
     return type == NPY_HALF || (type >= 0 && type == state->bfloat16);
 }
@@ -246,6 +144,17 @@ bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const 
     return false;
 }
 
+bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims) {
+    if (PyArray_NDIM(array) == nd && PyArray_CompareLists(PyArray_DIMS(array), dims, nd))
+        return true;
+    PyObject *own = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array)), *wanted = cattn_shape_tuple(nd, dims);
+    if (own != NULL && wanted != NULL)
+        PyErr_Format(PyExc_ValueError, "%s has shape %R, %s has %R", name, own, whose, wanted);
+    Py_XDECREF(own);
+    Py_XDECREF(wanted);
+    return false;
+}
+
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims) {
     PyArrayObject *mask = NULL;
@@ -279,15 +188,15 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
     return true;
 }
 
-/* The warning is a hint: a mask that begins with so many zeros is not looked through to its end. */
+/* The warning is a hint: a mask that begins with so many zeros is not read to its end. */
 #define MOST_ZEROS (1 << 20)
 
-bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name, int stacklevel) {
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
     const int nd = PyArray_NDIM(mask), type = PyArray_TYPE(mask);
     npy_intp index[NPY_MAXDIMS], dims[NPY_MAXDIMS];
     if (PyArray_SIZE(mask) == 0)
         return true;
-    for (int axis = 0; axis < nd; axis++) { /* what is broadcast needs one look */
+    for (int axis = 0; axis < nd; axis++) { /* a broadcast axis repeats its first element */
         dims[axis] = PyArray_STRIDE(mask, axis) == 0 ? 1 : PyArray_DIM(mask, axis);
         index[axis] = 0;
     }
@@ -308,7 +217,7 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name, int stacklevel
         if (axis < 0)
             break;
     }
-    return !ones || PyErr_WarnFormat(PyExc_UserWarning, stacklevel,
+    return !ones || PyErr_WarnFormat(PyExc_UserWarning, 1,
                                      "%s holds only 0 and 1, but float masks are additive (0 keeps, -inf hides); "
                                      "for True = keep pass %s.astype(bool)",
                                      name, name) == 0;

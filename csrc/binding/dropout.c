@@ -1,8 +1,12 @@
-/* py_dropout.c -- dropout(...): parse, check, allocate, run, return. */
-#include "args.h"
+/* dropout.c -- dropout(...): parse, check, allocate, run, return. */
+#include "arrays.h"
 #include "error.h"
+#include "gil.h"
+#include "numbers.h"
+#include "outputs.h"
+#include "rng.h"
 
-#include "../torch_random.h"
+enum { DROPOUT_ARGUMENTS(CATTN_SLOT) N_ARGUMENTS };
 
 struct call {
     struct binding_state *state;
@@ -14,9 +18,10 @@ struct call {
     npy_intp *dims; /* of x, nd of them */
 };
 
-/* At once: what runs Python code comes later, and might change the array. */
+/* Called right after the check of x: what follows may run Python code, which might change the array. */
 static void take_x(struct call *call) {
     struct cattn_dropout_params *params = call->params;
+    CATTN_CLEAR_DROPOUT(params);
     int nd = call->own_nd = PyArray_NDIM(call->x);
     params->n_cols = 1;
     for (int axis = 0; axis < nd; axis++) {
@@ -38,7 +43,7 @@ static void take_x(struct call *call) {
         params->x.col = 1;
 }
 
-/* As take_x. */
+/* Called right after the check of the output, as take_x. */
 static void take_output(const struct call *call, const struct cattn_output *output, struct cattn_tensor *tensor) {
     cattn_tensor_rows(tensor, output->array, call->nd, call->nd - 1);
     if (call->params->n_cols == 1)
@@ -56,7 +61,6 @@ static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
     if (!cattn_arg_output(call->state, out, &spec, &call->output))
         return false;
     take_output(call, &call->output, &call->params->out);
-    call->params->mask.data = NULL;
     if (!return_mask)
         return true;
     spec.name = "mask";
@@ -87,51 +91,41 @@ static bool run(struct call *call) {
     return cattn_error_status(status) && cattn_output_finish(&call->output);
 }
 
-static bool draw_and_run(struct call *call, PyObject *rng) {
-    struct cattn_dropout_spec *spec = &call->params->dropout;
-    if (!cattn_torch_check(call->state, rng))
-        return cattn_rng_seed(call->state, rng, &spec->seed) && run(call);
-    if (spec->keep_probability == 0.0) /* all is dropped: PyTorch draws nothing */
-        return run(call);
-    struct cattn_torch_random random;
-    if (!cattn_torch_begin(rng, &random))
-        return false;
-    spec->torch = &random;
-    const bool done = run(call);
-    cattn_torch_end(rng, done ? &random : NULL);
-    return done;
+static PyObject *build_result(const struct call *call, bool return_mask) {
+    PyObject *result = cattn_output_result(&call->output);
+    if (!return_mask)
+        return result;
+    PyObject *both = PyTuple_Pack(2, result, (PyObject *)call->mask.array);
+    Py_DECREF(result);
+    return both;
 }
 
-/* dropout(x, p, training, rng, return_mask, out) */
-PyObject *cattn_dropout_body(PyObject *module, PyObject *const *args, int Py_UNUSED(stacklevel)) {
+PyObject *cattn_body_dropout(struct binding_state *state, PyObject **args) {
     struct cattn_dropout_params params;
+    struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
-    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
-    bool training, return_mask;
+    struct call call = {.state = state, .params = &params, .dims = dims};
+    bool training, return_mask, filled;
     PyObject *result = NULL;
-    call.x = cattn_arg_floats(call.state, args[0], "x");
+    call.x = cattn_arg_floats(state, args[SLOT_x], "x");
     if (call.x == NULL)
         return NULL;
     take_x(&call);
-    if (!cattn_dropout_spec_from(args[1], "p", &params.dropout) || !cattn_arg_flag(args[2], "training", &training) ||
-        !cattn_rng_check(args[3]) || !cattn_arg_flag(args[4], "return_mask", &return_mask) ||
-        !make_outputs(&call, args[5], return_mask))
+    cattn_draw_clear(&draw);
+    if (!cattn_dropout_spec_from(args[SLOT_p], "p", &params.dropout) ||
+        !cattn_arg_flag(args[SLOT_training], "training", &training) || !cattn_rng_check(args[SLOT_rng]) ||
+        !cattn_arg_flag(args[SLOT_return_mask], "return_mask", &return_mask) ||
+        !make_outputs(&call, args[SLOT_out], return_mask))
         goto done;
-    if (!training || !params.dropout.enabled) {
-        if (!copy(&call))
-            goto done;
-    } else if (!draw_and_run(&call, args[3])) {
-        goto done;
-    }
-    result = cattn_output_result(&call.output);
-    if (return_mask) {
-        PyObject *out = result;
-        result = PyTuple_Pack(2, out, (PyObject *)call.mask.array);
-        Py_DECREF(out);
-    }
+    if (!training || !params.dropout.enabled)
+        filled = copy(&call);
+    else
+        filled = cattn_draw_begin(state, args[SLOT_rng], &params.dropout, &draw) && run(&call);
+    if (filled)
+        result = build_result(&call, return_mask);
 done:
     Py_XDECREF((PyObject *)call.x);
     cattn_output_clear(&call.output);
     cattn_output_clear(&call.mask);
-    return result;
+    return cattn_draw_end(&draw, result);
 }

@@ -1,12 +1,14 @@
-/* attention_call.c -- attention's arguments: shapes, heads, masks, ranges, numbers of each head. See attention_call.h.
+/* attention_args.c -- attention's arguments: shapes, heads, masks, ranges, numbers of each head. See attention_args.h.
  */
-#include "attention_call.h"
+#include "attention_args.h"
+#include "arrays.h"
 #include "error.h"
+#include "numbers.h"
+#include "rng.h"
 
 #include <math.h>
 
 #include "../fp_mode.h"
-#include "../torch_random.h"
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
 
@@ -18,10 +20,11 @@ static npy_intp dim_back(PyArrayObject *array, int back) {
 }
 
 static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
+    PyObject *const arrays[] = {args[ARG_query], args[ARG_key], args[ARG_value]};
     for (int i = QUERY; i <= VALUE; i++) {
-        if (args[i] == NULL)
+        if (arrays[i] == NULL)
             continue;
-        call->inputs[i] = cattn_arg_floats(call->state, args[i], INPUT_NAMES[i]);
+        call->inputs[i] = cattn_arg_floats(call->state, arrays[i], INPUT_NAMES[i]);
         if (call->inputs[i] == NULL)
             return false;
     }
@@ -119,16 +122,14 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     return true;
 }
 
-/* At once after their sizes: what runs Python code comes later, and might change the arrays. */
+/* Called right after the sizes are read: the checks that follow may run Python code, which might change the arrays. */
 static void fill_inputs(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
     const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
     for (int i = QUERY; i <= VALUE; i++) {
-        if (call->inputs[i] == NULL) {
-            tensors[i]->data = NULL;
+        if (call->inputs[i] == NULL)
             continue;
-        }
         cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, axes);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
@@ -190,7 +191,7 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     return true;
 }
 
-/* At once, as fill_inputs. */
+/* Called right after the check of the array, as fill_inputs. */
 static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
     struct cattn_attention_params *params = call->params;
     cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, axes);
@@ -202,11 +203,9 @@ static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
     const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
-    params->attn_mask.data = NULL;
-    params->n_bias = 0;
     call->bias_nd = -1;
-    if (args[ARG_ATTN_MASK] != Py_None) {
-        PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_ATTN_MASK], "attn_mask", CATTN_MASK_ANY, call->type,
+    if (args[ARG_attn_mask] != Py_None) {
+        PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY, call->type,
                                              call->nd, call->dims);
         call->inputs[ATTN_MASK] = mask;
         if (mask == NULL)
@@ -215,13 +214,13 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
             cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, axes);
         } else {
             take_bias(call, mask, axes);
-            if (!cattn_arg_warn_binary(mask, "attn_mask", call->stacklevel))
+            if (!cattn_arg_warn_binary(mask, "attn_mask"))
                 return false;
         }
     }
-    if (args[ARG_BIAS] != Py_None) {
+    if (args[ARG_bias] != Py_None) {
         PyArrayObject *bias =
-            cattn_arg_mask(call->state, args[ARG_BIAS], "bias", CATTN_MASK_BIAS, call->type, call->nd, call->dims);
+            cattn_arg_mask(call->state, args[ARG_bias], "bias", CATTN_MASK_BIAS, call->type, call->nd, call->dims);
         call->inputs[BIAS] = bias;
         if (bias == NULL)
             return false;
@@ -235,17 +234,16 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
                                             .seqlen_k = call->dims[call->nd - 1],
                                             .n_batch_dims = call->n_batch_dims,
                                             .batch = call->dims,
-                                            .query_lengths = args[ARG_QUERY_LENGTHS],
-                                            .key_lengths = args[ARG_KEY_LENGTHS]};
-    return cattn_arg_ranges(call->state, args[ARG_IS_CAUSAL], args[ARG_QUERY_OFFSET], args[ARG_WINDOW_SIZE],
+                                            .query_lengths = args[ARG_query_seq_lengths],
+                                            .key_lengths = args[ARG_key_value_seq_lengths]};
+    return cattn_arg_ranges(call->state, args[ARG_is_causal], args[ARG_query_offset], args[ARG_window_size],
                             &call->ranges) &&
-           cattn_ranges_settle(call->state, &call->ranges, &sizes, call->stacklevel, &call->params->ranges);
+           cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
-/* One number for each query head, or for each of the batch: (H,) or (*lead, H), in the call's dtype. */
+/* One number for each query head, or for each of the batch: (H,) or (*batch, H), in the call's dtype. */
 static bool parse_numbers(struct cattn_call *call, PyObject *object, const char *name, int input,
                           struct cattn_tensor *to) {
-    to->data = NULL;
     if (object == Py_None)
         return true;
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
@@ -265,57 +263,33 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     return true;
 }
 
-/* Whether a positive number is neither 0 nor inf in float32, rounded to nearest whatever the caller has set. */
+/* Is a positive number neither 0 nor inf in float32, rounded to nearest whatever mode the caller has set? */
 static bool rounds_to_float(double number) { return number > 0x1p-150 && number < 0x1.ffffffp127; }
 
 static bool parse_score_options(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
-    params->softcap = 0;
-    if (args[ARG_SOFTCAP] != Py_None) {
-        if (!cattn_arg_real(args[ARG_SOFTCAP], "softcap", &params->softcap))
+    if (args[ARG_softcap] != Py_None) {
+        if (!cattn_arg_real(args[ARG_softcap], "softcap", &params->softcap))
             return false;
         if (params->softcap < 0) {
             PyErr_Format(PyExc_ValueError, "softcap must be positive, or None or 0 for none, got %R",
-                         args[ARG_SOFTCAP]);
+                         args[ARG_softcap]);
             return false;
         }
         if (call->type == NPY_FLOAT && params->softcap != 0 && !rounds_to_float(params->softcap)) {
             PyErr_Format(PyExc_ValueError, "softcap must round to a positive finite float32, got %R",
-                         args[ARG_SOFTCAP]);
+                         args[ARG_softcap]);
             return false;
         }
     }
-    return parse_numbers(call, args[ARG_ALIBI_SLOPES], "alibi_slopes", SLOPES, &params->slopes) &&
-           parse_numbers(call, args[ARG_SINKS], "sinks", SINKS, &params->sinks);
+    return parse_numbers(call, args[ARG_alibi_slopes], "alibi_slopes", SLOPES, &params->slopes) &&
+           parse_numbers(call, args[ARG_sinks], "sinks", SINKS, &params->sinks);
 }
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
-    return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_ENABLE_GQA]) &&
-           parse_batch_dims(call) && parse_scale(call, args[ARG_SCALE]) && parse_masks(call, args) &&
+    CATTN_CLEAR_ATTENTION(call->params);
+    return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
+           parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
            parse_ranges(call, args) && parse_score_options(call, args) &&
-           cattn_dropout_spec_from(args[ARG_DROPOUT_P], "dropout_p", &call->params->dropout);
-}
-
-bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
-                    const void *context) {
-    struct cattn_attention_params *params = call->params;
-    struct cattn_torch_random torch;
-    params->num_threads = cattn_get_num_threads();
-    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31) {
-        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
-        return false;
-    }
-    const bool serial = params->dropout.enabled && cattn_torch_check(call->state, rng);
-    if (params->dropout.enabled && !serial && !cattn_rng_seed(call->state, rng, &params->dropout.seed))
-        return false;
-    call->has_seed = params->dropout.enabled && !serial;
-    /* PyTorch draws nothing where all is dropped, or where there is nothing to drop */
-    const bool draws = serial && params->dropout.keep_probability > 0.0;
-    if (draws && !cattn_torch_begin(rng, &torch))
-        return false;
-    params->dropout.torch = draws ? &torch : NULL;
-    const enum cattn_status status = cattn_compute(work < CATTN_GIL_WORK, &params->poll, compute, context);
-    if (draws)
-        cattn_torch_end(rng, status == CATTN_OK ? &torch : NULL);
-    return cattn_error_status(status);
+           cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout);
 }

@@ -1,14 +1,19 @@
-/* py_softmax.c -- softmax(...), masked_softmax(...) and causal_mask(...): parse, check, allocate, run, return. */
-#include "args.h"
+/* softmax.c -- softmax(...) and masked_softmax(...): parse, check, allocate, run, return. */
+#include "arrays.h"
 #include "error.h"
-#include "ranges.h"
+#include "gil.h"
+#include "key_ranges.h"
+#include "numbers.h"
+#include "outputs.h"
 
+enum { SOFTMAX_ARGUMENTS(CATTN_SLOT) N_SOFTMAX_ARGS };
+#define MASKED_SLOT(name) MASKED_##name,
+enum { MASKED_SOFTMAX_ARGUMENTS(MASKED_SLOT) N_MASKED_ARGS };
 enum { X, MASK, N_INPUTS };
 
 struct call {
     struct binding_state *state;
     struct cattn_softmax_params *params;
-    int stacklevel;                  /* of warnings */
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     struct cattn_range_args ranges;
     struct cattn_output output;
@@ -19,6 +24,7 @@ struct call {
 };
 
 static bool parse_x(struct call *call, PyObject *object, const char *name) {
+    CATTN_CLEAR_SOFTMAX(call->params);
     PyArrayObject *x = cattn_arg_floats(call->state, object, name);
     call->inputs[X] = x;
     if (x == NULL)
@@ -32,18 +38,17 @@ static bool parse_x(struct call *call, PyObject *object, const char *name) {
     return true;
 }
 
-/* At once after the shape: what runs Python code comes later, and might change the array. */
+/* Called right after the shape is read: what follows may run Python code, which might change the array. */
 static void take_axis(struct call *call, int axis) {
     call->axis = axis;
     cattn_tensor_rows(&call->params->x, call->inputs[X], call->nd, axis);
 }
 
+/* An int. */
 static bool parse_axis(struct call *call, PyObject *object, const char *name) {
-    const Py_ssize_t axis = PyLong_Check(object) ? PyLong_AsSsize_t(object) : -2;
-    if (!PyLong_Check(object))
-        return cattn_error_type("axis", "an int, a tuple of ints or None", object);
+    const Py_ssize_t axis = PyLong_AsSsize_t(object);
     if (axis == -1 && PyErr_Occurred())
-        PyErr_Clear(); /* far out of bounds: -1 is not what was meant */
+        PyErr_Clear(); /* it does not fit a Py_ssize_t: far out of bounds */
     else if (axis >= -call->nd && axis < call->nd) {
         take_axis(call, (int)(axis < 0 ? axis + call->nd : axis));
         return true;
@@ -53,7 +58,6 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
 }
 
 static bool parse_mask(struct call *call, PyObject *object, const char *name) {
-    call->params->mask.data = NULL;
     if (object == Py_None)
         return true;
     PyArrayObject *mask = cattn_arg_mask(call->state, object, name, CATTN_MASK_BOOL, call->type, call->nd, call->dims);
@@ -81,7 +85,7 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None};
     params->ranges.offsets.batch[sizes.n_batch_dims] = 0; /* the query axis */
-    return cattn_ranges_settle(call->state, &call->ranges, &sizes, call->stacklevel, &params->ranges);
+    return cattn_ranges_settle(call->state, &call->ranges, &sizes, &params->ranges);
 }
 
 static bool make_output(struct call *call, PyObject *out) {
@@ -123,7 +127,7 @@ static bool run(struct call *call) {
     return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
 }
 
-/* The common end: compute, copy a temporary out, let go of everything. `parsed` false: an exception is set. */
+/* The common end: computes, copies a temporary to out, releases everything. `parsed` false: an exception is set. */
 static PyObject *finish(struct call *call, bool parsed) {
     PyObject *result = NULL;
     if (parsed && run(call) && cattn_output_finish(&call->output))
@@ -135,18 +139,17 @@ static PyObject *finish(struct call *call, bool parsed) {
     return result;
 }
 
-/* softmax(x, axis, where, scale, out); axis is an int here. */
-PyObject *cattn_py_softmax(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+PyObject *cattn_body_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
-    struct call call = {.state = cattn_state(module), .params = &params, .dims = dims};
-    if (!cattn_error_count("softmax", n_args, 5))
-        return NULL;
-    params.method = CATTN_SOFTMAX_PLAIN;
-    params.is_causal = false;
-    return finish(&call, parse_x(&call, args[0], "x") && parse_axis(&call, args[1], "x") &&
-                             parse_mask(&call, args[2], "where") &&
-                             cattn_arg_scale(args[3], call.type, &params.scale) && make_output(&call, args[4]));
+    struct call call = {.state = state, .params = &params, .dims = dims};
+    if (!PyLong_CheckExact(args[SLOT_axis])) /* the helper merges the axes into one, and calls softmax */
+        return PyObject_CallFunctionObjArgs(state->softmax_axes, args[SLOT_x], args[SLOT_axis], args[SLOT_where],
+                                            args[SLOT_scale], args[SLOT_out], NULL);
+    return finish(&call, parse_x(&call, args[SLOT_x], "x") && parse_axis(&call, args[SLOT_axis], "x") &&
+                             parse_mask(&call, args[SLOT_where], "where") &&
+                             cattn_arg_scale(args[SLOT_scale], call.type, &params.scale) &&
+                             make_output(&call, args[SLOT_out]));
 }
 
 static bool parse_method(struct binding_state *state, PyObject *object, enum cattn_softmax_method *method) {
@@ -161,61 +164,20 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
     return true;
 }
 
-/* masked_softmax(scores, mask, is_causal, query_offset, scale, method, out) */
-PyObject *cattn_masked_softmax_body(PyObject *module, PyObject *const *args, int stacklevel) {
+PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
-    struct call call = {.state = cattn_state(module), .params = &params, .stacklevel = stacklevel, .dims = dims};
-    bool parsed = parse_x(&call, args[0], "scores");
+    struct call call = {.state = state, .params = &params, .dims = dims};
+    bool parsed = parse_x(&call, args[MASKED_scores], "scores");
     if (parsed && call.own_nd == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
         parsed = false;
     }
     if (parsed)
         take_axis(&call, call.nd - 1);
-    return finish(&call, parsed && parse_mask(&call, args[1], "mask") && parse_positions(&call, args[2], args[3]) &&
-                             cattn_arg_scale(args[4], call.type, &params.scale) &&
-                             parse_method(call.state, args[5], &params.method) && make_output(&call, args[6]));
-}
-
-/* ---- causal_mask ---- */
-
-static enum cattn_status compute_mask(const void *params) { return cattn_mask(params); }
-
-/* causal_mask(T_q, T_k, is_causal, query_offset, window_size) */
-PyObject *cattn_py_causal_mask(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    struct binding_state *state = cattn_state(module);
-    struct cattn_range_args parsed = {0};
-    struct cattn_ranges ranges;
-    struct cattn_output output = {NULL, NULL};
-    int64_t seqlen_q, seqlen_k;
-    PyObject *result = NULL;
-    if (!cattn_error_count("causal_mask", n_args, 5) || !cattn_arg_count(args[0], "T_q", 0, NPY_MAX_INTP, &seqlen_q) ||
-        !cattn_arg_count(args[1] == Py_None ? args[0] : args[1], "T_k", 0, NPY_MAX_INTP, &seqlen_k) ||
-        !cattn_arg_ranges(state, args[2], args[3], args[4], &parsed))
-        goto done;
-    if (parsed.offsets != NULL) {
-        cattn_error_type("query_offset", "an int", args[3]);
-        goto done;
-    }
-    const npy_intp dims[2] = {(npy_intp)seqlen_q, (npy_intp)seqlen_k};
-    const struct cattn_range_sizes sizes = {
-        .seqlen_q = dims[0], .seqlen_k = dims[1], .query_lengths = Py_None, .key_lengths = Py_None};
-    if (!cattn_ranges_settle(state, &parsed, &sizes, CATTN_BEHIND_PYTHON, &ranges))
-        goto done;
-    const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
-    if (!cattn_arg_output(state, NULL, &spec, &output))
-        goto done;
-    struct cattn_mask_params params = {.seqlen_q = seqlen_q,
-                                       .seqlen_k = seqlen_k,
-                                       .ranges = ranges,
-                                       .mask = (uint8_t *)PyArray_BYTES(output.array),
-                                       .num_threads = cattn_get_num_threads()};
-    const bool brief = PyArray_SIZE(output.array) <= CATTN_GIL_ELEMENTS;
-    if (cattn_error_status(cattn_compute(brief, &params.poll, compute_mask, &params)))
-        result = cattn_output_result(&output);
-done:
-    cattn_ranges_clear(&parsed);
-    cattn_output_clear(&output);
-    return result;
+    return finish(&call, parsed && parse_mask(&call, args[MASKED_mask], "mask") &&
+                             parse_positions(&call, args[MASKED_is_causal], args[MASKED_query_offset]) &&
+                             cattn_arg_scale(args[MASKED_scale], call.type, &params.scale) &&
+                             parse_method(state, args[MASKED_method], &params.method) &&
+                             make_output(&call, args[MASKED_out]));
 }

@@ -1,15 +1,13 @@
-/* py_random.c -- what `rng` and a dropout probability say: a 64-bit Philox key, a threshold and a scale.
- *
- * The key is drawn once, last of all, so that a call that fails its checks leaves a generator as it was.
- */
-#include "args.h"
+/* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. See rng.h. */
+#include "rng.h"
 #include "error.h"
+#include "numbers.h"
 
 #include <math.h>
 
 #include "../fp_mode.h"
 
-/* An int is the key itself. false with an exception: out of range. */
+/* An int is the Philox key itself. False with a ValueError: it is out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {
     const unsigned long long value = PyLong_AsUnsignedLongLong(rng);
     if (value == (unsigned long long)-1 && PyErr_Occurred()) {
@@ -41,7 +39,7 @@ static bool key_from_system(struct binding_state *state, uint64_t *seed) {
     return data != NULL;
 }
 
-bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed) {
+static bool rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed) {
     if (rng == Py_None)
         return key_from_system(state, seed);
     if (!cattn_rng_check(rng))
@@ -54,6 +52,35 @@ bool cattn_rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed) 
     const bool fits = key_from_int(key, seed);
     Py_DECREF(key);
     return fits;
+}
+
+void cattn_draw_clear(struct cattn_draw *draw) {
+    draw->is_torch = false;
+    draw->stream = NULL;
+}
+
+bool cattn_draw_begin(struct binding_state *state, PyObject *rng, struct cattn_dropout_spec *spec,
+                      struct cattn_draw *draw) {
+    draw->is_torch = cattn_torch_check(state, rng);
+    if (!draw->is_torch)
+        return rng_seed(state, rng, &spec->seed);
+    if (spec->keep_probability == 0.0) /* all is dropped: PyTorch draws nothing */
+        return true;
+    if (!cattn_torch_begin(rng, &draw->random))
+        return false;
+    draw->stream = rng;
+    spec->torch = &draw->random;
+    return true;
+}
+
+PyObject *cattn_draw_end(struct cattn_draw *draw, PyObject *result) {
+    if (draw->stream == NULL)
+        return result;
+    if (result == NULL)
+        cattn_torch_abort(draw->stream);
+    else if (!cattn_torch_commit(draw->stream, &draw->random))
+        Py_CLEAR(result);
+    return result;
 }
 
 bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec) {

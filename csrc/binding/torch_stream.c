@@ -1,27 +1,27 @@
-/* py_torch_random.c -- the type TorchStream: a torch generator, a lock, and methods that fill fresh arrays from it.
+/* torch_stream.c -- the type TorchStream: a torch generator that one thread at a time draws from, and methods that fill
+ * arrays from it. See torch_stream.h.
  *
- * cattn.TorchGenerator is its subclass in Python: it reads shapes and dtypes, makes C-contiguous arrays and hands them
- * over. Every draw works on a copy of the generator, under the lock, and puts it back when it has succeeded: a call
- * that raises leaves the generator as it was, and threads take turns. Other calls reach the generator by
- * cattn_torch_begin and cattn_torch_end.
+ * cattn.TorchGenerator is its subclass in Python: it reads shapes and dtypes, makes C-contiguous arrays and passes them
+ * to the methods. Every draw works on a copy of the generator and puts it back after it has succeeded: a call that
+ * raises leaves the generator as it was.
  */
-#include "args.h"
+#include "torch_stream.h"
 #include "error.h"
+#include "gil.h"
+#include "numbers.h"
 
 #include <math.h>
-#include <sched.h>
-#include <stdatomic.h>
+#include <time.h>
 
 #include "../fp_mode.h"
-#include "../torch_random.h"
 
-/* A waiting thread looks for signals this often. */
-#define WAIT_MICROSECONDS 50000
+/* A waiting thread looks again after a pause, which doubles from the first to the longest. */
+#define FIRST_PAUSE_NS 20000
+#define LONGEST_PAUSE_NS 2000000
 
 struct stream {
-    PyObject_HEAD PyThread_type_lock lock;
-    atomic_ulong owner;     /* the thread that draws, or 0 */
-    atomic_uint fork_count; /* when it began, or the last one ended */
+    PyObject_HEAD atomic_uint busy; /* 0, or 1 + the number of forks when the present draw began */
+    atomic_ulong owner;             /* my_id() of the thread that draws, set after busy and reset before it; or 0 */
     struct cattn_torch_random random;
 };
 
@@ -33,62 +33,70 @@ bool cattn_torch_check(const struct binding_state *state, PyObject *rng) {
     return PyObject_TypeCheck(rng, (PyTypeObject *)state->torch_stream);
 }
 
-/* The child of a fork has the lock of a draw in another thread, but not that thread: the first to come takes its place.
- * The numbers are those from before that draw. The lost thread may have had the lock, but not yet put its name there.
- */
-static void free_from_lost_owner(struct stream *self) {
-    const unsigned now = cattn_fork_count(), freeing = ~now;
-    unsigned began = atomic_load(&self->fork_count);
-    if (began != freeing && cattn_left_behind(atomic_load(&self->owner), began) &&
-        atomic_compare_exchange_strong(&self->fork_count, &began, freeing)) {
-        atomic_store(&self->owner, 0);
-        (void)PyThread_acquire_lock(self->lock, NOWAIT_LOCK); /* now it is locked in any case */
-        PyThread_release_lock(self->lock);
-        atomic_store(&self->fork_count, now);
-    }
-    while (atomic_load(&self->fork_count) == freeing) /* another thread: it must not release a lock that we took */
-        sched_yield();
+/* Not the system's name of a thread, which a new thread may inherit. */
+static unsigned long my_id(void) {
+    static atomic_ulong n_threads;
+    static _Thread_local unsigned long id;
+    if (id == 0)
+        id = atomic_fetch_add(&n_threads, 1) + 1;
+    return id;
 }
 
-static bool try_lock(struct stream *self, unsigned long me, PY_TIMEOUT_T microseconds) {
-    if (PyThread_acquire_lock_timed(self->lock, microseconds, microseconds > 0) != PY_LOCK_ACQUIRED)
-        return false;
-    atomic_store(&self->fork_count, cattn_fork_count());
-    atomic_store(&self->owner, me);
-    return true;
+static void pause_for(long nanoseconds) {
+    PyThreadState *thread = PyEval_SaveThread();
+    nanosleep(&(struct timespec){.tv_nsec = nanoseconds}, NULL);
+    PyEval_RestoreThread(thread);
 }
 
-bool cattn_torch_begin(PyObject *object, struct cattn_torch_random *random) {
-    struct stream *self = self_of(object);
-    const unsigned long me = PyThread_get_thread_ident();
-    for (bool locked = false, first = true; !locked; first = false) {
-        if (!first && PyErr_CheckSignals() < 0)
-            return false;
-        free_from_lost_owner(self); /* each time: a signal handler may have forked */
-        if (atomic_load(&self->owner) == me) {
+/* A child of a fork lacks the thread that was drawing, and cannot know how far it had come: such a draw never ends, and
+ * only a new seed or state (`replaces`) takes its place. */
+static bool begin(struct stream *self, struct cattn_torch_random *random, bool replaces) {
+    for (long pause = FIRST_PAUSE_NS;; pause = pause < LONGEST_PAUSE_NS ? 2 * pause : pause) {
+        const unsigned now = cattn_fork_count() + 1; /* each time: a signal handler may have forked */
+        unsigned busy = 0;
+        if (atomic_compare_exchange_strong(&self->busy, &busy, now))
+            break;
+        if (atomic_load(&self->owner) == my_id()) {
             PyErr_SetString(PyExc_RuntimeError,
                             "this TorchGenerator is drawing already; a signal handler must not use it");
             return false;
         }
-        if (first) {
-            locked = try_lock(self, me, 0);
-        } else {
-            PyThreadState *thread = PyEval_SaveThread();
-            locked = try_lock(self, me, WAIT_MICROSECONDS);
-            PyEval_RestoreThread(thread);
+        if (busy != now && replaces && atomic_compare_exchange_strong(&self->busy, &busy, now))
+            break;
+        if (busy != now && busy != 0 && !replaces) {
+            PyErr_SetString(PyExc_RuntimeError, "this process was forked while another thread was drawing from this "
+                                                "TorchGenerator: seed it, or set its state");
+            return false;
         }
+        pause_for(pause);
+        if (!cattn_check_signals())
+            return false;
     }
+    atomic_store(&self->owner, my_id());
     *random = self->random;
     return true;
 }
 
-void cattn_torch_end(PyObject *stream, const struct cattn_torch_random *random) {
-    struct stream *self = self_of(stream);
+/* Where another thread has replaced this draw, it leaves the generator to it. */
+static void end(struct stream *self, const struct cattn_torch_random *random) {
+    if (atomic_load(&self->owner) != my_id())
+        return;
     if (random != NULL)
         self->random = *random;
-    atomic_store(&self->fork_count, cattn_fork_count()); /* a fork during the draw: who waits has nothing to free */
     atomic_store(&self->owner, 0);
-    PyThread_release_lock(self->lock);
+    atomic_store(&self->busy, 0);
+}
+
+bool cattn_torch_begin(PyObject *stream, struct cattn_torch_random *random) {
+    return begin(self_of(stream), random, false);
+}
+
+void cattn_torch_abort(PyObject *stream) { end(self_of(stream), NULL); }
+
+bool cattn_torch_commit(PyObject *stream, const struct cattn_torch_random *random) {
+    const bool passed = cattn_check_signals(); /* the last moment: after this the call returns */
+    end(self_of(stream), passed ? random : NULL);
+    return passed;
 }
 
 /* ---- drawing ---- */
@@ -109,7 +117,7 @@ static bool target(PyObject *object, int type, struct cattn_torch_fill *fill) {
     return true;
 }
 
-/* Fills in turn, all or none. Returns what the method gives back, `out`, as a new reference. */
+/* Fills one array after the other, all or none. Returns a new reference to `out`, the result of the method. */
 static PyObject *draw(PyObject *object, struct cattn_torch_fill *fills, int n_fills, PyObject *out) {
     struct cattn_torch_random random;
     enum cattn_status status = CATTN_OK;
@@ -125,11 +133,11 @@ static PyObject *draw(PyObject *object, struct cattn_torch_fill *fills, int n_fi
             PyEval_RestoreThread(thread);
         }
     }
-    cattn_torch_end(object, status == CATTN_OK ? &random : NULL);
-    if (!cattn_error_status(status))
+    if (!cattn_error_status(status)) {
+        cattn_torch_abort(object);
         return NULL;
-    Py_INCREF(out);
-    return out;
+    }
+    return cattn_torch_commit(object, &random) ? Py_NewRef(out) : NULL;
 }
 
 /* The range must be representable: its width as well, in the type that is drawn. */
@@ -207,7 +215,7 @@ static PyObject *bernoulli(PyObject *self, PyObject *const *args, Py_ssize_t n_a
 
 /* _dropout_mask(out, p, skip): a part of the mask, `skip` elements into it; no draw where PyTorch makes none */
 static PyObject *dropout_mask(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_DROPOUT_MASK};
+    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_KEEP};
     double p;
     if (!cattn_error_count("_dropout_mask", n_args, 3) || !target(args[0], NPY_BOOL, &fill) ||
         !cattn_arg_probability(args[1], "p", &p))
@@ -293,12 +301,12 @@ static PyObject *reseed(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     enum cattn_torch_stream stream = CATTN_TORCH_ATEN;
     uint64_t seed = 0;
     if (!cattn_error_count("_seed", n_args, 2) || !parse_seed(args[0], &seed) ||
-        (args[1] != Py_None && !parse_stream(args[1], &stream)) || !cattn_torch_begin(self, &random))
+        (args[1] != Py_None && !parse_stream(args[1], &stream)) || !begin(self_of(self), &random, true))
         return NULL;
     cattn_torch_seed(&random, seed);
     if (args[1] != Py_None)
         random.stream = stream;
-    cattn_torch_end(self, &random);
+    end(self_of(self), &random);
     Py_RETURN_NONE;
 }
 
@@ -313,14 +321,14 @@ static PyObject *set_state(PyObject *self, PyObject *const *args, Py_ssize_t n_a
                      (long long)bytes.n);
         return NULL;
     }
-    if (!cattn_torch_begin(self, &random))
-        return NULL;
-    const bool valid = cattn_torch_import(&random, bytes.out);
-    cattn_torch_end(self, valid ? &random : NULL);
-    if (!valid) {
+    if (!cattn_torch_import(&random, bytes.out)) { /* before it can replace the draw of a lost thread */
         PyErr_SetString(PyExc_ValueError, "state is not the state of a torch CPU generator");
         return NULL;
     }
+    if (!begin(self_of(self), &random, true))
+        return NULL;
+    (void)cattn_torch_import(&random, bytes.out);
+    end(self_of(self), &random);
     Py_RETURN_NONE;
 }
 
@@ -331,7 +339,7 @@ static PyObject *get_state(PyObject *self, PyObject *Py_UNUSED(unused)) {
     if (state != NULL && !cattn_torch_begin(self, &random))
         Py_CLEAR(state);
     if (state != NULL) {
-        cattn_torch_end(self, NULL);
+        cattn_torch_abort(self);
         cattn_torch_export(&random, PyArray_DATA((PyArrayObject *)state));
     }
     return state;
@@ -342,7 +350,7 @@ static PyObject *settings(PyObject *self, PyObject *Py_UNUSED(unused)) {
     struct cattn_torch_random random;
     if (!cattn_torch_begin(self, &random))
         return NULL;
-    cattn_torch_end(self, NULL);
+    cattn_torch_abort(self);
     return Py_BuildValue("Ks", (unsigned long long)random.seed, random.stream == CATTN_TORCH_MKL ? "mkl" : "aten");
 }
 
@@ -354,37 +362,28 @@ static PyObject *new_stream(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObj
     if (object == NULL)
         return NULL;
     struct stream *self = self_of(object);
+    atomic_init(&self->busy, 0);
     atomic_init(&self->owner, 0);
-    atomic_init(&self->fork_count, 0);
     self->random.stream = CATTN_TORCH_ATEN;
     cattn_torch_seed(&self->random, 0);
-    self->lock = PyThread_allocate_lock();
-    if (self->lock == NULL) {
-        Py_DECREF(object);
-        return PyErr_NoMemory();
-    }
     return object;
 }
 
 static void free_stream(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    if (self_of(object)->lock != NULL)
-        PyThread_free_lock(self_of(object)->lock);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF((PyObject *)type);
 }
 
-#define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
-
 static PyMethodDef methods[] = {
-    FASTCALL("_uniform", uniform),
-    FASTCALL("_normal", normal),
-    FASTCALL("_integers", integers),
-    FASTCALL("_bernoulli", bernoulli),
-    FASTCALL("_dropout_mask", dropout_mask),
-    FASTCALL("_linear", linear),
-    FASTCALL("_seed", reseed),
-    FASTCALL("_set_state", set_state),
+    CATTN_FASTCALL("_uniform", uniform),
+    CATTN_FASTCALL("_normal", normal),
+    CATTN_FASTCALL("_integers", integers),
+    CATTN_FASTCALL("_bernoulli", bernoulli),
+    CATTN_FASTCALL("_dropout_mask", dropout_mask),
+    CATTN_FASTCALL("_linear", linear),
+    CATTN_FASTCALL("_seed", reseed),
+    CATTN_FASTCALL("_set_state", set_state),
     {"_get_state", get_state, METH_NOARGS, NULL},
     {"_settings", settings, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

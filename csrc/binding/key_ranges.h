@@ -1,11 +1,12 @@
-/* ranges.h -- which keys a query may see: from is_causal, query_offset, window_size and lengths to struct cattn_ranges.
+/* key_ranges.h -- which keys a query sees: from is_causal, query_offset, window_size and lengths to struct
+ * cattn_ranges.
  *
- * In two steps, because the sizes of a call are known later than the words: parse, then settle.
+ * In two steps, because the arguments are checked before the sizes of the call are known: parse, then settle.
  */
-#ifndef CATTN_RANGES_H
-#define CATTN_RANGES_H
+#ifndef CATTN_KEY_RANGES_H
+#define CATTN_KEY_RANGES_H
 
-#include "args.h"
+#include "binding.h"
 
 struct cattn_range_args {
     bool is_causal, lower_right;
@@ -23,9 +24,9 @@ struct cattn_range_sizes {
     const npy_intp *batch;
     PyObject *query_lengths, *key_lengths; /* the arguments, or None */
 };
-/* Lengths are checked against the sizes; warns, with that stacklevel, if the alignment is ambiguous. */
+/* Fills in `ranges`, which is cleared. Lengths are checked against the sizes; warns if the alignment is ambiguous. */
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
-                         const struct cattn_range_sizes *sizes, int stacklevel, struct cattn_ranges *ranges);
+                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges);
 void cattn_ranges_clear(struct cattn_range_args *args);
 
 #endif

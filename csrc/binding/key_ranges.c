@@ -1,8 +1,10 @@
-/* ranges.c -- which keys a query may see, from Python's arguments to struct cattn_ranges: alignment, offset, window and
- * lengths. See ranges.h.
+/* key_ranges.c -- which keys a query may see, from Python's arguments to struct cattn_ranges: alignment, offset, window
+ * and lengths. See key_ranges.h.
  */
-#include "ranges.h"
+#include "key_ranges.h"
+#include "arrays.h"
 #include "error.h"
+#include "numbers.h"
 
 /* An int, or an int64 array, of numbers between two bounds. */
 static bool parse_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
@@ -100,26 +102,25 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
 
 /* An ambiguous alignment: T_q and T_k differ, and no argument says which query stands where. */
 static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args, npy_intp seqlen_q,
-                           npy_intp seqlen_k, int stacklevel) {
+                           npy_intp seqlen_k) {
     if (!args->bare || seqlen_q == seqlen_k)
         return true;
     if (!args->is_causal)
-        return PyErr_WarnFormat(state->causal_alignment_warning, stacklevel,
+        return PyErr_WarnFormat(state->causal_alignment_warning, 1,
                                 "window_size with %zd queries and %zd keys is counted from key i of query i; give "
                                 "query_offset=%zd if the last query belongs to the last key, or 0 to silence this "
                                 "warning",
                                 (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k, (Py_ssize_t)(seqlen_k - seqlen_q)) == 0;
-    return PyErr_WarnFormat(state->causal_alignment_warning, stacklevel,
+    return PyErr_WarnFormat(state->causal_alignment_warning, 1,
                             "is_causal=True with %zd queries and %zd keys means 'upper_left' (query i sees keys "
                             "j <= i); for 'lower_right' (the last query sees every key) name it; naming either "
                             "silences this warning",
                             (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k) == 0;
 }
 
-/* Numbers of the batch, where there are any. */
+/* One number for each batch entry, if the argument is an array. */
 static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, const char *name, int n_batch_dims,
                         const npy_intp *dims) {
-    tensor->data = NULL;
     if (numbers == NULL)
         return true;
     if (!cattn_arg_broadcasts(numbers, name, n_batch_dims, dims, "the leading dimensions"))
@@ -135,12 +136,11 @@ static bool set_lengths(struct binding_state *state, PyObject *object, const cha
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
-                         const struct cattn_range_sizes *sizes, int stacklevel, struct cattn_ranges *ranges) {
+                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges) {
     static const char *const query_name = "query_seq_lengths", *const key_name = "key_value_seq_lengths";
     ranges->left = args->left;
     ranges->right = args->is_causal ? 0 : args->right;
     ranges->lower_right = args->lower_right;
-    ranges->all_visible = false;
     ranges->seqlen_k = sizes->seqlen_k;
     ranges->offset = args->offset;
     return set_lengths(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
@@ -149,5 +149,5 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
            set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_batch_dims, sizes->batch) &&
            set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_batch_dims, sizes->batch) &&
            set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_batch_dims, sizes->batch) &&
-           warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k, stacklevel);
+           warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k);
 }

@@ -1,0 +1,43 @@
+/* arrays.h -- arguments that are arrays, and their strides in elements as the core takes them.
+ *
+ * Exact ndarrays of the right type are used as they are; all else goes through cattn._input.arrays once. `name` is the
+ * argument's name in messages. Arrays returned are new references.
+ */
+#ifndef CATTN_ARRAYS_H
+#define CATTN_ARRAYS_H
+
+#include "binding.h"
+
+/* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
+PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
+/* Bring every array of the list that is not NULL to one type, as NumPy promotes. Returns the type, or -1. */
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
+/* What NumPy's type number of such arrays means to the core. */
+enum cattn_dtype cattn_arg_dtype(int type);
+enum cattn_storage cattn_arg_storage(int type);
+/* NPY_FLOAT or NPY_DOUBLE: what is computed in, and the type of masks, numbers of each head and LSE. */
+int cattn_arg_compute_type(int type);
+
+enum cattn_mask_kind {
+    CATTN_MASK_ANY,  /* bool, or float in the compute type */
+    CATTN_MASK_BIAS, /* float only */
+    CATTN_MASK_BOOL  /* bool only */
+};
+/* A mask or bias that broadcasts to dims; NPY_BOOL, or `type`. */
+PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
+                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
+/* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
+/* ValueError unless array has this shape, which is that of `whose`. */
+bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
+/* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
+
+/* ---- strides in elements ---- */
+enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
+/* The last axes of `array` are (lead..., head, row, col), as far as `axes` names them. Missing or 1: stride 0. */
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
+/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others lead. nd >= 1. */
+void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
+
+#endif

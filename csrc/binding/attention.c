@@ -1,0 +1,208 @@
+/* attention.c -- scaled_dot_product_attention(...) and causal_attention(...), and the way through a call that all
+ * forward functions of attention share: parse, allocate, run the core, build the result. See attention.h.
+ */
+#include "attention.h"
+#include "arrays.h"
+#include "error.h"
+#include "gil.h"
+#include "numbers.h"
+#include "rng.h"
+
+/* ---- outputs ---- */
+
+/* out= is None, an array for the one result, or an AttentionOutput: given[] gets borrowed fields. */
+static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObject **given) {
+    static const char *const asked_by[] = {"", "need_weights", "return_lse", "return_dropout_mask"};
+    const bool plain = out == Py_None || PyArray_CheckExact(out);
+    const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
+    if (is_tuple <= 0) {
+        given[single] = out;
+        if (is_tuple == 0 && out != Py_None && !PyArray_Check(out))
+            return cattn_error_type("out", "a numpy.ndarray or a cattn.AttentionOutput", out);
+        return is_tuple == 0;
+    }
+    call->as_tuple = true;
+    for (int i = 0; i < N_OUTPUTS; i++) {
+        given[i] = PyTuple_GetItem(out, i);
+        if (given[i] == NULL)
+            return false;
+        if (given[i] != Py_None && !call->wants[i]) {
+            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for",
+                         asked_by[i] + (i == WEIGHTS ? 5 : 7), asked_by[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The log-sum-exp has the dtype computed in, or is float64 where the caller's array is. */
+static int lse_type(struct cattn_call *call, PyObject *given) {
+    if (given != NULL && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_DOUBLE)
+        call->params->double_lse = true;
+    return call->params->double_lse ? NPY_DOUBLE : call->type;
+}
+
+static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
+    struct cattn_attention_params *params = call->params;
+    struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
+    const int head = call->heads ? CATTN_AXIS_HEAD : 0;
+    const npy_intp seqlen_k = call->dims[call->nd - 1];
+    const int types[N_OUTPUTS] = {call->stored, call->stored, lse_type(call, given[LSE]), NPY_BOOL};
+    for (int i = 0; i < N_OUTPUTS; i++) {
+        if (!call->wants[i])
+            continue;
+        /* the last axis of out is d_v, that of the call's dims is T_k */
+        call->dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : seqlen_k;
+        const struct cattn_output_spec spec = {.name = names[i],
+                                               .type = types[i],
+                                               .nd = i == LSE ? call->nd - 1 : call->nd,
+                                               .dims = call->dims,
+                                               .inputs = call->inputs,
+                                               .n_inputs = N_INPUTS};
+        const bool made = cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]);
+        call->dims[call->nd - 1] = seqlen_k;
+        if (!made)
+            return false;
+        cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
+                          head | CATTN_AXIS_ROW | (i == LSE ? 0 : CATTN_AXIS_COL));
+        for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
+            if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
+                return false;
+        }
+    }
+    if (params->d_v == 1)
+        params->out.col = 1;
+    if (seqlen_k == 1)
+        params->weights.col = params->dropout_mask.col = 1;
+    return true;
+}
+
+/* ---- running ---- */
+
+bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
+                    const void *params, struct cattn_draw *draw) {
+    struct cattn_attention_params *own = call->params;
+    struct cattn_dropout_spec *dropout = &own->dropout;
+    own->num_threads = cattn_get_num_threads();
+    if (dropout->enabled && own->n_batch > (int64_t)1 << 31) {
+        PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
+        return false;
+    }
+    if (dropout->enabled && !cattn_draw_begin(call->state, rng, dropout, draw))
+        return false;
+    call->has_seed = dropout->enabled && !draw->is_torch;
+    const enum cattn_status status = cattn_compute(work < CATTN_GIL_WORK, &own->poll, compute, params);
+    return cattn_error_status(status);
+}
+
+void cattn_call_clear(struct cattn_call *call) {
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call->inputs[i]);
+    cattn_ranges_clear(&call->ranges);
+    for (int i = 0; i < N_OUTPUTS; i++)
+        cattn_output_clear(&call->outputs[i]);
+}
+
+static enum cattn_status compute(const void *params) { return cattn_attention(params); }
+
+static bool run(struct cattn_call *call, PyObject *rng, struct cattn_draw *draw) {
+    struct cattn_attention_params *params = call->params;
+    params->path = call->state->path;
+    if (params->path != CATTN_PATH_AUTO && !cattn_attention_path_fits(params)) {
+        PyErr_SetString(PyExc_ValueError, "the forced path cannot run this call");
+        return false;
+    }
+    return cattn_call_run(call, rng, cattn_attention_work(params), compute, params, draw);
+}
+
+static PyObject *build_result(struct cattn_call *call, int single) {
+    PyObject *fields[N_OUTPUTS + 1] = {NULL}, *result = NULL;
+    for (int i = 0; i < N_OUTPUTS; i++) {
+        if (call->wants[i] && !cattn_output_finish(&call->outputs[i]))
+            return NULL;
+    }
+    if (!call->as_tuple)
+        return cattn_output_result(&call->outputs[single]);
+    for (int i = 0; i < N_OUTPUTS; i++) {
+        fields[i] = call->wants[i] ? cattn_output_result(&call->outputs[i]) : Py_NewRef(Py_None);
+    }
+    fields[N_OUTPUTS] = call->has_seed ? PyLong_FromUnsignedLongLong(call->params->dropout.seed) : Py_NewRef(Py_None);
+    if (fields[N_OUTPUTS] != NULL)
+        result = PyObject_CallFunctionObjArgs(call->state->attention_output, fields[0], fields[1], fields[2], fields[3],
+                                              fields[4], NULL);
+    for (int i = 0; i <= N_OUTPUTS; i++)
+        Py_XDECREF(fields[i]);
+    return result;
+}
+
+/* Removes the steps after the stage from the params. */
+static void stop_at(struct cattn_attention_params *params, enum cattn_stage stage) {
+    params->store_scores = stage < CATTN_STAGE_SOFTMAX;
+    if (stage < CATTN_STAGE_DROPOUT)
+        params->dropout.enabled = false;
+    if (stage < CATTN_STAGE_SOFTCAP)
+        params->softcap = 0;
+    if (stage < CATTN_STAGE_BIAS) {
+        params->slopes.data = NULL;
+        params->n_bias = 0;
+    }
+    if (stage < CATTN_STAGE_MASK) {
+        params->attn_mask.data = NULL;
+        params->ranges.all_visible = true;
+    }
+}
+
+/* ---- entry points ---- */
+
+PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
+    static const char *const names[] = {"out", "out.weights", "out.lse", "out.dropout_mask"};
+    static const char *const weights_names[] = {"out", "out", "out.lse", "out.dropout_mask"};
+    struct cattn_attention_params params;
+    struct cattn_draw draw;
+    npy_intp dims[NPY_MAXDIMS];
+    PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
+    struct cattn_call call = {.state = state, .params = &params, .dims = dims};
+    const bool weights_only = variant->stage < CATTN_STAGE_OUT;
+    const int single = weights_only ? WEIGHTS : OUT;
+
+    cattn_draw_clear(&draw);
+    call.wants[OUT] = !weights_only;
+    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
+        !cattn_arg_flag(args[ARG_need_weights], "need_weights", &call.wants[WEIGHTS]) ||
+        !cattn_arg_flag(args[ARG_return_lse], "return_lse", &call.wants[LSE]) ||
+        !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
+        goto done;
+    call.wants[WEIGHTS] |= weights_only;
+    call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
+    if (variant->stage == CATTN_STAGE_DROPOUT)
+        call.as_tuple = call.wants[DROPOUT_MASK] = true;
+    if (!weights_only && !unpack_out(&call, args[ARG_out], single, given))
+        goto done;
+    if (weights_only)
+        given[WEIGHTS] = args[ARG_out];
+    stop_at(&params, variant->stage);
+    if (!make_outputs(&call, given, weights_only ? weights_names : names) ||
+        (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
+        goto done;
+    if (run(&call, args[ARG_rng], &draw))
+        result = build_result(&call, single);
+    if (result != NULL && variant->finish != NULL) {
+        PyObject *final = variant->finish(&call, result, variant->context);
+        Py_DECREF(result);
+        result = final;
+    }
+done:
+    cattn_call_clear(&call);
+    return cattn_draw_end(&draw, result);
+}
+
+PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, PyObject **args) {
+    static const struct cattn_variant variant = {.stage = CATTN_STAGE_OUT};
+    return cattn_attend(state, args, &variant);
+}
+
+/* The public function has no is_causal: without an offset the last query sees every key. */
+PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **args) {
+    args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->lower_right : state->upper_left;
+    return cattn_body_scaled_dot_product_attention(state, args);
+}

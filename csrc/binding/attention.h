@@ -1,0 +1,43 @@
+/* attention.h -- one call of attention: parse, allocate, run the core, build the result. */
+#ifndef CATTN_ATTENTION_H
+#define CATTN_ATTENTION_H
+
+#include "attention_args.h"
+#include "outputs.h"
+#include "rng.h"
+
+/* The steps of attention, in order. */
+enum cattn_stage {
+    CATTN_STAGE_QK,
+    CATTN_STAGE_SOFTCAP,
+    CATTN_STAGE_BIAS,
+    CATTN_STAGE_MASK,
+    CATTN_STAGE_SOFTMAX,
+    CATTN_STAGE_DROPOUT,
+    CATTN_STAGE_OUT
+};
+
+/* How a call differs from scaled_dot_product_attention. */
+struct cattn_variant {
+    /* Before STAGE_OUT there is no value and the weights are the one result. After STAGE_DROPOUT the dropout mask comes
+     * with them in an AttentionOutput. */
+    enum cattn_stage stage;
+    /* Turns the call, parsed as one batch entry of all rows, into a batch of packed sequences. NULL: it is not packed.
+     */
+    bool (*unpack)(struct cattn_call *call, PyObject *context);
+    /* Makes the final result, a new reference, of the one so far. A generator is not advanced before. NULL: no change.
+     */
+    PyObject *(*finish)(struct cattn_call *call, PyObject *result, PyObject *context);
+    PyObject *context;
+};
+
+PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
+
+/* Everything is checked and allocated: draws a seed, or from a TorchGenerator, and computes; without the GIL if `work`,
+ * in multiply-adds, is long enough. End `draw` in any case. */
+bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
+                    const void *params, struct cattn_draw *draw);
+/* Releases what the call owns. */
+void cattn_call_clear(struct cattn_call *call);
+
+#endif

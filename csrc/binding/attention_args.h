@@ -1,0 +1,80 @@
+/* attention_args.h -- the table of attention's arguments, and their way into the core's params.
+ *
+ * Everything that takes attention's arguments in C follows this table: a new option is one more entry here, one member
+ * of struct cattn_attention_params, and one line of cattn_call_parse.
+ */
+#ifndef CATTN_ATTENTION_ARGS_H
+#define CATTN_ATTENTION_ARGS_H
+
+#include "key_ranges.h"
+#include "outputs.h"
+
+#define ATTENTION_ARGUMENTS(A)                                                                                         \
+    A(query)                                                                                                           \
+    A(key)                                                                                                             \
+    A(value)                                                                                                           \
+    A(attn_mask)                                                                                                       \
+    A(dropout_p)                                                                                                       \
+    A(is_causal)                                                                                                       \
+    A(scale)                                                                                                           \
+    A(enable_gqa)                                                                                                      \
+    A(bias)                                                                                                            \
+    A(query_offset)                                                                                                    \
+    A(query_seq_lengths)                                                                                               \
+    A(key_value_seq_lengths)                                                                                           \
+    A(window_size)                                                                                                     \
+    A(softcap)                                                                                                         \
+    A(alibi_slopes)                                                                                                    \
+    A(sinks)                                                                                                           \
+    A(rng)                                                                                                             \
+    A(need_weights)                                                                                                    \
+    A(return_lse)                                                                                                      \
+    A(return_dropout_mask)                                                                                             \
+    A(out)
+
+/* What single functions take besides. `out` of attention_backward is the result of the forward pass. */
+#define WEIGHTS_EXTRA(A) A(stage)
+#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k)
+#define BACKWARD_EXTRA(A) A(grad_out) A(lse)
+
+#define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
+#define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
+#define BACKWARD_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) BACKWARD_EXTRA(A)
+
+#define ARG_SLOT(name) ARG_##name,
+enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
+enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
+enum { BEFORE_VARLEN_EXTRA = N_ATTENTION_ARGS - 1, VARLEN_EXTRA(ARG_SLOT) };
+enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) };
+
+/* The arguments that are arrays. */
+enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, N_INPUTS };
+enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
+
+/* What one call of attention owns between Python's arguments and the core. */
+struct cattn_call {
+    struct binding_state *state;
+    struct cattn_attention_params *params;
+    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    struct cattn_range_args ranges;
+    struct cattn_output outputs[N_OUTPUTS];
+    bool wants[N_OUTPUTS];
+    bool as_tuple; /* the result is an AttentionOutput */
+    bool has_seed; /* dropout_seed draws the same mask again */
+    bool heads;    /* axis -3 of the call is heads */
+    int type;      /* NumPy's type number of the computation */
+    int stored;    /* the same of query, key, value, out and weights */
+    int n_batch_dims;
+    npy_intp kv_heads;   /* of key and value, 1 without heads */
+    int nd;              /* of dims */
+    npy_intp *dims;      /* (*batch, [H], T_q, T_k) */
+    npy_intp *bias_dims; /* room for the shape of the bias that attention_backward differentiates, or NULL */
+    int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
+};
+
+/* Parses all but rng and what concerns the outputs. params are cleared, and hold everything else afterwards. */
+bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
+/* ValueError for sizes whose products the core cannot count. */
+bool cattn_call_counts_fit(const struct cattn_attention_params *params);
+
+#endif

@@ -1,0 +1,200 @@
+/* attention_backward.c -- attention_backward(...): parse, check the results of the forward pass, allocate, run the
+ * core.
+ *
+ * The core's gradients have the shapes of the whole call: the helper sum_gradients sums them over broadcast axes.
+ */
+#include "arrays.h"
+#include "attention.h"
+#include "error.h"
+#include "rng.h"
+
+enum { GRAD_OUT, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
+enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
+
+struct backward {
+    struct cattn_call call;
+    struct cattn_backward_params params;
+    PyArrayObject *given[N_GIVEN];         /* owned, or NULL */
+    PyArrayObject *gradients[N_GRADIENTS]; /* owned, or NULL: no such argument */
+    struct cattn_draw draw;
+    npy_intp dims[NPY_MAXDIMS]; /* of the call */
+    npy_intp bias_dims[NPY_MAXDIMS];
+};
+
+/* ---- the results of the forward pass ---- */
+
+/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case. */
+static bool widen(struct backward *b, int i, const char *name) {
+    const struct cattn_call *call = &b->call;
+    const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->type : call->stored;
+    if (i == FORWARD_LSE)
+        call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
+    if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
+        return true;
+    if (own == NPY_FLOAT && wanted == NPY_DOUBLE) {
+        PyArrayObject *pair[] = {call->inputs[QUERY], b->given[i]};
+        const int type = cattn_arg_promote(call->state, pair, 2);
+        b->given[i] = pair[1];
+        return type >= 0;
+    }
+    PyArray_Descr *descr = PyArray_DescrFromType(wanted);
+    if (descr != NULL)
+        PyErr_Format(PyExc_TypeError, "%s has dtype %S, the forward pass gives %S: pass %s.astype('%S')", name,
+                     PyArray_DESCR(b->given[i]), descr, name, descr);
+    Py_XDECREF((PyObject *)descr);
+    return false;
+}
+
+static bool parse_given(struct backward *b, int i, PyObject *object) {
+    static const char *const names[] = {"grad_out", "out", "lse"};
+    static const char *const whose[] = {"the output", "the output", "the log-sum-exp"};
+    struct cattn_call *call = &b->call;
+    struct cattn_tensor *const tensors[] = {&b->params.grad_out, &b->params.forward.out, &b->params.forward.lse};
+    npy_intp dims[NPY_MAXDIMS];
+    const int nd = i == FORWARD_LSE ? call->nd - 1 : call->nd;
+    PyArrayObject *array = b->given[i] = cattn_arg_floats(call->state, object, names[i]);
+    if (array == NULL)
+        return false;
+    for (int axis = 0; axis < nd; axis++)
+        dims[axis] = axis == call->nd - 1 ? (npy_intp)call->params->d_v : call->dims[axis];
+    if (!cattn_check_shape(array, names[i], whose[i], nd, dims))
+        return false;
+    if (!widen(b, i, names[i]))
+        return false;
+    cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
+                      (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | (i == FORWARD_LSE ? 0 : CATTN_AXIS_COL));
+    if (call->params->d_v == 1 && i != FORWARD_LSE)
+        tensors[i]->col = 1;
+    return true;
+}
+
+/* ---- gradients ---- */
+
+static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
+                          int axes) {
+    /* the gradient of the query is written once, the others are added to */
+    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.type)
+                                                        : PyArray_ZEROS(nd, dims, b->call.type, 0));
+    if (b->gradients[i] == NULL)
+        return false;
+    cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
+    return true;
+}
+
+/* The gradient of a bias of one row or one column is summed over the scores' rows or columns as it is computed. */
+static bool make_bias_gradient(struct backward *b) {
+    struct cattn_call *call = &b->call;
+    if (call->bias_nd < 0)
+        return true;
+    const int own = call->bias_nd, nd = call->nd;
+    const int axes = (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | CATTN_AXIS_COL;
+    const bool one_row = own < 2 || call->bias_dims[own - 2] == 1, one_col = own < 1 || call->bias_dims[own - 1] == 1;
+    if (one_row && call->params->seqlen_q != 1)
+        b->params.bias_sum = CATTN_BIAS_SUM_ROWS;
+    else if (one_col && call->params->seqlen_k != 1)
+        b->params.bias_sum = CATTN_BIAS_SUM_COLS;
+    else
+        return make_gradient(b, GRAD_BIAS, own, call->bias_dims, &b->params.grad_bias, axes);
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
+    dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
+    return make_gradient(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, axes);
+}
+
+static bool make_gradients(struct backward *b) {
+    const struct cattn_call *call = &b->call;
+    const struct cattn_attention_params *params = call->params;
+    const int nd = call->nd;
+    const int axes = (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | CATTN_AXIS_COL;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
+    dims[nd - 1] = (npy_intp)params->head_dim;
+    if (!make_gradient(b, GRAD_QUERY, nd, dims, &b->params.grad_query, axes))
+        return false;
+    if (call->heads)
+        dims[nd - 3] = call->kv_heads;
+    dims[nd - 2] = (npy_intp)params->seqlen_k;
+    if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, axes))
+        return false;
+    dims[nd - 1] = (npy_intp)params->d_v;
+    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, axes) || !make_bias_gradient(b))
+        return false;
+    memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
+    dims[call->n_batch_dims] = (npy_intp)params->num_heads;
+    return call->inputs[SINKS] == NULL ||
+           make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
+}
+
+/* ---- running ---- */
+
+/* A mask must be drawn again: not every rng can. */
+static bool check_rng(const struct backward *b, PyObject *rng) {
+    if (!b->params.forward.dropout.enabled || cattn_torch_check(b->call.state, rng))
+        return true;
+    if (!cattn_rng_check(rng))
+        return false;
+    if (PyIndex_Check(rng))
+        return true;
+    PyErr_SetString(PyExc_ValueError, "rng must be what draws the forward pass's mask again: the int that it was "
+                                      "given, its result's dropout_seed, or a TorchGenerator in the state before");
+    return false;
+}
+
+static enum cattn_status compute(const void *params) { return cattn_attention_backward(params); }
+
+static bool run(struct backward *b, PyObject *rng) {
+    b->call.params->path = CATTN_PATH_TILE;
+    return cattn_call_run(&b->call, rng, 3 * cattn_attention_work(b->call.params), compute, &b->params, &b->draw);
+}
+
+/* The shape of an argument, () if there is none. */
+static PyObject *shape_of(PyArrayObject *input) {
+    return input != NULL ? cattn_shape_tuple(PyArray_NDIM(input), PyArray_DIMS(input)) : PyTuple_New(0);
+}
+
+/* sum_gradients(gradients, shapes of the arguments, dtype of those of query, key and value) */
+static PyObject *build_result(const struct backward *b) {
+    PyArrayObject *const *inputs = b->call.inputs, *bias = inputs[BIAS] != NULL ? inputs[BIAS] : inputs[ATTN_MASK];
+    PyArrayObject *const of[N_GRADIENTS] = {inputs[QUERY], inputs[KEY], inputs[VALUE], bias, inputs[SINKS]};
+    PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;
+    PyObject *descr = (PyObject *)PyArray_DescrFromType(b->call.stored);
+    bool packed = gradients != NULL && shapes != NULL && descr != NULL;
+    for (int i = 0; packed && i < N_GRADIENTS; i++) {
+        PyObject *shape = shape_of(of[i]);
+        PyObject *gradient = b->gradients[i] != NULL ? (PyObject *)b->gradients[i] : Py_None;
+        packed = shape != NULL && PyList_Append(shapes, shape) == 0 && PyList_Append(gradients, gradient) == 0;
+        Py_XDECREF(shape);
+    }
+    if (packed)
+        result = PyObject_CallFunctionObjArgs(b->call.state->sum_gradients, gradients, shapes, descr, NULL);
+    Py_XDECREF(gradients);
+    Py_XDECREF(shapes);
+    Py_XDECREF(descr);
+    return result;
+}
+
+PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
+    struct backward b;
+    PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_out], args[ARG_lse]};
+    PyObject *result = NULL;
+    CATTN_CLEAR_BACKWARD(&b.params);
+    b.call = (struct cattn_call){.state = state, .params = &b.params.forward, .dims = b.dims, .bias_dims = b.bias_dims};
+    memset(b.given, 0, sizeof b.given);
+    memset(b.gradients, 0, sizeof b.gradients);
+    cattn_draw_clear(&b.draw);
+    if (!cattn_call_parse(&b.call, args) || !check_rng(&b, args[ARG_rng]))
+        goto done;
+    for (int i = 0; i < N_GIVEN; i++) {
+        if (!parse_given(&b, i, given[i]))
+            goto done;
+    }
+    if (make_gradients(&b) && run(&b, args[ARG_rng]))
+        result = build_result(&b);
+done:
+    cattn_call_clear(&b.call);
+    for (int i = 0; i < N_GIVEN; i++)
+        Py_XDECREF((PyObject *)b.given[i]);
+    for (int i = 0; i < N_GRADIENTS; i++)
+        Py_XDECREF((PyObject *)b.gradients[i]);
+    return cattn_draw_end(&b.draw, result);
+}

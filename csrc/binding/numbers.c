@@ -1,0 +1,115 @@
+/* numbers.c -- arguments that are numbers, flags or words. See numbers.h. */
+#include "numbers.h"
+#include "arrays.h"
+#include "error.h"
+
+#include <math.h>
+
+bool cattn_arg_real(PyObject *object, const char *name, double *value) {
+    double number;
+    if (PyFloat_CheckExact(object)) {
+        number = PyFloat_AsDouble(object);
+    } else {
+        if (PyBool_Check(object) || PyArray_IsScalar(object, Bool) || PyArray_IsScalar(object, ComplexFloating) ||
+            PyUnicode_Check(object) || PyBytes_Check(object))
+            return cattn_error_type(name, "a real number", object);
+        number = PyFloat_AsDouble(object);
+        if (number == -1.0 && PyErr_Occurred()) {
+            const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
+            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
+                return false;
+            PyErr_Clear();
+            if (!large)
+                return cattn_error_type(name, "a real number", object);
+            number = HUGE_VAL; /* an int beyond every double */
+        }
+    }
+    if (!isfinite(number)) {
+        PyObject *shown = PyFloat_FromDouble(number);
+        if (shown != NULL)
+            PyErr_Format(PyExc_ValueError, "%s must be finite, got %R", name, shown);
+        Py_XDECREF(shown);
+        return false;
+    }
+    *value = number;
+    return true;
+}
+
+bool cattn_arg_scale(PyObject *object, int type, double *value) {
+    if (!cattn_arg_real(object, "scale", value))
+        return false;
+    /* what rounds to infinity, whatever rounding the caller has set */
+    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127) {
+        PyErr_Format(PyExc_ValueError, "scale must round to a finite float32, got %R", object);
+        return false;
+    }
+    return true;
+}
+
+bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
+    if (!cattn_arg_real(object, name, p))
+        return false;
+    if (*p >= 0.0 && *p <= 1.0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, object);
+    return false;
+}
+
+PyObject *cattn_arg_index(PyObject *object, const char *name) {
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
+        PyObject *number = PyNumber_Index(object);
+        if (number != NULL || !PyErr_ExceptionMatches(PyExc_TypeError))
+            return number;
+        PyErr_Clear(); /* arrays have the method, and use it only where they hold one integer */
+    }
+    cattn_error_type(name, "an int", object);
+    return NULL;
+}
+
+bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value) {
+    PyObject *number = PyLong_CheckExact(object) ? Py_NewRef(object) : cattn_arg_index(object, name);
+    if (number == NULL)
+        return false;
+    int overflow;
+    const long long n = PyLong_AsLongLongAndOverflow(number, &overflow);
+    const bool failed = n == -1 && PyErr_Occurred() != NULL;
+    const bool fits = !failed && overflow == 0 && n >= least && n <= most;
+    if (fits)
+        *value = n;
+    else if (!failed && (overflow > 0 || n > most))
+        PyErr_Format(PyExc_ValueError, "%s must be at most %lld, got %S", name, (long long)most, number);
+    else if (!failed)
+        PyErr_Format(PyExc_ValueError, "%s must be at least %lld, got %S", name, (long long)least, number);
+    Py_DECREF(number);
+    return fits;
+}
+
+bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
+    if (object == Py_False || object == Py_True) {
+        *value = object == Py_True;
+        return true;
+    }
+    const int truth = PyObject_IsTrue(object);
+    *value = truth > 0;
+    if (truth < 0 && (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
+        PyErr_Clear(); /* an array of several elements: its sentence does not name the argument */
+        return cattn_error_type(name, "True or False", object);
+    }
+    return truth >= 0;
+}
+
+bool cattn_arg_is(PyObject *object, PyObject *interned) {
+    if (object == interned)
+        return true;
+    return PyUnicode_Check(object) && PyUnicode_Compare(object, interned) == 0;
+}
+
+/* _probability(object, name): a float in [0, 1], by the rule of every dropout */
+PyObject *cattn_py_probability(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *object;
+    const char *name;
+    double p = 0.0;
+    if (!PyArg_ParseTuple(args, "Os:_probability", &object, &name) || !cattn_arg_probability(object, name, &p))
+        return NULL;
+    return PyFloat_FromDouble(p);
+}

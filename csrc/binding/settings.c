@@ -1,0 +1,149 @@
+/* settings.c -- threads, instruction set and path, facts about the build, and the environment's settings. See
+ * settings.h.
+ */
+#include "settings.h"
+#include "error.h"
+#include "numbers.h"
+
+#include <stdlib.h>
+
+/* ---- threads ---- */
+
+PyObject *cattn_py_get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLong(cattn_get_num_threads());
+}
+
+PyObject *cattn_py_set_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
+    int64_t n = 0;
+    if (count != Py_None && !cattn_arg_count(count, "n", 1, INT32_MAX, &n))
+        return NULL;
+    cattn_set_num_threads((int)n);
+    Py_RETURN_NONE;
+}
+
+PyObject *cattn_py_override_num_threads(PyObject *Py_UNUSED(module), PyObject *count) {
+    int64_t n;
+    if (!cattn_arg_count(count, "n", 0, INT32_MAX, &n))
+        return NULL;
+    return PyLong_FromLong(cattn_override_num_threads((int)n));
+}
+
+/* ---- the build, and hooks for tests ---- */
+
+PyObject *cattn_py_isa_list(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < cattn_isa_count(); i++) {
+        const struct cattn_isa_info info = cattn_isa_info(i);
+        PyObject *entry = Py_BuildValue("{s:s, s:O, s:O, s:O, s:i, s:i, s:i, s:i}", "name", info.name, "usable",
+                                        info.usable ? Py_True : Py_False, "has_fma", info.has_fma ? Py_True : Py_False,
+                                        "test_only", info.test_only ? Py_True : Py_False, "lanes_f32", info.lanes_f32,
+                                        "mr", info.mr, "nr", info.nr, "br", info.br);
+        if (entry == NULL || PyList_Append(list, entry) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+/* "avx2, scalar": the names of the tables that this CPU can run. */
+static PyObject *usable_names(void) {
+    PyObject *names = PyUnicode_FromString("");
+    for (int i = 0; names != NULL && i < cattn_isa_count(); i++) {
+        const struct cattn_isa_info info = cattn_isa_info(i);
+        if (!info.usable)
+            continue;
+        PyObject *longer = PyUnicode_FromFormat("%U%s%s", names, PyUnicode_GetLength(names) > 0 ? ", " : "", info.name);
+        Py_DECREF(names);
+        names = longer;
+    }
+    return names;
+}
+
+static bool select_isa(const char *name, PyObject *exception, const char *argument) {
+    if (cattn_isa_select(name))
+        return true;
+    PyObject *names = usable_names();
+    if (names != NULL)
+        PyErr_Format(exception, "%s is '%s', which this machine or this build cannot run; usable: %U", argument,
+                     name != NULL ? name : "", names);
+    Py_XDECREF(names);
+    return false;
+}
+
+PyObject *cattn_py_set_isa(PyObject *Py_UNUSED(module), PyObject *name) {
+    const char *text = NULL;
+    if (name != Py_None) {
+        if (!PyUnicode_Check(name)) {
+            cattn_error_type("name", "a str or None", name);
+            return NULL;
+        }
+        text = PyUnicode_AsUTF8AndSize(name, NULL);
+        if (text == NULL)
+            return NULL;
+    }
+    if (!select_isa(text, PyExc_ValueError, "name"))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyObject *cattn_py_get_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyUnicode_FromString(cattn_isa_info(cattn_isa_current()).name);
+}
+
+PyObject *cattn_py_set_path(PyObject *module, PyObject *name) {
+    static const char *const names[] = {"auto", "tile", "rows", "split", "tiny"};
+    static const enum cattn_path paths[] = {CATTN_PATH_AUTO, CATTN_PATH_TILE, CATTN_PATH_ROWS, CATTN_PATH_SPLIT,
+                                            CATTN_PATH_TINY};
+    for (size_t i = 0; PyUnicode_Check(name) && i < sizeof paths / sizeof *paths; i++) {
+        if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
+            cattn_state(module)->path = paths[i];
+            Py_RETURN_NONE;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "path must be 'auto', 'tile', 'rows', 'split' or 'tiny', got %R", name);
+    return NULL;
+}
+
+PyObject *cattn_py_block_keys(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLongLong(cattn_block_keys());
+}
+
+PyObject *cattn_py_chunk_keys(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyLong_FromLongLong(cattn_chunk_keys());
+}
+
+PyObject *cattn_py_release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyBool_FromLong(cattn_release());
+}
+
+#if defined(__clang__)
+#define COMPILER "Clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "GCC " __VERSION__
+#elif defined(_MSC_VER)
+#define COMPILER "MSVC"
+#else
+#define COMPILER "unknown"
+#endif
+
+PyObject *cattn_py_build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+#ifdef Py_LIMITED_API
+    PyObject *limited = Py_True;
+#else
+    PyObject *limited = Py_False;
+#endif
+    return Py_BuildValue("{s:s, s:O}", "compiler", COMPILER, "limited_api", limited);
+}
+
+/* ---- environment ---- */
+
+bool cattn_read_environment(void) {
+    const char *isa = getenv("CATTN_ISA");
+    if (!select_isa(isa != NULL && *isa != '\0' ? isa : NULL, PyExc_ImportError, "CATTN_ISA"))
+        return false;
+    const char *threads = getenv("CATTN_NUM_THREADS");
+    if (threads == NULL || *threads == '\0' || cattn_is_thread_count(threads))
+        return true;
+    PyErr_Format(PyExc_ImportError, "CATTN_NUM_THREADS must be a positive integer, got '%s'", threads);
+    return false;
+}

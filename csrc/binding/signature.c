@@ -1,0 +1,206 @@
+/* signature.c -- the public functions that are builtins: they bind arguments in C, by the signature of the Python
+ * function that documents them.
+ *
+ * Python takes a quarter of a call over six tokens to look up the defaults of fifteen keyword-only arguments. So a
+ * public function whose work is done in C is written in Python with a docstring for its body, and `_register` replaces
+ * it by a builtin that knows its parameters and defaults. Arguments that bind go on. The rest are errors: they go to
+ * the Python function, which raises the TypeError.
+ */
+#include "signature.h"
+#include "attention_args.h"
+#include "binding.h"
+
+/* The functions, and the table of each. The order is that of enum cattn_entry_point. */
+#define ENTRY_POINTS(E)                                                                                                \
+    E(CATTN_SCALED_DOT_PRODUCT_ATTENTION, scaled_dot_product_attention, ATTENTION_ARGUMENTS)                           \
+    E(CATTN_CAUSAL_ATTENTION, causal_attention, ATTENTION_ARGUMENTS)                                                   \
+    E(CATTN_ATTENTION_WEIGHTS, attention_weights, WEIGHTS_ARGUMENTS)                                                   \
+    E(CATTN_VARLEN_ATTENTION, varlen_attention, VARLEN_ARGUMENTS)                                                      \
+    E(CATTN_ATTENTION_BACKWARD, attention_backward, BACKWARD_ARGUMENTS)                                                \
+    E(CATTN_EXPLAIN, explain, ATTENTION_ARGUMENTS)                                                                     \
+    E(CATTN_SOFTMAX, softmax, SOFTMAX_ARGUMENTS)                                                                       \
+    E(CATTN_MASKED_SOFTMAX, masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                  \
+    E(CATTN_DROPOUT, dropout, DROPOUT_ARGUMENTS)                                                                       \
+    E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)
+
+/* ---- a call ---- */
+
+static int find_parameter(const struct cattn_signature *signature, PyObject *name, int first) {
+    /* Names in a program's text are interned, and so are the parameters' names: nearly always the pointers match. */
+    for (int i = first; i < signature->n_parameters; i++)
+        if (signature->name[i] == name)
+            return i;
+    for (int i = first; i < signature->n_parameters; i++)
+        if (PyUnicode_Compare(signature->name[i], name) == 0)
+            return i;
+    return -1;
+}
+
+/* False: the arguments do not bind. No exception is set. */
+static bool bind(const struct cattn_signature *signature, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords,
+                 PyObject **bound) {
+    const Py_ssize_t n_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0;
+    if (n_args > signature->n_positional)
+        return false;
+    memcpy(bound, signature->initial, sizeof signature->initial);
+    for (Py_ssize_t i = 0; i < n_args; i++)
+        bound[signature->slot[i]] = args[i];
+    for (Py_ssize_t k = 0; k < n_keywords; k++) {
+        /* A name that was given by position already is not found: Python reports it. */
+        const int i = find_parameter(signature, PyTuple_GetItem(keywords, k), (int)n_args);
+        if (i < 0)
+            return false;
+        bound[signature->slot[i]] = args[n_args + k];
+    }
+    for (int i = (int)n_args; i < signature->n_required; i++)
+        if (bound[signature->slot[i]] == NULL)
+            return false;
+    return true;
+}
+
+/* Calls the Python function for the TypeError that it raises. Always NULL. */
+static PyObject *refuse(PyObject *function, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {
+    PyObject *positional = PyTuple_New(n_args), *named = PyDict_New(), *result = NULL;
+    bool packed = positional != NULL && named != NULL;
+    for (Py_ssize_t i = 0; packed && i < n_args; i++)
+        packed = PyTuple_SetItem(positional, i, Py_NewRef(args[i])) == 0;
+    for (Py_ssize_t k = 0; packed && keywords != NULL && k < PyTuple_Size(keywords); k++)
+        packed = PyDict_SetItem(named, PyTuple_GetItem(keywords, k), args[n_args + k]) == 0;
+    if (packed)
+        result = PyObject_Call(function, positional, named);
+    Py_XDECREF(positional);
+    Py_XDECREF(named);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_SetString(PyExc_SystemError, "arguments bind in Python, but not in C");
+    }
+    return NULL;
+}
+
+static PyObject *call(PyObject *module, enum cattn_entry_point which, cattn_body *body, PyObject *const *args,
+                      Py_ssize_t n_args, PyObject *keywords) {
+    struct binding_state *state = cattn_state(module);
+    const struct cattn_signature *signature = &state->signatures[which];
+    PyObject *bound[CATTN_MOST_SLOTS];
+    if (!cattn_ready(state))
+        return NULL;
+    if (!bind(signature, args, n_args, keywords, bound))
+        return refuse(signature->function, args, n_args, keywords);
+    return body(state, bound);
+}
+
+/* Builtins of one module are told apart by their C function alone, so each needs one of its own. */
+#define BUILTIN(which, name, TABLE)                                                                                    \
+    static PyObject *name##_builtin(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {  \
+        return call(module, which, cattn_body_##name, args, n_args, keywords);                                         \
+    }
+ENTRY_POINTS(BUILTIN)
+
+/* ---- registration ---- */
+
+#define SLOT_NAME(argument) #argument,
+#define SLOT_NAMES(which, name, TABLE)                                                                                 \
+    static const char *const name##_slots[] = {TABLE(SLOT_NAME)};                                                      \
+    _Static_assert(sizeof name##_slots / sizeof *name##_slots <= CATTN_MOST_SLOTS, "enough room for each table");
+ENTRY_POINTS(SLOT_NAMES)
+
+/* The cast by way of void(*)(void) is the documented one. */
+#define ENTRY_POINT(which, name, TABLE)                                                                                \
+    [which] = {{#name, (PyCFunction)(void (*)(void))name##_builtin, METH_FASTCALL | METH_KEYWORDS, NULL},              \
+               name##_slots,                                                                                           \
+               sizeof name##_slots / sizeof *name##_slots},
+static const struct {
+    PyMethodDef method;
+    const char *const *slots;
+    int n_slots;
+} KNOWN[CATTN_N_ENTRY_POINTS] = {ENTRY_POINTS(ENTRY_POINT)};
+
+/* The index in KNOWN, or -1 with an exception. */
+static int find_known(PyObject *name) {
+    for (int i = 0; PyUnicode_Check(name) && i < CATTN_N_ENTRY_POINTS; i++)
+        if (PyUnicode_CompareWithASCIIString(name, KNOWN[i].method.ml_name) == 0)
+            return i;
+    PyErr_Format(PyExc_ValueError, "there is no body in C for a function %S", name);
+    return -1;
+}
+
+/* The slot of a parameter, or -1 with an exception. */
+static int find_slot(int which, PyObject *name) {
+    if (!PyUnicode_Check(name)) {
+        PyErr_SetString(PyExc_TypeError, "names must be str");
+        return -1;
+    }
+    for (int i = 0; i < KNOWN[which].n_slots; i++)
+        if (PyUnicode_CompareWithASCIIString(name, KNOWN[which].slots[i]) == 0)
+            return i;
+    PyErr_Format(PyExc_ValueError, "%s has a parameter %U that its table in C lacks", KNOWN[which].method.ml_name,
+                 name);
+    return -1;
+}
+
+static void release(struct cattn_signature *signature) {
+    cattn_signature_clear(signature);
+    Py_CLEAR(signature->text);
+}
+
+/* Fills in a new signature. False with an exception; the caller releases it. */
+static bool read_signature(int which, PyObject *names, PyObject *defaults, struct cattn_signature *signature) {
+    const Py_ssize_t n = PyTuple_Size(names), n_defaults = PyTuple_Size(defaults);
+    const int n_positional = signature->n_positional;
+    if (n > CATTN_MOST_SLOTS || n_defaults > n || n_positional < n - n_defaults || n_positional > n) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd parameters, not %zd defaults and %d by position",
+                     KNOWN[which].method.ml_name, n, n_defaults, n_positional);
+        return false;
+    }
+    signature->n_parameters = (int)n;
+    signature->n_required = (int)(n - n_defaults);
+    for (int slot = 0; slot < CATTN_MOST_SLOTS; slot++)
+        signature->initial[slot] = Py_None; /* every option reads None as "not given" */
+    for (int i = 0; i < n; i++) {
+        const int slot = find_slot(which, PyTuple_GetItem(names, i));
+        if (slot < 0)
+            return false;
+        signature->slot[i] = (unsigned char)slot;
+        signature->name[i] = PyTuple_GetItem(names, i);
+        signature->initial[slot] =
+            i < signature->n_required ? NULL : PyTuple_GetItem(defaults, i - (Py_ssize_t)signature->n_required);
+    }
+    return true;
+}
+
+void cattn_signature_clear(struct cattn_signature *signature) {
+    Py_CLEAR(signature->function);
+    Py_CLEAR(signature->names);
+    Py_CLEAR(signature->defaults);
+}
+
+/* _register(function, text, names, defaults, n_positional): the builtin in place of `function`. text: signature and
+ * documentation, as in a PyMethodDef; names: of all parameters; defaults: those of the last ones. */
+PyObject *cattn_py_register(PyObject *module, PyObject *args) {
+    PyObject *function, *text, *names, *defaults;
+    int n_positional;
+    if (!PyArg_ParseTuple(args, "OUO!O!i:_register", &function, &text, &PyTuple_Type, &names, &PyTuple_Type, &defaults,
+                          &n_positional))
+        return NULL;
+    const char *doc = PyUnicode_AsUTF8AndSize(text, NULL);
+    PyObject *name = doc != NULL ? PyObject_GetAttrString(function, "__name__") : NULL;
+    PyObject *home = name != NULL ? PyObject_GetAttrString(function, "__module__") : NULL, *result = NULL;
+    const int which = home != NULL ? find_known(name) : -1;
+    struct cattn_signature made = {.n_positional = n_positional};
+    if (which >= 0 && read_signature(which, names, defaults, &made)) {
+        made.method = KNOWN[which].method;
+        made.method.ml_doc = doc;
+        made.function = Py_NewRef(function);
+        made.text = Py_NewRef(text);
+        made.names = Py_NewRef(names);
+        made.defaults = Py_NewRef(defaults);
+        struct cattn_signature *signature = &cattn_state(module)->signatures[which];
+        struct cattn_signature old = *signature;
+        *signature = made;
+        release(&old);
+        result = PyCFunction_NewEx(&signature->method, module, home);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(home);
+    return result;
+}

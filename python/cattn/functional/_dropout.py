@@ -1,0 +1,179 @@
+"""Dropout and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .. import _cattn
+from .._input.arrays import as_array, as_bool
+from .._input.fp_mode import in_default_mode
+from .._input.types import RNG
+from ..random import TorchGenerator
+from ._signature import implemented_in_c
+
+__all__ = ["dropout", "dropout_backward"]
+
+
+@overload
+def dropout(
+    x: ArrayLike,
+    p: float = ...,
+    *,
+    training: bool = ...,
+    rng: RNG = ...,
+    return_mask: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any]: ...
+@overload
+def dropout(
+    x: ArrayLike,
+    p: float = ...,
+    *,
+    training: bool = ...,
+    rng: RNG = ...,
+    return_mask: Literal[True],
+    out: NDArray[Any] | None = ...,
+) -> tuple[NDArray[Any], NDArray[np.bool_]]: ...
+@overload
+def dropout(
+    x: ArrayLike,
+    p: float = ...,
+    *,
+    training: bool = ...,
+    rng: RNG = ...,
+    return_mask: bool,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]: ...
+@implemented_in_c
+def dropout(  # type: ignore[empty-body]
+    x: ArrayLike,
+    p: float = 0.5,
+    *,
+    training: bool = True,
+    rng: RNG = None,
+    return_mask: bool = False,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Set each element to 0 with probability p, and divide the others by 1 - p.
+
+    Parameters
+    ----------
+    x : array_like
+        float16, bfloat16, float32 or float64 of any shape; booleans and integers are converted to float64.
+    p : float
+        Probability of an element to be dropped, in [0, 1].
+    training : bool
+        False: nothing is dropped, the result is a copy of x.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int drops the same elements.
+        From a generator one key is drawn, after everything else was checked. A `TorchGenerator` drops the elements
+        that ``torch.nn.functional.dropout`` drops in a contiguous tensor; p = 0 and p = 1 draw nothing from it.
+    return_mask : bool
+        Return (result, mask).
+    out : ndarray, optional
+        Takes the result: shape and dtype of x, any strides. It may be x itself.
+
+    Returns
+    -------
+    ndarray, or (ndarray, ndarray of bool)
+        Shape and dtype of x; dropped elements are +0, whatever they were. The mask is True where an element was kept.
+
+    Raises
+    ------
+    TypeError
+        x or out has a dtype that is not supported, rng is nothing to draw from.
+    ValueError
+        p is outside [0, 1], an int rng outside its range, out has the wrong shape.
+
+    Notes
+    -----
+    Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the key rng and a counter made of the element's
+    index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in C order
+    too, one after the other and on one thread; PyTorch goes by memory where a tensor is not contiguous, and its dropped
+    elements are x * 0: -0 for negative x, NaN for infinite x.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.ones((2, 3))
+    >>> y, kept = cattn.dropout(x, 0.5, rng=123, return_mask=True)
+    >>> bool((y == np.where(kept, 2.0, 0.0)).all())
+    True
+    >>> bool((y == cattn.dropout(x, 0.5, rng=123)).all())
+    True
+    """
+
+
+@in_default_mode
+def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
+    """Apply a mask of dropout in place: divide by 1 - p what was kept, and drop the others."""
+    wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
+    with np.errstate(all="ignore"):
+        np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
+    x[~kept] = 0  # not a product: what is dropped is 0, whatever it was
+
+
+def dropout_backward(
+    grad_out: ArrayLike,
+    p: float = 0.5,
+    *,
+    mask: ArrayLike | None = None,
+    rng: RNG = None,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
+    """Return the gradient of what went into `dropout`, given that of what came out.
+
+    Parameters
+    ----------
+    grad_out : array_like
+        Gradient of the result.
+    p : float
+        Probability with which elements were dropped, in [0, 1].
+    mask : array_like of bool, optional
+        True where an element was kept (``return_mask=True``); broadcasts to grad_out.
+    rng : int or TorchGenerator, optional
+        Instead of the mask: what draws it again, as in `attention_backward`.
+    out : ndarray, optional
+        Takes the result: shape and dtype of grad_out, any strides. It may be grad_out itself.
+
+    Returns
+    -------
+    ndarray
+        ``grad_out / (1 - p)`` where an element was kept, and 0 where it was dropped, whatever its gradient is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `dropout`; also without, or with both, mask and rng, and for an rng that cannot repeat itself.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> y, kept = cattn.dropout(np.ones(6), 0.5, rng=123, return_mask=True)
+    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, mask=kept) == y).all())
+    True
+    >>> bool((cattn.dropout_backward(np.ones(6), 0.5, rng=123) == y).all())
+    True
+    """
+    if mask is None:
+        repeats = isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")
+        if not repeats and _cattn._probability(p, "p") > 0:
+            raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
+        return dropout(as_array(grad_out, "grad_out"), p, rng=rng, out=out)
+    if rng is not None:
+        raise ValueError("pass either mask or rng")
+    kept = as_bool(mask, "mask", "")
+    result = dropout(as_array(grad_out, "grad_out"), 0.0)  # a copy, and its checks
+    try:
+        kept = np.broadcast_to(kept, result.shape)
+    except ValueError:
+        raise ValueError(
+            f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
+        ) from None
+    keep(result, kept, _cattn._probability(p, "p"))
+    return result if out is None else _cattn._store(result, out)
