@@ -44,12 +44,12 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
     struct cattn_rows *rows = cattn_plan_lay_out(plan, p, job->kernels, memory);
     const int64_t unit = block / plan->blocks_per_unit;
     const int64_t index = block % plan->blocks_per_unit;
-    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
+    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->task_rows;
     struct cattn_batch batch;
     cattn_batch(p, unit / plan->units_per_batch, &batch);
     const int64_t first_head = unit % plan->units_per_batch * plan->heads_per_unit;
     const int64_t left = plan->unit_rows - first;
-    rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
+    rows->n_rows = (int)(left < plan->task_rows ? left : plan->task_rows);
     cattn_rows_common(rows, p, &batch, first_head / p->group_size);
     cattn_rows_drop_bits(rows);
     int64_t head = first_head + first / p->seqlen_q, i = first % p->seqlen_q;
@@ -122,7 +122,7 @@ static bool lies_behind(const struct forward_job *job, int64_t block) {
     const struct cattn_plan *plan = &job->plan;
     if (!job->params->query_starts.data || plan->heads_per_unit > 1)
         return false;
-    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
+    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->task_rows;
     struct cattn_batch batch;
     cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
     return first >= batch.batch_range.n_queries;
@@ -334,8 +334,8 @@ static struct cattn_range explain_block(const struct forward_job *job, int64_t b
     const struct cattn_plan *plan = &job->plan;
     struct cattn_batch batch;
     cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
-    const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
-    const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
+    const int64_t first = block % plan->blocks_per_unit * plan->task_rows;
+    const int64_t last = first + plan->task_rows < plan->unit_rows ? first + plan->task_rows : plan->unit_rows;
     struct cattn_range all = {INT64_MAX, 0};
     for (int64_t row = first; row < last; row++) {
         const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, row % job->params->seqlen_q);
@@ -356,7 +356,7 @@ enum cattn_status cattn_attention_explain(const struct cattn_attention_params *p
     const bool split = job.plan.path == CATTN_PATH_SPLIT;
     *told = (struct cattn_explanation){.path = job.plan.path,
                                        .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
-                                       .block_rows = job.plan.block_rows,
+                                       .block_rows = job.plan.task_rows,
                                        .scratch_size = job.plan.scratch_size};
     int64_t next_poll = 0;
     for (int64_t block = 0; block < n_blocks; block++) {

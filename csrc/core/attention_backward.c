@@ -78,8 +78,8 @@ static void lay_out(const struct backward_job *job, struct cattn_backward *b, st
     g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->cap_slope = p->softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
     g->cap_slope = NULL;
-    s->key_rows = g->key_rows = cattn_carve(arena, (size_t)job->kernels->mr * depth * size);
-    s->block_rows = g->block_rows = k->block_rows = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
+    s->key_copy = g->key_copy = cattn_carve(arena, (size_t)job->kernels->mr * depth * size);
+    s->block_copy = g->block_copy = k->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     s->block_max = g->block_max = cattn_carve(arena, rows * size);
     k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     k->alpha = cattn_carve(arena, rows * size);

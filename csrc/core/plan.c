@@ -27,7 +27,7 @@ double cattn_attention_work(const struct cattn_attention_params *p) {
 
 int64_t cattn_plan_acc_cols(const struct cattn_attention_params *p) { return round_up(p->d_v, CATTN_PAD); }
 
-int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return round_up(plan->block_rows, CATTN_PAD); }
+int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return round_up(plan->task_rows, CATTN_PAD); }
 
 static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
 
@@ -60,9 +60,9 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     r->packed_query = cattn_carve(arena, rows * depth * size);
     r->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     r->cap_slope = NULL;
-    r->value_panel = cattn_carve(arena, CATTN_RUN_KEYS * (tile ? panel : copied_value) * size);
-    r->key_rows = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
-    r->block_rows = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
+    r->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
+    r->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
+    r->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
     r->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
     r->block_max = cattn_carve(arena, slots * size);
     r->alpha = cattn_carve(arena, slots * size);
@@ -89,8 +89,8 @@ static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p,
     /* key chunks of the same rows cannot take turns in row-major order, nor share rows of weights in scratch */
     const bool together = plan->uses_stream || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
-    plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
-    plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
+    plan->task_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
+    plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->task_rows);
     struct cattn_arena count = cattn_arena(NULL, 0, false);
     struct cattn_rows unused;
     cattn_carve(&count, sizeof unused);

@@ -19,7 +19,7 @@ struct cattn_plan {
     int64_t n_units, units_per_batch;
     int64_t heads_per_unit;
     int64_t unit_rows; /* heads_per_unit * seqlen_q */
-    int block_rows;    /* rows of a task at most */
+    int task_rows;     /* rows of a task at most */
     int64_t blocks_per_unit;
     int64_t n_chunks;
     bool uses_stream;    /* dropout bits come from a serial stream: tasks in row-major order */

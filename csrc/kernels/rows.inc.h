@@ -1,18 +1,19 @@
-/* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by. Decoding, and tiny inputs.
+/* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by; for decoding and tiny
+ * inputs.
  *
- * For the scores lanes run across keys: LANES rows of K are transposed in registers, LANES columns at a time, and every
- * query takes its chains of FMAs over d from there. For the output lanes run across the columns of V. Rows are padded
- * to 1, 2, 4 or 8 so that all accumulators live in registers.
+ * For the scores, lanes are keys: LANES rows of K are transposed in registers, LANES columns at a time, and each query
+ * computes its chains of FMAs over d from there. For the output, lanes are the columns of V. The number of rows is
+ * padded to 1, 2, 4 or 8, so that all accumulators stay in registers.
  */
 
-/* keys of a block are visited in steps of this, so that every table leaves the same elements defined */
+/* The keys of a block are visited in steps of this, so that every table defines the same elements of the scores. */
 #define ROW_STEP 16
-/* chains of P V side by side: as many as leave registers for the operands; their sums may lie in memory */
+/* Chains of P V in flight: as many as leave registers for the operands. Their sums may be spilled to memory. */
 #define VALUE_ACCS (MR >= 12 ? 16 : 8)
-/* So many rows ahead K and V are asked for: first a whole run of V, whose rows are passed several times, a few columns
- * at a time; at last a tile of K. */
-#define ROWS_FAR CATTN_RUN_KEYS
-#define ROWS_MIDWAY (CATTN_RUN_KEYS / 2)
+/* Prefetch distances, in rows of K or V. The far one is a whole half block, because the rows of V are visited several
+ * times, a few columns at a time. The near one is a tile of K. */
+#define ROWS_FAR CATTN_HALF_BLOCK
+#define ROWS_MIDWAY (CATTN_HALF_BLOCK / 2)
 #define ROWS_NEAR ROW_STEP
 
 static void pack_query_rows(struct cattn_rows *rows) {
@@ -32,8 +33,8 @@ static void pack_query_rows(struct cattn_rows *rows) {
     }
 }
 
-/* Rows of keys or values, unit stride: where they lie, in whatever storage, or copied. A constant `storage`, once
- * everything is inlined. */
+/* Rows of keys or values with unit stride, read in place in their storage or from a copy. `storage` is a constant after
+ * inlining. */
 struct stored {
     enum cattn_storage storage;
     const void *first;
@@ -44,39 +45,40 @@ INLINE vf load_row(struct stored from, int64_t r, int64_t c, int n) {
     return load_stored(from.storage, from.first, r * from.row + c, 1, n);
 }
 
-/* Rows that will be read, asked for a line after the other as they lie in memory, whatever columns of them a tile or a
- * pass takes. */
+/* The prefetch position. Rows are prefetched line by line in memory order, whatever columns a tile or a pass reads. */
 struct rows_ahead {
-    uintptr_t line, end; /* of a row that is read now: the next line, and where the row ends */
-    int64_t row, gap;    /* bytes from row to row, and from its end to the next one */
+    uintptr_t line, end; /* the next line of the current row, and the end of that row */
+    int64_t row, gap;    /* bytes from row to row, and from the end of a row to the next one */
 };
 
 INLINE struct rows_ahead rows_ahead(struct stored from, int64_t n_cols) {
     const int64_t size = (int64_t)stored_size(from.storage), row = from.row * size, cols = n_cols * size;
     const uintptr_t first = (uintptr_t)from.first;
-    /* without gaps it is one long row */
+    /* rows without gaps form one long row */
     return (struct rows_ahead){first, row == cols ? UINTPTR_MAX : first + (uintptr_t)cols, row, row - cols};
 }
 
-INLINE void ask_for_line(uintptr_t line, int64_t row) {
+INLINE void prefetch_line(uintptr_t line, int64_t row) {
     prefetch_thrice(line, ROWS_FAR * row, ROWS_MIDWAY * row, ROWS_NEAR * row, 1);
 }
 
-/* Asks for the next n bytes: whole lines, or less than one. A row that begins within a line ends in one more. */
-INLINE void ask_ahead(struct rows_ahead *next, size_t n) {
+/* Prefetches the next n bytes: whole lines, or less than one line. A row that starts inside a line spans one line more,
+ * hence the extra prefetch of the row's last byte. */
+INLINE void prefetch_ahead(struct rows_ahead *next, size_t n) {
 #pragma GCC unroll 16
-    for (size_t asked = 0; asked < n; asked += LINE_BYTES) {
-        ask_for_line(next->line, next->row);
+    for (size_t done = 0; done < n; done += LINE_BYTES) {
+        prefetch_line(next->line, next->row);
         next->line += n < LINE_BYTES ? n : LINE_BYTES;
         if (__builtin_expect(next->line >= next->end, 0)) {
-            ask_for_line(next->end - 1, next->row);
+            prefetch_line(next->end - 1, next->row);
             next->line = next->end + (uintptr_t)next->gap;
             next->end += (uintptr_t)next->row;
         }
     }
 }
 
-/* `direct` is the storage that the caller was made for: plain for copies too. */
+/* Rows first_row .. of K or V. `direct` is the storage that the caller is specialised for. PLAIN callers also get
+ * halves and strided columns: as a copy in `scratch`. */
 INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage direct, const void *base, int64_t row,
                                int64_t col, int64_t first_row, int n_rows, int64_t n_cols, void *scratch) {
     if (direct != CATTN_STORED_PLAIN)
@@ -85,8 +87,8 @@ INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage
     return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
 }
 
-/* A tile of K, LANES keys by LANES columns from d on: kt[i] has column d + i of all keys. Addresses go from row to row:
- * computed beforehand, as the compiler would, they are more than there are registers for. */
+/* A tile of K, LANES keys by LANES columns from d on: kt[i] holds column d + i of all keys. OPAQUE makes the address
+ * advance from row to row: the compiler would precompute all addresses, which do not fit into the registers. */
 INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
     int64_t at = d;
 #pragma GCC unroll 16
@@ -97,16 +99,16 @@ INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
     vf_transpose(kt);
 }
 
-/* The same where only the first n keys and nd columns are there, others 0. A function of its own: its branches would
- * cost whole tiles their registers. */
+/* key_tile at the edges: only the first n keys and nd columns exist, the rest is 0. Not inlined: its branches would
+ * make whole tiles spill registers. */
 NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[LANES]) {
     for (int i = 0; i < LANES; i++)
         kt[i] = i < n ? load_row(key, i, d, nd) : vf_set1(0);
     vf_transpose(kt);
 }
 
-/* The columns d .. d+n-1 of a tile of K, a constant number of them, are the next terms of the chains of `many` rows. A
- * chain that ends with them is added to the scores. */
+/* Adds the columns d .. d+n-1 of a tile of K (n is a constant) as the next terms to the chains of `many` rows. A chain
+ * that ends with them is added to the scores. */
 INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, int n, const vf *kt,
                           vf chain[CATTN_FEW_ROWS], vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
@@ -125,7 +127,7 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
     }
 }
 
-/* Scores of LANES keys, the first n of them real, for `many` rows. */
+/* Scores of LANES keys, of which the first n exist, for `many` rows. */
 INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->head_dim;
     struct rows_ahead next = rows_ahead(key, depth);
@@ -134,11 +136,11 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++) {
         chain[r] = vf_set1(0);
-        score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x, also where x is -0 */
+        score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x even if x is -0; +0 would change that sign */
     }
     for (; n == LANES && d + LANES <= depth; d += LANES) {
         key_tile(key, d, kt);
-        ask_ahead(&next, LANES * LANES * stored_size(key.storage));
+        prefetch_ahead(&next, LANES * LANES * stored_size(key.storage));
         score_columns(rows, many, d, LANES, kt, chain, score);
     }
     for (; d < depth; d += LANES) {
@@ -150,12 +152,12 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
     }
 }
 
-/* Out of line: it is long, and would be there once for each of the rows. */
+/* Not inlined: it is long and would be repeated for each row of the unrolled loop. */
 NOINLINE vf mask_elements(const struct cattn_rows *rows, int r, int64_t key, int n, vf score) {
     return add_bias(score, element_bias(rows, r, key, n));
 }
 
-/* Caps, slopes and masks one vector of scores: keys k0+k .. of row r, n of them real. */
+/* Applies softcap, slope and masks to one vector of scores: keys k0+k .. of row r, of which n exist. */
 INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
     const vf neg_inf = vf_set1(NEG_INF);
     if (rows->softcap > 0)
@@ -173,7 +175,7 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
     return vf_select(inside, score, neg_inf);
 }
 
-/* Scores of the keys begin .. end-1 of the block, masked, -inf behind the last key; block maxima. */
+/* Masked scores of the keys begin .. end-1 of the block, -inf after the last key, and the block's maxima. */
 INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys, int begin,
                        int end) {
     real lane[LANES], *score = rows->score, *block_max = rows->block_max;
@@ -188,7 +190,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
         const struct stored key =
-            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_rows);
+            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_copy);
         score_keys(rows, many, key, n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
@@ -209,7 +211,8 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     }
 }
 
-/* One row of scores becomes exp(score - shift); returns the block's sum: eight chains by key index, one tree. */
+/* Replaces one row of scores by exp(score - shift). Returns the block's sum: eight chains by key index, then the tree.
+ */
 static real softmax_keys(real *score, int begin, int end, real shift) {
     real chain[CATTN_SUM_CHAINS] = {0};
     for (int k = begin; k < end; k += LANES)
@@ -217,7 +220,7 @@ static real softmax_keys(real *score, int begin, int end, real shift) {
     for (int k = begin; k < end; k += CATTN_SUM_CHAINS)
         for (int c = 0; c < CATTN_SUM_CHAINS; c++)
             chain[c] += score[k + c];
-    return ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]));
+    return SUM_TREE(chain);
 }
 
 static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
@@ -226,40 +229,40 @@ static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *sc
     for (int run = begin / 64 * 64; run < end; run += 128) {
         philox_words(&rows->drop, (uint64_t)(k0 + run), *position, *head, words);
         for (int k = (int)max64(begin, run); k < min64(end, run + 128); k += LANES) {
-            vm kept = philox_decide(&rows->drop, vu_digits(words, k - run), (uint64_t)(k0 + k), 1, position, head);
-            vf_storeu(score + k, vf_select(kept, vf_loadu(score + k), vf_set1(0)));
+            vm drop_bits = philox_decide(&rows->drop, vu_digits(words, k - run), (uint64_t)(k0 + k), 1, position, head);
+            vf_storeu(score + k, vf_select(drop_bits, vf_loadu(score + k), vf_set1(0)));
         }
     }
 }
 
-/* The same from bits that were drawn beforehand. */
+/* drop_keys with the bits of a serial stream. */
 static void drop_keys_drop_bits(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
     for (int k = begin; k < end; k++)
-        if (!key_kept(rows, r, k0 + k))
+        if (!key_drop_bit(rows, r, k0 + k))
             score[k] = 0;
 }
 
-/* One vector of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. `value` starts
- * at the run's first key; the vector has n columns from c on. */
+/* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. `value` starts at
+ * keys.begin; the vector has n columns from c on. */
 static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
-                               struct key_half run, int64_t k0) {
+                               struct key_half keys, int64_t k0) {
     vf block = vf_set1(0);
-    for (int k = run.begin; k < run.end;) {
+    for (int k = keys.begin; k < keys.end;) {
         vf chain = vf_set1(0);
-        for (const int64_t end = chain_end(k, run.end); k < end; k++)
+        for (const int64_t end = chain_end(k, keys.end); k < end; k++)
             if (key_visible(rows, r, k0 + k)) {
                 vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
-                chain = vf_fma(w, load_row(value, k - run.begin, c, n), chain);
+                chain = vf_fma(w, load_row(value, k - keys.begin, c, n), chain);
             }
         block = block + chain;
     }
     return block;
 }
 
-/* P V of one run for `many` rows and `vectors` vectors of columns from c on; the last vector holds n columns. `value`
- * starts at the run's first key; factor is of each row. */
+/* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
+ * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
-                       struct rows_ahead *next, struct key_half run, int64_t k0, int64_t c, const real *factor) {
+                       struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->score;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
@@ -267,18 +270,18 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             block[r][v] = vf_set1(0);
-    for (int k = run.begin; k < run.end;) {
+    for (int k = keys.begin; k < keys.end;) {
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
                 chain[r][v] = vf_set1(0);
-        for (const int end = (int)chain_end(k, run.end); k < end; k++) {
+        for (const int end = (int)chain_end(k, keys.end); k < end; k++) {
             vf val[CATTN_FEW_ROWS];
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++)
-                val[v] = load_row(value, k - run.begin, c + v * LANES, v == vectors - 1 ? n : LANES);
-            ask_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
+                val[v] = load_row(value, k - keys.begin, c + v * LANES, v == vectors - 1 ? n : LANES);
+            prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
 #pragma GCC unroll 8
             for (int r = 0; r < many; r++) {
                 vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
@@ -300,40 +303,40 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
         for (int v = 0; v < vectors; v++) {
             if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
                 block[r][v] =
-                    value_vector_visible(rows, r, value, c + v * LANES, v == vectors - 1 ? n : LANES, run, k0);
+                    value_vector_visible(rows, r, value, c + v * LANES, v == vectors - 1 ? n : LANES, keys, k0);
             fold_block(acc + v * LANES, vf_set1(factor[r]), block[r][v]);
         }
     }
 }
 
-/* All columns of V, as many vectors at a time as there are registers for. */
-INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct key_half run, int64_t k0,
+/* All columns of V, as many vectors at a time as the registers hold. */
+INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct key_half keys, int64_t k0,
                           const real *factor) {
     int64_t c = 0, left = rows->d_v;
     struct rows_ahead next = rows_ahead(value, rows->d_v);
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
-            value_rows(rows, many, vectors, LANES, value, &next, run, k0, c, factor);
+            value_rows(rows, many, vectors, LANES, value, &next, keys, k0, c, factor);
     WHILE_FULL(8)
     WHILE_FULL(4)
     WHILE_FULL(2)
     WHILE_FULL(1)
 #undef WHILE_FULL
     if (left > 0)
-        value_rows(rows, many, 1, (int)left, value, &next, run, k0, c, factor);
+        value_rows(rows, many, 1, (int)left, value, &next, keys, k0, c, factor);
 }
 
-/* Run by run: copies, where V cannot be read where it lies, stay in the nearest cache. */
+/* P V of a block, half by half: where V must be copied, the copy of a half stays in the L1 cache. */
 INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int begin, int end) {
     static const real ones[CATTN_FEW_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int i = 0; i < 2; i++) {
-        const struct key_half run = run_of(i, begin, end);
-        if (i > 0 && run_is_empty(run))
+        const struct key_half keys = key_half_of(i, begin, end);
+        if (i > 0 && key_half_is_empty(keys))
             break;
         const struct stored value = find_rows(rows, direct, rows->value, rows->value_row, rows->value_col,
-                                              k0 + run.begin, run.end - run.begin, rows->d_v, rows->value_panel);
-        value_columns(rows, many, value, run, k0, i == 0 ? rows->alpha : ones);
+                                              k0 + keys.begin, keys.end - keys.begin, rows->d_v, rows->value_panel);
+        value_columns(rows, many, value, keys, k0, i == 0 ? rows->alpha : ones);
     }
 }
 
@@ -362,8 +365,8 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         value_keys(rows, direct, many, k0, begin, (int)min64(end, n_keys));
 }
 
-/* The same with constants in place of `direct` and `many`. Each is a function of its own: all in one, they would be
- * given registers badly. */
+/* rows_block_many with constants for `direct` and `many`. They are separate functions because GCC allocates registers
+ * badly if all are inlined into one. */
 typedef void rows_block_of(struct cattn_rows *rows, int64_t k0, int n_keys, int begin, int end);
 #define ROWS_BLOCK(name, direct, many)                                                                                 \
     NOINLINE void name(struct cattn_rows *rows, int64_t k0, int n_keys, int begin, int end) {                          \
@@ -373,7 +376,7 @@ ROWS_BLOCK(rows_block_1, CATTN_STORED_PLAIN, 1)
 ROWS_BLOCK(rows_block_2, CATTN_STORED_PLAIN, 2)
 ROWS_BLOCK(rows_block_4, CATTN_STORED_PLAIN, 4)
 ROWS_BLOCK(rows_block_8, CATTN_STORED_PLAIN, 8)
-#ifdef HALVES_ARE_QUICK /* else it is better to convert once, to scratch */
+#ifdef HALVES_ARE_QUICK /* otherwise it is faster to convert once, to scratch */
 ROWS_BLOCK(rows_block_f16_1, CATTN_STORED_F16, 1)
 ROWS_BLOCK(rows_block_f16_4, CATTN_STORED_F16, 4)
 ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
@@ -402,7 +405,7 @@ static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
             hi = max64(hi, rows->hi[r]);
         }
     const int n_keys = (int)(k1 - k0), begin = relative(lo, k0) / ROW_STEP * ROW_STEP;
-    const int end = (int)round_up(relative(min64(hi, k1), k0), ROW_STEP);
+    const int end = (int)cattn_round_up(relative(min64(hi, k1), k0), ROW_STEP);
     if (begin >= end)
         return;
     find_rows_block(rows)(rows, k0, n_keys, begin, end);
