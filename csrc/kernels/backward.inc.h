@@ -26,15 +26,16 @@ INLINE void add_gradient(real *to, vf part, int n) {
 /* Copies the rows of the queries or of grad_out, padded with zeros: to `cols` columns, and to a number of rows that is
  * a multiple of LANES and of 4, because the sums over queries take rows in fours (narrow). */
 static void copy_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
-    const int64_t padded = cattn_round_up(cattn_round_up(rows->n_rows, LANES), 4), depth = rows->head_dim,
-                  col = rows->query_col;
-    const int64_t whole = rows->storage == CATTN_STORED_PLAIN && col == 1 ? depth / LANES * LANES : 0;
+    const int64_t padded = cattn_round_up(cattn_round_up(rows->n_rows, LANES), 4), depth = rows->call.head_dim,
+                  col = rows->call.query_col;
+    const int64_t whole = rows->call.storage == CATTN_STORED_PLAIN && col == 1 ? depth / LANES * LANES : 0;
     for (int r = 0; r < rows->n_rows; r++, to += cols) {
         int64_t d = 0;
         for (; d < whole; d += LANES)
             vf_storeu(to + d, vf_loadu((const real *)rows->query[r] + d));
         for (; d < depth; d += LANES)
-            vf_storeu(to + d, load_stored(rows->storage, rows->query[r], d * col, col, (int)min64(LANES, depth - d)));
+            vf_storeu(to + d,
+                      load_stored(rows->call.storage, rows->query[r], d * col, col, (int)min64(LANES, depth - d)));
         for (; d < cols; d += LANES)
             vf_storeu(to + d, vf_set1(0));
     }
@@ -44,19 +45,20 @@ static void copy_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
 /* The products grad_out * out of LANES rows from r on, for LANES columns from c on: v[i] holds column c + i. */
 INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf v[LANES]) {
     const struct cattn_rows *rows = &b->scores, *grads = &b->grads;
-    const int64_t out_col = rows->out_col, grad_col = grads->query_col;
-    const int n = (int)max64(0, min64(LANES, rows->d_v - c));
-    if (rows->storage == CATTN_STORED_PLAIN && n == LANES && r + LANES <= rows->n_rows && out_col == 1 &&
+    const int64_t out_col = rows->call.out_col, grad_col = grads->call.query_col;
+    const int n = (int)max64(0, min64(LANES, rows->call.d_v - c));
+    if (rows->call.storage == CATTN_STORED_PLAIN && n == LANES && r + LANES <= rows->n_rows && out_col == 1 &&
         grad_col == 1) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
-            v[i] = vf_loadu((const real *)grads->query[r + i] + c) * vf_loadu((const real *)rows->out[r + i] + c);
+            v[i] =
+                vf_loadu((const real *)grads->query[r + i] + c) * vf_loadu((const real *)rows->per_row->out[r + i] + c);
     } else {
         for (int i = 0; i < LANES; i++) {
             v[i] = vf_set1(0);
             if (n > 0 && r + i < rows->n_rows)
-                v[i] = load_stored(rows->storage, grads->query[r + i], c * grad_col, grad_col, n) *
-                       load_stored(rows->storage, rows->out[r + i], c * out_col, out_col, n);
+                v[i] = load_stored(rows->call.storage, grads->query[r + i], c * grad_col, grad_col, n) *
+                       load_stored(rows->call.storage, rows->per_row->out[r + i], c * out_col, out_col, n);
         }
     }
     vf_transpose(v);
@@ -70,7 +72,7 @@ static void sum_deltas(const struct cattn_backward *b) {
 #pragma GCC unroll 8
         for (int i = 0; i < CATTN_SUM_CHAINS; i++)
             sum[i] = vf_set1(0);
-        for (int64_t c = 0; c < b->scores.d_v; c += step)
+        for (int64_t c = 0; c < b->scores.call.d_v; c += step)
 #pragma GCC unroll 8
             for (int part = 0; part < step; part += LANES) {
                 vf v[LANES];
@@ -90,7 +92,8 @@ static void load_lse(const struct cattn_backward *b, int r) {
     const struct cattn_rows *rows = &b->scores;
     double lse = (double)INFINITY; /* padding rows get the weights exp(-inf) = 0 */
     if (r < rows->n_rows)
-        lse = rows->double_lse ? *(const double *)rows->lse[r] : (double)*(const real *)rows->lse[r];
+        lse = rows->call.double_lse ? *(const double *)rows->per_row->lse[r]
+                                    : (double)*(const real *)rows->per_row->lse[r];
     const double lse_residual = (double)(real)lse - lse; /* NaN if lse is infinite: neither little nor much */
     const bool little = lse_residual > -1.0 / 64 && lse_residual < 1.0 / 64,
                much = !little && lse_residual - lse_residual == 0;
@@ -112,10 +115,10 @@ static void backward_begin(struct cattn_backward *b) {
     for (int r = 0; r < padded; r++) {
         load_lse(b, r);
         ((real *)b->bias_sum)[r] = 0;
-        ((real *)b->keys.alpha)[r] = 1;
+        ((real *)b->keys.scratch.alpha)[r] = 1;
     }
-    if (b->keys.acc_cols)
-        memset(b->keys.acc, 0, (size_t)padded * (size_t)b->keys.acc_cols * sizeof(real));
+    if (b->keys.call.acc_cols)
+        memset(b->keys.scratch.acc, 0, (size_t)padded * (size_t)b->keys.call.acc_cols * sizeof(real));
 }
 
 /* The statistics of LANES rows that turn a score into a weight and a dS. */
@@ -154,9 +157,10 @@ INLINE void weigh(const struct lanes_to_weigh *lanes, int k, bool dropping, vm d
 INLINE void weigh_dropping(const void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
 
 static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
-    const struct lanes_to_weigh lanes = {(real *)b->scores.score + r, (real *)b->grads.score + r, row_lanes(b, r)};
+    const struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
+                                         row_lanes(b, r)};
     const vm all = vf_eq(vf_set1(0), vf_set1(0));
-    if (b->scores.drop_bits[0])
+    if (b->scores.scratch.drop_bits)
         each_stream_bits(t, e, r, weigh_dropping, &lanes);
     else if (b->scores.drop.enabled)
         each_philox_bits(t, e, r, weigh_dropping, &lanes);
@@ -169,8 +173,8 @@ static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, co
 /* Zeroes both arrays for LANES rows from r on and the keys begin .. end-1. */
 static void zero_lanes(const struct cattn_backward *b, int r, int begin, int end) {
     for (int k = begin; k < end; k++) {
-        vf_storeu((real *)b->scores.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
-        vf_storeu((real *)b->grads.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
+        vf_storeu((real *)b->scores.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
+        vf_storeu((real *)b->grads.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
     }
 }
 
@@ -194,6 +198,7 @@ static void backward_scores(struct cattn_backward *b, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
         return;
+    /* both views have the same ranges, hence the same tile */
     tile_scores(&t);
     t.rows = &b->grads;
     tile_scores(&t);
@@ -212,7 +217,7 @@ static void add_bias_rows(const struct tile *t, const struct cattn_backward *b, 
         if (n <= 0)
             break;
         for (int i = 0; i < LANES; i++)
-            v[i] = vf_loadu((const real *)b->grads.score + (k + i) * CATTN_TILE_ROWS + r);
+            v[i] = vf_loadu((const real *)b->grads.scratch.score + (k + i) * CATTN_TILE_ROWS + r);
         vf_transpose(v);
         for (int i = 0; i < LANES && r + i < b->scores.n_rows; i++)
             add_gradient((real *)b->grad_bias[r + i] + t->k0 + k, v[i], n);
@@ -227,8 +232,8 @@ static void sum_bias_rows(const struct tile *t, const struct cattn_backward *b) 
     for (int k = t->all.begin / MR * MR; k < t->all.end; k += MR) {
         vf acc[MR][NR];
         /* not the padding rows of the last vector: their weight is 0, but their dS may be 0 * NaN */
-        dot_tile(MR, 1, 0, b->scores.n_rows, (const real *)b->grads.score + k * CATTN_TILE_ROWS, CATTN_TILE_ROWS, 1,
-                 ones, 0, acc);
+        dot_tile(MR, 1, 0, b->scores.n_rows, (const real *)b->grads.scratch.score + k * CATTN_TILE_ROWS,
+                 CATTN_TILE_ROWS, 1, ones, 0, acc);
         for (int m = 0; m < MR; m++)
             vf_storeu_n(part + k + m, acc[m][0], 1);
     }
@@ -240,7 +245,7 @@ static void sum_bias_keys(const struct tile *t, const struct cattn_backward *b, 
     real *total = (real *)b->bias_sum + r;
     vf part = vf_set1(0);
     for (int k = e->begin; k < e->end; k++)
-        part = part + vf_loadu((const real *)b->grads.score + k * CATTN_TILE_ROWS + r);
+        part = part + vf_loadu((const real *)b->grads.scratch.score + k * CATTN_TILE_ROWS + r);
     vf_storeu(total, vf_loadu(total) + part);
 }
 
@@ -260,22 +265,23 @@ static void backward_bias(struct cattn_backward *b, int64_t k0, int64_t k1) {
 
 /* ---- products ---- */
 
+/* With softcap, dS becomes the gradient of the uncapped scores first. That is why backward_bias comes before. */
 static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
         return;
-    if (b->scores.softcap > 0)
+    if (b->scores.call.softcap > 0)
         for (int v = 0; v < t.n_vectors; v++)
             for (int k = t.vector[v].begin; k < t.vector[v].end; k++) {
                 const int64_t at = k * CATTN_TILE_ROWS + v * LANES;
-                real *grad = (real *)b->grads.score + at;
+                real *grad = (real *)b->grads.scratch.score + at;
                 /* a hidden pair stays 0, even if its slope is NaN */
-                const vf g = vf_loadu(grad), slope = vf_loadu((const real *)b->scores.cap_slope + at);
+                const vf g = vf_loadu(grad), slope = vf_loadu((const real *)b->scores.scratch.cap_slope + at);
                 vf_storeu(grad, vf_select(vf_eq(g, vf_set1(0)), g, g * slope));
             }
     t.rows = &b->keys;
-    if (b->keys.d_v) {
-        t.value = rows_of_block(&t, b->keys.value, b->keys.value_row, b->keys.value_col, b->keys.d_v);
+    if (b->keys.call.d_v) {
+        t.value = rows_of_block(&t, b->keys.value, b->keys.call.value_row, b->keys.call.value_col, b->keys.call.d_v);
         value_block(&t);
     }
 }
@@ -368,18 +374,18 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
         return;
-    const struct query_sum value = {.weights = b->scores.score,
+    const struct query_sum value = {.weights = b->scores.scratch.score,
                                     .rows = b->grad_rows,
                                     .stride = b->grad_cols,
-                                    .cols = b->grads.head_dim,
-                                    .factor = vf_set1((real)b->grads.scale),
+                                    .cols = b->grads.call.head_dim,
+                                    .factor = vf_set1((real)b->grads.call.scale),
                                     .to = b->grad_value,
                                     .to_row = b->grad_value_row};
-    const struct query_sum key = {.weights = b->grads.score,
+    const struct query_sum key = {.weights = b->grads.scratch.score,
                                   .rows = b->query_rows,
                                   .stride = b->query_cols,
-                                  .cols = b->scores.head_dim,
-                                  .factor = vf_set1((real)b->scores.scale),
+                                  .cols = b->scores.call.head_dim,
+                                  .factor = vf_set1((real)b->scores.call.scale),
                                   .to = b->grad_key,
                                   .to_row = b->grad_key_row};
     sum_over_queries_block(&t, &value);
@@ -391,11 +397,12 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
 
 /* ---- the end ---- */
 
+/* The sink's weight is exp(sink - lse). A row without visible keys has no output that depends on the sink. */
 static double backward_sink(struct cattn_backward *b) {
     const struct cattn_rows *rows = &b->scores;
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
-        const real sink = (real)rows->sink[r];
+        const real sink = (real)rows->per_row->sink[r];
         const struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_residual)[r]),
                                       vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
         if (!is_neg_inf(sink) && row_sees_any_key(rows, r))
@@ -406,12 +413,12 @@ static double backward_sink(struct cattn_backward *b) {
 
 static void backward_finish(struct cattn_backward *b) {
     const struct cattn_rows *keys = &b->keys;
-    const vf scale = vf_set1((real)b->scores.scale), zero = vf_set1(0);
+    const vf scale = vf_set1((real)b->scores.call.scale), zero = vf_set1(0);
     for (int r = 0; r < keys->n_rows; r++) {
-        const real *acc = (const real *)keys->acc + r * keys->acc_cols;
-        for (int64_t c = 0; c < keys->d_v; c += LANES) {
+        const real *acc = (const real *)keys->scratch.acc + r * keys->call.acc_cols;
+        for (int64_t c = 0; c < keys->call.d_v; c += LANES) {
             const vf v = with_one_nan(vf_loadu(acc + c) * scale + zero);
-            store_strided((real *)b->grad_query[r] + c, 1, v, (int)min64(LANES, keys->d_v - c));
+            store_strided((real *)b->grad_query[r] + c, 1, v, (int)min64(LANES, keys->call.d_v - c));
         }
         if (b->grad_bias_row[0]) {
             const real sum = ((const real *)b->bias_sum)[r];

@@ -138,20 +138,20 @@ NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, in
 /* Packs Q^T, scaled (rounded once): panels [head_dim][PANEL]. The lanes after the last row are 0, up to a whole vector.
  */
 static void pack_query_tile(struct cattn_rows *rows) {
-    const int64_t depth = rows->head_dim, col = rows->query_col;
-    const vf scale = vf_set1((real)rows->scale);
+    const int64_t depth = rows->call.head_dim, col = rows->call.query_col;
+    const vf scale = vf_set1((real)rows->call.scale);
     const int padded = (int)cattn_round_up(rows->n_rows, LANES);
     for (int r0 = 0; r0 < padded; r0 += LANES) {
-        real *panel = (real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
+        real *panel = (real *)rows->scratch.packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
         const void *const *query = rows->query + r0;
         const int n_rows = (int)min64(LANES, rows->n_rows - r0);
         for (int64_t d = 0; d < depth; d += LANES, panel += LANES * PANEL) {
             const int n = (int)min64(LANES, depth - d);
             if (col != 1 || n < LANES || n_rows < LANES)
-                pack_part(rows->storage, query, n_rows, d, col, n, scale, panel);
-            else if (rows->storage == CATTN_STORED_PLAIN)
+                pack_part(rows->call.storage, query, n_rows, d, col, n, scale, panel);
+            else if (rows->call.storage == CATTN_STORED_PLAIN)
                 pack_square(CATTN_STORED_PLAIN, query, d, scale, panel);
-            else if (rows->storage == CATTN_STORED_F16)
+            else if (rows->call.storage == CATTN_STORED_F16)
                 pack_square(CATTN_STORED_F16, query, d, scale, panel);
             else
                 pack_square(CATTN_STORED_BF16, query, d, scale, panel);
@@ -161,11 +161,11 @@ static void pack_query_tile(struct cattn_rows *rows) {
 
 /* `height` keys of the block from k on: K itself, or past the last key a copy padded with rows of zeros. */
 static struct source key_rows(const struct cattn_rows *rows, struct source key, int k, int height, int n_keys) {
-    const int64_t depth = rows->head_dim;
+    const int64_t depth = rows->call.head_dim;
     const struct source from = {key.first + k * key.row, key.row};
     if (k + height <= n_keys)
         return from;
-    real *copy = rows->key_copy;
+    real *copy = rows->scratch.key_copy;
     for (int m = 0; m < height; m++)
         for (int64_t d = 0; d < depth; d++)
             copy[m * depth + d] = k + m < n_keys ? from.first[m * from.row + d] : 0;
@@ -175,11 +175,11 @@ static struct source key_rows(const struct cattn_rows *rows, struct source key, 
 /* Columns c .. c+PANEL-1 of V for the keys begin .. end-1 of the block, as whole vectors: V itself if the columns are
  * whole vectors, else a copy with zeros after the last column, because reading V past its end is not allowed. */
 static struct source value_run(const struct cattn_rows *rows, struct source value, int begin, int end, int64_t c) {
-    const int64_t n = rows->d_v - c;
+    const int64_t n = rows->call.d_v - c;
     const struct source from = {value.first + begin * value.row + c, value.row};
     if (n >= PANEL || n == LANES)
         return from;
-    real *panel = rows->value_panel;
+    real *panel = rows->scratch.value_panel;
     for (int k = 0; k < end - begin; k++)
 #pragma GCC unroll 2
         for (int i = 0; i < NR; i++) {

@@ -51,31 +51,26 @@ struct cattn_drop {
     uint32_t threshold_hi, threshold_lo; /* the threshold's 16-bit halves; hi is 0x10000 if nothing is dropped */
 };
 
-/* A block of rows. A table reads only the fields that its flags announce; the others may be uninitialised. */
-struct cattn_rows {
-    int n_rows;
-    bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
-    bool ascending;    /* consecutive queries of one head, none past the end: lo and hi never decrease */
+/* What all tasks of a call share; kernels only read it. Fields announced by a flag are uninitialised without it. */
+struct cattn_call {
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
+    int64_t seqlen_k; /* length of the weights' last axis */
     double scale;
-    double keep_scale; /* 1, or 1/(1-p) under dropout */
+    double keep_scale; /* 1; under dropout 1/(1-p) */
     double softcap;    /* > 0; or 0 for none */
-    bool has_slopes, has_sinks;
-    bool has_mask, has_out, has_lse, has_weights; /* otherwise these row pointers are not set */
-    bool double_lse;                              /* lse is double, otherwise the table's own type */
-    bool store_scores;                            /* `weights` receives the scores, -inf out of range */
-    enum cattn_storage storage;                   /* of query, key, value, out and weights_out */
-
-    const void *key, *value; /* of this key-value head */
-    int64_t key_row, key_col, value_row, value_col;
-    int64_t mask_col;
+    bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
+    bool has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
+    bool double_lse;            /* lse is double, otherwise the table's own type */
+    bool store_scores;          /* `weights` receives the scores, -inf out of range */
+    enum cattn_storage storage; /* of query, key, value, out and weights_out */
     int n_bias;
-    int64_t bias_col[2];
-    struct cattn_drop drop;
-    int64_t query_col, out_col, weights_col, weights_out_col;
+    int64_t query_col, key_row, key_col, value_row, value_col, mask_col, bias_col[2];
+    int64_t out_col, weights_col, weights_out_col;
+};
 
-    /* one entry a row */
+/* One entry a row. */
+struct cattn_per_row {
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
     const uint8_t *mask[CATTN_TILE_ROWS];
@@ -83,15 +78,16 @@ struct cattn_rows {
     int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: the query's position among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
-    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* one bit a key, lowest first, from a serial stream; [0] NULL: use Philox */
+    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
     void *out[CATTN_TILE_ROWS];          /* NULL: a row past the end of its packed sequence */
     void *lse[CATTN_TILE_ROWS];          /* the same */
     void *weights[CATTN_TILE_ROWS];      /* in the table's own type */
     void *weights_out[CATTN_TILE_ROWS];  /* halves: `finish` narrows `weights` to here */
-    int64_t seqlen_k;                    /* length of the weights' last axis */
-    int64_t n_keys;                      /* keys that exist in this batch entry */
+};
 
-    /* scratch, 64-byte aligned */
+/* Scratch arrays of a task, 64-byte aligned. */
+struct cattn_row_scratch {
+    uint8_t *drop_bits; /* the bits of all rows, from a serial stream; NULL: use Philox */
     void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
     void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
     void *cap_slope;    /* the derivative of softcap, laid out as score; NULL except in the backward pass */
@@ -103,6 +99,19 @@ struct cattn_rows {
     void *row_max, *row_sum, *alpha;         /* the running state of the chunk; this block's correction */
     void *acc;                               /* [row][acc_cols] */
     void *total_max, *total_sum, *total_acc; /* of the chunks before; read from the second chunk on */
+};
+
+/* A block of rows: the argument of the kernels. */
+struct cattn_rows {
+    struct cattn_call call; /* a copy: the inner loops need no second pointer */
+    struct cattn_per_row *per_row;
+    const void **query; /* per_row->query, except in a view for gradients */
+    int n_rows;
+    bool ascending;          /* consecutive queries of one head, none past the end: lo and hi never decrease */
+    int64_t n_keys;          /* keys that exist in this batch entry */
+    const void *key, *value; /* of this key-value head */
+    struct cattn_drop drop;
+    struct cattn_row_scratch scratch;
 };
 
 /* The gradients of a block of queries. Three views share masks and ranges, so that the kernels of the forward pass
@@ -121,6 +130,7 @@ struct cattn_rows {
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
+    const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads` */
     /* scratch: the queries and grad_out, row by row, with zeros after the last row and column */
     void *query_rows, *grad_rows;
     int64_t query_cols, grad_cols;         /* multiples of CATTN_PAD */

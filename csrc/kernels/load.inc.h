@@ -58,6 +58,7 @@ INLINE vf load_half(enum cattn_storage storage, const uint16_t *p, int64_t strid
     return storage == CATTN_STORED_F16 ? vf_from_f16(h) : vf_from_bf16(h);
 }
 
+/* Rounded to nearest even. */
 INLINE void store_half(enum cattn_storage storage, uint16_t *p, int64_t stride, vf v, int n) {
     const vh h = storage == CATTN_STORED_F16 ? vh_f16(v) : vh_bf16(v);
     if (stride == 1 && n == LANES) {
@@ -99,6 +100,7 @@ INLINE void store_stored(enum cattn_storage storage, void *base, int64_t i, int6
     store_strided((real *)base + i, stride, v, n);
 }
 
+/* Converts n stored elements to the table's own type, with unit stride. */
 static void widen_row(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to) {
     int64_t k = 0;
     for (; k + LANES <= n && stride == 1; k += LANES)
@@ -109,6 +111,7 @@ static void widen_row(enum cattn_storage storage, const void *from, int64_t stri
     }
 }
 
+/* The inverse of widen_row, rounded to nearest even. */
 static void narrow_row(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride) {
     int64_t k = 0;
     for (; k + LANES <= n && stride == 1; k += LANES)

@@ -11,12 +11,12 @@ INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 
 /* Whether row r may see this key. Slow: for single keys and rare cases that the vector code leaves over. */
 static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
-    if (key < rows->lo[r] || key >= rows->hi[r])
+    if (key < rows->per_row->lo[r] || key >= rows->per_row->hi[r])
         return false;
-    if (rows->has_mask && !rows->mask[r][key * rows->mask_col])
+    if (rows->call.has_mask && !rows->per_row->mask[r][key * rows->call.mask_col])
         return false;
-    for (int b = 0; b < rows->n_bias; b++)
-        if (is_neg_inf(((const real *)rows->bias[b][r])[key * rows->bias_col[b]]))
+    for (int b = 0; b < rows->call.n_bias; b++)
+        if (is_neg_inf(((const real *)rows->per_row->bias[b][r])[key * rows->call.bias_col[b]]))
             return false;
     return true;
 }
@@ -26,20 +26,21 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
     vf total = vf_set1(0);
-    if (rows->has_mask) {
-        const uint8_t *mask = rows->mask[r] + key * rows->mask_col;
+    if (rows->call.has_mask) {
+        const uint8_t *mask = rows->per_row->mask[r] + key * rows->call.mask_col;
         uint8_t lanes[LANES];
-        if (rows->mask_col != 1) {
+        if (rows->call.mask_col != 1) {
             for (int i = 0; i < n; i++)
-                lanes[i] = mask[i * rows->mask_col];
+                lanes[i] = mask[i * rows->call.mask_col];
             mask = lanes;
         }
         total = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
     }
     vm hidden = vf_eq(total, neg_inf);
-    for (int b = 0; b < rows->n_bias; b++) {
-        int64_t col = rows->bias_col[b];
-        vf bias = load_strided((const real *)rows->bias[b][r] + key * col, col, n);
+    /* -inf is remembered apart from the sum: +inf in another bias would turn the sum into NaN */
+    for (int b = 0; b < rows->call.n_bias; b++) {
+        int64_t col = rows->call.bias_col[b];
+        vf bias = load_strided((const real *)rows->per_row->bias[b][r] + key * col, col, n);
         hidden = vm_or(hidden, vf_eq(bias, neg_inf));
         total = total + bias;
     }
@@ -50,13 +51,13 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
 
 /* Whether a mask leaves row r any key: decides between 0 and NaN for a row whose sum is 0. */
 static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
-    int64_t key = rows->lo[r];
-    if (rows->fully_ranged)
-        return key < rows->hi[r];
-    for (; key + LANES <= rows->hi[r]; key += LANES)
+    int64_t key = rows->per_row->lo[r];
+    if (rows->call.fully_ranged)
+        return key < rows->per_row->hi[r];
+    for (; key + LANES <= rows->per_row->hi[r]; key += LANES)
         if (vm_any(vm_not(vf_eq(element_bias(rows, r, key, LANES), vf_set1(NEG_INF)))))
             return true;
-    for (; key < rows->hi[r]; key++)
+    for (; key < rows->per_row->hi[r]; key++)
         if (key_visible(rows, r, key))
             return true;
     return false;
@@ -64,7 +65,7 @@ static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
 
 /* The bit of this key in row r of the bits drawn from a serial stream: 1 if its weight stays. */
 INLINE bool key_drop_bit(const struct cattn_rows *rows, int r, int64_t key) {
-    return rows->drop_bits[r][key >> 3] >> (key & 7) & 1;
+    return rows->per_row->drop_bits[r][key >> 3] >> (key & 7) & 1;
 }
 
 /* softcap * tanh(score / softcap). Not inlined: it is long and rarely used. */

@@ -17,14 +17,15 @@
 #define ROWS_NEAR ROW_STEP
 
 static void pack_query_rows(struct cattn_rows *rows) {
-    const int64_t depth = rows->head_dim;
-    const real scale = (real)rows->scale;
-    real *packed = rows->packed_query;
+    const int64_t depth = rows->call.head_dim;
+    const real scale = (real)rows->call.scale;
+    real *packed = rows->scratch.packed_query;
+    /* rows that do not exist are 0: the kernels compute up to CATTN_FEW_ROWS rows */
     for (int r = 0; r < CATTN_FEW_ROWS; r++, packed += depth) {
         const real *query = r < rows->n_rows ? rows->query[r] : NULL;
-        int64_t col = rows->query_col;
-        if (query && rows->storage != CATTN_STORED_PLAIN) {
-            widen_row(rows->storage, query, col, depth, packed);
+        int64_t col = rows->call.query_col;
+        if (query && rows->call.storage != CATTN_STORED_PLAIN) {
+            widen_row(rows->call.storage, query, col, depth, packed);
             query = packed;
             col = 1;
         }
@@ -83,7 +84,7 @@ INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage
                                int64_t col, int64_t first_row, int n_rows, int64_t n_cols, void *scratch) {
     if (direct != CATTN_STORED_PLAIN)
         return (struct stored){direct, stored_at(direct, base, first_row * row), row};
-    const struct source from = rows_of(rows->storage, base, row, col, first_row, n_rows, n_cols, scratch);
+    const struct source from = rows_of(rows->call.storage, base, row, col, first_row, n_rows, n_cols, scratch);
     return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
 }
 
@@ -111,8 +112,8 @@ NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[L
  * that ends with them is added to the scores. */
 INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, int n, const vf *kt,
                           vf chain[CATTN_FEW_ROWS], vf score[CATTN_FEW_ROWS]) {
-    const int64_t depth = rows->head_dim;
-    const real *query = rows->packed_query;
+    const int64_t depth = rows->call.head_dim;
+    const real *query = rows->scratch.packed_query;
 #pragma GCC unroll 16
     for (int i = 0; i < n; i++)
 #pragma GCC unroll 8
@@ -129,7 +130,7 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
 
 /* Scores of LANES keys, of which the first n exist, for `many` rows. */
 INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf score[CATTN_FEW_ROWS]) {
-    const int64_t depth = rows->head_dim;
+    const int64_t depth = rows->call.head_dim;
     struct rows_ahead next = rows_ahead(key, depth);
     vf kt[LANES], chain[CATTN_FEW_ROWS];
     int64_t d = 0;
@@ -160,14 +161,14 @@ NOINLINE vf mask_elements(const struct cattn_rows *rows, int r, int64_t key, int
 /* Applies softcap, slope and masks to one vector of scores: keys k0+k .. of row r, of which n exist. */
 INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
     const vf neg_inf = vf_set1(NEG_INF);
-    if (rows->softcap > 0)
-        score = cap_score(score, rows->softcap);
-    if (rows->has_slopes)
-        score = slope_score(score, vf_set1((real)rows->slope[r]), vf_set1((real)(rows->position[r] - k0)),
-                            index + vf_set1((real)k));
-    if (!rows->fully_ranged)
+    if (rows->call.softcap > 0)
+        score = cap_score(score, rows->call.softcap);
+    if (rows->call.has_slopes)
+        score = slope_score(score, vf_set1((real)rows->per_row->slope[r]),
+                            vf_set1((real)(rows->per_row->position[r] - k0)), index + vf_set1((real)k));
+    if (!rows->call.fully_ranged)
         score = mask_elements(rows, r, k0 + k, n, score);
-    const int lo = relative(rows->lo[r], k0), hi = relative(rows->hi[r], k0);
+    const int lo = relative(rows->per_row->lo[r], k0), hi = relative(rows->per_row->hi[r], k0);
     if (lo <= k && k + LANES <= hi)
         return score;
     vf at = index + vf_set1((real)k);
@@ -178,7 +179,7 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
 /* Masked scores of the keys begin .. end-1 of the block, -inf after the last key, and the block's maxima. */
 INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys, int begin,
                        int end) {
-    real lane[LANES], *score = rows->score, *block_max = rows->block_max;
+    real lane[LANES], *score = rows->scratch.score, *block_max = rows->scratch.block_max;
     for (int i = 0; i < LANES; i++)
         lane[i] = (real)i;
     const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
@@ -189,8 +190,8 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
-        const struct stored key =
-            find_rows(rows, direct, rows->key, rows->key_row, rows->key_col, k0 + k, n, rows->head_dim, rows->key_copy);
+        const struct stored key = find_rows(rows, direct, rows->key, rows->call.key_row, rows->call.key_col, k0 + k, n,
+                                            rows->call.head_dim, rows->scratch.key_copy);
         score_keys(rows, many, key, n, acc);
 #pragma GCC unroll 8
         for (int r = 0; r < many; r++) {
@@ -223,8 +224,9 @@ static real softmax_keys(real *score, int begin, int end, real shift) {
     return SUM_TREE(chain);
 }
 
+/* Dropped weights become +0. One call of philox_words serves 128 keys. */
 static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
-    const uint32_t *position = &rows->drop_position[r], *head = &rows->drop_head[r];
+    const uint32_t *position = &rows->per_row->drop_position[r], *head = &rows->per_row->drop_head[r];
     uint32_t words[64];
     for (int run = begin / 64 * 64; run < end; run += 128) {
         philox_words(&rows->drop, (uint64_t)(k0 + run), *position, *head, words);
@@ -251,7 +253,7 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
         vf chain = vf_set1(0);
         for (const int64_t end = chain_end(k, keys.end); k < end; k++)
             if (key_visible(rows, r, k0 + k)) {
-                vf w = vf_set1(((const real *)rows->score)[r * CATTN_BLOCK_KEYS + k]);
+                vf w = vf_set1(((const real *)rows->scratch.score)[r * CATTN_BLOCK_KEYS + k]);
                 chain = vf_fma(w, load_row(value, k - keys.begin, c, n), chain);
             }
         block = block + chain;
@@ -263,7 +265,7 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
  * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
                        struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
-    const real *score = rows->score;
+    const real *score = rows->scratch.score;
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)
@@ -298,7 +300,7 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
     }
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++) {
-        real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+        real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
             if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
@@ -312,8 +314,8 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 /* All columns of V, as many vectors at a time as the registers hold. */
 INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct key_half keys, int64_t k0,
                           const real *factor) {
-    int64_t c = 0, left = rows->d_v;
-    struct rows_ahead next = rows_ahead(value, rows->d_v);
+    int64_t c = 0, left = rows->call.d_v;
+    struct rows_ahead next = rows_ahead(value, rows->call.d_v);
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
@@ -330,38 +332,43 @@ INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value
 /* P V of a block, half by half: where V must be copied, the copy of a half stays in the L1 cache. */
 INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int begin, int end) {
     static const real ones[CATTN_FEW_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1};
+    /* The first half runs even without keys, because it multiplies the accumulators with alpha. */
     for (int i = 0; i < 2; i++) {
         const struct key_half keys = key_half_of(i, begin, end);
         if (i > 0 && key_half_is_empty(keys))
             break;
-        const struct stored value = find_rows(rows, direct, rows->value, rows->value_row, rows->value_col,
-                                              k0 + keys.begin, keys.end - keys.begin, rows->d_v, rows->value_panel);
-        value_columns(rows, many, value, keys, k0, i == 0 ? rows->alpha : ones);
+        const struct stored value =
+            find_rows(rows, direct, rows->value, rows->call.value_row, rows->call.value_col, k0 + keys.begin,
+                      keys.end - keys.begin, rows->call.d_v, rows->scratch.value_panel);
+        value_columns(rows, many, value, keys, k0, i == 0 ? rows->scratch.alpha : ones);
     }
 }
 
 INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, int many, int64_t k0, int n_keys,
                             int begin, int end) {
-    real *score = rows->score, *row_sum = rows->row_sum, sum[CATTN_PAD] = {0};
+    real *score = rows->scratch.score, *row_sum = rows->scratch.row_sum, sum[CATTN_PAD] = {0};
     score_rows(rows, direct, many, k0, n_keys, begin, end);
-    if (rows->has_weights)
+    /* the scores are stored now, before softmax overwrites them; `finish` turns them into weights */
+    if (rows->call.has_weights)
         for (int r = 0; r < rows->n_rows; r++)
             for (int k = begin; k < min64(end, n_keys); k += LANES)
-                store_strided((real *)rows->weights[r] + (k0 + k) * rows->weights_col, rows->weights_col,
-                              with_one_nan(vf_loadu(score + r * CATTN_BLOCK_KEYS + k)), (int)min64(LANES, n_keys - k));
+                store_strided((real *)rows->per_row->weights[r] + (k0 + k) * rows->call.weights_col,
+                              rows->call.weights_col, with_one_nan(vf_loadu(score + r * CATTN_BLOCK_KEYS + k)),
+                              (int)min64(LANES, n_keys - k));
     for (int r = 0; r < many; r += LANES)
         update_max(rows, r);
     for (int r = 0; r < many; r++) {
         real *s = score + r * CATTN_BLOCK_KEYS;
-        sum[r] = softmax_keys(s, begin, end, ((const real *)rows->block_max)[r]);
-        if (r < rows->n_rows && rows->drop_bits[0])
+        sum[r] = softmax_keys(s, begin, end, ((const real *)rows->scratch.block_max)[r]);
+        if (r < rows->n_rows && rows->scratch.drop_bits)
             drop_keys_drop_bits(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
     }
     for (int r = 0; r < many; r += LANES)
-        vf_storeu(row_sum + r, vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->alpha + r), vf_loadu(sum + r)));
-    if (rows->d_v)
+        vf_storeu(row_sum + r,
+                  vf_fma(vf_loadu(row_sum + r), vf_loadu((real *)rows->scratch.alpha + r), vf_loadu(sum + r)));
+    if (rows->call.d_v)
         value_keys(rows, direct, many, k0, begin, (int)min64(end, n_keys));
 }
 
@@ -385,24 +392,26 @@ ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
 ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
 #endif
 
+/* The function for this number of rows and this storage. Halves are read in place only with unit column strides. */
 static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
     const int n = rows->n_rows;
 #ifdef HALVES_ARE_QUICK
-    const bool direct = rows->key_col == 1 && (rows->value_col == 1 || !rows->d_v);
-    if (direct && rows->storage == CATTN_STORED_F16)
+    const bool direct = rows->call.key_col == 1 && (rows->call.value_col == 1 || !rows->call.d_v);
+    if (direct && rows->call.storage == CATTN_STORED_F16)
         return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
-    if (direct && rows->storage == CATTN_STORED_BF16)
+    if (direct && rows->call.storage == CATTN_STORED_BF16)
         return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
 #endif
     return n == 1 ? rows_block_1 : n == 2 ? rows_block_2 : n <= 4 ? rows_block_4 : rows_block_8;
 }
 
+/* The keys that some row sees, rounded outwards to ROW_STEP. Rows that see fewer are masked in mask_keys. */
 static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     int64_t lo = INT64_MAX, hi = 0;
     for (int r = 0; r < rows->n_rows; r++)
-        if (rows->lo[r] < rows->hi[r]) {
-            lo = min64(lo, rows->lo[r]);
-            hi = max64(hi, rows->hi[r]);
+        if (rows->per_row->lo[r] < rows->per_row->hi[r]) {
+            lo = min64(lo, rows->per_row->lo[r]);
+            hi = max64(hi, rows->per_row->hi[r]);
         }
     const int n_keys = (int)(k1 - k0), begin = relative(lo, k0) / ROW_STEP * ROW_STEP;
     const int end = (int)cattn_round_up(relative(min64(hi, k1), k0), ROW_STEP);

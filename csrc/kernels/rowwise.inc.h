@@ -9,6 +9,7 @@
 
 /* n columns from k on, scaled. Hidden columns and the lanes from n on are -inf. */
 INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bool masked) {
+    /* below + 16 - n starts with n ones, then zeros: the mask of a partial vector */
     static const uint8_t below[2 * 16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const vf neg_inf = vf_set1(NEG_INF);
     vf x = load_strided((const real *)row->x + k * row->x_stride, row->x_stride, n) * vf_set1((real)row->scale);
@@ -31,7 +32,7 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
 /* The maximum over [lo, hi). Also prefetches the lines that the exponentials will be written to. */
 static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
     const uintptr_t out = (uintptr_t)(row->out_stride == 1 ? row->out : row->x);
-    vf max = vf_set1(NEG_INF), odd = max;
+    vf max = vf_set1(NEG_INF), odd = max; /* two maxima, so that their latencies overlap */
     int64_t k = lo;
     for (; k + 2 * LANES <= hi; k += 2 * LANES) {
         max = vf_max(softmax_load(row, k, LANES, masked), max);
@@ -68,7 +69,7 @@ static real sum_run(const real *e, int64_t at, int64_t n) {
 /* out = exp(x - max) over [lo, hi). Returns the sum. Prefetches the next row meanwhile. */
 static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real max, bool masked) {
     const vf shift = vf_set1(max);
-    real buffer[SUM_RUN], total = 0;
+    real buffer[SUM_RUN], total = 0; /* the buffer is for strided outputs, whose sum needs unit stride */
     for (int64_t run = lo / SUM_RUN * SUM_RUN; run < hi; run += SUM_RUN) {
         const int64_t from = max64(lo, run), to = min64(hi, run + SUM_RUN);
         real *out = (real *)row->out + from * row->out_stride;

@@ -11,25 +11,25 @@ INLINE vm finite_lanes(vf x) { return vf_eq(x - x, vf_set1(0)); } /* NOLINT(misc
 /* Rows are padded to CATTN_FEW_ROWS, because the row path computes that many. */
 static void chunk_begin(struct cattn_rows *rows) {
     const int n = (int)cattn_round_up(rows->n_rows, CATTN_FEW_ROWS);
-    real *row_max = rows->row_max, *row_sum = rows->row_sum;
+    real *row_max = rows->scratch.row_max, *row_sum = rows->scratch.row_sum;
     for (int r = 0; r < n; r++) {
         row_max[r] = NEG_INF;
         row_sum[r] = 0;
     }
-    if (rows->acc_cols)
-        memset(rows->acc, 0, (size_t)n * (size_t)rows->acc_cols * sizeof(real));
+    if (rows->call.acc_cols)
+        memset(rows->scratch.acc, 0, (size_t)n * (size_t)rows->call.acc_cols * sizeof(real));
 }
 
 /* Merges the block's maxima of LANES rows from r on into the running maxima. alpha = exp(old maximum - new maximum)
  * corrects what was summed before. block_max becomes the number to subtract from the scores: the maximum, or 0 if that
  * is -inf, so that rows without a visible key get exp(-inf) = 0 and not exp(NaN). */
 INLINE void update_max(struct cattn_rows *rows, int r) {
-    real *row_max = (real *)rows->row_max + r, *block_max = (real *)rows->block_max + r;
+    real *row_max = (real *)rows->scratch.row_max + r, *block_max = (real *)rows->scratch.block_max + r;
     vf old = vf_loadu(row_max), now = vf_max(old, vf_loadu(block_max));
     vf shift = vf_select(vf_eq(now, vf_set1(NEG_INF)), vf_set1(0), now);
     vf_storeu(row_max, now);
     vf_storeu(block_max, shift);
-    vf_storeu((real *)rows->alpha + r, vf_exp(old - shift));
+    vf_storeu((real *)rows->scratch.alpha + r, vf_exp(old - shift));
 }
 
 /* The keys of a block that lie in one half of it: P V adds the halves one after the other. */
@@ -51,8 +51,8 @@ INLINE void fold_block(real *acc, vf factor, vf block) { vf_storeu(acc, vf_fma(v
 
 /* total = total * a1 + chunk * a2, row by row. A chunk without visible keys changes nothing: a1 is 1, a2 is 0. */
 static void chunk_merge(struct cattn_rows *rows) {
-    const real *m2 = rows->row_max, *l2 = rows->row_sum, *o2 = rows->acc;
-    real *m1 = rows->total_max, *l1 = rows->total_sum, *o1 = rows->total_acc;
+    const real *m2 = rows->scratch.row_max, *l2 = rows->scratch.row_sum, *o2 = rows->scratch.acc;
+    real *m1 = rows->scratch.total_max, *l1 = rows->scratch.total_sum, *o1 = rows->scratch.total_acc;
     real a1[LANES], a2[LANES];
     for (int r0 = 0; r0 < rows->n_rows; r0 += LANES) {
         vf max1 = vf_loadu(m1 + r0), max2 = vf_loadu(m2 + r0), now = vf_max(max1, max2);
@@ -62,9 +62,10 @@ static void chunk_merge(struct cattn_rows *rows) {
         vf_storeu(l1 + r0, vf_fma(vf_loadu(l2 + r0), scale2, vf_loadu(l1 + r0) * scale1));
         vf_storeu(a1, scale1);
         vf_storeu(a2, scale2);
+        /* statistics have rows as lanes, accumulators columns: hence the factors go through memory */
         for (int i = 0; i < LANES && r0 + i < rows->n_rows; i++)
-            for (int64_t c = 0; c < rows->acc_cols; c += LANES) {
-                int64_t at = (r0 + i) * rows->acc_cols + c;
+            for (int64_t c = 0; c < rows->call.acc_cols; c += LANES) {
+                int64_t at = (r0 + i) * rows->call.acc_cols + c;
                 vf old = vf_loadu(o1 + at) * vf_set1(a1[i]);
                 vf_storeu(o1 + at, vf_fma(vf_loadu(o2 + at), vf_set1(a2[i]), old));
             }
@@ -73,11 +74,11 @@ static void chunk_merge(struct cattn_rows *rows) {
 
 /* Output rows: acc * factor + 0. Adding 0 turns -0 into +0, because the sign of a zero depends on the path. */
 INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
-    const int64_t d_v = rows->d_v, col = rows->out_col, acc_cols = rows->acc_cols;
-    const int n_rows = rows->has_out ? rows->n_rows : 0;
-    const real *acc = rows->total_acc;
+    const int64_t d_v = rows->call.d_v, col = rows->call.out_col, acc_cols = rows->call.acc_cols;
+    const int n_rows = rows->call.has_out ? rows->n_rows : 0;
+    const real *acc = rows->scratch.total_acc;
     for (int r = 0; r < n_rows; r++, acc += acc_cols) {
-        void *out = rows->out[r];
+        void *out = rows->per_row->out[r];
         const vf scale = vf_set1(factor[r]);
         int64_t c = 0;
         if (!out)
@@ -93,16 +94,16 @@ INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage
 /* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf if the call wants scores.
  */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
-    real *w = rows->weights[r];
-    const int64_t col = rows->weights_col, lo = rows->lo[r], hi = rows->hi[r];
+    real *w = rows->per_row->weights[r];
+    const int64_t col = rows->call.weights_col, lo = rows->per_row->lo[r], hi = rows->per_row->hi[r];
     const vf shift = vf_set1(max), factor = vf_set1(inverse);
-    const vf outside = vf_set1(rows->store_scores ? NEG_INF : 0);
+    const vf outside = vf_set1(rows->call.store_scores ? NEG_INF : 0);
     for (int64_t k = 0; k < lo; k += LANES)
         store_strided(w + k * col, col, outside, (int)min64(LANES, lo - k));
-    for (int64_t k = max64(lo, hi); k < rows->seqlen_k; k += LANES)
-        store_strided(w + k * col, col, outside, (int)min64(LANES, rows->seqlen_k - k));
-    if (rows->store_scores)
-        return;
+    for (int64_t k = max64(lo, hi); k < rows->call.seqlen_k; k += LANES)
+        store_strided(w + k * col, col, outside, (int)min64(LANES, rows->call.seqlen_k - k));
+    if (rows->call.store_scores)
+        return;                        /* the scores in range are there already */
     if (!(inverse < (real)INFINITY)) { /* the sum is NaN or 0: the masks decide between 0 and NaN */
         for (int64_t k = lo; k < hi; k++)
             w[k * col] = key_visible(rows, r, k) ? CANONICAL_NAN : 0;
@@ -123,10 +124,10 @@ static double log_sum_exp(real max, real sum) {
 }
 
 static void store_lse(const struct cattn_rows *rows, int r, double lse) {
-    if (rows->double_lse)
-        *(double *)rows->lse[r] = lse;
+    if (rows->call.double_lse)
+        *(double *)rows->per_row->lse[r] = lse;
     else
-        *(real *)rows->lse[r] = (real)lse;
+        *(real *)rows->per_row->lse[r] = (real)lse;
 }
 
 /* A sink is one more key with a score but without a value. Merges it into maximum and sum and returns the factor of the
@@ -144,15 +145,15 @@ static real take_sink(real sink, real *max, real *sum) {
 
 /* The factor of each row's accumulator. Afterwards total_max and total_sum include the sinks. */
 static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]) {
-    real *max = rows->total_max, *sum = rows->total_sum;
-    for (int r = 0; r < rows->n_rows && rows->has_sinks; r++)
-        factor[r] = take_sink((real)rows->sink[r], &max[r], &sum[r]);
+    real *max = rows->scratch.total_max, *sum = rows->scratch.total_sum;
+    for (int r = 0; r < rows->n_rows && rows->call.has_sinks; r++)
+        factor[r] = take_sink((real)rows->per_row->sink[r], &max[r], &sum[r]);
     bool empty = false;
     for (int r = 0; r < rows->n_rows; r += LANES) {
-        vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->keep_scale);
+        vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->call.keep_scale);
         /* the lanes after the last row are arbitrary, so test a partial vector row by row */
         empty = empty || r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0)));
-        if (rows->has_sinks)
+        if (rows->call.has_sinks)
             f = f * vf_loadu(factor + r);
         vf_storeu(factor + r, f);
     }
@@ -163,21 +164,22 @@ static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]
 }
 
 static void finish(struct cattn_rows *rows) {
-    const real *max = rows->total_max, *sum = rows->total_sum;
+    const real *max = rows->scratch.total_max, *sum = rows->scratch.total_sum;
     real factor[CATTN_TILE_ROWS];
     finish_factors(rows, factor);
-    if (rows->storage == CATTN_STORED_PLAIN)
+    if (rows->call.storage == CATTN_STORED_PLAIN)
         finish_out(rows, CATTN_STORED_PLAIN, factor);
-    else if (rows->storage == CATTN_STORED_F16)
+    else if (rows->call.storage == CATTN_STORED_F16)
         finish_out(rows, CATTN_STORED_F16, factor);
     else
         finish_out(rows, CATTN_STORED_BF16, factor);
-    for (int r = 0; r < rows->n_rows && rows->has_lse; r++)
-        if (rows->lse[r])
+    for (int r = 0; r < rows->n_rows && rows->call.has_lse; r++)
+        if (rows->per_row->lse[r])
             store_lse(rows, r, log_sum_exp(max[r], sum[r]));
-    for (int r = 0; r < rows->n_rows && rows->has_weights; r++) {
+    for (int r = 0; r < rows->n_rows && rows->call.has_weights; r++) {
         finish_weights(rows, r, max[r], 1 / sum[r]);
-        if (rows->storage != CATTN_STORED_PLAIN)
-            narrow_row(rows->storage, rows->weights[r], rows->seqlen_k, rows->weights_out[r], rows->weights_out_col);
+        if (rows->call.storage != CATTN_STORED_PLAIN)
+            narrow_row(rows->call.storage, rows->per_row->weights[r], rows->call.seqlen_k,
+                       rows->per_row->weights_out[r], rows->call.weights_out_col);
     }
 }

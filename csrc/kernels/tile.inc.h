@@ -59,6 +59,7 @@ INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
 }
 
 static void find_extents(struct tile *t) {
+    /* every row sees every key of t->all: the common case, which saves the search */
     const bool full = t->all.full_begin <= t->all.begin && t->all.full_end >= t->all.end;
     t->n_vectors = (t->rows->n_rows + LANES - 1) / LANES;
     t->n_groups = (t->rows->n_rows + MR - 1) / MR;
@@ -74,8 +75,8 @@ static void find_extents(struct tile *t) {
  * copies, so the copy of V overwrites that of K. */
 static struct source rows_of_block(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
-    struct source rows = rows_of(t->rows->storage, base, row, col, t->k0 + first, last - first, n_cols,
-                                 (real *)t->rows->block_copy + first * n_cols);
+    struct source rows = rows_of(t->rows->call.storage, base, row, col, t->k0 + first, last - first, n_cols,
+                                 (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
     return rows;
 }
@@ -83,6 +84,7 @@ static struct source rows_of_block(const struct tile *t, const void *base, int64
 /* Writes the element-wise masks of LANES rows from r on to the place of their scores. */
 static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
+    /* whole squares of LANES keys by LANES rows, which are transposed in registers */
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
@@ -90,7 +92,7 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
             v[i] = r + i < rows->n_rows ? element_bias(rows, r + i, t->k0 + k, n) : vf_set1(0);
         vf_transpose(v);
         for (int i = 0; i < LANES; i++)
-            vf_storeu((real *)rows->score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
+            vf_storeu((real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
     }
 }
 
@@ -100,28 +102,31 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    dot_tile(mr, nr, 0, rows->head_dim, key.first, key.row, 1,
-             (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
+    dot_tile(mr, nr, 0, rows->call.head_dim, key.first, key.row, 1,
+             (const real *)rows->scratch.packed_query + v / NR * rows->call.head_dim * PANEL + v % NR * LANES, PANEL,
+             acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
         const int r = (v + n) * LANES;
         const bool partial = k < t->vector[v + n].full_begin || k + mr > t->vector[v + n].full_end;
-        real *score = (real *)rows->score + k * CATTN_TILE_ROWS + r;
-        real *block_max = (real *)rows->block_max + r;
+        real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + r;
+        real *block_max = (real *)rows->scratch.block_max + r;
         vf max = vf_loadu(block_max);
-        if (rows->softcap > 0)
+        /* the order is law: softcap, slope, bias; then the range, by selection */
+        if (rows->call.softcap > 0)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
-                acc[m][n] = cap_score(acc[m][n], rows->softcap);
-        if (rows->cap_slope)
+                acc[m][n] = cap_score(acc[m][n], rows->call.softcap);
+        if (rows->scratch.cap_slope) /* before slope and bias change the capped scores */
             for (int m = 0; m < mr; m++)
-                vf_storeu((real *)rows->cap_slope + (k + m) * CATTN_TILE_ROWS + r, cap_slope(acc[m][n], rows->softcap));
-        if (rows->has_slopes)
+                vf_storeu((real *)rows->scratch.cap_slope + (k + m) * CATTN_TILE_ROWS + r,
+                          cap_slope(acc[m][n], rows->call.softcap));
+        if (rows->call.has_slopes)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
                 acc[m][n] =
                     slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
-        if (!rows->fully_ranged)
+        if (!rows->call.fully_ranged)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
                 acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
@@ -190,15 +195,15 @@ static void score_panel(const struct tile *t, int v) {
 /* Stores the scores of LANES rows in the weights. `finish` turns them into weights once the lse is known. */
 static void store_scores_of(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
-    const int64_t col = rows->weights_col;
+    const int64_t col = rows->call.weights_col;
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
         for (int i = 0; i < LANES; i++)
-            v[i] = vf_loadu((const real *)rows->score + (k + i) * CATTN_TILE_ROWS + r);
+            v[i] = vf_loadu((const real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r);
         vf_transpose(v);
         for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
-            store_strided((real *)rows->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
+            store_strided((real *)rows->per_row->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
     }
 }
 
@@ -206,8 +211,8 @@ static void store_scores_of(const struct tile *t, const struct extent *e, int r)
 static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     struct cattn_rows *rows = t->rows;
     update_max(rows, r);
-    const vf shift = vf_loadu((const real *)rows->block_max + r);
-    real *score = (real *)rows->score + r, *row_sum = (real *)rows->row_sum + r;
+    const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
+    real *score = (real *)rows->scratch.score + r, *row_sum = (real *)rows->scratch.row_sum + r;
     vf sum[CATTN_SUM_CHAINS];
 #pragma GCC unroll 8
     for (int c = 0; c < CATTN_SUM_CHAINS; c++)
@@ -220,7 +225,7 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
             vf_storeu(s, w);
             sum[c] = sum[c] + w;
         }
-    vf alpha = vf_loadu((const real *)rows->alpha + r);
+    vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
     vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
 }
 
@@ -232,7 +237,7 @@ typedef void use_drop_bits(const void *context, int k, vm drop_bits);
 INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use,
                              const void *context) {
     const struct cattn_drop *drop = &t->rows->drop;
-    const uint32_t *position = t->rows->drop_position + r, *head = t->rows->drop_head + r;
+    const uint32_t *position = t->rows->per_row->drop_position + r, *head = t->rows->per_row->drop_head + r;
     for (int run = e->begin / 64 * 64; run < e->end; run += 64)
         for (int c = 0; c < 8; c++) {
             const uint64_t j = (uint64_t)(t->k0 + run + c);
@@ -264,16 +269,16 @@ INLINE void drop_weight(const void *score, int k, vm drop_bits) {
 }
 
 static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
-    if (t->rows->drop_bits[0])
-        each_stream_bits(t, e, r, drop_weight, (real *)t->rows->score + r);
+    if (t->rows->scratch.drop_bits)
+        each_stream_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
     else if (t->rows->drop.enabled)
-        each_philox_bits(t, e, r, drop_weight, (real *)t->rows->score + r);
+        each_philox_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
 }
 
 /* Zeroes the weights of LANES rows outside their own extent e that P V reads: a group of MR rows may span two vectors,
  * and its extent covers both. */
 static void zero_outside(const struct tile *t, const struct extent *e, int r) {
-    real *score = (real *)t->rows->score + r;
+    real *score = (real *)t->rows->scratch.score + r;
     for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++) {
         const struct extent *group = &t->group[g];
         for (int k = group->begin; k < min64(e->begin, group->end); k++)
@@ -294,7 +299,7 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct key_ha
             vf chain = vf_set1(0);
             for (const int64_t end = chain_end(k, keys.end); k < end; k++, from += value.row)
                 if (key_visible(rows, r, t->k0 + k)) {
-                    vf w = vf_set1(((const real *)rows->score)[k * CATTN_TILE_ROWS + r]);
+                    vf w = vf_set1(((const real *)rows->scratch.score)[k * CATTN_TILE_ROWS + r]);
                     chain = vf_fma(w, vf_loadu(from), chain);
                 }
             block[n] = block[n] + chain;
@@ -306,16 +311,16 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct key_ha
 INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half keys,
                        struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
-    real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+    real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
     vf block[MR][NR];
-    dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->score + keys.begin * CATTN_TILE_ROWS + r, 1,
+    dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r, 1,
              CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
         for (int m = 0; m < mr && r + m < rows->n_rows; m++) {
             vf visible[NR];
             value_row_visible(t, r + m, nr, keys, value, visible);
             for (int n = 0; n < nr; n++)
-                fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), visible[n]);
+                fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), visible[n]);
         }
         return;
     }
@@ -323,7 +328,7 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, b
     for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
-            fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
+            fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
 }
 
 /* P V of the block, half by half, so that a panel of V stays in the L1 cache while all rows use it. */
@@ -332,21 +337,22 @@ static void value_block(const struct tile *t) {
     real ones[MR];
     for (int m = 0; m < MR; m++)
         ones[m] = 1;
+    /* The first half runs even without keys, because it multiplies the accumulators with alpha. */
     for (int i = 0; i < 2; i++) {
         const struct key_half all = key_half_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
         if (i > 0 && key_half_is_empty(all))
             break;
-        for (int64_t c = 0; c < rows->d_v; c += PANEL) {
+        for (int64_t c = 0; c < rows->call.d_v; c += PANEL) {
             const struct source value = value_run(rows, t->value, all.begin, all.end, c);
             for (int g = 0; g < t->n_groups; g++) {
                 const struct extent *e = &t->group[g];
                 const struct key_half keys = key_half_of(i, e->begin, e->end);
                 if (e->begin == e->end || (i > 0 && key_half_is_empty(keys)))
                     continue;
-                const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
-                const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
+                const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
+                const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
                 const struct source from = {value.first + (keys.begin - all.begin) * value.row, value.row};
-                if (NR == 1 || rows->d_v - c > LANES)
+                if (NR == 1 || rows->call.d_v - c > LANES)
                     AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, keys,
                               from, factor);
                 else
@@ -363,8 +369,8 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     t->k0 = k0;
     t->n_keys = (int)(k1 - k0);
     for (int r = 0; r < rows->n_rows; r++) {
-        t->lo[r] = relative(rows->lo[r], k0);
-        t->hi[r] = relative(rows->hi[r], k0);
+        t->lo[r] = relative(rows->per_row->lo[r], k0);
+        t->hi[r] = relative(rows->per_row->hi[r], k0);
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
     if (t->all.begin == t->all.end)
@@ -377,18 +383,19 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
 static void scores_begin(struct tile *t) {
     struct cattn_rows *rows = t->rows;
     const int64_t k0 = t->k0;
+    /* the lanes after the last row get an empty range, so that their scores are -inf */
     for (int r = 0; r < t->n_vectors * LANES; r++) {
         t->first[r] = r < rows->n_rows ? (real)t->lo[r] : 0;
         t->last[r] = r < rows->n_rows ? (real)t->hi[r] : 0;
-        ((real *)rows->block_max)[r] = NEG_INF;
+        ((real *)rows->scratch.block_max)[r] = NEG_INF;
     }
-    for (int r = 0; r < t->n_vectors * LANES && rows->has_slopes; r++) {
-        t->slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
-        t->position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
+    for (int r = 0; r < t->n_vectors * LANES && rows->call.has_slopes; r++) {
+        t->slope[r] = r < rows->n_rows ? (real)rows->per_row->slope[r] : 0;
+        t->position[r] = r < rows->n_rows ? (real)(rows->per_row->position[r] - k0) : 0;
     }
-    for (int v = 0; v < t->n_vectors && !rows->fully_ranged; v++)
+    for (int v = 0; v < t->n_vectors && !rows->call.fully_ranged; v++)
         fill_bias(t, &t->vector[v], v * LANES);
-    t->key = rows_of_block(t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
+    t->key = rows_of_block(t, rows->key, rows->call.key_row, rows->call.key_col, rows->call.head_dim);
 }
 
 /* Scores of the whole block, with every mask applied; the backward pass has no use for them panel by panel. */
@@ -407,7 +414,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         const struct extent *e = &t.vector[v];
         if (v % NR == 0) /* a panel at a time, so that softmax finds the scores in the L1 cache */
             score_panel(&t, v);
-        if (rows->has_weights)
+        if (rows->call.has_weights)
             store_scores_of(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
         drop_lanes(&t, e, v * LANES);
@@ -418,8 +425,8 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     const int last = (t.n_groups - 1) * MR, end = last + tile_height(MR, rows->n_rows - last);
     for (int r = t.n_vectors * LANES; r < end; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
-    if (rows->d_v) {
-        t.value = rows_of_block(&t, rows->value, rows->value_row, rows->value_col, rows->d_v);
+    if (rows->call.d_v) {
+        t.value = rows_of_block(&t, rows->value, rows->call.value_row, rows->call.value_col, rows->call.d_v);
         value_block(&t);
     }
 }
