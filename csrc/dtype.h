@@ -1,4 +1,4 @@
-/* dtype.h -- the element types: those that are computed in, and those that large arrays may be stored in. */
+/* dtype.h -- the element types of computation and of storage, their sizes, and the arithmetic of sizes. */
 #ifndef CATTN_DTYPE_H
 #define CATTN_DTYPE_H
 
@@ -12,9 +12,10 @@
 
 _Static_assert(SIZE_MAX >= INT64_MAX, "sizes of scratch are counted in size_t, for arrays of up to 2^48 elements");
 
+/* The type that a call computes in. */
 enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
 
-/* How large arrays lie in memory: in the type that is computed in, or as halves, which are computed in float32. */
+/* How large arrays are stored: in the type of the computation, or as halves, which are computed in float32. */
 enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16 };
 
 static inline size_t cattn_element_size(enum cattn_dtype dtype) {
@@ -23,5 +24,9 @@ static inline size_t cattn_element_size(enum cattn_dtype dtype) {
 static inline size_t cattn_stored_size(enum cattn_dtype dtype, enum cattn_storage storage) {
     return storage == CATTN_STORED_PLAIN ? cattn_element_size(dtype) : sizeof(uint16_t);
 }
+
+/* For a >= 0 and b > 0. a + b - 1 could overflow. */
+static inline int64_t cattn_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static inline int64_t cattn_round_up(int64_t n, int64_t multiple) { return cattn_ceil_div(n, multiple) * multiple; }
 
 #endif

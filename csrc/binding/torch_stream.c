@@ -215,7 +215,7 @@ static PyObject *bernoulli(PyObject *self, PyObject *const *args, Py_ssize_t n_a
 
 /* _dropout_mask(out, p, skip): a part of the mask, `skip` elements into it; no draw where PyTorch makes none */
 static PyObject *dropout_mask(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_KEEP};
+    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_DROPOUT_MASK};
     double p;
     if (!cattn_error_count("_dropout_mask", n_args, 3) || !target(args[0], NPY_BOOL, &fill) ||
         !cattn_arg_probability(args[1], "p", &p))

@@ -1,6 +1,6 @@
 /* arena.h -- cuts one piece of scratch into aligned slices, or only counts what they need.
  *
- * Under AddressSanitizer a zone that may not be touched lies behind each slice, so that it finds what runs over.
+ * Under AddressSanitizer each slice is followed by a poisoned zone, so that an overrun of a slice is an error.
  */
 #ifndef CATTN_ARENA_H
 #define CATTN_ARENA_H
@@ -8,12 +8,12 @@
 #include "scratch.h"
 
 struct cattn_arena {
-    char *memory; /* handed out; NULL: only counted */
+    char *memory; /* NULL: slices are only counted */
     size_t used;
-    bool guarded;
+    bool guarded; /* slices are followed by poisoned zones */
 };
 
-/* Over `size` bytes. guarded: not the stack, where what is forbidden would stay so. */
+/* An arena over `size` bytes. Do not guard the stack: its poison would outlive the function. */
 static inline struct cattn_arena cattn_arena(void *memory, size_t size, bool guarded) {
     if (memory && guarded)
         CATTN_ALLOW(memory, size);

@@ -1,8 +1,9 @@
-/* attention.c -- the drivers of attention: from a plan to tasks, from a task to rows that pass the keys.
+/* attention.c -- the drivers of attention: they run a plan's tasks, and in each task the kernels, key block by key
+ * block.
  *
- * Called from the binding with checked parameters. A task lays out its scratch, points a struct cattn_rows at its
- * queries, masks and outputs, and lets the kernels work through the key blocks of each chunk. The four paths differ in
- * which block kernel runs, in where scratch comes from and in who folds the chunks: never in the order of a sum.
+ * The binding calls them with checked parameters. A task lays out its scratch, fills a struct cattn_rows with pointers
+ * to its queries, masks and outputs, and calls the kernels for the key blocks of each chunk. The four paths differ in
+ * the block kernel, in the source of the scratch and in who merges the chunks; never in the order of a sum.
  */
 #include <assert.h>
 #include <stdlib.h>
@@ -12,48 +13,37 @@
 #include "attention_rows.h"
 #include "check_params.h"
 #include "dispatch.h"
+#include "dropout.h"
 #include "dropout_stream.h"
 #include "parallel.h"
 #include "plan.h"
 #include "scratch.h"
 
-/* Partial results of the split path that may wait for their turn, in bytes. */
-#define SPLIT_BUDGET ((size_t)512 << 10)
-
-/* Multiply-adds below which other threads would wake up too late to help: some 30 us, of which the row path, which
- * waits for memory, does fewer. */
-#define POOL_WORK_TILE 2500000.0
-#define POOL_WORK_ROWS 600000.0
-
 struct forward_job {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_plan plan;
-    size_t element; /* bytes of a number computed with */
-    /* split path: states of tasks first_task .. first_task + wave - 1 */
+    struct cattn_call call;
+    /* split path: the partial results of the tasks of a wave, which starts at first_task */
     int64_t first_task;
     char *partials;
     size_t partial_size;
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
 };
 
-/* Scratch and rows for one block of rows, the last blocks first: under a causal mask they are the longest, and a long
- * task at the end would leave the other threads idle. Where dropout bits are drawn one after the other, in order. */
+/* The scratch and the rows of one block, with packed queries. */
 static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, void *memory) {
     const struct cattn_attention_params *p = job->params;
     const struct cattn_plan *plan = &job->plan;
     struct cattn_rows *rows = cattn_plan_lay_out(plan, p, job->kernels, memory);
-    const int64_t unit = block / plan->blocks_per_unit;
-    const int64_t index = block % plan->blocks_per_unit;
-    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->block_rows;
+    const struct cattn_row_block at = cattn_plan_block(plan, block);
     struct cattn_batch batch;
-    cattn_batch(p, unit / plan->units_per_batch, &batch);
-    const int64_t first_head = unit % plan->units_per_batch * plan->heads_per_unit;
-    const int64_t left = plan->unit_rows - first;
-    rows->n_rows = (int)(left < plan->block_rows ? left : plan->block_rows);
-    cattn_rows_common(rows, p, &batch, first_head / p->group_size);
-    cattn_rows_drop_bits(rows);
-    int64_t head = first_head + first / p->seqlen_q, i = first % p->seqlen_q;
+    cattn_batch(p, at.batch, &batch);
+    rows->call = job->call;
+    rows->n_rows = at.n_rows;
+    cattn_rows_of_batch(rows, p, &batch, at.first_head / p->group_size);
+    /* a unit of several heads is flattened: a block may hold the end of one head and the start of the next */
+    int64_t head = at.first_head + at.first_row / p->seqlen_q, i = at.first_row % p->seqlen_q;
     for (int r = 0, n; r < rows->n_rows; r += n, head++, i = 0) {
         n = (int)(p->seqlen_q - i < rows->n_rows - r ? p->seqlen_q - i : rows->n_rows - r);
         cattn_rows_of_head(rows, p, &batch, r, n, head, i);
@@ -65,7 +55,8 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
     return rows;
 }
 
-/* The part of `keys` that lies in one chunk. False: asked to stop. worker is NULL on the tiny path. */
+/* Runs the block kernels over the part of `keys` that lies in one chunk. Returns false if the call was stopped. worker
+ * is NULL on the tiny path. */
 static bool pass_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
                        struct cattn_worker *worker) {
     const int64_t n_keys = rows->n_keys, begin = chunk * CATTN_CHUNK_KEYS;
@@ -90,26 +81,27 @@ static void swap(void **a, void **b) {
     *b = t;
 }
 
-/* The chunk just done becomes the total, or is merged into it. */
+/* Merges the finished chunk into the total. The first chunk becomes the total: swapping pointers saves the copy. */
 static void fold_chunk(const struct forward_job *job, struct cattn_rows *rows, bool first) {
     if (!first) {
         job->kernels->chunk_merge(rows);
         return;
     }
-    swap(&rows->row_max, &rows->total_max);
-    swap(&rows->row_sum, &rows->total_sum);
-    swap(&rows->acc, &rows->total_acc);
+    swap(&rows->scratch.row_max, &rows->scratch.total_max);
+    swap(&rows->scratch.row_sum, &rows->scratch.total_sum);
+    swap(&rows->scratch.acc, &rows->scratch.total_acc);
 }
 
+/* One block of rows from packing to output. */
 static void pass_keys(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
     struct cattn_rows *rows = set_up(job, block, memory);
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
-                                                          job->params->seqlen_k, rows->drop_bits[0], worker))
+                                                          job->params->seqlen_k, rows->scratch.drop_bits, worker))
         return;
     const struct cattn_range keys = cattn_rows_keys(rows);
     const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
     int64_t chunk = first;
-    do {
+    do { /* also without keys: `finish` needs an initialised state */
         if (!pass_chunk(job, rows, keys, chunk, worker))
             return;
         fold_chunk(job, rows, chunk == first);
@@ -118,35 +110,36 @@ static void pass_keys(const struct forward_job *job, int64_t block, void *memory
     job->kernels->finish(rows);
 }
 
-/* Packed sequences are cut as if each were the longest: some blocks lie behind the end of theirs. */
-static bool lies_behind(const struct forward_job *job, int64_t block) {
-    const struct cattn_plan *plan = &job->plan;
-    if (!job->params->query_starts.data || plan->heads_per_unit > 1)
+/* Whether the block starts past the end of its packed sequence: all sequences are cut as if they had the longest one's
+ * length. In a unit of several heads a later head may still have rows, so such blocks always run. */
+static bool is_past_end(const struct forward_job *job, int64_t block) {
+    if (!job->params->query_starts.data || job->plan.heads_per_unit > 1)
         return false;
-    const int64_t first = (plan->blocks_per_unit - 1 - block % plan->blocks_per_unit) * plan->block_rows;
+    const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
-    return first >= batch.batch_range.n_queries;
+    cattn_batch(job->params, at.batch, &batch);
+    return at.first_row >= batch.batch_range.n_queries;
 }
 
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
-    if (lies_behind(context, task))
+    if (is_past_end(context, task))
         return;
     pass_keys(context, task, cattn_worker_scratch(worker), worker);
 }
 
-/* ---- split path: tasks are (block of rows, key chunk), folded in order between waves ---- */
+/* ---- split path: tasks are pairs (block of rows, key chunk), whose results are merged in order between waves ---- */
 
 struct partial {
     void *max, *sum, *acc;
     size_t stats_size, acc_size;
 };
 
-/* The sizes alone. */
+/* Sets the sizes only. */
 static struct partial size_partial(const struct forward_job *job) {
+    const size_t element = cattn_element_size(job->params->dtype);
     return (struct partial){
-        .stats_size = (size_t)cattn_plan_row_slots(&job->plan) * job->element,
-        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(job->params) * job->element,
+        .stats_size = (size_t)cattn_plan_row_slots(&job->plan) * element,
+        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(job->params) * element,
     };
 }
 
@@ -166,24 +159,24 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
     const struct partial to = find_partial(job, index);
     if (!pass_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
         return;
-    memcpy(to.max, rows->row_max, to.stats_size);
-    memcpy(to.sum, rows->row_sum, to.stats_size);
-    memcpy(to.acc, rows->acc, to.acc_size);
+    memcpy(to.max, rows->scratch.row_max, to.stats_size);
+    memcpy(to.sum, rows->scratch.row_sum, to.stats_size);
+    memcpy(to.acc, rows->scratch.acc, to.acc_size);
 }
 
-/* Folds the wave's chunks into their blocks' totals, in order. `rows` holds the block in progress and its total
- * between waves: a block's chunks may span several. */
+/* Merges the chunks of a wave of n tasks into the totals of their blocks, in order. `rows` keeps the current block and
+ * its total between waves, because the chunks of a block may span several waves. */
 static void fold_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
     for (int64_t index = 0; index < n; index++) {
         const int64_t task = job->first_task + index, chunk = task % job->plan.n_chunks;
         const struct partial from = find_partial(job, index);
         if (chunk == 0)
             *rows = set_up(job, task / job->plan.n_chunks, memory);
-        assert(*rows); /* the first wave starts with a chunk 0 */
-        memcpy((*rows)->row_max, from.max, from.stats_size);
-        memcpy((*rows)->row_sum, from.sum, from.stats_size);
+        assert(*rows); /* the first wave starts with chunk 0 of a block */
+        memcpy((*rows)->scratch.row_max, from.max, from.stats_size);
+        memcpy((*rows)->scratch.row_sum, from.sum, from.stats_size);
         if (from.acc_size)
-            memcpy((*rows)->acc, from.acc, from.acc_size);
+            memcpy((*rows)->scratch.acc, from.acc, from.acc_size);
         fold_chunk(job, *rows, chunk == 0);
         if (chunk == job->plan.n_chunks - 1)
             job->kernels->finish(*rows);
@@ -196,14 +189,10 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
     const struct partial size = size_partial(job);
-    job->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64;
+    job->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64; /* every array stays aligned */
     const int64_t n_tasks = n_blocks * plan->n_chunks;
-    int64_t wave = (int64_t)(SPLIT_BUDGET / job->partial_size);
-    if (wave < p->num_threads)
-        wave = p->num_threads;
-    if (wave > n_tasks)
-        wave = n_tasks;
-    /* the block being folded has scratch of its own, behind the partials */
+    const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
+    /* the block that is being merged has scratch of its own, after the partial results */
     const size_t partials = (size_t)wave * job->partial_size;
     char *memory = malloc(partials + plan->scratch_size + 64);
     if (!memory)
@@ -214,7 +203,7 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     enum cattn_status status = CATTN_OK;
     for (job->first_task = 0; job->first_task < n_tasks && status == CATTN_OK; job->first_task += wave) {
         const int64_t n = n_tasks - job->first_task < wave ? n_tasks - job->first_task : wave;
-        status = cattn_parallel_for(n, p->num_threads, plan->scratch_size, split_task, job, &p->poll);
+        status = cattn_parallel_for(n, plan->num_threads, plan->scratch_size, split_task, job, &p->poll);
         if (status == CATTN_OK) {
             unsigned mode = cattn_fp_enter();
             fold_wave(job, n, job->partials + partials, &rows);
@@ -229,39 +218,41 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
 
 /* ---- the dropout mask as an output of its own ---- */
 
+/* One head of one batch entry: by position, so that it does not depend on the path that computed the output. */
 static void mask_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct forward_job *job = context;
     const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t head = task % p->num_heads;
     struct cattn_batch batch;
-    struct cattn_rows common;
+    struct cattn_drop drop;
     cattn_batch(p, task / p->num_heads, &batch);
-    cattn_rows_common(&common, p, &batch, 0);
+    cattn_drop(&p->dropout, batch.index, &drop);
     uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
-        job->kernels->dropout_mask_row(&common.drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
+        job->kernels->dropout_mask_row(&drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
                                        to + i * mask->row, mask->col, p->seqlen_k);
 }
 
-/* The mask of a serial stream, on one thread, from a cursor of its own. */
+/* The dropout mask of a serial stream, on one thread. It draws the same bits again with a second cursor. */
 static void stream_mask_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct forward_job *job = context;
     const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
     struct cattn_torch_dropout cursor;
-    uint8_t kept[1024];
+    uint8_t drop_bits[1024];
+    const int64_t most = (int64_t)sizeof drop_bits;
     cattn_torch_dropout_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
     for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
         const int64_t head = row / p->seqlen_q % p->num_heads, batch = row / p->seqlen_q / p->num_heads;
         uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch) + head * mask->head +
                       row % p->seqlen_q * mask->row;
-        for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
-            const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
-            cattn_torch_dropout_next(&cursor, n, kept);
+        for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += most) {
+            const int64_t n = p->seqlen_k - k0 < most ? p->seqlen_k - k0 : most;
+            cattn_torch_dropout_next(&cursor, n, drop_bits);
             for (int64_t k = 0; k < n; k++)
-                to[(k0 + k) * mask->col] = kept[k];
+                to[(k0 + k) * mask->col] = drop_bits[k];
         }
     }
 }
@@ -273,6 +264,8 @@ static enum cattn_status run_mask(struct forward_job *job) {
     return cattn_parallel_for(p->n_batch * p->num_heads, p->num_threads, 0, mask_task, job, &p->poll);
 }
 
+/* ---- choice of the path ---- */
+
 static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
@@ -280,6 +273,7 @@ static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *mem
     cattn_fp_leave(mode);
 }
 
+/* Without pool or poll: such a call is over before another thread could start. */
 static enum cattn_status run_tiny(const struct forward_job *job, int64_t n_blocks) {
     if (job->plan.scratch_size <= CATTN_TINY_STACK) {
         _Alignas(64) char memory[CATTN_TINY_STACK];
@@ -303,9 +297,7 @@ static enum cattn_status run_blocks(struct forward_job *job) {
         return run_tiny(job, n_blocks);
     if (job->plan.path == CATTN_PATH_SPLIT)
         return run_split(job, n_blocks);
-    const double least = job->plan.path == CATTN_PATH_TILE ? POOL_WORK_TILE : POOL_WORK_ROWS;
-    const bool alone = p->path == CATTN_PATH_AUTO && cattn_attention_work(p) < least;
-    return cattn_parallel_for(n_blocks, alone ? 1 : p->num_threads, job->plan.scratch_size, block_task, job, &p->poll);
+    return cattn_parallel_for(n_blocks, job->plan.num_threads, job->plan.scratch_size, block_task, job, &p->poll);
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
@@ -314,8 +306,9 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     struct cattn_dropout_stream dropout_stream;
     job.params = params;
     job.kernels = cattn_kernels_for(params->dtype);
-    job.element = cattn_element_size(params->dtype);
+
     job.plan = cattn_plan(params, job.kernels);
+    cattn_call(params, &job.call);
     job.dropout_stream = NULL;
     if (job.plan.uses_stream) {
         cattn_dropout_stream_begin(&dropout_stream, params->dropout.torch, params->dropout.keep_probability);
@@ -324,22 +317,21 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     enum cattn_status status = run_blocks(&job);
     if (status == CATTN_OK && params->dropout_mask.data)
         status = run_mask(&job);
+    /* a call that failed leaves the generator where it was */
     if (job.dropout_stream)
         cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? params->dropout.torch : NULL);
     return status;
 }
 
-/* ---- telling instead of computing ---- */
+/* ---- explaining a call instead of computing it ---- */
 
-/* The keys of one block of rows, and how many its rows see together. */
+/* The range of keys that a block of rows needs. Adds to *n_keys the number of pairs of a row and a key in its range. */
 static struct cattn_range explain_block(const struct forward_job *job, int64_t block, int64_t *n_keys) {
-    const struct cattn_plan *plan = &job->plan;
+    const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    cattn_batch(job->params, block / plan->blocks_per_unit / plan->units_per_batch, &batch);
-    const int64_t first = block % plan->blocks_per_unit * plan->block_rows;
-    const int64_t last = first + plan->block_rows < plan->unit_rows ? first + plan->block_rows : plan->unit_rows;
+    cattn_batch(job->params, at.batch, &batch);
     struct cattn_range all = {INT64_MAX, 0};
-    for (int64_t row = first; row < last; row++) {
+    for (int64_t row = at.first_row; row < at.first_row + at.n_rows; row++) {
         const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, row % job->params->seqlen_q);
         if (keys.lo >= keys.hi)
             continue;
@@ -350,25 +342,26 @@ static struct cattn_range explain_block(const struct forward_job *job, int64_t b
     return all.lo < all.hi ? all : (struct cattn_range){0, 0};
 }
 
-enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told) {
+enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
+                                          struct cattn_explanation *explanation) {
     CATTN_CHECK(attention, params);
     struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     job.plan = cattn_plan(params, job.kernels);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;
-    const int64_t n_key_blocks = (params->seqlen_k + CATTN_BLOCK_KEYS - 1) / CATTN_BLOCK_KEYS;
+    const int64_t n_key_blocks = cattn_ceil_div(params->seqlen_k, CATTN_BLOCK_KEYS);
     const bool split = job.plan.path == CATTN_PATH_SPLIT;
-    *told = (struct cattn_explanation){.path = job.plan.path,
-                                       .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
-                                       .block_rows = job.plan.block_rows,
-                                       .scratch_size = job.plan.scratch_size};
+    *explanation = (struct cattn_explanation){.path = job.plan.path,
+                                              .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
+                                              .block_rows = job.plan.task_rows,
+                                              .scratch_size = job.plan.scratch_size};
     int64_t next_poll = 0;
     for (int64_t block = 0; block < n_blocks; block++) {
-        const struct cattn_range keys = explain_block(&job, block, &told->n_keys);
+        const struct cattn_range keys = explain_block(&job, block, &explanation->n_keys);
         if (keys.lo < keys.hi)
-            told->n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
+            explanation->n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
         if (cattn_poll_between(&params->poll, &next_poll))
             return CATTN_INTERRUPTED;
     }
-    told->n_skipped = n_blocks * n_key_blocks - told->n_visited;
+    explanation->n_skipped = n_blocks * n_key_blocks - explanation->n_visited;
     return CATTN_OK;
 }

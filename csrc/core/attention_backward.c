@@ -1,18 +1,15 @@
-/* attention_backward.c -- the driver of attention's gradients: steps, their order, and who adds when.
+/* attention_backward.c -- the driver of attention's gradients: steps, their order, and the tickets that enforce it.
  *
- * A step is one block of queries of one head against all keys that it sees. Steps of one unit, the query heads that
- * read one key-value head, add to the same gradients of keys and values: in order, head by head and block by block. The
- * same goes for the gradient of a bias that several heads or leading indices share. A step does its own work on a block
- * of keys, waits until it is its turn there, adds its part and passes the turn on; so every sum has one order, whatever
- * the number of threads. Blocks start at multiples of CATTN_TILE_ROWS queries and CATTN_BLOCK_KEYS keys: the order
- * hangs on the lengths alone.
+ * A step is one block of queries of one head against all keys that it sees. The steps of a unit (the query heads that
+ * read one key-value head) add to the same gradients of keys and values, in the order of heads and blocks. The steps
+ * that share a gradient of the bias do the same. A step does its own work on a key block, waits for its ticket at that
+ * place, adds its part and passes the place on. So every sum has one order, whatever the number of threads. Blocks
+ * start at multiples of CATTN_TILE_ROWS queries and CATTN_BLOCK_KEYS keys: the order depends on the lengths alone.
  */
-#include <assert.h>
 #include <math.h>
 #include <stdlib.h>
 
 #include "../fp_mode.h"
-#include "arena.h"
 #include "attention_rows.h"
 #include "check_params.h"
 #include "dispatch.h"
@@ -21,104 +18,70 @@
 #include "plan.h"
 #include "tickets.h"
 
-/* Multiply-adds of the forward pass below which other threads would wake up too late to help. */
-#define POOL_WORK 800000.0
-/* From so many units a thread on, the last one to finish keeps few waiting. */
-#define PLENTY 4
-
 struct backward_job {
     const struct cattn_backward_params *params;
     const struct cattn_kernels *kernels;
-    int num_threads;
-    int64_t n_units, units_per_batch;
-    int64_t blocks_per_head, steps_per_unit, n_key_blocks;
-    bool shares_bias;                            /* several heads or leading indices add to one gradient */
-    struct cattn_tickets *tickets;               /* NULL: one thread */
+    struct cattn_backward_plan plan;
+    struct cattn_call scores, grads, keys;       /* of the views */
+    struct cattn_tickets *tickets;               /* NULL: nobody has to wait */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
-    double *sinks;                               /* [lead][head][block], or NULL */
-    size_t scratch_size;                         /* bytes a thread */
+    double *sinks;                               /* [batch][head][block], or NULL */
 };
 
-/* Where a task stands. */
 struct step {
-    int64_t unit, index; /* of the unit; among its steps */
+    int64_t unit, index; /* the unit, and the step's number in it */
     int64_t batch, head, block;
 };
 
 static struct step find_step(const struct backward_job *job, int64_t unit, int64_t index) {
     return (struct step){.unit = unit,
                          .index = index,
-                         .batch = unit / job->units_per_batch,
-                         .head = unit % job->units_per_batch * job->params->forward.group_size +
-                                 index / job->blocks_per_head,
-                         .block = index % job->blocks_per_head};
-}
-
-/* ---- scratch ---- */
-
-static int64_t padded(int64_t cols) { return (cols + CATTN_PAD - 1) / CATTN_PAD * CATTN_PAD; }
-
-/* Points `b` and its views at their scratch. Called without memory to measure, with memory to cut it; only then may
- * those pointers be used. */
-static void lay_out(const struct backward_job *job, struct cattn_backward *b, struct cattn_arena *arena) {
-    const struct cattn_attention_params *p = &job->params->forward;
-    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
-    const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
-    const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
-    const size_t panel = (size_t)job->kernels->lanes * (size_t)job->kernels->nr;
-    struct cattn_rows *s = &b->scores, *g = &b->grads, *k = &b->keys;
-    b->query_cols = padded(p->head_dim);
-    b->grad_cols = padded(p->d_v);
-    s->drop_bits[0] =
-        job->dropout_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
-    s->packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
-    g->packed_query = cattn_carve(arena, rows * (size_t)p->d_v * size);
-    b->query_rows = cattn_carve(arena, rows * (size_t)b->query_cols * size);
-    b->grad_rows = cattn_carve(arena, rows * (size_t)b->grad_cols * size);
-    s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    s->cap_slope = p->softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
-    g->cap_slope = NULL;
-    s->key_rows = g->key_rows = cattn_carve(arena, (size_t)job->kernels->mr * depth * size);
-    s->block_rows = g->block_rows = k->block_rows = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
-    s->block_max = g->block_max = cattn_carve(arena, rows * size);
-    k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
-    k->alpha = cattn_carve(arena, rows * size);
-    k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
-    b->lse = cattn_carve(arena, rows * size);
-    b->lse_residual = cattn_carve(arena, rows * size);
-    b->lse_factor = cattn_carve(arena, rows * size);
-    b->delta = cattn_carve(arena, rows * size);
-    b->bias_sum = cattn_carve(arena, rows * size);
-    b->bias_part = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
+                         .batch = unit / job->plan.units_per_batch,
+                         .head = unit % job->plan.units_per_batch * job->params->forward.group_size +
+                                 index / job->plan.blocks_per_head,
+                         .block = index % job->plan.blocks_per_head};
 }
 
 /* ---- from tensors to a step ---- */
 
-/* grad_out against the values: products without a mask of their own. */
-static void set_up_grads(const struct cattn_backward_params *params, struct cattn_backward *b, int64_t start) {
-    const struct cattn_attention_params *p = &params->forward;
-    struct cattn_rows *grads = &b->grads;
-    for (int r = 0; r < grads->n_rows; r++)
-        grads->query[r] = cattn_stored_at(p, &params->grad_out, start + r * params->grad_out.row);
-    grads->query_col = params->grad_out.col;
-    grads->head_dim = p->d_v;
-    grads->scale = grads->keep_scale;
-    grads->key = grads->value;
-    grads->key_row = grads->value_row;
-    grads->key_col = grads->value_col;
-    grads->softcap = 0;
-    grads->has_slopes = false;
-    grads->fully_ranged = true;
+/* The view for grad_out V^T: plain products, since the masks were applied to the scores. */
+static struct cattn_call call_of_grads(const struct cattn_backward_params *params, const struct cattn_call *scores) {
+    struct cattn_call call = *scores;
+    call.query_col = params->grad_out.col;
+    call.head_dim = scores->d_v;
+    call.scale = scores->keep_scale;
+    call.key_row = scores->value_row;
+    call.key_col = scores->value_col;
+    call.softcap = 0;
+    call.has_slopes = false;
+    call.fully_ranged = true;
+    return call;
 }
 
-static void set_up_keys(const struct cattn_backward_params *params, struct cattn_backward *b) {
-    struct cattn_rows *keys = &b->keys;
-    keys->value = keys->key;
-    keys->value_row = keys->key_row;
-    keys->value_col = keys->key_col;
-    keys->d_v = params->forward.head_dim;
-    keys->acc_cols = b->query_cols;
+/* The view for dQ = dS K: the keys take the place of the values. */
+static struct cattn_call call_of_keys(const struct cattn_call *scores) {
+    struct cattn_call call = *scores;
+    call.value_row = scores->key_row;
+    call.value_col = scores->key_col;
+    call.d_v = scores->head_dim;
+    call.acc_cols = cattn_round_up(scores->head_dim, CATTN_PAD);
+    return call;
+}
+
+static void set_up_view(struct cattn_rows *view, const struct cattn_call *call, const struct cattn_rows *scores,
+                        const void *key, const void *value) {
+    view->call = *call;
+    view->n_rows = scores->n_rows;
+    view->ascending = scores->ascending;
+    view->n_keys = scores->n_keys;
+    view->key = key;
+    view->value = value;
+}
+
+/* Elements from a tensor's start to its part for the step's batch entry and head. */
+static int64_t head_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
+                          const struct step *step) {
+    return cattn_batch_start(p, tensor, step->batch) + step->head * tensor->head;
 }
 
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
@@ -127,7 +90,7 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
     b->grad_bias[0] = b->grad_bias_row[0] = b->grad_bias_keys = NULL;
     if (!bias->data)
         return;
-    const int64_t start = cattn_batch_start(p, bias, step->batch) + step->head * bias->head;
+    const int64_t start = head_start(p, bias, step);
     if (params->bias_sum == CATTN_BIAS_SUM_ROWS) {
         b->grad_bias_keys = cattn_tensor_at(p, bias, start);
         return;
@@ -140,29 +103,25 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
 static struct cattn_backward *set_up(const struct backward_job *job, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
-    struct cattn_arena arena = cattn_arena(memory, job->scratch_size, true);
-    struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
-    assert(b); /* a step always has scratch */
+    struct cattn_backward *b = cattn_backward_lay_out(&job->plan, params, job->kernels, memory);
     struct cattn_batch batch;
     cattn_batch(p, step->batch, &batch);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     const int64_t left = p->seqlen_q - first;
     struct cattn_rows *rows = &b->scores;
+    rows->call = job->scores;
     rows->n_rows = (int)(left < CATTN_TILE_ROWS ? left : CATTN_TILE_ROWS);
-    cattn_rows_common(rows, p, &batch, kv_head);
-    const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
-    const int64_t start = cattn_batch_start(p, query, step->batch) + step->head * query->head + first * query->row;
+    cattn_rows_of_batch(rows, p, &batch, kv_head);
     cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
-    b->grads = b->keys = *rows; /* the same masks and ranges; scratch and operands are of their own */
-    lay_out(job, b, &arena);
-    cattn_rows_drop_bits(rows);
-    for (int r = 0; r < rows->n_rows; r++)
-        b->grad_query[r] = cattn_tensor_at(p, query, start + r * query->row);
-    const struct cattn_tensor *grad_out = &params->grad_out;
-    set_up_grads(params, b,
-                 cattn_batch_start(p, grad_out, step->batch) + step->head * grad_out->head + first * grad_out->row);
-    set_up_keys(params, b);
+    set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
+    set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
     set_up_bias(params, b, step);
+    const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
+    const struct cattn_tensor *grad_out = &params->grad_out;
+    for (int r = 0; r < rows->n_rows; r++) {
+        b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first + r) * query->row);
+        b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first + r) * grad_out->row);
+    }
     b->grad_key = cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head);
     b->grad_key_row = key->row;
     b->grad_value = cattn_tensor_at(p, value, cattn_batch_start(p, value, step->batch) + kv_head * value->head);
@@ -170,25 +129,25 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     return b;
 }
 
-/* ---- turns ---- */
+/* ---- tickets ---- */
 
-/* Places are the key blocks of each unit, then (key block, query block) of each gradient of a shared bias. */
+/* Places are the key blocks of each unit, then the pairs (query block, key block) of each gradient of a shared bias. */
 static int64_t place_of_keys(const struct backward_job *job, const struct step *step, int64_t key_block) {
-    return step->unit * job->n_key_blocks + key_block;
+    return step->unit * job->plan.n_key_blocks + key_block;
 }
 
 static int64_t matrix_size(const struct cattn_attention_params *p) { return p->seqlen_q * p->seqlen_k; }
 
-/* A shared bias is contiguous: its matrices follow one another. */
+/* A shared gradient of the bias is contiguous, so its offset gives the number of its matrix. */
 static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t key_block) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
-    const int64_t start = cattn_batch_start(p, bias, step->batch) + step->head * bias->head;
-    const int64_t row = start / matrix_size(p) * job->blocks_per_head + step->block;
-    return (job->n_units + row) * job->n_key_blocks + key_block;
+    const int64_t start = head_start(p, bias, step);
+    const int64_t row = start / matrix_size(p) * job->plan.blocks_per_head + step->block;
+    return (job->plan.n_units + row) * job->plan.n_key_blocks + key_block;
 }
 
-/* How many (lead, head) before this one share its gradient of the bias. */
+/* The number of pairs (batch entry, head) before this one that share its gradient of the bias. */
 static int64_t bias_ticket(const struct backward_job *job, const struct step *step) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
@@ -207,14 +166,17 @@ static int64_t bias_ticket(const struct backward_job *job, const struct step *st
     return ticket;
 }
 
+/* The places of the last step are the last ones. */
 static int64_t count_places(const struct backward_job *job) {
     const struct cattn_attention_params *p = &job->params->forward;
-    if (!job->shares_bias || job->n_key_blocks == 0)
-        return job->n_units * job->n_key_blocks;
-    const struct step last = {.batch = p->n_batch - 1, .head = p->num_heads - 1, .block = job->blocks_per_head - 1};
-    return place_of_bias(job, &last, job->n_key_blocks - 1) + 1;
+    if (!job->plan.shares_bias || job->plan.n_key_blocks == 0)
+        return job->plan.n_units * job->plan.n_key_blocks;
+    const struct step last = {
+        .batch = p->n_batch - 1, .head = p->num_heads - 1, .block = job->plan.blocks_per_head - 1};
+    return place_of_bias(job, &last, job->plan.n_key_blocks - 1) + 1;
 }
 
+/* Without tickets one thread runs all steps of a unit in order, so nobody has to wait. */
 static bool wait_at(const struct backward_job *job, int64_t place, int64_t ticket, struct cattn_worker *worker) {
     return !job->tickets || cattn_tickets_wait(job->tickets, place, ticket, worker);
 }
@@ -226,7 +188,8 @@ static void pass_at(const struct backward_job *job, int64_t place) {
 
 /* ---- steps ---- */
 
-/* One block of keys. A step that sees none of it takes its turns all the same. False: asked to stop. */
+/* One key block. A step that sees none of its keys still takes its tickets, because later steps wait for them. Returns
+ * false if the call was stopped. */
 static bool pass_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
                        struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
     const int64_t k0 = key_block * CATTN_BLOCK_KEYS, n_keys = b->scores.n_keys;
@@ -235,14 +198,15 @@ static bool pass_block(const struct backward_job *job, const struct step *step, 
     if (sees)
         job->kernels->backward_scores(b, k0, k1);
     if (job->params->grad_bias.data) {
-        const int64_t place = job->shares_bias ? place_of_bias(job, step, key_block) : 0;
-        if (job->shares_bias && !wait_at(job, place, bias_ticket(job, step), worker))
+        const int64_t place = job->plan.shares_bias ? place_of_bias(job, step, key_block) : 0;
+        if (job->plan.shares_bias && !wait_at(job, place, bias_ticket(job, step), worker))
             return false;
         if (sees)
             job->kernels->backward_bias(b, k0, k1);
-        if (job->shares_bias)
+        if (job->plan.shares_bias)
             pass_at(job, place);
     }
+    /* after backward_bias, because it overwrites dS */
     if (sees)
         job->kernels->backward_query(b, k0, k1);
     const int64_t place = place_of_keys(job, step, key_block);
@@ -254,51 +218,51 @@ static bool pass_block(const struct backward_job *job, const struct step *step, 
     return true;
 }
 
-/* turn: among the steps that draw bits from a serial stream. False: asked to stop. */
+/* A whole step. `ticket` is its place in the order of the dropout stream. Returns false if the call was stopped. */
 static bool pass_step(const struct backward_job *job, const struct step *step, int64_t ticket,
                       struct cattn_worker *worker) {
     const struct cattn_attention_params *p = &job->params->forward;
     struct cattn_backward *b = set_up(job, step, cattn_worker_scratch(worker));
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, b->scores.n_rows, p->seqlen_k,
-                                                          b->scores.drop_bits[0], worker))
+                                                          b->scores.scratch.drop_bits, worker))
         return false;
     job->kernels->backward_begin(b);
     const struct cattn_range keys = cattn_rows_keys(&b->scores);
-    for (int64_t key_block = 0; key_block < job->n_key_blocks; key_block++)
+    for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++)
         if (cattn_should_stop(worker) || !pass_block(job, step, b, keys, key_block, worker))
             return false;
     if (job->sinks)
-        job->sinks[(step->batch * p->num_heads + step->head) * job->blocks_per_head + step->block] =
+        job->sinks[(step->batch * p->num_heads + step->head) * job->plan.blocks_per_head + step->block] =
             job->kernels->backward_sink(b);
     job->kernels->backward_finish(b);
     return true;
 }
 
-/* Units are plenty: each is one thread's, and nobody waits. */
+/* All steps of a unit, in order. */
 static void unit_task(void *context, int64_t unit, struct cattn_worker *worker) {
     const struct backward_job *job = context;
-    for (int64_t index = 0; index < job->steps_per_unit; index++) {
+    for (int64_t index = 0; index < job->plan.steps_per_unit; index++) {
         const struct step step = find_step(job, unit, index);
-        if (!pass_step(job, &step, unit * job->steps_per_unit + index, worker))
+        if (!pass_step(job, &step, unit * job->plan.steps_per_unit + index, worker))
             return;
     }
 }
 
-/* The steps of all units, in turn: the other units' steps are what a thread has to do while one unit's are late. */
+/* One step. Consecutive tasks are of different units, so that few threads wait for steps of the same unit. */
 static void step_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct backward_job *job = context;
-    const struct step step = find_step(job, task % job->n_units, task / job->n_units);
+    const struct step step = find_step(job, task % job->plan.n_units, task / job->plan.n_units);
     pass_step(job, &step, 0, worker);
 }
 
-/* The same in the order of (lead, head, block), which serial bits and a shared bias want. */
+/* One step, in the order of (batch entry, head, block) that a dropout stream and a shared bias require. */
 static void ordered_step_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct backward_job *job = context;
-    const struct step step = find_step(job, task / job->steps_per_unit, task % job->steps_per_unit);
+    const struct step step = find_step(job, task / job->plan.steps_per_unit, task % job->plan.steps_per_unit);
     pass_step(job, &step, task, worker);
 }
 
-/* The blocks of each head, in order. */
+/* Adds up the sinks' parts of each head, block by block. The gradient of a sink is minus that sum. */
 static void finish_sinks(const struct backward_job *job) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *to = &job->params->grad_sinks;
@@ -306,9 +270,9 @@ static void finish_sinks(const struct backward_job *job) {
     for (int64_t batch = 0; batch < p->n_batch; batch++)
         for (int64_t head = 0; head < p->num_heads; head++) {
             double sum = 0;
-            for (int64_t block = 0; block < job->blocks_per_head; block++)
-                sum += job->sinks[(batch * p->num_heads + head) * job->blocks_per_head + block];
-            sum = sum == sum ? 0 - sum : (double)NAN;
+            for (int64_t block = 0; block < job->plan.blocks_per_head; block++)
+                sum += job->sinks[(batch * p->num_heads + head) * job->plan.blocks_per_head + block];
+            sum = sum == sum ? 0 - sum : (double)NAN; /* 0 - sum is never -0; any NaN becomes the canonical one */
             void *place = cattn_tensor_at(p, to, cattn_batch_start(p, to, batch) + head * to->head);
             if (p->dtype == CATTN_F32)
                 *(float *)place = (float)sum;
@@ -318,50 +282,19 @@ static void finish_sinks(const struct backward_job *job) {
     cattn_fp_leave(mode);
 }
 
-/* Does another (lead, head) have the same gradient of the bias? */
-static bool shares_bias(const struct cattn_backward_params *params) {
-    const struct cattn_attention_params *p = &params->forward;
-    const struct cattn_tensor *bias = &params->grad_bias;
-    if (!bias->data || params->bias_sum != CATTN_BIAS_NO_SUM)
-        return false;
-    bool shares = bias->head == 0 && p->num_heads > 1;
-    for (int d = 0; d < p->n_batch_dims; d++)
-        shares |= bias->batch[d] == 0 && p->batch_shape[d] > 1;
-    return shares;
-}
-
-static struct backward_job plan(const struct cattn_backward_params *params) {
-    const struct cattn_attention_params *p = &params->forward;
-    struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype), .num_threads = p->num_threads};
-    job.units_per_batch = p->num_heads / p->group_size;
-    job.n_units = p->n_batch * job.units_per_batch;
-    job.blocks_per_head = p->seqlen_q / CATTN_TILE_ROWS + (p->seqlen_q % CATTN_TILE_ROWS != 0);
-    job.steps_per_unit = job.blocks_per_head * p->group_size;
-    job.n_key_blocks = p->seqlen_k / CATTN_BLOCK_KEYS + (p->seqlen_k % CATTN_BLOCK_KEYS != 0);
-    job.shares_bias = shares_bias(params);
-    if (cattn_attention_work(p) < POOL_WORK || job.num_threads < 1)
-        job.num_threads = 1;
-    return job;
-}
-
 static enum cattn_status run_steps(struct backward_job *job) {
-    const struct cattn_attention_params *p = &job->params->forward;
-    struct cattn_arena count = cattn_arena(NULL, 0, false);
-    struct cattn_backward unused;
-    cattn_carve(&count, sizeof unused);
-    lay_out(job, &unused, &count);
-    job->scratch_size = count.used;
-    if (job->num_threads == 1 ||
-        (!job->shares_bias && !job->dropout_stream && job->n_units >= PLENTY * job->num_threads))
-        return cattn_parallel_for(job->n_units, job->num_threads, job->scratch_size, unit_task, job, &p->poll);
-    cattn_task_fn *const task = job->shares_bias || job->dropout_stream ? ordered_step_task : step_task;
-    const int64_t n_steps = job->n_units * job->steps_per_unit;
+    const struct cattn_backward_plan *plan = &job->plan;
+    const struct cattn_poll *poll = &job->params->forward.poll;
+    if (plan->whole_units)
+        return cattn_parallel_for(plan->n_units, plan->num_threads, plan->scratch_size, unit_task, job, poll);
+    cattn_task_fn *const task = plan->shares_bias || plan->uses_stream ? ordered_step_task : step_task;
+    const int64_t n_steps = plan->n_units * plan->steps_per_unit;
     struct cattn_tickets tickets;
     if (!cattn_tickets_begin(&tickets, count_places(job)))
         return CATTN_NO_MEMORY;
     job->tickets = &tickets;
     const enum cattn_status status =
-        cattn_parallel_for(n_steps, job->num_threads, job->scratch_size, task, job, &p->poll);
+        cattn_parallel_for(n_steps, plan->num_threads, plan->scratch_size, task, job, poll);
     cattn_tickets_end(&tickets);
     return status;
 }
@@ -369,19 +302,24 @@ static enum cattn_status run_steps(struct backward_job *job) {
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params) {
     CATTN_CHECK(backward, params);
     const struct cattn_attention_params *p = &params->forward;
-    struct backward_job job = plan(params);
-    if (job.n_units * job.steps_per_unit == 0)
+    struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype)};
+    job.plan = cattn_backward_plan(params, job.kernels);
+    cattn_call(p, &job.scores);
+    job.grads = call_of_grads(params, &job.scores);
+    job.keys = call_of_keys(&job.scores);
+    if (job.plan.n_units * job.plan.steps_per_unit == 0)
         return CATTN_OK;
     if (params->grad_sinks.data) {
-        job.sinks = calloc((size_t)(p->n_batch * p->num_heads * job.blocks_per_head), sizeof *job.sinks);
+        job.sinks = calloc((size_t)(p->n_batch * p->num_heads * job.plan.blocks_per_head), sizeof *job.sinks);
         if (!job.sinks)
             return CATTN_NO_MEMORY;
     }
     struct cattn_dropout_stream dropout_stream;
-    if (p->dropout.enabled && p->dropout.torch && p->seqlen_k > 0) {
+    if (job.plan.uses_stream) {
         cattn_dropout_stream_begin(&dropout_stream, p->dropout.torch, p->dropout.keep_probability);
         job.dropout_stream = &dropout_stream;
     }
+    /* a call that failed leaves the generator where it was */
     const enum cattn_status status = run_steps(&job);
     if (job.dropout_stream)
         cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? p->dropout.torch : NULL);

@@ -1,4 +1,5 @@
-/* attention_rows.c -- points a struct cattn_rows at its queries, keys, masks and outputs; see attention_rows.h. */
+/* attention_rows.c -- fills a struct cattn_rows with pointers to its queries, keys, masks and outputs; see
+ * attention_rows.h. */
 #include "attention_rows.h"
 
 #include "dropout.h"
@@ -18,8 +19,7 @@ int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct c
     return tensor->data && index ? cattn_batch_offset(tensor, p->n_batch_dims, p->batch_shape, index) : 0;
 }
 
-/* Written in place: as a value that is returned it would be built elsewhere and copied, which small calls would feel.
- */
+/* Fills *batch in place: returning the struct would copy it, which is measurable in small calls. */
 void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch) {
     batch->index = index;
     cattn_batch_range(&p->ranges, p->n_batch_dims, p->batch_shape, index, &batch->batch_range);
@@ -34,7 +34,7 @@ void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct c
     batch->lse = cattn_batch_start(p, &p->lse, index);
     for (int b = 0; b < p->n_bias; b++)
         batch->bias[b] = cattn_batch_start(p, &p->bias[b], index);
-    if (p->query_starts.data) {
+    if (p->query_starts.data) { /* packed sequences share one row axis */
         const int64_t query = cattn_batch_number(&p->query_starts, 0, p->n_batch_dims, p->batch_shape, index);
         const int64_t key = cattn_batch_number(&p->key_starts, 0, p->n_batch_dims, p->batch_shape, index);
         batch->query += query * p->query.row;
@@ -45,133 +45,133 @@ void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct c
     }
 }
 
-void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_batch *batch,
-                       int64_t kv_head) {
-    const struct cattn_dropout_spec *dropout = &p->dropout;
-    rows->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
-    rows->head_dim = p->head_dim;
-    rows->d_v = p->d_v;
-    rows->acc_cols = cattn_plan_acc_cols(p);
-    rows->seqlen_k = p->seqlen_k;
-    rows->n_keys = batch->batch_range.n_keys;
-    rows->scale = p->scale;
-    rows->keep_scale = dropout->enabled ? dropout->keep_scale : 1;
-    rows->softcap = p->softcap;
-    rows->has_slopes = p->slopes.data;
-    rows->has_sinks = p->sinks.data;
-    rows->has_mask = p->attn_mask.data;
-    rows->has_out = p->out.data;
-    rows->has_lse = p->lse.data;
-    rows->double_lse = p->double_lse;
-    rows->has_weights = p->weights.data;
-    rows->store_scores = p->store_scores;
-    rows->storage = p->storage;
-    rows->key = cattn_stored_at(p, &p->key, batch->key + kv_head * p->key.head);
-    rows->key_row = p->key.row;
-    rows->key_col = p->key.col;
-    rows->value = NULL;
-    if (p->value.data) {
-        rows->value = cattn_stored_at(p, &p->value, batch->value + kv_head * p->value.head);
-        rows->value_row = p->value.row;
-        rows->value_col = p->value.col;
-    }
-    rows->query_col = p->query.col;
-    rows->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
-    rows->out_col = p->out.data ? p->out.col : 0;
-    rows->weights_out_col = p->weights.data ? p->weights.col : 0;
-    rows->weights_col = p->storage == CATTN_STORED_PLAIN ? rows->weights_out_col : 1;
-    rows->n_bias = p->n_bias;
+void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call) {
+    call->head_dim = p->head_dim;
+    call->d_v = p->d_v;
+    call->acc_cols = cattn_plan_acc_cols(p);
+    call->seqlen_k = p->seqlen_k;
+    call->scale = p->scale;
+    call->keep_scale = p->dropout.enabled ? p->dropout.keep_scale : 1;
+    call->softcap = p->softcap;
+    call->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
+    call->has_slopes = p->slopes.data;
+    call->has_sinks = p->sinks.data;
+    call->has_mask = p->attn_mask.data;
+    call->has_out = p->out.data;
+    call->has_lse = p->lse.data;
+    call->has_weights = p->weights.data;
+    call->double_lse = p->double_lse;
+    call->store_scores = p->store_scores;
+    call->storage = p->storage;
+    call->n_bias = p->n_bias;
     for (int b = 0; b < p->n_bias; b++)
-        rows->bias_col[b] = p->bias[b].col;
-    cattn_drop(dropout, batch->index, &rows->drop);
+        call->bias_col[b] = p->bias[b].col;
+    call->query_col = p->query.col;
+    call->key_row = p->key.row;
+    call->key_col = p->key.col;
+    /* an absent tensor has uninitialised strides */
+    call->value_row = p->value.data ? p->value.row : 0;
+    call->value_col = p->value.data ? p->value.col : 0;
+    call->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
+    call->out_col = p->out.data ? p->out.col : 0;
+    call->weights_out_col = p->weights.data ? p->weights.col : 0;
+    call->weights_col = p->storage == CATTN_STORED_PLAIN ? call->weights_out_col : 1;
 }
 
-/* A number of each head, in the call's own dtype. */
+void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,
+                         const struct cattn_batch *batch, int64_t kv_head) {
+    rows->n_keys = batch->batch_range.n_keys;
+    rows->key = cattn_stored_at(p, &p->key, batch->key + kv_head * p->key.head);
+    rows->value = p->value.data ? cattn_stored_at(p, &p->value, batch->value + kv_head * p->value.head) : NULL;
+    cattn_drop(&p->dropout, batch->index, &rows->drop);
+    for (int r = 0; r < rows->n_rows && rows->scratch.drop_bits; r++)
+        rows->per_row->drop_bits[r] = rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
+}
+
+/* One number of a tensor that has one a head, in the call's dtype. */
 static double number_at(const struct cattn_attention_params *p, const struct cattn_tensor *numbers, int64_t offset) {
     const void *number = cattn_tensor_at(p, numbers, offset);
     return p->dtype == CATTN_F32 ? (double)*(const float *)number : *(const double *)number;
 }
 
-/* Points n rows at theirs of an output, the first of which is at `first`; behind those that are `ours`, at nothing. */
-static void point_rows(void **rows, int n, int ours, char *first, int64_t bytes) {
-    for (int k = 0; k < ours; k++)
+/* Sets n row pointers into an output, `bytes` apart from `first`. Rows past `valid` are NULL. */
+static void point_rows(void **rows, int n, int valid, char *first, int64_t bytes) {
+    for (int k = 0; k < valid; k++)
         rows[k] = first + k * bytes;
-    for (int k = ours; k < n; k++)
+    for (int k = valid; k < n; k++)
         rows[k] = NULL;
 }
 
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p,
                         const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i) {
+    struct cattn_per_row *at = rows->per_row;
     const int64_t element = (int64_t)cattn_element_size(p->dtype);
     const int64_t stored = (int64_t)cattn_stored_size(p->dtype, p->storage);
-    /* packed sequences: behind the last query lies another one's, not ours to touch */
-    int ours = n;
+    /* packed sequences: the next sequence follows the last query, and must not be read or written */
+    int valid = n;
     if (p->query_starts.data && i + n > batch->batch_range.n_queries)
-        ours = i < batch->batch_range.n_queries ? (int)(batch->batch_range.n_queries - i) : 0;
+        valid = i < batch->batch_range.n_queries ? (int)(batch->batch_range.n_queries - i) : 0;
 
-    cattn_visible_ranges(&batch->batch_range, i, n, rows->lo + r, rows->hi + r);
+    /* a row past the end of its sequence gets an empty range, which would break the order of lo and hi */
+    cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
     for (int k = 0; k < n && p->slopes.data; k++)
-        rows->position[r + k] = i + k + batch->batch_range.offset;
+        at->position[r + k] = i + k + batch->batch_range.offset;
     for (int k = 0; k < n && p->dropout.enabled; k++) {
-        rows->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
-        rows->drop_head[r + k] = (uint32_t)head;
+        at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
+        at->drop_head[r + k] = (uint32_t)head;
     }
     const char *query = cattn_stored_at(p, &p->query, batch->query + head * p->query.head + i * p->query.row);
-    for (int k = 0; k < ours; k++)
-        rows->query[r + k] = query + k * p->query.row * stored;
-    for (int k = ours; k < n; k++)
-        rows->query[r + k] = p->query.data;
+    for (int k = 0; k < valid; k++)
+        at->query[r + k] = query + k * p->query.row * stored;
+    for (int k = valid; k < n; k++)
+        at->query[r + k] = p->query.data; /* any row that may be read: its scores are all hidden */
     if (p->attn_mask.data) {
         const uint8_t *mask =
             (const uint8_t *)p->attn_mask.data + batch->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;
         for (int k = 0; k < n; k++)
-            rows->mask[r + k] = mask + k * p->attn_mask.row;
+            at->mask[r + k] = mask + k * p->attn_mask.row;
     }
     for (int b = 0; b < p->n_bias; b++) {
         const struct cattn_tensor *tensor = &p->bias[b];
         const char *bias = cattn_tensor_at(p, tensor, batch->bias[b] + head * tensor->head + i * tensor->row);
         for (int k = 0; k < n; k++)
-            rows->bias[b][r + k] = bias + k * tensor->row * element;
+            at->bias[b][r + k] = bias + k * tensor->row * element;
     }
     for (int k = 0; k < n && p->slopes.data; k++)
-        rows->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
+        at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
     for (int k = 0; k < n && p->sinks.data; k++)
-        rows->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
+        at->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
 
     if (p->out.data)
-        point_rows(rows->out + r, n, ours,
-                   cattn_stored_at(p, &p->out, batch->out + head * p->out.head + i * p->out.row), p->out.row * stored);
+        point_rows(at->out + r, n, valid, cattn_stored_at(p, &p->out, batch->out + head * p->out.head + i * p->out.row),
+                   p->out.row * stored);
     if (p->lse.data) {
         const int64_t bytes = p->double_lse ? (int64_t)sizeof(double) : element;
         const int64_t first = batch->lse + head * p->lse.head + i * p->lse.row;
-        point_rows(rows->lse + r, n, ours, (char *)p->lse.data + first * bytes, p->lse.row * bytes);
+        point_rows(at->lse + r, n, valid, (char *)p->lse.data + first * bytes, p->lse.row * bytes);
     }
     if (p->weights.data) {
         char *weights = cattn_stored_at(p, &p->weights, batch->weights + head * p->weights.head + i * p->weights.row);
-        float *scratch = rows->weight_rows;
+        float *scratch = rows->scratch.weight_rows; /* halves are computed in float32 */
         for (int k = 0; k < n; k++) {
-            rows->weights_out[r + k] = weights + k * p->weights.row * stored;
-            rows->weights[r + k] =
-                p->storage == CATTN_STORED_PLAIN ? rows->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
+            at->weights_out[r + k] = weights + k * p->weights.row * stored;
+            at->weights[r + k] =
+                p->storage == CATTN_STORED_PLAIN ? at->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
         }
     }
 }
 
-void cattn_rows_drop_bits(struct cattn_rows *rows) {
-    for (int r = 1; r < rows->n_rows && rows->drop_bits[0]; r++)
-        rows->drop_bits[r] = rows->drop_bits[0] + (size_t)r * cattn_dropout_stream_row_bytes(rows->seqlen_k);
-}
-
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
+    const int64_t *lo = rows->per_row->lo, *hi = rows->per_row->hi;
     struct cattn_range all = {INT64_MAX, 0};
     if (rows->ascending)
-        all = (struct cattn_range){rows->lo[0], rows->hi[rows->n_rows - 1]};
+        all = (struct cattn_range){lo[0], hi[rows->n_rows - 1]};
     else
         for (int r = 0; r < rows->n_rows; r++)
-            if (rows->lo[r] < rows->hi[r]) {
-                all.lo = rows->lo[r] < all.lo ? rows->lo[r] : all.lo;
-                all.hi = rows->hi[r] > all.hi ? rows->hi[r] : all.hi;
+            if (lo[r] < hi[r]) {
+                all.lo = lo[r] < all.lo ? lo[r] : all.lo;
+                all.hi = hi[r] > all.hi ? hi[r] : all.hi;
             }
     return all.lo < all.hi ? all : (struct cattn_range){0, 0};
 }

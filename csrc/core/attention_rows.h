@@ -1,12 +1,11 @@
-/* attention_rows.h -- from a call's tensors to the rows of one task: what the forward and the backward pass share.
- */
+/* attention_rows.h -- from a call's tensors to the rows of one task, for the forward and the backward pass. */
 #ifndef CATTN_ATTENTION_ROWS_H
 #define CATTN_ATTENTION_ROWS_H
 
 #include "../kernels/kernels.h"
 #include "visible_keys.h"
 
-/* Where each tensor starts for one leading index. */
+/* Where each tensor starts in one batch entry, in elements. Packed sequences start at a row of their own. */
 struct cattn_batch {
     int64_t index;
     struct cattn_batch_range batch_range;
@@ -15,24 +14,26 @@ struct cattn_batch {
 
 void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch);
 
-/* Elements from a tensor's start to its part for one leading index; 0 where it is absent. */
+/* Elements from a tensor's start to its part for one batch entry; 0 if the tensor is absent. */
 int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index);
 
-/* The element `offset` elements behind the first; of query, key, value, out and weights as they are stored. */
+/* The address of the element at `offset`. cattn_stored_at is for tensors that may be halves: query, key, value, out,
+ * weights and grad_out. */
 void *cattn_tensor_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
 void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
 
-/* What all rows of the call have in common. */
-void cattn_rows_common(struct cattn_rows *rows, const struct cattn_attention_params *p, const struct cattn_batch *batch,
-                       int64_t kv_head);
+/* Fills *call, which every task of the call reads. */
+void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call);
+
+/* Fills what the rows of a task share: keys, values and dropout of one batch entry and key-value head. n_rows and the
+ * scratch must be set. */
+void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,
+                         const struct cattn_batch *batch, int64_t kv_head);
 /* Rows r .. r+n-1 of the task are queries i .. i+n-1 of one query head. */
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p,
                         const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i);
 
-/* Where each row's dropout bits will lie that are drawn beforehand: behind those of row 0, if that has any. */
-void cattn_rows_drop_bits(struct cattn_rows *rows);
-
-/* First and last key that any row of the task sees. */
+/* The smallest range that holds the ranges of all rows of the task; {0, 0} if they are empty. */
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);
 
 #endif

@@ -1,4 +1,4 @@
-/* plan.c -- choice of path, cut into tasks, scratch layout; see plan.h. All tuning numbers of attention stand here. */
+/* plan.c -- choice of path, cut into tasks, scratch layout, and the tuning numbers behind them; see plan.h. */
 #include "plan.h"
 
 #include <assert.h>
@@ -7,27 +7,31 @@
 #include "dispatch.h"
 #include "dropout_stream.h"
 
-/* A call below this many multiply-adds costs less than waking a thread or polling for Ctrl-C. */
+/* Work is counted in multiply-adds. A call below this costs less than waking a thread or polling for Ctrl-C. */
 #define TINY_WORK 100000.0
-/* Key chunks are worth handing to other threads from here on: some 30 us of work. */
+/* Below this, other threads would wake up too late to help, after some 30 us. In that time the row path, which waits
+ * for memory, does fewer multiply-adds than the tile path. */
+#define POOL_WORK_TILE 2500000.0
+#define POOL_WORK_ROWS 600000.0
+/* From here on it pays to hand key chunks to other threads: some 30 us of work. */
 #define SPLIT_WORK 600000.0
-/* Up to this many rows a unit, threads that share out the keys beat tiles that one thread has to itself. With up to
- * CATTN_FEW_ROWS, one pass of the row kernel, keys stream past faster than tiles that would be mostly empty fill. */
+/* Up to this many rows a unit, threads that share the keys of a unit are faster than one thread with tiles. Up to
+ * CATTN_FEW_ROWS rows, one pass of the row kernel is faster than tiles, most of whose rows would be padding. */
 #define SPLIT_ROWS 16
-
-static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
-static int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
+/* Split unless there are this many tasks a thread anyway. */
+#define SPLIT_TASKS 4
+/* Bytes of partial results of the split path that may wait to be merged. */
+#define SPLIT_BUDGET ((size_t)512 << 10)
 
 double cattn_attention_work(const struct cattn_attention_params *p) {
-    double visible =
-        (double)p->seqlen_q * (double)(p->seqlen_k > 0 ? p->seqlen_k : 1); /* rows cost without keys, too */
-    return (double)p->n_batch * (double)p->num_heads * visible * (double)(p->head_dim + p->d_v + 8);
+    const double n_keys = (double)(p->seqlen_k > 0 ? p->seqlen_k : 1); /* rows without keys cost time, too */
+    const double pairs = (double)p->seqlen_q * n_keys;
+    return (double)p->n_batch * (double)p->num_heads * pairs * (double)(p->head_dim + p->d_v + 8);
 }
 
-int64_t cattn_plan_acc_cols(const struct cattn_attention_params *p) { return round_up(p->d_v, CATTN_PAD); }
+int64_t cattn_plan_acc_cols(const struct cattn_attention_params *p) { return cattn_round_up(p->d_v, CATTN_PAD); }
 
-int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return round_up(plan->block_rows, CATTN_PAD); }
+int64_t cattn_plan_row_slots(const struct cattn_plan *plan) { return cattn_round_up(plan->task_rows, CATTN_PAD); }
 
 static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_PATH_TILE; }
 
@@ -38,14 +42,16 @@ bool cattn_plan_copies(const struct cattn_attention_params *p, const struct catt
 }
 
 bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
-    /* no array has as many elements of its own; so scratch of a block of rows is a sum of few products below 2^59 */
+    /* No array in memory has that many elements. With lengths up to it, the scratch of a block of rows is a sum of a
+     * few products below 2^59. */
     const int64_t most = (int64_t)1 << 48;
     const double rows = (double)p->n_batch * (double)p->num_heads * ((double)p->seqlen_q + CATTN_TILE_ROWS);
     const double pairs = rows * ((double)p->seqlen_k + CATTN_BLOCK_KEYS);
     return p->seqlen_q <= most && p->seqlen_k <= most && p->head_dim <= most && p->d_v <= most && pairs < 0x1p62;
 }
 
-/* One place for the layout: called without memory to measure it, with memory to cut it. */
+/* Sets the memory of r. It is the only description of the layout: called without memory to measure it, and
+ * with memory to cut it. */
 static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
                     const struct cattn_kernels *kernels, struct cattn_rows *r, struct cattn_arena *arena) {
     const bool tile = is_tile(plan), one_chunk = plan->n_chunks <= 1;
@@ -55,24 +61,27 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     const size_t copied_key = cattn_plan_copies(p, &p->key) ? depth : 0;
     const size_t copied_value = cattn_plan_copies(p, &p->value) ? (size_t)p->d_v : 0;
+    /* halves: weights are computed in float32 rows and rounded once at the end */
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
-    r->drop_bits[0] = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
-    r->packed_query = cattn_carve(arena, rows * depth * size);
-    r->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    r->cap_slope = NULL;
-    r->value_panel = cattn_carve(arena, CATTN_RUN_KEYS * (tile ? panel : copied_value) * size);
-    r->key_rows = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
-    r->block_rows = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
-    r->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
-    r->block_max = cattn_carve(arena, slots * size);
-    r->alpha = cattn_carve(arena, slots * size);
-    r->row_max = cattn_carve(arena, slots * size);
-    r->row_sum = cattn_carve(arena, slots * size);
-    r->acc = cattn_carve(arena, acc * size);
-    /* a single chunk is the total: the second set of pointers is never written */
-    r->total_max = one_chunk ? r->row_max : cattn_carve(arena, slots * size);
-    r->total_sum = one_chunk ? r->row_sum : cattn_carve(arena, slots * size);
-    r->total_acc = one_chunk ? r->acc : cattn_carve(arena, acc * size);
+    struct cattn_row_scratch *s = &r->scratch;
+    r->per_row = cattn_carve(arena, sizeof *r->per_row);
+    s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
+    s->packed_query = cattn_carve(arena, rows * depth * size);
+    s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    s->cap_slope = NULL;
+    s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
+    s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
+    s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
+    s->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
+    s->block_max = cattn_carve(arena, slots * size);
+    s->alpha = cattn_carve(arena, slots * size);
+    s->row_max = cattn_carve(arena, slots * size);
+    s->row_sum = cattn_carve(arena, slots * size);
+    s->acc = cattn_carve(arena, acc * size);
+    /* a single chunk is the total, so its second set of arrays is never written */
+    s->total_max = one_chunk ? s->row_max : cattn_carve(arena, slots * size);
+    s->total_sum = one_chunk ? s->row_sum : cattn_carve(arena, slots * size);
+    s->total_acc = one_chunk ? s->acc : cattn_carve(arena, acc * size);
 }
 
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
@@ -80,17 +89,23 @@ struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struc
     struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, plan->path != CATTN_PATH_TINY);
     struct cattn_rows *rows = cattn_carve(&arena, sizeof *rows);
     lay_out(plan, params, kernels, rows, &arena);
+    rows->query = rows->per_row->query;
     assert(arena.used == plan->scratch_size);
     return rows;
 }
 
+/* Completes the plan for this path. */
 static void cut(struct cattn_plan *plan, const struct cattn_attention_params *p, const struct cattn_kernels *kernels,
                 enum cattn_path path) {
-    /* key chunks of the same rows cannot take turns in row-major order, nor share rows of weights in scratch */
+    /* Key chunks of the same rows cannot draw from a serial stream in row-major order, nor share the rows of weights
+     * that are scratch. */
     const bool together = plan->uses_stream || (p->weights.data && p->storage != CATTN_STORED_PLAIN);
     plan->path = together && path == CATTN_PATH_SPLIT ? CATTN_PATH_ROWS : path;
-    plan->block_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
-    plan->blocks_per_unit = ceil_div(plan->unit_rows, plan->block_rows);
+    plan->task_rows = is_tile(plan) ? CATTN_TILE_ROWS : CATTN_FEW_ROWS;
+    plan->blocks_per_unit = cattn_ceil_div(plan->unit_rows, plan->task_rows);
+    const double least = is_tile(plan) ? POOL_WORK_TILE : POOL_WORK_ROWS;
+    const bool alone = p->path == CATTN_PATH_AUTO && plan->path != CATTN_PATH_SPLIT && cattn_attention_work(p) < least;
+    plan->num_threads = alone ? 1 : p->num_threads;
     struct cattn_arena count = cattn_arena(NULL, 0, false);
     struct cattn_rows unused;
     cattn_carve(&count, sizeof unused);
@@ -103,7 +118,8 @@ static bool tiny_fits(const struct cattn_plan *plan, const struct cattn_attentio
 }
 
 struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struct cattn_kernels *kernels) {
-    struct cattn_plan plan = {.n_chunks = ceil_div(p->seqlen_k, CATTN_CHUNK_KEYS)};
+    struct cattn_plan plan = {.n_chunks = cattn_ceil_div(p->seqlen_k, CATTN_CHUNK_KEYS)};
+    /* with a tile or more of queries, a head alone fills tiles; heads of a group then read K and V separately */
     plan.heads_per_unit = p->seqlen_q < CATTN_TILE_ROWS ? p->group_size : 1;
     plan.units_per_batch = p->num_heads / plan.heads_per_unit;
     plan.n_units = p->n_batch * plan.units_per_batch;
@@ -119,12 +135,30 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
         if (tiny_fits(&plan, p))
             return plan;
     }
-    /* few rows: give key chunks to the threads where units alone would leave some idle */
-    const int64_t tasks = plan.n_units * ceil_div(plan.unit_rows, CATTN_FEW_ROWS);
+    /* few rows: split the keys if the units alone would leave threads idle */
+    const int64_t tasks = plan.n_units * cattn_ceil_div(plan.unit_rows, CATTN_FEW_ROWS);
     const bool split = plan.unit_rows <= SPLIT_ROWS && plan.n_chunks > 1 && p->num_threads > 1 &&
-                       cattn_attention_work(p) >= SPLIT_WORK && tasks < 4 * (int64_t)p->num_threads;
+                       cattn_attention_work(p) >= SPLIT_WORK && tasks < SPLIT_TASKS * (int64_t)p->num_threads;
     cut(&plan, p, kernels, split ? CATTN_PATH_SPLIT : few ? CATTN_PATH_ROWS : CATTN_PATH_TILE);
     return plan;
+}
+
+/* The last blocks of a unit come first: under a causal mask they take longest, and a long task at the end would leave
+ * the other threads idle. Bits of a serial stream are drawn in ascending order. */
+struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block) {
+    const int64_t unit = block / plan->blocks_per_unit, index = block % plan->blocks_per_unit;
+    const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->task_rows;
+    const int64_t left = plan->unit_rows - first;
+    return (struct cattn_row_block){.batch = unit / plan->units_per_batch,
+                                    .first_head = unit % plan->units_per_batch * plan->heads_per_unit,
+                                    .first_row = first,
+                                    .n_rows = (int)(left < plan->task_rows ? left : plan->task_rows)};
+}
+
+int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t partial_size) {
+    const int64_t fitting = (int64_t)(SPLIT_BUDGET / partial_size);
+    const int64_t wave = fitting < plan->num_threads ? plan->num_threads : fitting; /* a task for every thread */
+    return wave < n_tasks ? wave : n_tasks;
 }
 
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {

@@ -1,12 +1,13 @@
-/* plan.h -- how one attention call is cut into tasks, and what scratch a task needs.
+/* plan.h -- how an attention call and its gradients are cut into tasks, and the scratch that a task needs.
  *
- * The rows of a unit share one key-value head. Where a head has few queries, a unit is all query heads of the group,
+ * The rows of a unit share one key-value head. If a head has few queries, a unit is all query heads of the group,
  * flattened, so that keys and values are read once for the group; otherwise each query head is a unit.
  *
  *     task = one block of rows of one unit                          (tile, rows, tiny)
  *     task = one block of rows of one unit against one key chunk    (split)
  *
- * Whatever the plan, every row sees the same sums in the same order.
+ * Every row gets the same sums in the same order, whatever the plan. All tuning numbers of attention are in plan.c and
+ * plan_backward.c: nothing in them can change a result.
  */
 #ifndef CATTN_PLAN_H
 #define CATTN_PLAN_H
@@ -14,34 +15,67 @@
 #include "../cattn.h"
 #include "../kernels/kernels.h"
 
+/* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is
+ * faster than the thread's scratch. Threads may have stacks of only 64 KiB. */
+#define CATTN_TINY_SCRATCH (96 * 1024)
+#define CATTN_TINY_STACK (28 * 1024)
+
 struct cattn_plan {
     enum cattn_path path; /* never AUTO */
+    int num_threads;      /* 1 if other threads would start too late to help */
     int64_t n_units, units_per_batch;
     int64_t heads_per_unit;
     int64_t unit_rows; /* heads_per_unit * seqlen_q */
-    int block_rows;    /* rows of a task at most */
+    int task_rows;     /* rows of a task at most */
     int64_t blocks_per_unit;
     int64_t n_chunks;
-    bool uses_stream;    /* dropout bits come from a serial stream: tasks in row-major order */
+    bool uses_stream;    /* dropout bits come from a serial stream, so tasks are in row-major order */
     size_t scratch_size; /* bytes a thread */
 };
 
-/* Elements of one array of scratch rows-long statistics, and of one row of an accumulator. */
+struct cattn_plan cattn_plan(const struct cattn_attention_params *params, const struct cattn_kernels *kernels);
+
+/* The rows of one block, counted over all units. */
+struct cattn_row_block {
+    int64_t batch, first_head;
+    int64_t first_row; /* of the unit's rows */
+    int n_rows;
+};
+struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block);
+
+/* Split path: how many tasks run before their partial results are merged. */
+int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t partial_size);
+
+/* The length of one scratch array of row statistics, and of one row of an accumulator. */
 int64_t cattn_plan_row_slots(const struct cattn_plan *plan);
 int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 
-struct cattn_plan cattn_plan(const struct cattn_attention_params *params, const struct cattn_kernels *kernels);
-
-/* Must the kernels copy its rows to read them? Keys and values as they are stored. */
+/* Whether the kernels copy the rows of this tensor (keys or values) before they read them. */
 bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor);
 
-/* The task's struct and all its scratch arrays, laid out in `memory` of scratch_size bytes. */
+/* Lays out a task's struct and all its scratch arrays in `memory` of plan->scratch_size bytes. */
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);
 
-/* Most bytes of scratch of the tiny path, and how many of them it has on the stack, which is quicker: threads may have
- * but 64 KiB of that. */
-#define CATTN_TINY_SCRATCH (96 * 1024)
-#define CATTN_TINY_STACK (28 * 1024)
+/* ---- gradients: a unit is the query heads that read one key-value head, a step one block of queries of one head ----
+ */
+
+struct cattn_backward_plan {
+    int num_threads;
+    int64_t n_units, units_per_batch;
+    int64_t blocks_per_head, steps_per_unit, n_key_blocks;
+    bool shares_bias; /* several heads or batch entries add to one gradient of the bias */
+    bool uses_stream; /* dropout bits come from a serial stream */
+    bool whole_units; /* one task takes all steps of a unit; otherwise a task is one step */
+    size_t scratch_size;
+};
+
+struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_params *params,
+                                               const struct cattn_kernels *kernels);
+
+/* Lays out a step's struct with its three views, and all their scratch arrays, in `memory`. */
+struct cattn_backward *cattn_backward_lay_out(const struct cattn_backward_plan *plan,
+                                              const struct cattn_backward_params *params,
+                                              const struct cattn_kernels *kernels, void *memory);
 
 #endif

@@ -1,11 +1,11 @@
 /* exp.inc.h -- exp, tanh and the logarithm, the same bits on every instruction set.
  *
- * `vf_exp` is of x <= 0, -inf or NaN, and below 1 ULP: exp(0) is 1 and exp(-inf) is +0 exactly, NaN stays NaN, and what
- * would fall below the smallest normal number is +0. `vf_tanh` is of any x, for softcap: at most 3 ULP, and 1.6 where
- * it exceeds a half.
+ * `vf_exp` takes x <= 0, -inf or NaN; its error is below 1 ULP. exp(0) is exactly 1, exp(-inf) is exactly +0, NaN stays
+ * NaN, and results below the smallest normal number are +0. `vf_tanh` takes any x and serves softcap; its error is at
+ * most 3 ULP, and at most 1.6 ULP where the result exceeds 1/2.
  *
- * Reduction by powers of two with round-to-nearest through a magic number and ln 2 in two parts, then a minimax
- * polynomial (Remez, relative error, the first two terms pinned to 1 and x).
+ * The argument is reduced by powers of two: rounding to the nearest integer with a magic number, ln 2 in two parts.
+ * Then follows a minimax polynomial (Remez, relative error, the first two coefficients pinned to 1 and x).
  */
 
 #if REAL_BITS == 32
@@ -14,7 +14,7 @@
 #define EXP_LOG2E 0x1.715476p0f
 #define EXP_LN2_HI 0x1.62e4p-1f /* 15 bits, so n * hi is exact */
 #define EXP_LN2_LO 0x1.7f7d1cp-20f
-#define TANH_FAR (-1.125f) /* -2|x| where tanh is about 1/2 */
+#define TANH_FAR (-1.125f) /* -2|x| at the x where tanh(x) is about 1/2 */
 static const real exp_poly[] = {1.0f, 0x1.fffffcp-2f, 0x1.555492p-3f, 0x1.5558f2p-5f, 0x1.1239e2p-7f, 0x1.6a2434p-10f};
 #else
 #define EXP_MAGIC 0x1.8p52
@@ -46,32 +46,33 @@ INLINE vf exp_horner(vf r) {
     return p;
 }
 
-/* x = n ln 2 + r, to more digits than x has */
+/* Splits x = n ln 2 + r, with r to more digits than x has. */
 INLINE vf reduce(vf x, vf *n) {
     const vf magic = vf_set1(EXP_MAGIC);
     *n = vf_fma(x, vf_set1(EXP_LOG2E), magic) - magic;
     return vf_fma(*n, vf_set1(-EXP_LN2_LO), vf_fma(*n, vf_set1(-EXP_LN2_HI), x));
 }
 
-/* exp(x), or anything below the cut */
+/* exp(x) above EXP_CUT; below it the result is arbitrary, and exp_cut replaces it. */
 INLINE vf exp_uncut(vf x) {
     vf n, r = reduce(x, &n);
     return vf_scale2(vf_fma(exp_horner(r), r, vf_set1(1)), n);
 }
 
-/* covers x = -inf, too, where r is NaN */
+/* Replaces the results below the cut by +0. That includes x = -inf, for which r is NaN. */
 INLINE vf exp_cut(vf x, vf p) { return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), p); }
 
 INLINE vf vf_exp(vf x) { return exp_cut(x, exp_uncut(x)); }
 
-/* exp(a - b + c) * (1 + factor), with the digits that a - b loses where |b| is the larger one; `factor` is small. */
+/* exp(a - b + c) * (1 + factor) for a small `factor`. Recovers the digits that rounding a - b loses, provided that |b|
+ * is the larger one: `lost` is that rounding error, and exp(lost) is 1 + lost. */
 INLINE vf vf_exp_of_difference(vf a, vf b, vf c, vf factor) {
     const vf d = a - b, lost = a - (d + b), x = d + c, p = exp_uncut(x);
     return exp_cut(x, vf_fma(p, lost + factor, p));
 }
 
-/* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), for e keeps its digits; farther out
- * 1 - 2q / (2 + e), for q is small and so are its errors beside 1. */
+/* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), because e is accurate there. Farther out it is
+ * 1 - 2q / (2 + e): q is small, so its errors are small compared with 1. */
 INLINE vf vf_tanh(vf x) {
     const vf one = vf_set1(1), y = vf_max(vf_set1(EXP_CUT), vf_max(x, -x) * vf_set1(-2));
     vf n, r = reduce(y, &n);
@@ -79,13 +80,14 @@ INLINE vf vf_tanh(vf x) {
     const vf m = exp_horner(r) * r;
     const vf q = vf_fma(m, power, power), e = vf_fma(m, power, power - one);
     const vm far = vf_lt(y, vf_set1(TANH_FAR));
-    vf t = vf_div(vf_select(far, q + q, e), e + vf_set1(2)); /* of -|x| */
+    vf t = vf_div(vf_select(far, q + q, e), e + vf_set1(2)); /* far: 1 + tanh(-|x|); near: tanh(-|x|) */
     t = vf_select(far, t - one, t);
     return vf_select(vf_lt(x, vf_set1(0)), t, -t);
 }
 
-/* Natural logarithm of a positive normal number, in double: log(2^e m) with m in [sqrt(1/2), sqrt(2)) by the series of
- * 2 atanh((m-1)/(m+1)). Plain products and sums, so the bits do not depend on an FMA; log(1) is 0. */
+/* Natural logarithm of a positive normal number, in double: log(2^e m) with m in [sqrt(1/2), sqrt(2)), by the series of
+ * 2 atanh((m-1)/(m+1)). It uses only products and sums, so that the bits do not depend on an FMA or on libm. log(1) is
+ * exactly 0. */
 static double log_positive(double x) {
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);

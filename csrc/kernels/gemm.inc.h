@@ -1,23 +1,25 @@
 /* gemm.inc.h -- packing and the one micro-kernel of the tile path.
  *
- * Both products of attention run through micro_tile, up to MR rows by up to NR vectors, with a broadcast operand `a`
- * that is read where it lies and an operand `b` whose rows are vectors, packed or where they lie:
+ * Both products of attention run through micro_tile: up to MR rows by up to NR vectors. Operand `a` is read in place
+ * and broadcast; the rows of operand `b` are vectors, packed or read in place:
  *
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is a sum of chains of FMAs, added in order; each chain has CATTN_CHAIN_TERMS terms in ascending order
- * from +0 and ends where the next one begins, wherever the sum does: the bit contract asks for it.
+ * Every element is a sum of chains of FMAs, and the chains are added in order. A chain starts at +0 and takes
+ * CATTN_CHAIN_TERMS terms in ascending order. Chains are cut at multiples of CATTN_CHAIN_TERMS, wherever the sum itself
+ * begins or ends: the bit contract requires that.
  */
 
 #define PANEL (NR * LANES) /* width of a packed panel */
 
-/* Tiles are `tallest` rows high, and at the edges 8 or 4, so that little is computed for rows that nobody needs. */
+/* Tiles are `tallest` rows high. At the edges they are 8 or 4 rows high, so that few unused rows are computed. */
 INLINE int tile_height(int tallest, int64_t n_rows) {
     return tallest > 4 && n_rows <= 4 ? 4 : tallest > 8 && n_rows <= 8 ? 8 : tallest;
 }
 
-/* tile(mr, ...) with a constant mr, at most the constant `tallest` in branches that are never taken, too. */
+/* Calls tile(mr, ...) with mr as a compile-time constant, so that the accumulators stay in registers. Branches that are
+ * never taken are compiled as well, so mr must not exceed `tallest` (the array bound) in those either. */
 #define AT_HEIGHT(tallest, height, tile, ...)                                                                          \
     do {                                                                                                               \
         if ((tallest) > 4 && (height) == 4)                                                                            \
@@ -28,11 +30,12 @@ INLINE int tile_height(int tallest, int64_t n_rows) {
             tile(tallest, __VA_ARGS__);                                                                                \
     } while (0)
 
-/* Rows of a tile of scores: few enough that the rows of K that are read at a time come from memory in time. */
+/* Rows of a tile of scores. A row is a key that is read from memory: few enough that memory keeps up with all rows of K
+ * that are read at the same time. */
 #define SCORE_MR (MR > 6 ? 6 : MR)
 
-/* mr and nr are constants, once everything is inlined. The accumulators must be filled one by one and every loop over
- * them unrolled: `= {0}` or a plain loop sends them to memory. */
+/* mr and nr are constants after inlining. Set the accumulators one by one and unroll every loop over them: with `= {0}`
+ * or a plain loop GCC keeps them in memory instead of registers. */
 INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
                        int64_t b_row, vf acc[MR][NR]) {
 #pragma GCC unroll 16
@@ -64,14 +67,25 @@ INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
             sum[m][n] = sum[m][n] + chain[m][n];
 }
 
-/* Where the chain that has this term ends, in a sum of terms up to `end`. */
+/* Whether every element of a tile is finite: x * 0 is NaN otherwise. Four sums, so that the FMAs overlap. */
+INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][NR]) {
+    vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
+#pragma GCC unroll 16
+    for (int m = 0; m < mr; m++)
+#pragma GCC unroll 2
+        for (int n = 0; n < nr; n++)
+            zero[(m * NR + n) % 4] = vf_fma(tile[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
+    return !vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3]))));
+}
+
+/* The end of the chain that contains `term`, in a sum whose last term is end - 1. */
 INLINE int64_t chain_end(int64_t term, int64_t end) {
     return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
 }
 
-/* The terms begin .. end-1 of a sum; a and b are those of `begin`. Tiles leave registers for a chain and a sum each
- * where there are 32 (MR 12, NR 1); where there are 16, sums in memory cost less than smaller tiles (6, 2). Whole
- * chains are written apart from the rest: with a constant length they are quicker. */
+/* The terms begin .. end-1 of a sum; a and b point at the term `begin`. With 32 registers (MR 12, NR 1) both the chain
+ * and the sum of each element fit into registers. With 16 registers (MR 6, NR 2) the sums are spilled to memory, which
+ * costs less than smaller tiles would. Whole chains have calls of their own because a constant length is faster. */
 INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, int64_t a_row, int64_t a_col,
                      const real *b, int64_t b_row, vf sum[MR][NR]) {
     const int64_t terms = CATTN_CHAIN_TERMS, n = chain_end(begin, end) - begin, depth = end - begin;
@@ -91,8 +105,8 @@ INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, 
     }
 }
 
-/* LANES columns of LANES queries, scaled, into the panel. First all loads, so that they wait for memory together. Each
- * address by itself: as vectors, which they would become, they are slow to begin with and to take apart. */
+/* Packs LANES columns of LANES queries, scaled, into the panel. All loads come first, so that their cache misses
+ * overlap. OPAQUE keeps the row addresses scalar: GCC would build a vector of them and unpack it again. */
 INLINE void pack_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, real *panel) {
     vf v[LANES];
 #pragma GCC unroll 16
@@ -107,7 +121,7 @@ INLINE void pack_square(enum cattn_storage storage, const void *const *query, in
         vf_storeu(panel + i * PANEL, v[i]);
 }
 
-/* The same for the first n_rows queries, other lanes 0, and n columns, col apart. */
+/* pack_square at the edges: n_rows queries (the other lanes are 0) and n columns, `col` elements apart. */
 NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, int n_rows, int64_t d, int64_t col, int n,
                         vf scale, real *panel) {
     vf v[LANES];
@@ -121,22 +135,23 @@ NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, in
         vf_storeu(panel + i * PANEL, v[i]);
 }
 
-/* Q^T, scaled (rounded once): panels [head_dim][PANEL], zero behind the last row up to a whole vector. */
+/* Packs Q^T, scaled (rounded once): panels [head_dim][PANEL]. The lanes after the last row are 0, up to a whole vector.
+ */
 static void pack_query_tile(struct cattn_rows *rows) {
-    const int64_t depth = rows->head_dim, col = rows->query_col;
-    const vf scale = vf_set1((real)rows->scale);
-    const int padded = (int)round_up(rows->n_rows, LANES);
+    const int64_t depth = rows->call.head_dim, col = rows->call.query_col;
+    const vf scale = vf_set1((real)rows->call.scale);
+    const int padded = (int)cattn_round_up(rows->n_rows, LANES);
     for (int r0 = 0; r0 < padded; r0 += LANES) {
-        real *panel = (real *)rows->packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
+        real *panel = (real *)rows->scratch.packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;
         const void *const *query = rows->query + r0;
         const int n_rows = (int)min64(LANES, rows->n_rows - r0);
         for (int64_t d = 0; d < depth; d += LANES, panel += LANES * PANEL) {
             const int n = (int)min64(LANES, depth - d);
             if (col != 1 || n < LANES || n_rows < LANES)
-                pack_part(rows->storage, query, n_rows, d, col, n, scale, panel);
-            else if (rows->storage == CATTN_STORED_PLAIN)
+                pack_part(rows->call.storage, query, n_rows, d, col, n, scale, panel);
+            else if (rows->call.storage == CATTN_STORED_PLAIN)
                 pack_square(CATTN_STORED_PLAIN, query, d, scale, panel);
-            else if (rows->storage == CATTN_STORED_F16)
+            else if (rows->call.storage == CATTN_STORED_F16)
                 pack_square(CATTN_STORED_F16, query, d, scale, panel);
             else
                 pack_square(CATTN_STORED_BF16, query, d, scale, panel);
@@ -144,27 +159,27 @@ static void pack_query_tile(struct cattn_rows *rows) {
     }
 }
 
-/* So many keys of the block from k on: where they lie, else a copy padded with zero rows. */
+/* `height` keys of the block from k on: K itself, or past the last key a copy padded with rows of zeros. */
 static struct source key_rows(const struct cattn_rows *rows, struct source key, int k, int height, int n_keys) {
-    const int64_t depth = rows->head_dim;
+    const int64_t depth = rows->call.head_dim;
     const struct source from = {key.first + k * key.row, key.row};
     if (k + height <= n_keys)
         return from;
-    real *copy = rows->key_rows;
+    real *copy = rows->scratch.key_copy;
     for (int m = 0; m < height; m++)
         for (int64_t d = 0; d < depth; d++)
             copy[m * depth + d] = k + m < n_keys ? from.first[m * from.row + d] : 0;
     return (struct source){copy, depth};
 }
 
-/* Columns c .. c+PANEL-1 of V for the keys begin .. end-1 of the block, whole vectors: V itself where its rows are
- * such, else a copy, zero behind the last column. */
+/* Columns c .. c+PANEL-1 of V for the keys begin .. end-1 of the block, as whole vectors: V itself if the columns are
+ * whole vectors, else a copy with zeros after the last column, because reading V past its end is not allowed. */
 static struct source value_run(const struct cattn_rows *rows, struct source value, int begin, int end, int64_t c) {
-    const int64_t n = rows->d_v - c;
+    const int64_t n = rows->call.d_v - c;
     const struct source from = {value.first + begin * value.row + c, value.row};
     if (n >= PANEL || n == LANES)
         return from;
-    real *panel = rows->value_panel;
+    real *panel = rows->scratch.value_panel;
     for (int k = 0; k < end - begin; k++)
 #pragma GCC unroll 2
         for (int i = 0; i < NR; i++) {

@@ -1,19 +1,21 @@
 /* kernels.h -- the contract between the drivers of core/ and the kernel tables, one table per instruction set and
  * dtype.
  *
- * A driver owns a struct cattn_rows: some rows (queries of one key-value head) on their way past the keys. It calls
+ * A driver fills a struct cattn_rows: a block of rows, which are queries of one key-value head. It then calls
  *
- *     pack_query_tile | pack_query_rows  once: the scaled queries, in the layout of its path
- *     chunk_begin                        at each key chunk
+ *     pack_query_tile | pack_query_rows  once: packs the scaled queries in the layout of its path
+ *     chunk_begin                        at the start of each key chunk: an empty running state
  *       tile_block | rows_block          for each key block of the chunk: scores, masks, softmax, P V
- *     chunk_merge                        folds the chunk into what came before
- *     finish                             output, log-sum-exp, weights
+ *     chunk_merge                        after each chunk but the first: merges it into the total of those before
+ *     finish                             once: writes output, log-sum-exp and weights
  *
- * Kernels cannot fail and allocate nothing; everything was checked before. `void *` stands for the table's own element
- * type. All strides count elements.
+ * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch.
+ * `void
+ * *` stands for the table's own element type. All strides count elements.
  *
- * The lengths of blocks, chunks, runs and chains are law: the order of every sum hangs on them (csrc/README.md, "The
- * bit contract"). 192 is a multiple of every table's micro-tile height and of the 64 keys that share Philox counters.
+ * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (csrc/README.md), because
+ * the order of every sum depends on them: never change one for speed. 192 is a multiple of every table's micro-tile
+ * height and of the 64 keys that share Philox counters.
  */
 #ifndef CATTN_KERNELS_H
 #define CATTN_KERNELS_H
@@ -26,118 +28,133 @@
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
-/* every sum of products is one chain of FMAs for so many terms each, by their place: shorter chains, smaller errors */
+/* Every sum of products is cut into chains of FMAs of this many terms, by index. Short chains keep the rounding error
+ * small. */
 #define CATTN_CHAIN_TERMS 16
-/* P V goes by runs of so many keys of a block, added to the output one by one: that much of V stays in the nearest
- * cache, and the order is law */
-#define CATTN_RUN_KEYS (CATTN_BLOCK_KEYS / 2)
-/* rows of one tile: a multiple of every table's 2 * lanes and micro-tile height */
+/* P V is computed for this many keys at a time and added to the accumulator: that much of V stays in the L1 cache. */
+#define CATTN_HALF_BLOCK (CATTN_BLOCK_KEYS / 2)
+/* Rows of one tile: a multiple of every table's 2 * lanes and micro-tile height. */
 #define CATTN_TILE_ROWS 96
-/* most rows that pass the keys together on the row path */
+/* Most rows of a task on the row path. */
 #define CATTN_FEW_ROWS 8
-/* row_sum of a block is this many chains, by key index */
+/* The sum of a block's weights is this many chains, by key index. */
 #define CATTN_SUM_CHAINS 8
 #define CATTN_PHILOX_ROUNDS 10
-/* columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors */
+/* Columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors. */
 #define CATTN_PAD 32
 /* most words that torch_normal takes: they and their numbers stay in the nearest cache */
 #define CATTN_TORCH_CHUNK 1024
 
-/* What a dropout decision needs besides the element's place; see philox.inc.h. */
+/* The parameters of dropout besides the element's position; see philox.inc.h. */
 struct cattn_drop {
     bool enabled;
     uint32_t key[CATTN_PHILOX_ROUNDS][2];
-    uint32_t batch_twice;                /* counter word 3 of the first draw: twice the lead index */
-    uint32_t threshold_hi, threshold_lo; /* halves of the threshold; hi is 0x10000 where everything is kept */
+    uint32_t batch_twice;                /* counter word 3 of the first draw: twice the batch index */
+    uint32_t threshold_hi, threshold_lo; /* the threshold's 16-bit halves; hi is 0x10000 if nothing is dropped */
 };
 
-struct cattn_rows {
-    int n_rows;
-    bool fully_ranged; /* no mask per element: the ranges alone decide */
-    bool ascending;    /* one head's queries, all of them there: lo and hi never fall from row to row */
+/* What all tasks of a call share; kernels only read it. Fields announced by a flag are uninitialised without it. */
+struct cattn_call {
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
+    int64_t seqlen_k; /* length of the weights' last axis */
     double scale;
-    double keep_scale; /* 1, or 1/(1-p) under dropout */
-    double softcap;    /* > 0, or 0: none */
-    bool has_slopes, has_sinks;
-    bool has_mask, has_out, has_lse, has_weights; /* else these pointers of the rows are not set */
-    bool double_lse;                              /* lse is double, else real */
-    bool store_scores;                            /* weights stay scores, -inf out of range */
-    enum cattn_storage storage;                   /* of query, key, value, out and weights_out */
-
-    const void *key, *value; /* of this key-value head */
-    int64_t key_row, key_col, value_row, value_col;
-    int64_t mask_col;
+    double keep_scale; /* 1; under dropout 1/(1-p) */
+    double softcap;    /* > 0; or 0 for none */
+    bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
+    bool has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
+    bool double_lse;            /* lse is double, otherwise the table's own type */
+    bool store_scores;          /* `weights` receives the scores, -inf out of range */
+    enum cattn_storage storage; /* of query, key, value, out and weights_out */
     int n_bias;
-    int64_t bias_col[2];
-    struct cattn_drop drop;
-    int64_t query_col, out_col, weights_col, weights_out_col;
+    int64_t query_col, key_row, key_col, value_row, value_col, mask_col, bias_col[2];
+    int64_t out_col, weights_col, weights_out_col;
+};
 
-    /* per row */
+/* One entry a row. */
+struct cattn_per_row {
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
     const uint8_t *mask[CATTN_TILE_ROWS];
     const void *bias[2][CATTN_TILE_ROWS];
-    int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: of the query among the keys */
+    int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: the query's position among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
-    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* or the first NULL: one bit a key, lowest first, instead of Philox */
-    void *out[CATTN_TILE_ROWS];          /* NULL: a row behind the end of its sequence */
+    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
+    void *out[CATTN_TILE_ROWS];          /* NULL: a row past the end of its packed sequence */
     void *lse[CATTN_TILE_ROWS];          /* the same */
-    void *weights[CATTN_TILE_ROWS];      /* in the kernels' own type */
-    void *weights_out[CATTN_TILE_ROWS];  /* of halves, which weights go to in the end */
-    int64_t seqlen_k, n_keys;            /* of the weights' last axis; that are there */
-
-    /* scratch, 64-byte aligned */
-    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [n][head_dim] */
-    void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
-    void *cap_slope;    /* as score, or NULL: the derivative of softcap (tile path, for the backward pass) */
-    void *value_panel;  /* tile: one panel [key][2 * lanes]; rows: [key of a run][d_v], for strided values and halves */
-    void *key_rows;     /* a few key rows made contiguous */
-    void *block_rows;   /* tile: [key][head_dim], then [key][d_v], for strided keys and values and halves */
-    void *weight_rows;  /* for halves: [row][seqlen_k] */
-    void *block_max;
-    void *row_max, *row_sum, *alpha;         /* the chunk so far, and this block's correction */
-    void *acc;                               /* [row][acc_cols] */
-    void *total_max, *total_sum, *total_acc; /* the chunks before; used from the second chunk on */
+    void *weights[CATTN_TILE_ROWS];      /* in the table's own type */
+    void *weights_out[CATTN_TILE_ROWS];  /* halves: `finish` narrows `weights` to here */
 };
 
-/* Gradients: a block of queries on its way past the keys. Three views share masks and ranges: in `scores` are the
- * queries and keys of the forward pass, in `grads` grad_out takes the place of the queries and the values that of the
- * keys, in `keys` the gradients of the scores take the place of the weights and the keys that of the values. A driver
- * calls
+/* Scratch arrays of a task, 64-byte aligned. */
+struct cattn_row_scratch {
+    uint8_t *drop_bits; /* the bits of all rows, from a serial stream; NULL: use Philox */
+    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
+    void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
+    void *cap_slope;    /* the derivative of softcap, laid out as score; NULL except in the backward pass */
+    void *value_panel;  /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
+    void *key_copy;     /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
+    void *block_copy;   /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
+    void *weight_rows;  /* for halves: [row][seqlen_k] */
+    void *block_max;
+    void *row_max, *row_sum, *alpha;         /* the running state of the chunk; this block's correction */
+    void *acc;                               /* [row][acc_cols] */
+    void *total_max, *total_sum, *total_acc; /* of the chunks before; read from the second chunk on */
+};
+
+/* A block of rows: the argument of the kernels. */
+struct cattn_rows {
+    struct cattn_call call; /* a copy: the inner loops need no second pointer */
+    struct cattn_per_row *per_row;
+    const void **query; /* per_row->query, except in a view for gradients */
+    int n_rows;
+    bool ascending;          /* consecutive queries of one head, none past the end: lo and hi never decrease */
+    int64_t n_keys;          /* keys that exist in this batch entry */
+    const void *key, *value; /* of this key-value head */
+    struct cattn_drop drop;
+    struct cattn_row_scratch scratch;
+};
+
+/* The gradients of a block of queries. Three views share masks and ranges, so that the kernels of the forward pass
+ * serve all products: `scores` has the queries and keys of the forward pass; `grads` has grad_out as queries and the
+ * values as keys; `keys` has the gradients of the scores as weights and the keys as values. A driver calls
  *
  *     backward_begin            once
- *       backward_scores         for each key block: the weights, and the gradients of the biased scores
- *       backward_bias           the gradient of the bias, from those; if asked for
- *       backward_query          from here on they are the gradients of the products; what they add to the query's
- *       backward_keys           what the block of queries adds to the gradients of the keys and values
- *     backward_sink, backward_finish
+ *       backward_scores         for each key block: weights, and gradients dS of the biased scores
+ *       backward_bias           only if wanted: the gradient of the bias, from dS
+ *       backward_query          turns dS into the gradients of the products Q K^T; adds to the gradient of the queries
+ *       backward_keys           adds to the gradients of the keys and values
+ *     backward_sink             only with sinks
+ *     backward_finish           once: writes the gradient of the queries
+ *
+ * The order of the calls of backward_bias and backward_keys among blocks of queries is the driver's: it is law, too.
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
-    /* scratch: the queries and grad_out, row by row, zero behind the last row and column */
+    const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads` */
+    /* scratch: the queries and grad_out, row by row, with zeros after the last row and column */
     void *query_rows, *grad_rows;
     int64_t query_cols, grad_cols;         /* multiples of CATTN_PAD */
-    void *lse, *lse_residual, *lse_factor; /* per row: load_lse */
-    void *delta, *bias_sum;                /* per row; grad_out . out; of the gradients of its scores */
-    void *bias_part;                       /* [CATTN_BLOCK_KEYS]: sums over the rows */
-    void *grad_query[CATTN_TILE_ROWS];     /* unit stride, as all gradients */
-    void *grad_key, *grad_value;           /* of this key-value head: added to */
+    void *lse, *lse_residual, *lse_factor; /* one a row; see load_lse */
+    void *delta, *bias_sum;                /* one a row: grad_out . out; the sum of dS */
+    void *bias_part;                       /* [CATTN_BLOCK_KEYS]: sums of dS over the rows */
+    /* results; all gradients have unit column stride */
+    void *grad_query[CATTN_TILE_ROWS]; /* written */
+    void *grad_key, *grad_value;       /* of this key-value head; added to */
     int64_t grad_key_row, grad_value_row;
-    /* at most one of the three: added to, row by row; added to, for all rows together; one number a row, written */
-    void *grad_bias[CATTN_TILE_ROWS];
-    void *grad_bias_keys;
-    void *grad_bias_row[CATTN_TILE_ROWS];
+    /* at most one of these three is set */
+    void *grad_bias[CATTN_TILE_ROWS];     /* dS is added, row by row */
+    void *grad_bias_keys;                 /* the sums of dS over the rows are added */
+    void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
 };
 
 /* Softmax over one row of n elements, lanes across the row. */
 struct cattn_softmax_row {
     int64_t n;
-    int64_t lo, hi; /* columns in range */
+    int64_t lo, hi; /* columns lo <= k < hi are in range */
     const void *x;
-    const void *next; /* the row that comes next, asked for while this one is computed; or x */
+    const void *next; /* the next row, to be prefetched; x if there is none */
     int64_t x_stride;
     void *out;
     int64_t out_stride;
@@ -150,14 +167,14 @@ struct cattn_softmax_row {
 /* The gradient of a softmax over one row of n elements. */
 struct cattn_softmax_gradient {
     int64_t n;
-    const void *grad, *weights; /* of the softmax's result; that result */
+    const void *grad, *weights; /* the gradient of the softmax's result, and that result */
     int64_t grad_stride, weights_stride;
     void *out;
     int64_t out_stride;
     double scale;
 };
 
-/* n elements from flat index `first` on. */
+/* Dropout of n elements from flat index `first` on. */
 struct cattn_dropout_row {
     int64_t n;
     uint64_t first;
@@ -174,35 +191,35 @@ struct cattn_dropout_row {
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
-    bool has_fma; /* inside the bit contract */
+    bool has_fma; /* the table is inside the bit contract */
 
     void (*pack_query_tile)(struct cattn_rows *rows);
     void (*pack_query_rows)(struct cattn_rows *rows);
     void (*chunk_begin)(struct cattn_rows *rows);
-    /* keys k0 <= k < k1, inside one block: k0 is a multiple of CATTN_BLOCK_KEYS */
+    /* keys k0 <= k < k1 of one block; k0 is a multiple of CATTN_BLOCK_KEYS */
     void (*tile_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
     void (*rows_block)(struct cattn_rows *rows, int64_t k0, int64_t k1);
-    /* total := merge(total, chunk); for its first chunk the driver exchanges the two sets of pointers instead */
+    /* total = merge(total, chunk). For the first chunk the driver swaps the two sets of pointers instead. */
     void (*chunk_merge)(struct cattn_rows *rows);
-    /* from the total; with weights, turns the raw scores left there into weights */
+    /* Reads the total. `weights` holds the scores until then. */
     void (*finish)(struct cattn_rows *rows);
     void (*backward_begin)(struct cattn_backward *b);
     void (*backward_scores)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*backward_bias)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*backward_query)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*backward_keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
-    /* sum over the rows of (weight of the sink) * delta */
+    /* the sum over the rows of (weight of the sink) * delta */
     double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);
-    /* keep bits of one row of an attention matrix, keys 0 .. n-1 */
+    /* the drop bits of the keys 0 .. n-1 of one row of an attention matrix, as bytes */
     void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
                              int64_t stride, int64_t n);
-    /* n halves become numbers, and back */
+    /* conversion of n stored elements to the table's own type, and back */
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
-    /* a row to memory, past the caches, and what makes sure that rows got there before what is written next; NULL where
-     * the instruction set cannot */
+    /* writes a row past the caches; a fence that orders such rows before later stores. NULL if the instruction set has
+     * no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);
     void (*stream_end)(void);
     void (*softmax_gradient)(const struct cattn_softmax_gradient *row);

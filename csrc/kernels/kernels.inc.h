@@ -1,5 +1,6 @@
 /* kernels.inc.h -- the one algorithm source of every table. A stub defines ISA, MR and NR (micro-tile: MR rows of NR
- * vectors), includes its simd_*.h, and then this file.
+ * vectors), includes its simd_*.h, and then this file. The parts depend on each other in the order of the includes; the
+ * blank lines keep clang-format from sorting across them.
  */
 #include "kernels.h"
 
@@ -7,6 +8,10 @@
 
 #include "philox.inc.h"
 
+#include "load.inc.h"
+#include "prefetch.inc.h"
+
+#include "mask.inc.h"
 #include "state.inc.h"
 
 #include "gemm.inc.h"
@@ -18,10 +23,10 @@
 
 #include "torch.inc.h"
 
-_Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile is whole panels");
-_Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile is whole micro-tiles");
-_Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block is whole micro-tiles");
-_Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains do");
+_Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile consists of whole panels");
+_Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile consists of whole micro-tiles");
+_Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block consists of whole micro-tiles");
+_Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains end");
 _Static_assert(CATTN_BLOCK_KEYS % 64 == 0, "a key block starts at a run of Philox counters");
 _Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "padding holds whole panels");
 

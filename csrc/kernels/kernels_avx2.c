@@ -1,4 +1,4 @@
-/* kernels_avx2.c -- 12 accumulators of 16 registers. Compiled twice, with REAL_BITS 32 and 64. */
+/* kernels_avx2.c -- the AVX2 table: 12 accumulators in 16 registers. Compiled twice, with REAL_BITS 32 and 64. */
 #define ISA avx2
 #define MR 6
 #define NR 2

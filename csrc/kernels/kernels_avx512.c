@@ -1,4 +1,5 @@
-/* kernels_avx512.c -- 12 chains and their 12 sums in 32 registers. Compiled twice, with REAL_BITS 32 and 64. */
+/* kernels_avx512.c -- the AVX-512 table: 12 chains and 12 sums in 32 registers. Compiled twice, with REAL_BITS 32 and
+ * 64. */
 #define ISA avx512
 #define MR 12
 #define NR 1

@@ -1,5 +1,5 @@
-/* kernels_gnu512.c -- test only: the shapes of the AVX-512 table on any CPU with FMA. Compiled twice, with REAL_BITS 32
- * and 64. */
+/* kernels_gnu512.c -- test only: the tile shapes of the AVX-512 table on any CPU with FMA. Compiled twice, with
+ * REAL_BITS 32 and 64. */
 #define ISA gnu512
 #define MR 12
 #define NR 1

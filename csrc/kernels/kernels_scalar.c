@@ -1,4 +1,5 @@
-/* kernels_scalar.c -- libm's fma, one lane: the yardstick of the tests. Compiled twice, with REAL_BITS 32 and 64. */
+/* kernels_scalar.c -- one lane and libm's fma; the tests compare the other tables with this one. Compiled twice, with
+ * REAL_BITS 32 and 64. */
 #define ISA scalar
 #define MR 4
 #define NR 1

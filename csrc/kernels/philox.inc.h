@@ -1,23 +1,23 @@
 /* philox.inc.h -- the random bits of dropout, by position: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers:
  * as easy as 1, 2, 3").
  *
- * One call of Philox gives four 32-bit words, that is eight 16-bit digits, for eight elements. Element j takes
+ * One call of Philox gives four 32-bit words, that is eight 16-bit digits for eight elements. Element j uses
  *
  *     counter  c0 = 8*(j >> 6) + (j & 7), c1, c2, c3         digit  d = (j >> 3) & 7
  *     digit d  = low half of word d >> 1 where d is even, high half where it is odd
  *
- * so the elements of a run of 64 share eight counters, and 8 neighbours are 8 neighbouring counters: lanes across
- * elements need no shuffle, and with lanes across queries one call serves 8 keys. For attention j is the key, c1 the
- * query's absolute position, c2 the head, c3 twice the lead index; a second draw has c3 + 1.
+ * so 64 consecutive elements share eight counters, and 8 neighbouring elements have 8 neighbouring counters. Hence
+ * lanes that are elements need no shuffle, and with queries as lanes one call serves 8 keys. For attention, j is the
+ * key, c1 the query's absolute position, c2 the head and c3 twice the batch index; the second draw uses c3 + 1.
  *
- * An element is kept with probability threshold / 2^32: its digit is compared with the threshold's high half, and only
- * a tie (one in 65536) needs the second draw, whose digit is compared with the low half.
+ * An element is kept with probability threshold / 2^32: the first draw's digit is compared with the threshold's high
+ * half. Only a tie (one in 65536) needs the second draw, whose digit is compared with the low half.
  */
 
 #define PHILOX_M0 0xd2511f53u
 #define PHILOX_M1 0xcd9e8d57u
 
-/* The rounds from `first` on; the state becomes the four words. */
+/* Runs the rounds from `first` on and writes the four words to c. */
 INLINE void philox_rounds(vw w[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2], int first, vu c[4]) {
 #pragma GCC unroll 10
     for (int round = first; round < CATTN_PHILOX_ROUNDS; round++) {
@@ -37,7 +37,7 @@ INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
     philox_rounds(w, key, 0, c);
 }
 
-/* The same where all lanes have c1, c2 and c3 in common, and half of the work of the first two rounds. */
+/* philox for lanes that share c1, c2 and c3: half of the first two rounds is scalar work. */
 INLINE void philox_common(vu c0, uint32_t c1, uint32_t c2, uint32_t c3, const uint32_t key[CATTN_PHILOX_ROUNDS][2],
                           vu c[4]) {
     const vw zero = vw_from(vu_set1(0)), p0 = vw_mul(vw_from(c0), PHILOX_M0);
@@ -49,7 +49,7 @@ INLINE void philox_common(vu c0, uint32_t c1, uint32_t c2, uint32_t c3, const ui
     philox_rounds(w, key, 2, c);
 }
 
-/* The same for one counter and one digit; for ties and ragged ends. */
+/* One digit of one counter in plain C, for ties. */
 static uint32_t philox_digit(const struct cattn_drop *drop, uint64_t j, uint32_t c1, uint32_t c2, uint32_t c3) {
     uint32_t c[4] = {(uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7), c1, c2, c3};
     for (int round = 0; round < CATTN_PHILOX_ROUNDS; round++) {
@@ -63,14 +63,15 @@ static uint32_t philox_digit(const struct cattn_drop *drop, uint64_t j, uint32_t
     return (j >> 3) & 1 ? word >> 16 : word & 0xffff;
 }
 
-static bool philox_keep(const struct cattn_drop *drop, uint64_t j, uint32_t c1, uint32_t c2) {
+static bool philox_drop_bit(const struct cattn_drop *drop, uint64_t j, uint32_t c1, uint32_t c2) {
     uint32_t digit = philox_digit(drop, j, c1, c2, drop->batch_twice);
     if (digit != drop->threshold_hi)
         return digit < drop->threshold_hi;
     return philox_digit(drop, j, c1, c2, drop->batch_twice + 1) < drop->threshold_lo;
 }
 
-/* First draws for elements base .. base+127, base a multiple of 64: words[w * 16 + i] is word w of the i-th counter. */
+/* First draws of the elements base .. base+127, where base is a multiple of 64: words[w * 16 + i] is word w of the i-th
+ * counter. */
 static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t c1, uint32_t c2, uint32_t *words) {
     uint32_t lane[LANES];
     for (uint32_t i = 0; i < LANES; i++)
@@ -86,27 +87,28 @@ static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t 
     }
 }
 
-/* Keep decisions (1 or 0) for LANES elements: lane i is element j + i*j_step at c1[i], c2[i] or, with j_step 1, at
- * c1[0], c2[0]. */
+/* Drop bits (1 or 0) of LANES elements with both draws. Lane i is element j + i*j_step with the counter words c1[i] and
+ * c2[i] or, if j_step is 1, c1[0] and c2[0]. Not inlined: ties are rare. */
 static __attribute__((noinline)) void philox_ties(const struct cattn_drop *drop, uint64_t j, int j_step,
-                                                  const uint32_t *c1, const uint32_t *c2, real keep[LANES]) {
+                                                  const uint32_t *c1, const uint32_t *c2, real drop_bits[LANES]) {
     for (int i = 0; i < LANES; i++) {
         int at = j_step ? 0 : i;
-        keep[i] = philox_keep(drop, j + (uint64_t)(i * j_step), c1[at], c2[at]) ? 1 : 0;
+        drop_bits[i] = philox_drop_bit(drop, j + (uint64_t)(i * j_step), c1[at], c2[at]) ? 1 : 0;
     }
 }
 
+/* Drop bits of LANES elements from the digits of their first draws; lanes as in philox_ties. */
 INLINE vm philox_decide(const struct cattn_drop *drop, vu digits, uint64_t j, int j_step, const uint32_t *c1,
                         const uint32_t *c2) {
     if (__builtin_expect(vm_any(vu_eq(digits, vu_set1(drop->threshold_hi))), 0)) {
-        real keep[LANES];
-        philox_ties(drop, j, j_step, c1, c2, keep);
-        return vf_lt(vf_set1(0), vf_loadu(keep));
+        real drop_bits[LANES];
+        philox_ties(drop, j, j_step, c1, c2, drop_bits);
+        return vf_lt(vf_set1(0), vf_loadu(drop_bits));
     }
     return vu_lt(digits, vu_set1(drop->threshold_hi));
 }
 
-/* First draws for LANES queries: keys j, j+8 .. j+56, where j is one of the first 8 of a run of 64. */
+/* First draws of LANES queries for the keys j, j+8 .. j+56, where j is one of the first 8 keys of a run of 64. */
 INLINE void philox_lanes(const struct cattn_drop *drop, uint64_t j, const uint32_t *c1, const uint32_t *c2,
                          vu words[4]) {
     words[0] = vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7));
@@ -116,9 +118,9 @@ INLINE void philox_lanes(const struct cattn_drop *drop, uint64_t j, const uint32
     philox(words, drop->key);
 }
 
-/* The decisions for key j + 8 * d of those. */
-INLINE vm philox_lanes_keep(const struct cattn_drop *drop, const vu words[4], int d, uint64_t j, const uint32_t *c1,
-                            const uint32_t *c2) {
+/* The drop bits of key j + 8 * d, from the words of philox_lanes. */
+INLINE vm philox_lanes_drop_bits(const struct cattn_drop *drop, const vu words[4], int d, uint64_t j,
+                                 const uint32_t *c1, const uint32_t *c2) {
     vu digits = d & 1 ? vu_shr16(words[d >> 1]) : vu_and(words[d >> 1], vu_set1(0xffff));
     return philox_decide(drop, digits, j + (uint64_t)(8 * d), 0, c1, c2);
 }

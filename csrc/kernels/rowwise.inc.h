@@ -1,14 +1,15 @@
 /* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
  *
- * The sum of a softmax is kept in eight chains by column index for each run of SUM_RUN
- * columns, a fixed tree a run, runs added in order; columns out of range add nothing, so a row's bits do not depend on
- * what lies outside. Every weight is divided, not multiplied by a reciprocal.
+ * A softmax is summed in runs of SUM_RUN columns: each run in eight chains by column index and a fixed tree, and the
+ * runs are added in order. Columns out of range add nothing, so a row's bits do not depend on their number. Every
+ * weight is divided by the sum, not multiplied with its reciprocal.
  */
 
 #define SUM_RUN 512
 
-/* n columns from k on, scaled; -inf where hidden and in the lanes from n on */
+/* n columns from k on, scaled. Hidden columns and the lanes from n on are -inf. */
 INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bool masked) {
+    /* below + 16 - n starts with n ones, then zeros: the mask of a partial vector */
     static const uint8_t below[2 * 16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const vf neg_inf = vf_set1(NEG_INF);
     vf x = load_strided((const real *)row->x + k * row->x_stride, row->x_stride, n) * vf_set1((real)row->scale);
@@ -28,10 +29,10 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
     return x;
 }
 
-/* Also asks for the lines that the exponentials will be written to. */
+/* The maximum over [lo, hi). Also prefetches the lines that the exponentials will be written to. */
 static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
     const uintptr_t out = (uintptr_t)(row->out_stride == 1 ? row->out : row->x);
-    vf max = vf_set1(NEG_INF), odd = max;
+    vf max = vf_set1(NEG_INF), odd = max; /* two maxima, so that their latencies overlap */
     int64_t k = lo;
     for (; k + 2 * LANES <= hi; k += 2 * LANES) {
         max = vf_max(softmax_load(row, k, LANES, masked), max);
@@ -51,7 +52,7 @@ static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t
     return best;
 }
 
-/* Sum of n values in the fixed order; `at` is the column of the first, which decides its chain. */
+/* The sum of n values in the fixed order. `at` is the column of the first one, which decides its chain. */
 static real sum_run(const real *e, int64_t at, int64_t n) {
     real chain[CATTN_SUM_CHAINS] = {0};
     int64_t i = 0;
@@ -62,13 +63,13 @@ static real sum_run(const real *e, int64_t at, int64_t n) {
             chain[c] += e[i + c];
     for (int c = 0; i < n; i++, c++)
         chain[c] += e[i];
-    return ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]));
+    return SUM_TREE(chain);
 }
 
-/* out = exp(x - max) over [lo, hi); returns the sum */
+/* out = exp(x - max) over [lo, hi). Returns the sum. Prefetches the next row meanwhile. */
 static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real max, bool masked) {
     const vf shift = vf_set1(max);
-    real buffer[SUM_RUN], total = 0;
+    real buffer[SUM_RUN], total = 0; /* the buffer is for strided outputs, whose sum needs unit stride */
     for (int64_t run = lo / SUM_RUN * SUM_RUN; run < hi; run += SUM_RUN) {
         const int64_t from = max64(lo, run), to = min64(hi, run + SUM_RUN);
         real *out = (real *)row->out + from * row->out_stride;
@@ -89,7 +90,7 @@ static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t
     return total;
 }
 
-/* Hidden columns become 0. */
+/* Sets the columns from .. to-1, which are out of range, to 0. */
 static void row_clear(const struct cattn_softmax_row *row, int64_t from, int64_t to) {
     real *out = row->out;
     if (row->out_stride == 1 && from < to)
@@ -102,8 +103,8 @@ static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
     return k >= row->lo && k < row->hi && (!row->mask || row->mask[k * row->mask_stride]);
 }
 
-/* out = out / sum over [lo, hi). Without a sum to divide by (NaN, or every visible score -inf) the visible columns, and
- * only they, are NaN. */
+/* out = out / sum over [lo, hi). If the sum is NaN or 0 (every visible score is -inf), exactly the visible columns
+ * become NaN. */
 static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
     real *out = row->out;
     const int64_t stride = row->out_stride;
@@ -121,11 +122,11 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
     }
 }
 
-/* Can the weights of the visible columns be had from a softmax over all of them? Not where a hidden score is NaN or
- * +inf, nor where one exceeds every visible score so far that too little mass would be left to divide by. */
+/* Whether a softmax over all columns gives the weights of the visible ones. It does not if a hidden score is NaN or
+ * +inf, or exceeds every visible score so far that too little mass is left to divide by. */
 static bool literal_works(const struct cattn_softmax_row *row, real max) {
     const vf inf = vf_set1((real)INFINITY);
-    real largest[LANES]; /* of the visible exponentials; every lane the same */
+    real largest[LANES]; /* the largest visible exponential, the same in every lane */
     vf_storeu(largest, vf_exp(vf_set1(softmax_max(row, row->lo, row->hi, true) - max)));
     if (!(largest[0] >= (real)0x1p-100))
         return false;
@@ -137,10 +138,10 @@ static bool literal_works(const struct cattn_softmax_row *row, real max) {
     return true;
 }
 
-/* Softmax over every column, hidden ones set to 0, what is left divided by its sum. */
+/* Softmax over every column; then hidden columns become 0 and the others are divided by their sum. */
 static void softmax_literal(const struct cattn_softmax_row *row, real max) {
     real *out = row->out;
-    real sum = softmax_exp(row, 0, row->n, max, false), kept = 0;
+    real sum = softmax_exp(row, 0, row->n, max, false), visible_sum = 0;
     const vf total = vf_set1(sum);
     row_clear(row, 0, row->lo);
     row_clear(row, row->hi, row->n);
@@ -157,30 +158,31 @@ static void softmax_literal(const struct cattn_softmax_row *row, real max) {
                 weight[k - from] = 0;
             out[k * row->out_stride] = weight[k - from];
         }
-        kept += sum_run(weight, from, to - from);
+        visible_sum += sum_run(weight, from, to - from);
     }
-    softmax_divide(row, row->lo, row->hi, kept);
+    softmax_divide(row, row->lo, row->hi, visible_sum);
 }
 
 static void softmax_row(const struct cattn_softmax_row *row) {
     if (row->renormalize) {
-        /* decided before the first store: out may be x */
+        /* decide before the first store, because out may be x */
         real max = softmax_max(row, 0, row->n, false);
         if (literal_works(row, max)) {
             softmax_literal(row, max);
             return;
         }
-        /* from the kept scores alone, as the other method */
+        /* otherwise use the visible scores alone, as the plain method does */
     }
     real max = softmax_max(row, row->lo, row->hi, true);
-    real sum = softmax_exp(row, row->lo, row->hi, max, true); /* NaN where max is -inf: divided by nothing */
+    real sum = softmax_exp(row, row->lo, row->hi, max, true); /* NaN if max is -inf: -inf - -inf */
     row_clear(row, 0, row->lo);
     row_clear(row, row->hi, row->n);
     softmax_divide(row, row->lo, row->hi, sum);
 }
 
 #ifdef HAS_STREAM
-/* Lines that are written whole need not be read first; those that are not go the usual way. */
+/* Streams whole cache lines, which are not read before they are written. The partial lines at both ends use ordinary
+ * stores. */
 static void stream_row(const void *from, int64_t n, void *to) {
     const real *row = from;
     real *out = to;
@@ -194,41 +196,41 @@ static void stream_row(const void *from, int64_t n, void *to) {
 }
 #endif
 
-/* Keep decisions for the elements base .. base+127 that share c1 and c2, as bytes. */
-static void keep_run(const struct cattn_drop *drop, const uint32_t *words, uint64_t base, uint32_t c1, uint32_t c2,
-                     uint8_t keep[128]) {
+/* Drop bits, one byte each, of the elements base .. base+127, which share c1 and c2. */
+static void mask_run(const struct cattn_drop *drop, const uint32_t *words, uint64_t base, uint32_t c1, uint32_t c2,
+                     uint8_t mask[128]) {
     for (int r = 0; r < 128; r += LANES) {
-        vm kept = philox_decide(drop, vu_digits(words, r), base + (uint64_t)r, 1, &c1, &c2);
+        vm drop_bits = philox_decide(drop, vu_digits(words, r), base + (uint64_t)r, 1, &c1, &c2);
         real lanes[LANES];
-        vf_storeu(lanes, vf_select(kept, vf_set1(1), vf_set1(0)));
+        vf_storeu(lanes, vf_select(drop_bits, vf_set1(1), vf_set1(0)));
         for (int i = 0; i < LANES; i++)
-            keep[r + i] = lanes[i] != 0;
+            mask[r + i] = lanes[i] != 0;
     }
 }
 
-/* Keep bits of keys 0 .. n-1 of one row of an attention matrix. */
+/* Drop bits, one byte each, of the keys 0 .. n-1 of one row of an attention matrix. */
 static void dropout_mask_row(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
                              int64_t stride, int64_t n) {
     uint32_t words[64];
-    uint8_t keep[128];
+    uint8_t bytes[128];
     for (int64_t base = 0; base < n; base += 128) {
         philox_words(drop, (uint64_t)base, position, head, words);
-        keep_run(drop, words, (uint64_t)base, position, head, keep);
+        mask_run(drop, words, (uint64_t)base, position, head, bytes);
         for (int64_t k = base; k < min64(n, base + 128); k++)
-            mask[k * stride] = keep[k - base];
+            mask[k * stride] = bytes[k - base];
     }
 }
 
-/* Elements from here that are asked for ahead of time: the random bits take so long that the processor does not get
- * there by itself. */
+/* Prefetch distances in elements. Computing the random bits takes so long that the processor's out-of-order window does
+ * not reach the next loads. */
 #define DROPOUT_FAR 1024
 #define DROPOUT_MIDWAY 512
 #define DROPOUT_NEAR 256
-INLINE void dropout_ask(const real *here) {
+INLINE void dropout_prefetch(const real *here) {
     prefetch_thrice((uintptr_t)here, DROPOUT_FAR, DROPOUT_MIDWAY, DROPOUT_NEAR, sizeof(real));
 }
 
-/* Elements first .. first+n-1 of a flat array; the runs of 64 count from element 0, so the ends may be ragged. */
+/* Elements first .. first+n-1 of a flat array. Runs of 128 are counted from element 0, so both ends may be partial. */
 static void dropout_row(const struct cattn_dropout_row *row) {
     const uint32_t domain = 0xd0d0;
     const uint64_t first = row->first, end = first + (uint64_t)row->n;
@@ -245,36 +247,36 @@ static void dropout_row(const struct cattn_dropout_row *row) {
             out += base - first;
             for (int r = 0; r < 128; r += LANES) {
                 if (starts_line(r, sizeof(real))) {
-                    dropout_ask(x + r);
-                    dropout_ask(out + r);
+                    dropout_prefetch(x + r);
+                    dropout_prefetch(out + r);
                 }
-                vm kept = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
-                vf_storeu(out + r, vf_select(kept, vf_loadu(x + r) * scale, zero));
+                vm drop_bits = philox_decide(&row->drop, vu_digits(words, r), base + (uint64_t)r, 1, &high, &domain);
+                vf_storeu(out + r, vf_select(drop_bits, vf_loadu(x + r) * scale, zero));
             }
             continue;
         }
-        uint8_t keep[128];
-        keep_run(&row->drop, words, base, high, domain, keep);
+        uint8_t bytes[128];
+        mask_run(&row->drop, words, base, high, domain, bytes);
         for (uint64_t j = base > first ? base : first; j < end && j < base + 128; j++) {
             const int64_t at = (int64_t)(j - first);
-            out[at * row->out_stride] = keep[j - base] ? x[at * row->x_stride] * (real)row->keep_scale : 0;
+            out[at * row->out_stride] = bytes[j - base] ? x[at * row->x_stride] * (real)row->keep_scale : 0;
             if (row->mask)
-                row->mask[at * row->mask_stride] = keep[j - base];
+                row->mask[at * row->mask_stride] = bytes[j - base];
         }
     }
 }
 
 /* ---- gradients ---- */
 
-/* n columns from k on: the weights, and the products with the gradient of the result; what has weight 0 takes no part,
- * whatever its gradient is. */
+/* n columns from k on: weights, gradients and their products. Where the weight is 0 the product is 0, whatever the
+ * gradient is. */
 INLINE vf gradient_load(const struct cattn_softmax_gradient *row, int64_t k, int n, vf *weights, vf *grad) {
     *weights = load_strided((const real *)row->weights + k * row->weights_stride, row->weights_stride, n);
     *grad = load_strided((const real *)row->grad + k * row->grad_stride, row->grad_stride, n);
     return vf_select(vf_eq(*weights, vf_set1(0)), vf_set1(0), *weights * *grad);
 }
 
-/* weights * (grad - sum of weights * grad) * scale; the sum in the order of softmax's own. */
+/* weights * (grad - sum of weights * grad) * scale, summed in the same order as softmax. */
 static void softmax_gradient(const struct cattn_softmax_gradient *row) {
     const vf zero = vf_set1(0), nan = vf_set1(CANONICAL_NAN), scale = vf_set1((real)row->scale);
     real buffer[SUM_RUN], total = 0;

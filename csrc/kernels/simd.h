@@ -1,46 +1,41 @@
 /* simd.h -- the vocabulary of the kernels, defined for one element type and one instruction set at a time.
  *
  * A stub (kernels_avx2.c ...) is compiled twice, with REAL_BITS 32 and 64, and includes the simd_*.h of its instruction
- * set, which defines LANES and what is listed here. Vectors take + - * directly; everything else goes through these
- * names, because casts, comparisons, ?: and v[i] mean different things on float, GNU vectors and __m512.
+ * set, which defines LANES and the names below. Vectors take + - * directly. Everything else goes through these names,
+ * because casts, comparisons, ?: and v[i] mean different things on float, GNU vectors and __m512.
  *
  *   real  vf           element, vector of LANES elements
  *   vm                 one truth value per lane
- *   vh                 LANES 16-bit halves; where real is float
+ *   vh                 LANES 16-bit halves; only where real is float
  *   vu                 LANES unsigned 32-bit integers
- *   vw                 the same in 64 bits each, for products
+ *   vw                 LANES unsigned 64-bit integers, for products of vu
  *
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
- *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing behind p[n-1]
+ *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing after p[n-1]
  *   vf_storeu_n(p, v, n)
- *   vf_stream(p, v)    vf_storeu past the caches, p a multiple of the vector's size; before the next store that another
- *                      thread may see, stream_end(). HAS_STREAM is defined where there are such stores
- *   vf_fma(a, b, c)    a*b + c, rounded once
- *   HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit contract
- *   vf_max(a, b)       a > b ? a : b, so b where one of them is NaN
- *   vf_div(a, b)
- *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; any value where |n| exceeds the exponent range;
- *                      NaN stays NaN
- *   vf_lt(a, b)  vf_eq(a, b)      -> vm, false for NaN
- *   vm_and  vm_or  vm_not  vm_any(m)
- *   vf_select(m, a, b) m ? a : b, bit for bit
- *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
- *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
+ *   vf_stream(p, v)    vf_storeu that bypasses the caches; p is aligned to the vector's size. Call stream_end() before
+ * the next store that another thread may see. HAS_STREAM is defined if such stores exist vf_fma(a, b, c)    a*b + c,
+ * rounded once HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit
+ * contract vf_max(a, b)       a > b ? a : b, hence b if either is NaN vf_div(a, b) vf_scale2(x, n)    x * 2^n for an
+ * integer n held in a vf; arbitrary if |n| exceeds the exponent range; NaN stays NaN vf_lt(a, b)  vf_eq(a, b)      ->
+ * vm, false for NaN vm_and  vm_or  vm_not  vm_any(m) vf_select(m, a, b) m ? a : b, bit for bit vf_transpose(v)    the
+ * LANES x LANES matrix in v[0 .. LANES-1], in place vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
  *   vf_from_bytes_n(p, n)
  *
  *   vh_loadu(p)  vh_loadu_n(p, n)  vh_storeu(p, a)  vh_storeu_n(p, a, n)
  *   vf_from_f16(a)  vf_from_bf16(a)       exact
- *   HALVES_ARE_QUICK   defined where that takes an instruction or two
+ *   HALVES_ARE_QUICK   defined if these conversions take one or two instructions
  *   vh_f16(v)  vh_bf16(v)                 rounded to nearest, ties to even; NaN must be the quiet one without a payload
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
- *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; only the low 32 count, the others hold anything
- *   vw_mul(w, m)  vw_high(w)              the 64-bit product with a number; a product's high 32 bits moved low
- *   vw_xor(a, b, c)                       of two and a number
+ *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary
+ *   vw_mul(w, m)  vw_high(w)              the 64-bit product of the low halves with a scalar m; the high 32 bits of a
+ *                                         product, moved low
+ *   vw_xor(a, b, c)                       a ^ b ^ c with a scalar c
  *   vu_lt(a, b)  vu_eq(a, b)              -> vm of the same lanes
- *   vu_digits(words, r)  16-bit digits of the elements r .. r+LANES-1, from philox_words
+ *   vu_digits(words, r)  16-bit digits of the elements r .. r+LANES-1, from the words of philox_words
  *
- * What the bit contract asks of a header: vf_fma rounds once, results in the normal range are IEEE's, nothing flushes
+ * The bit contract requires of a header: vf_fma rounds once, results in the normal range are IEEE's, nothing flushes
  * subnormals, vf_scale2 is exact wherever the result is normal.
  */
 #ifndef CATTN_SIMD_H
@@ -70,10 +65,10 @@ typedef uint64_t real_bits;
 
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
-/* what the compiler may not compute beforehand */
+/* Hides x from the optimiser, so that nothing is computed from it in advance. */
 #define OPAQUE(x) __asm__("" : "+r"(x))
 
-/* Where philox_words has the word that element r of 128 takes its digit from. */
+/* The index into the words of philox_words of the word that holds the digit of element r (of 128). */
 INLINE int digit_word(int r) { return 16 * (r >> 4 & 3) + 8 * (r >> 6) + (r & 7); }
 
 #endif

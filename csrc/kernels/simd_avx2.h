@@ -4,6 +4,8 @@
 #include <immintrin.h>
 
 #define HAS_FMA 1
+/* VF names the intrinsic of the element type. 32-bit integers fill a whole register beside 8 floats, half of one beside
+ * 4 doubles, so the code on integers stands once for each. */
 #if REAL_BITS == 32
 #define LANES 8
 typedef __m256 vf;
@@ -21,6 +23,8 @@ typedef __m128i vu;
 #define VF(op) _mm256_##op##_pd
 INLINE __m256i lanes_below(int n) { return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3)); }
 #endif
+
+/* ---- both element types ---- */
 
 INLINE vf vf_set1(real x) { return VF(set1)(x); }
 INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
@@ -40,7 +44,7 @@ INLINE vm vm_and(vm a, vm b) { return VF (and)(a, b); }
 INLINE vm vm_or(vm a, vm b) { return VF(or)(a, b); }
 INLINE bool vm_any(vm m) { return VF(movemask)(m) != 0; }
 
-#if REAL_BITS == 32
+#if REAL_BITS == 32 /* ---- 8 floats ---- */
 
 INLINE vm vm_not(vm a) { return _mm256_xor_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(-1))); }
 INLINE vf vf_scale2(vf x, vf n) {
@@ -49,6 +53,7 @@ INLINE vf vf_scale2(vf x, vf n) {
 }
 INLINE void vf_transpose(vf v[LANES]) {
     __m256 t[8];
+    /* 2x2 blocks, then 4x4 inside each 128-bit half, then the halves themselves */
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
@@ -93,6 +98,7 @@ INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
 INLINE vf vf_from_f16(vh a) { return _mm256_cvtph_ps(a); }
 INLINE vf vf_from_bf16(vh a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)); }
 INLINE vh vh_f16(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* AVX2 has no conversion to bfloat16: adds half of the last place that stays, minus one if that place is even. */
 INLINE vh vh_bf16(vf v) {
     const __m256i w = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
@@ -108,6 +114,7 @@ INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
+/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
 typedef struct {
     vu even, odd;
 } vw;
@@ -122,11 +129,11 @@ INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
 }
 INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xaa); }
-/* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
+/* AVX2 compares signed integers only. Digits are below 2^16 and thresholds at most 2^16, so that is right. */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
 
-#else /* 4 doubles; 4 integers live in a __m128i */
+#else /* ---- 4 doubles; 4 integers fit into a __m128i ---- */
 
 INLINE vm vm_not(vm a) { return _mm256_xor_pd(a, _mm256_castsi256_pd(_mm256_set1_epi32(-1))); }
 INLINE vf vf_scale2(vf x, vf n) {
@@ -170,12 +177,12 @@ INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
 }
 INLINE vu vw_low(vw a) { return _mm_blend_epi32(a.even, _mm_slli_epi64(a.odd, 32), 0xa); }
-/* digits are below 2^16 and thresholds at most 2^16, so the signed comparison is right */
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpgt_epi32(b, a))); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(a, b))); }
 
 #endif
 
+/* Bytes have no masked load in AVX2, so they are copied first. The lanes from n on become +0. */
 INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
     uint8_t bytes[LANES];
     memset(bytes, 1, sizeof bytes);

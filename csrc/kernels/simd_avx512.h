@@ -20,6 +20,8 @@ typedef __m256i vu;
 INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
 #endif
 
+/* ---- both element types ---- */
+
 INLINE vf vf_set1(real x) { return VF(set1)(x); }
 INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
@@ -45,7 +47,7 @@ INLINE vm vm_or(vm a, vm b) { return (vm)(a | b); }
 INLINE vm vm_not(vm a) { return (vm)~a; }
 INLINE bool vm_any(vm m) { return m != 0; }
 
-#if REAL_BITS == 32
+#if REAL_BITS == 32 /* ---- 16 floats ---- */
 
 INLINE void vf_transpose(vf v[LANES]) {
     __m512 t[16];
@@ -79,6 +81,7 @@ INLINE void vf_transpose(vf v[LANES]) {
         v[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
+/* -inf where a byte is 0, else +0. */
 INLINE vf masked_where_zero(__m128i bytes) {
     vm zero = _mm_testn_epi8_mask(bytes, bytes);
     return _mm512_mask_blend_ps(zero, _mm512_setzero_ps(), _mm512_set1_ps(-INFINITY));
@@ -97,6 +100,7 @@ INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { _mm256_mask_storeu_epi16(p, 
 INLINE vf vf_from_f16(vh a) { return _mm512_cvtph_ps(a); }
 INLINE vf vf_from_bf16(vh a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
 INLINE vh vh_f16(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+/* As in simd_avx2.h: AVX512-BF16 is not required, and its conversion flushes subnormals. */
 INLINE vh vh_bf16(vf v) {
     const __m512i w = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
@@ -111,6 +115,7 @@ INLINE vu vu_add(vu a, vu b) { return _mm512_add_epi32(a, b); }
 INLINE vu vu_xor(vu a, vu b) { return _mm512_xor_si512(a, b); }
 INLINE vu vu_and(vu a, vu b) { return _mm512_and_si512(a, b); }
 INLINE vu vu_shr16(vu a) { return _mm512_srli_epi32(a, 16); }
+/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
 typedef struct {
     vu even, odd;
 } vw;
@@ -122,22 +127,24 @@ INLINE vw vw_mul(vw a, uint32_t m) {
 INLINE vw vw_high(vw a) { return (vw){_mm512_srli_epi64(a.even, 32), _mm512_srli_epi64(a.odd, 32)}; }
 INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     const vu k = vu_set1(c);
+    /* 0x96 is the truth table of a ^ b ^ c */
     return (vw){_mm512_ternarylogic_epi32(a.even, b.even, k, 0x96), _mm512_ternarylogic_epi32(a.odd, b.odd, k, 0x96)};
 }
 INLINE vu vw_low(vw a) { return _mm512_mask_blend_epi32(0xaaaa, a.even, _mm512_slli_epi64(a.odd, 32)); }
 INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
 INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
-    /* r is a multiple of 16: the low halves of eight words, then their high halves */
+    /* r is a multiple of 16, so these are the low halves of eight words, then their high halves */
     __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + digit_word(r))));
     __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(16), 1);
     return _mm512_and_si512(_mm512_srlv_epi32(w, shift), _mm512_set1_epi32(0xffff));
 }
 
-#else /* 8 doubles; 8 integers live in a __m256i */
+#else /* ---- 8 doubles; 8 integers fit into a __m256i ---- */
 
 INLINE void vf_transpose(vf v[LANES]) {
     __m512d t[8];
+    /* 2x2 blocks, then the 128-bit quarters in two steps */
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         t[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);

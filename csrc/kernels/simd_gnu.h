@@ -6,7 +6,7 @@
  */
 #include "simd.h"
 
-/* vectors wider than the CPU's never cross a call: everything here is inlined */
+/* Vectors wider than the CPU's have no fixed calling convention. None crosses a call: everything here is inlined. */
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define LANES (VECTOR_BYTES * 8 / REAL_BITS)
@@ -22,13 +22,14 @@ typedef int64_t vi __attribute__((vector_size(VECTOR_BYTES)));
 #define FMA fma
 #endif
 typedef uint64_t vu_wide __attribute__((vector_size(LANES * 8)));
+/* Both halves of the 64-bit products, as vectors of the same width. */
 typedef struct {
     vu low, high;
 } vw;
 
 #define EACH_LANE(i) for (int i = 0; i < LANES; i++)
 
-INLINE vf vf_set1(real x) { return x - (vf){0}; }
+INLINE vf vf_set1(real x) { return x - (vf){0}; } /* minus: -0 + 0 would be +0 */
 INLINE vf vf_loadu(const real *p) {
     vf v;
     memcpy(&v, p, sizeof v);
@@ -41,6 +42,7 @@ INLINE vf vf_loadu_n(const real *p, int n) {
     return v;
 }
 INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(real)); }
+/* fma() without an instruction would be a slow call of libm: such machines get a table outside the bit contract. */
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
 #define HAS_FMA 1
 #else
@@ -71,7 +73,7 @@ INLINE bool vm_any(vm m) {
 INLINE vf vf_select(vm m, vf a, vf b) { return (vf)(((vm)a & m) | ((vm)b & ~m)); }
 INLINE vf vf_max(vf a, vf b) { return vf_select((vm)(a > b), a, b); }
 INLINE vf vf_scale2(vf x, vf n) {
-    /* out of range (or NaN) the exponent does not matter, but the conversion must stay defined */
+    /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */
     const vf limit = vf_set1((real)REAL_BIAS);
     vf inside = vf_select(vm_and(vf_lt(-limit, n), vf_lt(n, limit)), n, (vf){0});
     vi e = __builtin_convertvector(inside, vi) + REAL_BIAS;
@@ -106,11 +108,12 @@ INLINE void vh_storeu(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
 INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { memcpy(p, &a, (size_t)n * sizeof *p); }
 INLINE vf vf_from_f16(vh a) {
     const vu w = __builtin_convertvector(a, vu), magnitude = (w & 0x7fff) << 13;
-    const vu finite = (vu)((vf)magnitude * vf_set1(0x1p112f)); /* a new exponent bias, subnormals made normal */
+    const vu finite = (vu)((vf)magnitude * vf_set1(0x1p112f)); /* changes the exponent bias, also of subnormals */
     const vu special = (vu)((w & 0x7c00) == 0x7c00);
     return (vf)((special & (magnitude | 0x7f800000)) | (~special & finite) | (w & 0x8000) << 16);
 }
 INLINE vf vf_from_bf16(vh a) { return (vf)(__builtin_convertvector(a, vu) << 16); }
+/* The three ranges of a result (subnormal, normal, too large or NaN) are computed for all lanes, then selected. */
 INLINE vh vh_f16(vf v) {
     const vu w = (vu)v, a = w & 0x7fffffff;
     const vu subnormal = (vu)((vf)a + vf_set1(0.5f)) - 0x3f000000; /* the sum rounds to multiples of 2^-24 */

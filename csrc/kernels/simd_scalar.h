@@ -1,4 +1,4 @@
-/* simd_scalar.h -- one lane: plain C with libm's fma, slow, the same bits. The yardstick of the tests. */
+/* simd_scalar.h -- one lane: plain C with libm's fma. Slow, with the same bits: the tests compare against it. */
 #include "simd.h"
 
 #define LANES 1
@@ -24,7 +24,7 @@ INLINE vf vf_fma(vf a, vf b, vf c) { return fma(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_scale2(vf x, vf n) {
-    /* out of range (or NaN) the exponent does not matter, but the conversion must stay defined */
+    /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */
     const real limit = (real)REAL_BIAS;
     int e = n > -limit && n <= limit ? (int)n : 0;
     real_bits bits = (real_bits)(e + REAL_BIAS) << REAL_MANT;
@@ -66,7 +66,7 @@ INLINE vf vf_from_f16(vh a) {
     const uint32_t magnitude = (a & 0x7fffu) << 13, sign = (a & 0x8000u) << 16;
     if ((a & 0x7c00) == 0x7c00)
         return from_bits(sign | magnitude | 0x7f800000u);
-    return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f)); /* a new exponent bias, subnormals made normal */
+    return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f)); /* changes the bias, also of subnormals */
 }
 INLINE vf vf_from_bf16(vh a) { return from_bits((uint32_t)a << 16); }
 INLINE vh vh_f16(vf v) {

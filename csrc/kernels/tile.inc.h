@@ -1,16 +1,16 @@
 /* tile.inc.h -- the tile path: one block of up to CATTN_TILE_ROWS queries against one block of keys.
  *
- * Scores are kept transposed, score[key][query], so softmax runs down the lanes without a horizontal step and P is
- * already the broadcast operand of P V. Each vector of queries, and each group of MR queries in P V, has an extent, the
- * keys that at least one of its rows may see: nothing outside is computed. Inside, a micro-tile is full (no mask code)
- * or partial.
+ * Scores are stored transposed, score[key][query]: softmax runs down the lanes without a horizontal step, and P is
+ * already the broadcast operand of P V. Each vector of queries, and each group of MR queries in P V, has an extent: the
+ * keys that at least one of its rows may see. Nothing outside the extent is computed. Inside it, a micro-tile is either
+ * full (every row sees every key, no mask code) or partial.
  */
 
 #define N_VECTORS (CATTN_TILE_ROWS / LANES)
 #define N_GROUPS (CATTN_TILE_ROWS / MR)
 
-/* Keys of this block, relative to its first, that some row may see: [begin, end), of vectors widened to multiples of
- * the sum chains; and those that every row sees. */
+/* Keys relative to the first of the block. [begin, end): keys that some row may see; for vectors of queries widened to
+ * multiples of CATTN_SUM_CHAINS. [full_begin, full_end): keys that every row sees. */
 struct extent {
     int begin, end;
     int full_begin, full_end;
@@ -20,26 +20,26 @@ struct tile {
     struct cattn_rows *rows;
     int64_t k0;
     int n_keys;
-    struct source key, value; /* by place in the block */
+    struct source key, value; /* indexed by the key relative to k0 */
     int n_vectors, n_groups;
-    struct extent all; /* of the whole block */
+    struct extent all; /* of all rows */
     struct extent vector[N_VECTORS], group[N_GROUPS];
-    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative */
-    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi, for lanes: exact in any element type */
-    real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* if there are slopes; position relative */
+    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative to k0 */
+    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi as reals, for vectors; exact in either type */
+    real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* only with slopes; position relative to k0 */
 };
 
-/* The keys that up to n rows see, as they are. */
+/* The extent of up to n rows from `first` on, not widened. */
 INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
-    const int behind = (int)min64(first + n, t->rows->n_rows);
+    const int end_row = (int)min64(first + n, t->rows->n_rows);
     int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
-    if (t->rows->ascending) { /* rows that see nothing come first or last, and change nothing there */
+    if (t->rows->ascending) { /* rows that see nothing in this block come first or last and do not change the result */
         begin = t->lo[first];
-        end = t->hi[behind - 1];
-        full_begin = t->lo[behind - 1];
+        end = t->hi[end_row - 1];
+        full_begin = t->lo[end_row - 1];
         full_end = t->hi[first];
     } else {
-        for (int r = first; r < behind; r++) {
+        for (int r = first; r < end_row; r++) {
             const bool sees = t->lo[r] < t->hi[r];
             begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
             end = sees && t->hi[r] > end ? t->hi[r] : end;
@@ -50,15 +50,16 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
     return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
 }
 
-/* The same, widened. */
+/* range_of_rows, widened to multiples of CATTN_SUM_CHAINS. */
 INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
     struct extent e = range_of_rows(t, first, n);
     e.begin = e.begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
-    e.end = (int)round_up(e.end, CATTN_SUM_CHAINS);
+    e.end = (int)cattn_round_up(e.end, CATTN_SUM_CHAINS);
     return e;
 }
 
 static void find_extents(struct tile *t) {
+    /* every row sees every key of t->all: the common case, which saves the search */
     const bool full = t->all.full_begin <= t->all.begin && t->all.full_end >= t->all.end;
     t->n_vectors = (t->rows->n_rows + LANES - 1) / LANES;
     t->n_groups = (t->rows->n_rows + MR - 1) / MR;
@@ -66,22 +67,24 @@ static void find_extents(struct tile *t) {
         t->vector[v] = full || t->n_vectors == 1 ? t->all : extent_of_rows(t, v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++) {
         t->group[g] = full ? t->all : range_of_rows(t, g * MR, MR);
-        t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* widened beyond the last key there is */
+        t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* t->all was widened past the last key */
     }
 }
 
-/* The rows of K or V that this block of keys needs, by place in the block; copies of V replace those of K. */
-static struct source block_rows(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
+/* The visible rows of K or V of this key block, indexed by the key relative to k0. K and V share the scratch for
+ * copies, so the copy of V overwrites that of K. */
+static struct source rows_of_block(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
-    struct source rows = rows_of(t->rows->storage, base, row, col, t->k0 + first, last - first, n_cols,
-                                 (real *)t->rows->block_rows + first * n_cols);
+    struct source rows = rows_of(t->rows->call.storage, base, row, col, t->k0 + first, last - first, n_cols,
+                                 (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
     return rows;
 }
 
-/* Puts the masks per element where the scores of LANES rows from r on will go. */
+/* Writes the element-wise masks of LANES rows from r on to the place of their scores. */
 static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
+    /* whole squares of LANES keys by LANES rows, which are transposed in registers */
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
@@ -89,38 +92,41 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
             v[i] = r + i < rows->n_rows ? element_bias(rows, r + i, t->k0 + k, n) : vf_set1(0);
         vf_transpose(v);
         for (int i = 0; i < LANES; i++)
-            vf_storeu((real *)rows->score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
+            vf_storeu((real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r, v[i]);
     }
 }
 
-/* mr keys from k on against nr vectors of queries from vector v on, inside one panel: scores with every mask applied,
- * and the running block maximum. */
+/* Scores, with every mask applied, of mr keys from k on and nr vectors of queries from vector v on, inside one panel.
+ * Updates the running maxima of the block. */
 INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struct source key) {
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    dot_tile(mr, nr, 0, rows->head_dim, key.first, key.row, 1,
-             (const real *)rows->packed_query + v / NR * rows->head_dim * PANEL + v % NR * LANES, PANEL, acc);
+    dot_tile(mr, nr, 0, rows->call.head_dim, key.first, key.row, 1,
+             (const real *)rows->scratch.packed_query + v / NR * rows->call.head_dim * PANEL + v % NR * LANES, PANEL,
+             acc);
 #pragma GCC unroll 2
     for (int n = 0; n < nr; n++) {
         const int r = (v + n) * LANES;
         const bool partial = k < t->vector[v + n].full_begin || k + mr > t->vector[v + n].full_end;
-        real *score = (real *)rows->score + k * CATTN_TILE_ROWS + r;
-        real *block_max = (real *)rows->block_max + r;
+        real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + r;
+        real *block_max = (real *)rows->scratch.block_max + r;
         vf max = vf_loadu(block_max);
-        if (rows->softcap > 0)
+        /* the order is law: softcap, slope, bias; then the range, by selection */
+        if (rows->call.softcap > 0)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
-                acc[m][n] = cap_score(acc[m][n], rows->softcap);
-        if (rows->cap_slope)
+                acc[m][n] = cap_score(acc[m][n], rows->call.softcap);
+        if (rows->scratch.cap_slope) /* before slope and bias change the capped scores */
             for (int m = 0; m < mr; m++)
-                vf_storeu((real *)rows->cap_slope + (k + m) * CATTN_TILE_ROWS + r, cap_slope(acc[m][n], rows->softcap));
-        if (rows->has_slopes)
+                vf_storeu((real *)rows->scratch.cap_slope + (k + m) * CATTN_TILE_ROWS + r,
+                          cap_slope(acc[m][n], rows->call.softcap));
+        if (rows->call.has_slopes)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
                 acc[m][n] =
                     slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
-        if (!rows->fully_ranged)
+        if (!rows->call.fully_ranged)
 #pragma GCC unroll 16
             for (int m = 0; m < mr; m++)
                 acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
@@ -140,7 +146,8 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     }
 }
 
-/* Of the vectors [*first, *last): leaves those that see key k, if any. Returns the key before which that changes. */
+/* Narrows [*first, *last) to the vectors that see key k; empty if none does. Returns the first key after k at which the
+ * answer may change. */
 INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
     int edge = t->all.end, begin = *last, end = *first;
     for (int v = *first; v < *last; v++) {
@@ -158,15 +165,15 @@ INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
     return edge;
 }
 
-/* How many of the keys that are left the next tile takes. They are a multiple of 8 in all: two tiles of 4 rather than
- * one of 6 and a rest of 2. */
+/* The number of keys of the next tile. The keys left are a multiple of 8 in total, so two tiles of 4 are better than
+ * one of 6 followed by a rest of 2. */
 INLINE int key_height(int tallest, int left) {
     const bool leaves_little = left > tallest && left < tallest + 4;
     return leaves_little ? 4 : tile_height(tallest, left);
 }
 
-/* All keys of the block against the panel that begins with vector v. No score is computed twice: it takes the place of
- * its bias. */
+/* Scores of all keys of the block against the panel that begins with vector v. No score may be computed twice, because
+ * a score overwrites its bias. */
 static void score_panel(const struct tile *t, int v) {
     int k = t->all.begin;
     while (k < t->all.end) {
@@ -185,27 +192,27 @@ static void score_panel(const struct tile *t, int v) {
     }
 }
 
-/* The raw scores of LANES rows, as they will be needed for the weights. */
+/* Stores the scores of LANES rows in the weights. `finish` turns them into weights once the lse is known. */
 static void store_scores_of(const struct tile *t, const struct extent *e, int r) {
     const struct cattn_rows *rows = t->rows;
-    const int64_t col = rows->weights_col;
+    const int64_t col = rows->call.weights_col;
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
         for (int i = 0; i < LANES; i++)
-            v[i] = vf_loadu((const real *)rows->score + (k + i) * CATTN_TILE_ROWS + r);
+            v[i] = vf_loadu((const real *)rows->scratch.score + (k + i) * CATTN_TILE_ROWS + r);
         vf_transpose(v);
         for (int i = 0; i < LANES && r + i < rows->n_rows; i++)
-            store_strided((real *)rows->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
+            store_strided((real *)rows->per_row->weights[r + i] + (t->k0 + k) * col, col, with_one_nan(v[i]), n);
     }
 }
 
-/* LANES rows: scores become exp(score - max), summed down the keys in eight chains. */
+/* Replaces the scores of LANES rows by exp(score - max) and sums them over the keys in eight chains. */
 static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     struct cattn_rows *rows = t->rows;
     update_max(rows, r);
-    const vf shift = vf_loadu((const real *)rows->block_max + r);
-    real *score = (real *)rows->score + r, *row_sum = (real *)rows->row_sum + r;
+    const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
+    real *score = (real *)rows->scratch.score + r, *row_sum = (real *)rows->scratch.row_sum + r;
     vf sum[CATTN_SUM_CHAINS];
 #pragma GCC unroll 8
     for (int c = 0; c < CATTN_SUM_CHAINS; c++)
@@ -218,15 +225,19 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
             vf_storeu(s, w);
             sum[c] = sum[c] + w;
         }
-    vf alpha = vf_loadu((const real *)rows->alpha + r);
-    vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, sum_tree(sum)));
+    vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
+    vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
 }
 
-/* Dropped weights become +0. One call of Philox serves 8 keys of LANES rows. */
-static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
-    struct cattn_rows *rows = t->rows;
-    const struct cattn_drop *drop = &rows->drop;
-    const uint32_t *position = rows->drop_position + r, *head = rows->drop_head + r;
+/* Receives the drop bits of LANES rows and key k of the block. */
+typedef void use_drop_bits(const void *context, int k, vm drop_bits);
+
+/* Calls use(context, k, bits) for every key of the extent; inlined, so that `use` becomes part of the loop. One call of
+ * Philox serves 8 keys of LANES rows, hence the order of the keys. */
+INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use,
+                             const void *context) {
+    const struct cattn_drop *drop = &t->rows->drop;
+    const uint32_t *position = t->rows->per_row->drop_position + r, *head = t->rows->per_row->drop_head + r;
     for (int run = e->begin / 64 * 64; run < e->end; run += 64)
         for (int c = 0; c < 8; c++) {
             const uint64_t j = (uint64_t)(t->k0 + run + c);
@@ -234,30 +245,40 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
             philox_lanes(drop, j, position, head, words);
             for (int d = 0; d < 8; d++) {
                 const int k = run + 8 * d + c;
-                if (k < e->begin || k >= e->end)
-                    continue;
-                vm kept = philox_lanes_keep(drop, words, d, j, position, head);
-                real *w = (real *)rows->score + k * CATTN_TILE_ROWS + r;
-                vf_storeu(w, vf_select(kept, vf_loadu(w), vf_set1(0)));
+                if (k >= e->begin && k < e->end)
+                    use(context, k, philox_lanes_drop_bits(drop, words, d, j, position, head));
             }
         }
 }
 
-/* The same from bits that were drawn beforehand. */
-static void drop_lanes_drop_bits(const struct tile *t, const struct extent *e, int r) {
-    struct cattn_rows *rows = t->rows;
-    const int n = (int)min64(LANES, rows->n_rows - r);
-    for (int k = e->begin; k < min64(e->end, t->n_keys); k++) {
-        real *w = (real *)rows->score + k * CATTN_TILE_ROWS + r;
-        for (int i = 0; i < n; i++)
-            if (!key_kept(rows, r + i, t->k0 + k))
-                w[i] = 0;
+/* each_philox_bits with the bits of a serial stream. Keys and rows that do not exist are dropped. */
+INLINE void each_stream_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use,
+                             const void *context) {
+    for (int k = e->begin; k < e->end; k++) {
+        real drop_bits[LANES] = {0};
+        for (int i = 0; i < LANES && r + i < t->rows->n_rows && k < t->n_keys; i++)
+            drop_bits[i] = key_drop_bit(t->rows, r + i, t->k0 + k);
+        use(context, k, vf_lt(vf_set1(0), vf_loadu(drop_bits)));
     }
 }
 
-/* Weights of LANES rows that a group of P V straddling its neighbours reads outside their own extent. */
+/* Dropped weights become +0. */
+INLINE void drop_weight(const void *score, int k, vm drop_bits) {
+    real *w = (real *)score + k * CATTN_TILE_ROWS;
+    vf_storeu(w, vf_select(drop_bits, vf_loadu(w), vf_set1(0)));
+}
+
+static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
+    if (t->rows->scratch.drop_bits)
+        each_stream_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
+    else if (t->rows->drop.enabled)
+        each_philox_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
+}
+
+/* Zeroes the weights of LANES rows outside their own extent e that P V reads: a group of MR rows may span two vectors,
+ * and its extent covers both. */
 static void zero_outside(const struct tile *t, const struct extent *e, int r) {
-    real *score = (real *)t->rows->score + r;
+    real *score = (real *)t->rows->scratch.score + r;
     for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++) {
         const struct extent *group = &t->group[g];
         for (int k = group->begin; k < min64(e->begin, group->end); k++)
@@ -267,18 +288,18 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
     }
 }
 
-/* One row of P V again, leaving out the keys that the row may not see: 0 * NaN must not betray them. */
-static void value_row_visible(const struct tile *t, int r, int nr, struct key_half run, struct source value,
+/* Computes one row of P V again without the row's hidden keys: 0 * NaN must not leak their values. */
+static void value_row_visible(const struct tile *t, int r, int nr, struct key_half keys, struct source value,
                               vf *block) {
     const struct cattn_rows *rows = t->rows;
     for (int n = 0; n < nr; n++) {
         const real *from = value.first + n * LANES;
         block[n] = vf_set1(0);
-        for (int k = run.begin; k < run.end;) {
+        for (int k = keys.begin; k < keys.end;) {
             vf chain = vf_set1(0);
-            for (const int64_t end = chain_end(k, run.end); k < end; k++, from += value.row)
+            for (const int64_t end = chain_end(k, keys.end); k < end; k++, from += value.row)
                 if (key_visible(rows, r, t->k0 + k)) {
-                    vf w = vf_set1(((const real *)rows->score)[k * CATTN_TILE_ROWS + r]);
+                    vf w = vf_set1(((const real *)rows->scratch.score)[k * CATTN_TILE_ROWS + r]);
                     chain = vf_fma(w, vf_loadu(from), chain);
                 }
             block[n] = block[n] + chain;
@@ -286,78 +307,70 @@ static void value_row_visible(const struct tile *t, int r, int nr, struct key_ha
     }
 }
 
-/* mr rows from r on, columns c on, the keys of one run: acc = acc * factor + P V. */
-INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half run,
+/* acc = acc * factor + P V for mr rows from r on, the columns from c on and the keys of one half of the block. */
+INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half keys,
                        struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
-    real *acc = (real *)rows->acc + r * rows->acc_cols + c;
+    real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
     vf block[MR][NR];
-    dot_tile(mr, nr, run.begin, run.end, (const real *)rows->score + run.begin * CATTN_TILE_ROWS + r, 1,
+    dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r, 1,
              CATTN_TILE_ROWS, value.first, value.row, block);
-    if (partial) {
-        /* stay 0 as long as everything is finite */
-        vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
-#pragma GCC unroll 16
-        for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
+    if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
+        for (int m = 0; m < mr && r + m < rows->n_rows; m++) {
+            vf visible[NR];
+            value_row_visible(t, r + m, nr, keys, value, visible);
             for (int n = 0; n < nr; n++)
-                zero[(m * NR + n) % 4] = vf_fma(block[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
-        if (__builtin_expect(vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3])))), 0)) {
-            for (int m = 0; m < mr && r + m < rows->n_rows; m++) {
-                vf again[NR];
-                value_row_visible(t, r + m, nr, run, value, again);
-                for (int n = 0; n < nr; n++)
-                    fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), again[n]);
-            }
-            return;
+                fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), visible[n]);
         }
+        return;
     }
 #pragma GCC unroll 16
     for (int m = 0; m < mr; m++)
 #pragma GCC unroll 2
         for (int n = 0; n < nr; n++)
-            fold_block(acc + m * rows->acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
+            fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
 }
 
-/* Run by run, so that a panel of V stays in the nearest cache while all rows pass it. */
+/* P V of the block, half by half, so that a panel of V stays in the L1 cache while all rows use it. */
 static void value_block(const struct tile *t) {
     struct cattn_rows *rows = t->rows;
     real ones[MR];
     for (int m = 0; m < MR; m++)
         ones[m] = 1;
+    /* The first half runs even without keys, because it multiplies the accumulators with alpha. */
     for (int i = 0; i < 2; i++) {
-        const struct key_half all = run_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
-        if (i > 0 && run_is_empty(all))
+        const struct key_half all = key_half_of(i, t->all.begin, (int)min64(t->all.end, t->n_keys));
+        if (i > 0 && key_half_is_empty(all))
             break;
-        for (int64_t c = 0; c < rows->d_v; c += PANEL) {
+        for (int64_t c = 0; c < rows->call.d_v; c += PANEL) {
             const struct source value = value_run(rows, t->value, all.begin, all.end, c);
             for (int g = 0; g < t->n_groups; g++) {
                 const struct extent *e = &t->group[g];
-                const struct key_half run = run_of(i, e->begin, e->end);
-                if (e->begin == e->end || (i > 0 && run_is_empty(run)))
+                const struct key_half keys = key_half_of(i, e->begin, e->end);
+                if (e->begin == e->end || (i > 0 && key_half_is_empty(keys)))
                     continue;
-                const bool partial = !rows->fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
-                const real *factor = i == 0 ? (const real *)rows->alpha + g * MR : ones;
-                const struct source from = {value.first + (run.begin - all.begin) * value.row, value.row};
-                if (NR == 1 || rows->d_v - c > LANES)
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, run,
+                const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
+                const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
+                const struct source from = {value.first + (keys.begin - all.begin) * value.row, value.row};
+                if (NR == 1 || rows->call.d_v - c > LANES)
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, keys,
                               from, factor);
                 else
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, run,
+                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, keys,
                               from, factor);
             }
         }
     }
 }
 
-/* False: no row sees a key of the block. */
+/* Returns false if no row sees a key of the block. */
 static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int64_t k1) {
     t->rows = rows;
     t->k0 = k0;
     t->n_keys = (int)(k1 - k0);
     for (int r = 0; r < rows->n_rows; r++) {
-        t->lo[r] = relative(rows->lo[r], k0);
-        t->hi[r] = relative(rows->hi[r], k0);
+        t->lo[r] = relative(rows->per_row->lo[r], k0);
+        t->hi[r] = relative(rows->per_row->hi[r], k0);
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
     if (t->all.begin == t->all.end)
@@ -366,25 +379,26 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
     return true;
 }
 
-/* Makes ready for the scores of the block. */
+/* Prepares everything that score_panel reads. */
 static void scores_begin(struct tile *t) {
     struct cattn_rows *rows = t->rows;
     const int64_t k0 = t->k0;
+    /* the lanes after the last row get an empty range, so that their scores are -inf */
     for (int r = 0; r < t->n_vectors * LANES; r++) {
         t->first[r] = r < rows->n_rows ? (real)t->lo[r] : 0;
         t->last[r] = r < rows->n_rows ? (real)t->hi[r] : 0;
-        ((real *)rows->block_max)[r] = NEG_INF;
+        ((real *)rows->scratch.block_max)[r] = NEG_INF;
     }
-    for (int r = 0; r < t->n_vectors * LANES && rows->has_slopes; r++) {
-        t->slope[r] = r < rows->n_rows ? (real)rows->slope[r] : 0;
-        t->position[r] = r < rows->n_rows ? (real)(rows->position[r] - k0) : 0;
+    for (int r = 0; r < t->n_vectors * LANES && rows->call.has_slopes; r++) {
+        t->slope[r] = r < rows->n_rows ? (real)rows->per_row->slope[r] : 0;
+        t->position[r] = r < rows->n_rows ? (real)(rows->per_row->position[r] - k0) : 0;
     }
-    for (int v = 0; v < t->n_vectors && !rows->fully_ranged; v++)
+    for (int v = 0; v < t->n_vectors && !rows->call.fully_ranged; v++)
         fill_bias(t, &t->vector[v], v * LANES);
-    t->key = block_rows(t, rows->key, rows->key_row, rows->key_col, rows->head_dim);
+    t->key = rows_of_block(t, rows->key, rows->call.key_row, rows->call.key_col, rows->call.head_dim);
 }
 
-/* Scores of the block, with every mask applied. */
+/* Scores of the whole block, with every mask applied; the backward pass has no use for them panel by panel. */
 static void tile_scores(struct tile *t) {
     scores_begin(t);
     for (int v = 0; v < t->n_vectors; v += NR)
@@ -398,23 +412,21 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     scores_begin(&t);
     for (int v = 0; v < t.n_vectors; v++) {
         const struct extent *e = &t.vector[v];
-        if (v % NR == 0) /* scores become weights while they are in the nearest cache */
+        if (v % NR == 0) /* a panel at a time, so that softmax finds the scores in the L1 cache */
             score_panel(&t, v);
-        if (rows->has_weights)
+        if (rows->call.has_weights)
             store_scores_of(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
-        if (rows->drop_bits[0])
-            drop_lanes_drop_bits(&t, e, v * LANES);
-        else if (rows->drop.enabled)
-            drop_lanes(&t, e, v * LANES);
+        drop_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);
     }
-    /* rows of the last group's tile behind the last vector: what an earlier tile left there may not be finite */
-    const int last = (t.n_groups - 1) * MR, behind = last + tile_height(MR, rows->n_rows - last);
-    for (int r = t.n_vectors * LANES; r < behind; r += LANES)
+    /* The last group's tile may read rows after the last vector. Zero them: an earlier block may have left numbers
+     * there that are not finite. */
+    const int last = (t.n_groups - 1) * MR, end = last + tile_height(MR, rows->n_rows - last);
+    for (int r = t.n_vectors * LANES; r < end; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
-    if (rows->d_v) {
-        t.value = block_rows(&t, rows->value, rows->value_row, rows->value_col, rows->d_v);
+    if (rows->call.d_v) {
+        t.value = rows_of_block(&t, rows->value, rows->call.value_row, rows->call.value_col, rows->call.d_v);
         value_block(&t);
     }
 }

@@ -1,0 +1,97 @@
+/* plan_backward.c -- how the gradients are cut into steps, and the scratch of a step; see plan.h. */
+#include <assert.h>
+
+#include "arena.h"
+#include "dropout_stream.h"
+#include "plan.h"
+
+/* Below this many multiply-adds of the forward pass, other threads would wake up too late to help. */
+#define POOL_WORK 800000.0
+/* With at least this many units a thread, whole units are tasks: the last one to finish costs little, and nobody waits
+ * for a ticket. */
+#define PLENTY 4
+
+/* Sets the memory of `b` and its views. It is the only description of the layout: called without memory to
+ * measure it, and with memory to cut it. */
+static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_backward_params *params,
+                    const struct cattn_kernels *kernels, struct cattn_backward *b, struct cattn_arena *arena) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
+    const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
+    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
+    struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;
+    b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_carve(arena, sizeof *b->scores.per_row);
+    b->query_cols = cattn_round_up(p->head_dim, CATTN_PAD);
+    b->grad_cols = cattn_round_up(p->d_v, CATTN_PAD);
+    s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
+    s->packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
+    g->packed_query = cattn_carve(arena, rows * (size_t)p->d_v * size);
+    b->query_rows = cattn_carve(arena, rows * (size_t)b->query_cols * size);
+    b->grad_rows = cattn_carve(arena, rows * (size_t)b->grad_cols * size);
+    s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    s->cap_slope = p->softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
+    g->drop_bits = k->drop_bits = NULL;
+    g->cap_slope = NULL;
+    s->key_copy = g->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    s->block_copy = g->block_copy = k->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
+    s->block_max = g->block_max = cattn_carve(arena, rows * size);
+    k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
+    k->alpha = cattn_carve(arena, rows * size);
+    k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
+    b->lse = cattn_carve(arena, rows * size);
+    b->lse_residual = cattn_carve(arena, rows * size);
+    b->lse_factor = cattn_carve(arena, rows * size);
+    b->delta = cattn_carve(arena, rows * size);
+    b->bias_sum = cattn_carve(arena, rows * size);
+    b->bias_part = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
+}
+
+struct cattn_backward *cattn_backward_lay_out(const struct cattn_backward_plan *plan,
+                                              const struct cattn_backward_params *params,
+                                              const struct cattn_kernels *kernels, void *memory) {
+    struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, true);
+    struct cattn_backward *b = cattn_carve(&arena, sizeof *b);
+    assert(b); /* for the analyzer: a step always has scratch */
+    lay_out(plan, params, kernels, b, &arena);
+    b->scores.query = b->scores.per_row->query;
+    b->grads.query = b->grad_out;
+    return b;
+}
+
+/* Whether another pair of batch entry and head adds to the same gradient of the bias. */
+static bool shares_bias(const struct cattn_backward_params *params) {
+    const struct cattn_attention_params *p = &params->forward;
+    const struct cattn_tensor *bias = &params->grad_bias;
+    if (!bias->data || params->bias_sum != CATTN_BIAS_NO_SUM)
+        return false;
+    bool shares = bias->head == 0 && p->num_heads > 1;
+    for (int d = 0; d < p->n_batch_dims; d++)
+        shares |= bias->batch[d] == 0 && p->batch_shape[d] > 1;
+    return shares;
+}
+
+struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_params *params,
+                                               const struct cattn_kernels *kernels) {
+    const struct cattn_attention_params *p = &params->forward;
+    struct cattn_backward_plan plan = {.num_threads = p->num_threads};
+    plan.units_per_batch = p->num_heads / p->group_size;
+    plan.n_units = p->n_batch * plan.units_per_batch;
+    plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, CATTN_TILE_ROWS);
+    plan.steps_per_unit = plan.blocks_per_head * p->group_size;
+    plan.n_key_blocks = cattn_ceil_div(p->seqlen_k, CATTN_BLOCK_KEYS);
+    plan.shares_bias = shares_bias(params);
+    plan.uses_stream = p->dropout.enabled && p->dropout.torch && p->seqlen_k > 0;
+    if (cattn_attention_work(p) < POOL_WORK || plan.num_threads < 1)
+        plan.num_threads = 1;
+    /* a shared bias and a serial stream fix the order of steps across units */
+    const bool ordered = plan.shares_bias || plan.uses_stream;
+    plan.whole_units = plan.num_threads == 1 || (!ordered && plan.n_units >= PLENTY * plan.num_threads);
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
+    struct cattn_backward unused;
+    cattn_carve(&count, sizeof unused);
+    lay_out(&plan, params, kernels, &unused, &count);
+    plan.scratch_size = count.used;
+    return plan;
+}

@@ -1,0 +1,94 @@
+/* mask.inc.h -- which keys a row may see, and what masks, softcap and slopes do to its scores.
+ *
+ * A key is hidden by the row's range lo .. hi, by the boolean mask, or by a bias of -inf. A hidden score is set to -inf
+ * by selection, never by adding -inf: a score that is NaN or +inf must not leak through.
+ */
+
+/* A key's place in the block that starts at k0, clamped to the block. */
+INLINE int relative(int64_t key, int64_t k0) { return (int)max64(0, min64(CATTN_BLOCK_KEYS, key - k0)); }
+
+INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
+
+/* Whether row r may see this key. Slow: for single keys and rare cases that the vector code leaves over. */
+static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
+    if (key < rows->per_row->lo[r] || key >= rows->per_row->hi[r])
+        return false;
+    if (rows->call.has_mask && !rows->per_row->mask[r][key * rows->call.mask_col])
+        return false;
+    for (int b = 0; b < rows->call.n_bias; b++)
+        if (is_neg_inf(((const real *)rows->per_row->bias[b][r])[key * rows->call.bias_col[b]]))
+            return false;
+    return true;
+}
+
+/* The element-wise masks of n keys of row r from `key` on, as one bias: the sum of the biases, or -inf where one of
+ * them or the boolean mask hides the key. The lanes from n on are 0. */
+INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
+    const vf neg_inf = vf_set1(NEG_INF);
+    vf total = vf_set1(0);
+    if (rows->call.has_mask) {
+        const uint8_t *mask = rows->per_row->mask[r] + key * rows->call.mask_col;
+        uint8_t lanes[LANES];
+        if (rows->call.mask_col != 1) {
+            for (int i = 0; i < n; i++)
+                lanes[i] = mask[i * rows->call.mask_col];
+            mask = lanes;
+        }
+        total = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
+    }
+    vm hidden = vf_eq(total, neg_inf);
+    /* -inf is remembered apart from the sum: +inf in another bias would turn the sum into NaN */
+    for (int b = 0; b < rows->call.n_bias; b++) {
+        int64_t col = rows->call.bias_col[b];
+        vf bias = load_strided((const real *)rows->per_row->bias[b][r] + key * col, col, n);
+        hidden = vm_or(hidden, vf_eq(bias, neg_inf));
+        total = total + bias;
+    }
+    /* two finite biases may add up to -inf (finfo.min twice), which must not hide the key */
+    total = vf_select(vf_eq(total, neg_inf), vf_set1(-REAL_MAX), total);
+    return vf_select(hidden, neg_inf, total);
+}
+
+/* Whether a mask leaves row r any key: decides between 0 and NaN for a row whose sum is 0. */
+static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
+    int64_t key = rows->per_row->lo[r];
+    if (rows->call.fully_ranged)
+        return key < rows->per_row->hi[r];
+    for (; key + LANES <= rows->per_row->hi[r]; key += LANES)
+        if (vm_any(vm_not(vf_eq(element_bias(rows, r, key, LANES), vf_set1(NEG_INF)))))
+            return true;
+    for (; key < rows->per_row->hi[r]; key++)
+        if (key_visible(rows, r, key))
+            return true;
+    return false;
+}
+
+/* The bit of this key in row r of the bits drawn from a serial stream: 1 if its weight stays. */
+INLINE bool key_drop_bit(const struct cattn_rows *rows, int r, int64_t key) {
+    return rows->per_row->drop_bits[r][key >> 3] >> (key & 7) & 1;
+}
+
+/* softcap * tanh(score / softcap). Not inlined: it is long and rarely used. */
+static __attribute__((noinline)) vf cap_score(vf score, double softcap) {
+    const vf cap = vf_set1((real)softcap);
+    return cap * vf_tanh(vf_div(score, cap));
+}
+
+/* The derivative of softcap, from the capped score. */
+static __attribute__((noinline)) vf cap_slope(vf capped, double softcap) {
+    const vf t = vf_div(capped, vf_set1((real)softcap));
+    return vf_fma(-t, t, vf_set1(1));
+}
+
+/* ALiBi: score - slope * |query - key|. Both positions count from the block's first key, so that they are exact in
+ * float32 even in long sequences. */
+INLINE vf slope_score(vf score, vf slope, vf query, vf key) {
+    const vf distance = query - key;
+    return vf_fma(-slope, vf_max(distance, -distance), score);
+}
+
+/* score + bias, but exactly -inf where the bias hides the key, even if the score is NaN or +inf. */
+INLINE vf add_bias(vf score, vf bias) {
+    const vf neg_inf = vf_set1(NEG_INF);
+    return vf_select(vf_eq(bias, neg_inf), neg_inf, score + bias);
+}
