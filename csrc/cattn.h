@@ -1,8 +1,9 @@
-/* cattn.h -- the core's C API: what the binding fills in, and the calls that run it.
+/* cattn.h -- the core's C API: structs of parameters that the binding fills in, and functions that compute.
  *
  * Plain data only: no Python object and no vector type crosses this header. All strides count ELEMENTS of the tensor's
- * own type; they may be negative or 0. The caller has checked shapes, types and alignment, and that no size overflows:
- * the only things that can go wrong below are memory and an interrupt.
+ * own type; they may be negative or 0. The caller has checked shapes, types and alignment, and that no size overflows.
+ * So a call can fail for two reasons only: memory and an interrupt. Builds with assertions check the caller
+ * (core/check_params.c).
  */
 #ifndef CATTN_H
 #define CATTN_H
@@ -16,16 +17,16 @@
 
 enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
 
-/* How attention is computed. The results have the same bits on every path; AUTO picks the fastest. */
+/* How attention is computed. All paths give the same bits; AUTO picks the fastest. */
 enum cattn_path {
     CATTN_PATH_AUTO = 0,
     CATTN_PATH_TILE,  /* blocks of queries against blocks of keys */
-    CATTN_PATH_ROWS,  /* few queries: keys and values stream by */
-    CATTN_PATH_SPLIT, /* as ROWS, key chunks handed to threads */
-    CATTN_PATH_TINY   /* small inputs: one key block, no plan, no threads */
+    CATTN_PATH_ROWS,  /* few queries: keys and values are read once, for all of them */
+    CATTN_PATH_SPLIT, /* as ROWS, with key chunks handed to threads */
+    CATTN_PATH_TINY   /* small inputs: one key block, no threads, no checks for interrupts */
 };
 
-/* NumPy arrays have at most 64 dimensions; the last one is always ours. */
+/* NumPy arrays have at most 64 dimensions, and the last one is never a batch dimension. */
 #define CATTN_MAX_BATCH_DIMS 64
 
 /* A strided view. `batch` has one stride for each batch dimension of the call, 0 where the tensor broadcasts. An absent
@@ -213,10 +214,10 @@ struct cattn_dropout_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* False where a count of rows, tasks, pairs or bytes of scratch would leave 64 bits. Sizes of arrays that repeat one
- * element (stride 0) know no other bound; everything below may be asked only if this is true. */
+/* Whether all counts of rows, tasks, pairs and bytes of scratch fit in 64 bits. Memory bounds the sizes of most arrays,
+ * but not of those that repeat one element (stride 0). All other functions of attention demand that it is true. */
 bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
-/* False where a forced params->path cannot run this problem (CATTN_PATH_TINY beyond its size). */
+/* Whether params->path can compute this problem: CATTN_PATH_TINY is limited in size. */
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
@@ -225,55 +226,55 @@ enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 
-/* How cattn_attention would go about it. Reads no element, but looks at the range of every row. */
+/* How cattn_attention would compute a call. Explaining reads no element, but computes the range of every row. */
 struct cattn_explanation {
     enum cattn_path path;
-    int64_t n_tasks;     /* shared out to threads */
-    int64_t block_rows;  /* rows of a task at most */
-    int64_t n_visited;   /* pairs of a block of rows and a block of keys that are computed */
-    int64_t n_skipped;   /* those that no row of the block sees by its range */
+    int64_t n_tasks;     /* handed to threads */
+    int64_t block_rows;  /* most rows of a task */
+    int64_t n_visited;   /* pairs of a block of rows and a key block that are computed */
+    int64_t n_skipped;   /* pairs that are not: the key block is outside the ranges of all rows */
     int64_t n_keys;      /* pairs of a row and a key in its range */
     size_t scratch_size; /* bytes a thread */
 };
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told);
 
-/* Rough cost of a call in multiply-adds: the binding keeps the GIL below a few microseconds of it. */
+/* Rough cost of a call in multiply-adds. Calls of a few microseconds keep the GIL. */
 double cattn_attention_work(const struct cattn_attention_params *params);
 
-/* ---- dispatch: one kernel table per instruction set, chosen once, switchable for tests ---- */
+/* ---- kernel tables (dispatch.c): one per instruction set, chosen once; tests switch ---- */
 struct cattn_isa_info {
     const char *name;
     bool usable;    /* this CPU can run it */
     bool has_fma;   /* inside the bit contract */
-    bool test_only; /* never chosen unless asked for by name */
+    bool test_only; /* used only if selected by name */
     int lanes_f32, mr, nr, br;
 };
 int cattn_isa_count(void);
 struct cattn_isa_info cattn_isa_info(int index);
-/* index of the table in use */
+/* Index of the table in use. */
 int cattn_isa_current(void);
-/* false: no table of this name, or this CPU cannot run it. NULL picks the best. */
+/* NULL selects the best table. False: there is no table of this name, or this CPU cannot run it. */
 bool cattn_isa_select(const char *name);
-/* key block and key chunk, constants of the bit contract */
+/* Keys of a key block and of a key chunk, constants of the bit contract. */
 int64_t cattn_block_keys(void);
 int64_t cattn_chunk_keys(void);
 
-/* ---- threads (parallel.c) ---- */
-/* Precedence of the count: the thread's own override, the process's setting, what the environment allows. */
+/* ---- threads (thread_count.c, parallel.c) ---- */
+/* In order of precedence: the thread's override, the process's setting, the environment's count. */
 int cattn_get_num_threads(void);
-/* Whether CATTN_NUM_THREADS may have this text. */
+/* Whether `text` is a valid value of CATTN_NUM_THREADS. */
 bool cattn_is_thread_count(const char *text);
-/* n >= 1 sets the process's count, 0 returns to the environment's */
+/* n >= 1 sets the process's count; 0 returns to the environment's. */
 void cattn_set_num_threads(int n);
-/* This thread's override (the num_threads context): n >= 1, or 0 for none. Returns the one before. */
+/* Sets this thread's override (the num_threads context): n >= 1, or 0 for none. Returns the previous one. */
 int cattn_override_num_threads(int n);
-/* Stop the workers and free all scratch; the next call starts anew. False while another thread computes. */
+/* Stops the workers and frees all scratch; the next call starts new ones. False: another thread is computing. */
 bool cattn_release(void);
 
-/* Forks between this process and the one that loaded us. In the child, locks and conditions from before may be held, or
- * waited at, by threads that it does not have. */
+/* Number of forks between the process that loaded this library and this one. A lock or condition that was made at
+ * another count may be held, or waited at, by a thread that this process does not have. */
 unsigned cattn_fork_count(void);
-/* Is `thread`, a pthread_t of when there had been fork_count forks, one that a fork has left behind since? */
+/* Whether `thread`, a pthread_t of the time when there had been fork_count forks, was lost in a fork since. */
 bool cattn_left_behind(unsigned long thread, unsigned fork_count);
 
 #endif

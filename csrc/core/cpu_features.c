@@ -1,7 +1,7 @@
-/* cpu_features.c -- asks the processor, once, which vector instructions it has.
+/* cpu_features.c -- detects the vector instructions of an x86 processor, once; see cpu_features.h.
  *
- * The compiler's own test is used: gcc and clang read CPUID and XGETBV for it. Single features are named, since clang
- * refuses the level names (x86-64-v3). Elsewhere than on x86 every answer is no: those builds choose at compile time.
+ * The compiler's builtin reads CPUID and XGETBV. Features are tested one by one, since clang does not know the names of
+ * levels (x86-64-v3). On other processors every feature is false: their builds choose at compile time.
  */
 #include "cpu_features.h"
 
@@ -22,7 +22,7 @@ static void detect(void) {
     cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 
-    /* The builtin of older clangs does not know f16c. It uses AVX's registers, so AVX vouches for the system's part. */
+    /* Older clangs do not know f16c. It uses AVX's registers, so if AVX is usable, the system saves what f16c needs. */
     unsigned eax, ebx, ecx, edx;
     cpu.f16c = __builtin_cpu_supports("avx") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
 #endif

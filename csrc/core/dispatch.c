@@ -1,7 +1,7 @@
-/* dispatch.c -- which kernel tables were built, which this CPU can run, and which is in use.
+/* dispatch.c -- the kernel tables of this build, which of them this CPU can run, and the one in use.
  *
- * setup.py defines CATTN_HAVE_<table> for each table that it compiled. The best usable table is chosen when the module
- * is imported (cattn_isa_select); tests switch.
+ * setup.py defines CATTN_HAVE_<table> for each table that it compiled. The binding selects the best one when the module
+ * is imported; tests switch.
  */
 #include "dispatch.h"
 
@@ -29,7 +29,7 @@ struct table {
 
 #define TABLE(name) {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}
 
-/* worst first */
+/* From worst to best: the last usable one is selected. */
 static const struct table tables[] = {
     {TABLE(scalar), any_cpu, false},
 #ifdef CATTN_HAVE_GNU128
@@ -48,7 +48,7 @@ static const struct table tables[] = {
 
 enum { N_TABLES = sizeof tables / sizeof *tables };
 
-/* Written at import and by tests. A call reads its table once; variants.h asks again, for the same bits. */
+/* Index of the table in use, written at import and by tests. A call may see a switch halfway: no bit depends on it. */
 static atomic_int current;
 
 int cattn_isa_count(void) { return N_TABLES; }

@@ -1,24 +1,24 @@
-/* parallel.c -- the thread pool behind cattn_parallel_for().
+/* parallel.c -- the thread pool of cattn_parallel_for().
  *
- * Why an own pool: OpenMP's hangs in a forked child and cannot be interrupted.
+ * A pool of our own, since OpenMP's hangs in a forked child and cannot be interrupted.
  *
- * Method. One call at a time owns the pool; `pool.owned`, an atomic flag, is the claim, so a second caller never
- * waits for the lock. The owner describes its call in a `struct job` on its stack and offers seats, one for each worker
- * that may take part. A parked worker that wakes takes a seat (and the scratch that belongs to it, whichever worker it
- * is), draws task numbers from an atomic counter until there are none, and gets up. The owner draws tasks too, then
- * closes the seats and waits for those still sitting, not for those that never woke: a short call does not pay for slow
- * wake-ups. Nobody spins, but for the owner's few microseconds at the end (SPIN_NS).
+ * Method. One call at a time owns the pool. An atomic flag, `pool.owned`, is the claim, so a second caller never waits
+ * for the lock. The owner describes its call in a `struct job` on its stack and offers seats, one for each worker that
+ * may take part. A parked worker that wakes takes a seat, and with it the scratch that belongs to the seat. It takes
+ * task numbers from an atomic counter until there are none, and leaves the seat. The owner takes tasks too, then closes
+ * the seats and waits for the workers that sit, but not for those that never woke: a short call does not pay for slow
+ * wake-ups. No thread spins, except for the owner's few microseconds at the end (SPIN_NS).
  *
- * Everything in `pool` but the claim is guarded by pool.lock, which is never held while a task or the poll runs. Tasks'
- * reads and writes are ordered against the caller's by that lock, so the task counter can be relaxed.
+ * pool.lock guards everything in `pool` except the claim. It is never held while a task or the poll runs. It also
+ * orders the memory accesses of tasks and caller, so the task counter can be relaxed.
  *
- * Placement (Linux). A virtual machine's idle processors look busy to its scheduler, which then puts a woken worker
- * behind the caller, on the caller's processor, for milliseconds: calls of 1 ms gained nothing from a second thread. So
- * where there are processors enough, workers are kept off the one that the caller runs on.
+ * Placement (Linux). The idle processors of a virtual machine look busy to its scheduler, which then queues a woken
+ * worker on the caller's processor, for milliseconds: calls of 1 ms gained nothing from a second thread. So if there
+ * are enough processors, workers are kept off the one that the caller runs on.
  *
- * fork(). The prepare handler takes the lock, so the child's copy of the pool is consistent; the child then has no
- * workers, no owner and the old scratch, and starts new workers when it needs some. If the forking thread is itself the
- * owner (its poll ran a signal handler that forked), the child's copy of the call cannot be completed: it is stopped.
+ * fork(). The prepare handler takes the lock, so the child's copy of the pool is consistent. The child has no workers,
+ * no owner and the old scratch; it starts new workers when it needs some. If the forking thread is the owner (its poll
+ * ran a signal handler that forked), the child's copy of the call cannot be completed, and stops.
  */
 #define _GNU_SOURCE
 #define _DARWIN_C_SOURCE
@@ -40,7 +40,7 @@
 #define SECOND_NS INT64_C(1000000000)
 #define POLL_INTERVAL_NS (20 * INT64_C(1000000))
 
-/* How long the owner looks for the last workers to finish before it sleeps: about what waking it again would take. */
+/* How long the owner spins for the last workers before it sleeps: about as long as waking up again would take. */
 #define SPIN_NS INT64_C(20000)
 
 /* Values of pool.avoided_cpu besides a processor's number. */
@@ -64,22 +64,22 @@ static struct {
     int n_workers;                             /* started threads */
     pthread_t worker[MAX_WORKERS];             /* the first n_workers */
     struct cattn_scratch scratch[MAX_WORKERS]; /* one for each seat */
-    struct job *job;                           /* valid while there are seats, open or taken */
+    struct job *job;                           /* valid while seats are open or taken */
     int open_seats;
-    atomic_int taken_seats; /* changes under the lock; the owner may look without */
-    int n_cpus;             /* that the caller may use, when workers were last started or placed; 0: unknown */
+    atomic_int taken_seats; /* written under the lock; the owner spins on it without */
+    int n_cpus;             /* processors of the caller when workers were last started or placed; 0: unknown */
     int avoided_cpu;        /* the processor that no worker may use */
 #ifdef __linux__
     cpu_set_t placed; /* the processors that workers may use, once avoided_cpu is known */
 #endif
     bool quit;
-    unsigned fork_count;     /* forks between this process and the one that loaded us */
-    pthread_t survivor;      /* the thread that made the last of them */
-    unsigned survivor_since; /* and how many there had been when it was born */
+    unsigned fork_count;     /* see cattn_fork_count */
+    pthread_t survivor;      /* the thread that made the last fork */
+    unsigned survivor_since; /* fork_count when that thread started */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .avoided_cpu = AVOIDS_NONE};
 
 static pthread_once_t pool_once = PTHREAD_ONCE_INIT;
-static bool pool_works; /* set by pool_once; without it calls run on their own thread */
+static bool pool_works; /* set by pool_once; false: every call runs on its own thread */
 
 /* ---- time ---- */
 
@@ -122,10 +122,11 @@ static void before_fork(void) { pthread_mutex_lock(&pool.lock); }
 
 static void after_fork_parent(void) { pthread_mutex_unlock(&pool.lock); }
 
-/* The other threads are gone, and with them whoever owned the pool. The mutex is this thread's to unlock; the condition
- * variables remember waiters that no longer exist and are made anew. The scratch is kept for the next workers. */
+/* The other threads are gone, and with them the pool's owner. This thread holds the mutex and unlocks it. The condition
+ * variables count waiters that no longer exist, so they are made anew. The scratch is kept for the next workers. */
 static void after_fork_child(void) {
-    static _Thread_local bool survived; /* an earlier fork; else it was born since: a lost thread's name comes again */
+    /* the system may give a new thread the pthread_t of a lost one, so remember when this thread started */
+    static _Thread_local bool survived; /* an earlier fork */
     static _Thread_local unsigned since;
     if (!survived)
         since = pool.fork_count;
@@ -175,15 +176,15 @@ static void unclaim_pool(void) { atomic_store_explicit(&pool.owned, false, memor
 bool cattn_worker_poll(struct cattn_worker *worker) {
     if (now_ns() < worker->next_poll)
         return false;
-    cattn_fp_leave(worker->fp_saved); /* signal handlers run in there */
+    cattn_fp_leave(worker->fp_saved); /* the poll runs signal handlers, which expect the thread's own mode */
     if (worker->poll->stop(worker->poll->context))
         atomic_store_explicit(worker->stop, true, memory_order_relaxed);
     worker->fp_saved = cattn_fp_enter();
     worker->next_poll = now_ns() + POLL_INTERVAL_NS;
-    return atomic_load_explicit(worker->stop, memory_order_relaxed); /* a fork in the poll stops the child too */
+    return atomic_load_explicit(worker->stop, memory_order_relaxed); /* a fork in the poll may have stopped the call */
 }
 
-/* Draws tasks until there are none, or the call is stopped. */
+/* Runs tasks until there are none left or the call is stopped. */
 static void run_tasks(struct job *job, struct cattn_worker *worker) {
     while (!cattn_should_stop(worker)) {
         int64_t task = atomic_fetch_add_explicit(&job->next_task, 1, memory_order_relaxed);
@@ -214,7 +215,7 @@ static void *worker_main(void *unused) {
         cattn_fp_leave(worker.fp_saved);
 
         pthread_mutex_lock(&pool.lock);
-        pool.open_seats = 0; /* all tasks are handed out: nobody else need sit down */
+        pool.open_seats = 0; /* no task is left: no other worker needs a seat */
         pool.taken_seats--;
         if (pool.taken_seats == 0)
             pthread_cond_signal(&pool.done);
@@ -223,9 +224,9 @@ static void *worker_main(void *unused) {
     return NULL;
 }
 
-/* Keeps all workers off the calling thread's processor while a call with this many seats runs, if there are enough
- * others, else where the caller may run; lock held. System calls are made only where the caller has moved since the
- * last time, or there are not enough. A hint: errors are ignored. */
+/* Keeps all workers off the calling thread's processor if there are enough others for this many seats. Otherwise they
+ * may use the caller's processors. Lock held. System calls are made only if the caller has moved since the last time,
+ * or if there are not enough processors. A hint to the scheduler: errors are ignored. */
 static void place_workers(int seats) {
 #ifdef __linux__
     int cpu = seats < pool.n_cpus ? sched_getcpu() : AVOIDS_NONE;
@@ -245,7 +246,7 @@ static void place_workers(int seats) {
 #endif
 }
 
-/* Counts the processors that the calling thread, and with it workers started now, may use. */
+/* The number of processors that the calling thread may use, and so the workers that it starts; 0: unknown. */
 static int count_cpus(void) {
 #ifdef __linux__
     cpu_set_t cpus;
@@ -255,8 +256,8 @@ static int count_cpus(void) {
     return 0;
 }
 
-/* Starts workers until there are `wanted`, or the system gives no more; lock held. They inherit a full signal mask, so
- * that SIGINT and the rest go to the program's own threads. */
+/* Starts workers until there are `wanted` or the system refuses; lock held. They inherit a full signal mask, so signals
+ * go to the program's own threads. */
 static void start_workers(int wanted) {
     sigset_t all, saved;
     if (pool.n_workers >= wanted)
@@ -273,7 +274,7 @@ static void start_workers(int wanted) {
 
 /* ---- a call with workers ---- */
 
-/* Frees seats' scratch that is too large to keep; lock held. */
+/* Frees the seats' scratch if it is too large to keep; lock held. */
 static void trim_scratch(int seats) {
     for (int i = 0; i < seats; i++)
         cattn_scratch_trim(&pool.scratch[i]);
@@ -304,7 +305,8 @@ static bool offer_seats(struct job *job, int max_seats, size_t scratch_size, uns
     return ok;
 }
 
-/* Waits for the seated workers, polling; lock held, but not while it waits. Ends early in the child of a fork. */
+/* Waits for the seated workers and polls. The lock is held before and after, not while waiting. In the child of a fork
+ * it ends early. */
 static void wait_for_workers(struct cattn_worker *caller, unsigned fork_count) {
     while (pool.taken_seats > 0 && pool.fork_count == fork_count) {
         if (caller->poll == NULL || atomic_load_explicit(caller->stop, memory_order_relaxed)) {
@@ -320,13 +322,13 @@ static void wait_for_workers(struct cattn_worker *caller, unsigned fork_count) {
     }
 }
 
-/* Lets nobody else sit down, waits for the workers that do, and frees scratch that is too large to keep. False: this
- * process is the child of a fork made on the way and never had those workers; the pool is not ours any more. */
+/* Closes the open seats, waits for the seated workers and frees scratch that is too large to keep. False: the poll
+ * forked, and this is the child, which has no such workers and does not own the pool. */
 static bool close_seats(struct cattn_worker *caller, int max_seats, unsigned fork_count) {
     pthread_mutex_lock(&pool.lock);
     if (pool.fork_count == fork_count)
         pool.open_seats = 0;
-    bool spin = pool.taken_seats > 0 && pool.avoided_cpu >= 0; /* not on a processor that a worker may need */
+    bool spin = pool.taken_seats > 0 && pool.avoided_cpu >= 0; /* no worker needs this thread's processor */
     if (spin) {
         pthread_mutex_unlock(&pool.lock);
         int64_t end = now_ns() + SPIN_NS;
@@ -344,8 +346,8 @@ static bool close_seats(struct cattn_worker *caller, int max_seats, unsigned for
     return ours;
 }
 
-/* Python ends a daemon thread that comes back to it, in the poll, when the interpreter is gone: then the job, on that
- * thread's stack, has to last until the workers have got up. */
+/* When the interpreter is gone, Python ends a daemon thread that calls it, here in the poll. The job is on that
+ * thread's stack and must last until the workers have left their seats. */
 static void abandon(void *job) {
     atomic_store_explicit(&((struct job *)job)->stop, true, memory_order_relaxed);
     pthread_mutex_lock(&pool.lock);
@@ -357,7 +359,7 @@ static void abandon(void *job) {
     unclaim_pool();
 }
 
-/* The pool is claimed by the caller and unclaimed here. */
+/* The caller has claimed the pool; this function unclaims it. */
 static enum cattn_status run_with_workers(struct job *job, struct cattn_worker *caller, int num_threads,
                                           size_t scratch_size) {
     unsigned fork_count;

@@ -1,8 +1,8 @@
-/* scratch.c -- arenas, and the one that each thread keeps between calls (see scratch.h).
+/* scratch.c -- blocks of memory, and the one that each thread keeps between calls; see scratch.h.
  *
- * The block that a thread keeps is the value of a pthread key whose destructor, free(), runs at thread exit. Only its
- * size is thread-local: that variable may be gone before the destructor runs (macOS). A thread that cannot have a value
- * (no key, no memory) merely allocates in every call.
+ * A thread's block is the value of a pthread key whose destructor, free(), runs when the thread ends. Only the size is
+ * a thread-local variable: on macOS those may be gone before destructors run. A thread that cannot have a value (no
+ * key, no memory) allocates in every call.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -15,13 +15,13 @@
 static pthread_key_t kept_key;
 static bool has_key;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
-static _Thread_local size_t kept_size; /* of the key's value, if there is one */
+static _Thread_local size_t kept_size; /* bytes of the key's value, if it has one */
 
 bool cattn_scratch_grow(struct cattn_scratch *scratch, size_t size) {
     CATTN_ALLOW(scratch->data, scratch->size);
     if (size <= scratch->size)
         return true;
-    cattn_scratch_free(scratch); /* first: the old contents are not kept, so both need not fit at once */
+    cattn_scratch_free(scratch); /* first: the contents are lost anyway, so both blocks need not fit at once */
     if (size > SIZE_MAX - CATTN_SCRATCH_ALIGNMENT)
         return false;
     size = (size + CATTN_SCRATCH_ALIGNMENT - 1) / CATTN_SCRATCH_ALIGNMENT * CATTN_SCRATCH_ALIGNMENT;
@@ -44,7 +44,7 @@ void cattn_scratch_free(struct cattn_scratch *scratch) {
 
 static void create_key(void) { has_key = pthread_key_create(&kept_key, free) == 0; }
 
-/* The block that the calling thread keeps; NULL: none. */
+/* The calling thread's block, or NULL. */
 static void *kept_block(void) {
     pthread_once(&key_once, create_key);
     return has_key ? pthread_getspecific(kept_key) : NULL;

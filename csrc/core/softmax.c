@@ -1,24 +1,24 @@
 /* softmax.c -- the driver of softmax and masked softmax.
  *
  * A row of any length is one kernel call. Softmax along an axis that is not contiguous (axis=0 of a C array) would
- * touch a new cache line with every element: there rows that are neighbours in memory are copied to scratch together,
- * and back. Halves become floats in scratch, a row at a time.
+ * touch a new cache line with every element, so bundles of rows that are neighbours in memory are copied to scratch and
+ * back. Halves are widened to floats in scratch, a row at a time.
  */
 #include "check_params.h"
 #include "dispatch.h"
 #include "rowwise.h"
 #include "visible_keys.h"
 
-struct softmax_run {
+struct softmax_job {
     const struct cattn_softmax_params *params;
     const struct cattn_kernels *kernels;
     int64_t rows_per_task;
     int64_t bundle; /* rows copied to scratch together, 0: none */
-    bool streams;   /* each row by way of scratch, and from there past the caches */
-    size_t element; /* bytes of one in x and out */
+    bool streams;   /* rows are computed in scratch and copied from there with streaming stores */
+    size_t element; /* bytes of an element of x and out */
 };
 
-/* Columns from which on it pays to ask for the next row ahead of time. */
+/* From this many columns on it pays to prefetch the next row. */
 #define LONG_ROW 128
 /* Rows of a bundle: a cache line of floats. */
 #define BUNDLE 16
@@ -34,14 +34,13 @@ static int64_t find_bundle(const struct cattn_softmax_params *p) {
     return row_bytes * BUNDLE <= BUNDLE_SCRATCH ? BUNDLE : 0;
 }
 
-/* Results so large do not stay in the caches anyway. */
+/* Bytes of a result that no cache holds. */
 #define LARGE_RESULT ((int64_t)32 << 20)
-/* Rows up to here come back from scratch quickly. */
+/* Bytes of a row that stays in the nearest caches between kernel and copy. */
 #define STREAM_ROW ((int64_t)64 << 10)
 
-/* Does memory bound the time, so that it pays not to read what is about to be written? It does where ranges spare most
- * of the exponentials; not where the lines are in the caches: new pages have just been cleared there, those of x been
- * read. */
+/* Use streaming stores only if the call is bandwidth-bound and the output is not in the cache already. A causal softmax
+ * is: half of the exponentials fall away. New pages were just cleared through the cache, and those of x just read. */
 static bool find_streams(const struct cattn_softmax_params *p, const struct cattn_kernels *kernels) {
     const int64_t row_bytes = p->n_cols * (int64_t)cattn_element_size(p->dtype);
     return kernels->stream_row && p->is_causal && p->method != CATTN_SOFTMAX_RENORMALIZE && !p->out_is_new &&
@@ -49,8 +48,8 @@ static bool find_streams(const struct cattn_softmax_params *p, const struct catt
            row_bytes <= STREAM_ROW && p->n_rows >= LARGE_RESULT / row_bytes;
 }
 
-/* to[r][k] = from[r][k] for n_rows x n_cols elements; strides in elements, the row axis inside: neighbours in memory.
- */
+/* to[r][k] = from[r][k] for n_rows x n_cols elements; strides in elements. The rows are the inner loop, since they are
+ * the neighbours in memory. */
 static void copy_rows(void *to, int64_t to_row, int64_t to_col, const void *from, int64_t from_row, int64_t from_col,
                       int64_t n_rows, int64_t n_cols, size_t element) {
     for (int64_t k = 0; k < n_cols; k++)
@@ -65,10 +64,10 @@ static void copy_rows(void *to, int64_t to_row, int64_t to_col, const void *from
         }
 }
 
-/* One row, from x to out at these strides, in the type that is computed in. */
-static void softmax_plain(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
+/* One row from x to out, both in the type of the computation. */
+static void softmax_plain(const struct softmax_job *job, int64_t row, const void *x, int64_t x_stride, void *out,
                           int64_t out_stride) {
-    const struct cattn_softmax_params *p = run->params;
+    const struct cattn_softmax_params *p = job->params;
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
         const int64_t i = row % p->batch_shape[p->n_batch_dims - 1];
@@ -83,7 +82,7 @@ static void softmax_plain(const struct softmax_run *run, int64_t row, const void
         .lo = visible.lo,
         .hi = visible.hi,
         .x = x,
-        .next = has_next ? cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row + 1, run->element) : x,
+        .next = has_next ? cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row + 1, job->element) : x,
         .x_stride = x_stride,
         .out = out,
         .out_stride = out_stride,
@@ -92,20 +91,20 @@ static void softmax_plain(const struct softmax_run *run, int64_t row, const void
         .scale = p->scale,
         .renormalize = p->method == CATTN_SOFTMAX_RENORMALIZE,
     };
-    run->kernels->softmax_row(&args);
+    job->kernels->softmax_row(&args);
 }
 
-/* The same from any storage; `wide` is scratch for a row of halves. */
-static void softmax_one(const struct softmax_run *run, int64_t row, const void *x, int64_t x_stride, void *out,
+/* One row of any storage; `wide` is scratch for a row of halves. */
+static void softmax_one(const struct softmax_job *job, int64_t row, const void *x, int64_t x_stride, void *out,
                         int64_t out_stride, void *wide) {
-    const struct cattn_softmax_params *p = run->params;
+    const struct cattn_softmax_params *p = job->params;
     if (p->storage == CATTN_STORED_PLAIN) {
-        softmax_plain(run, row, x, x_stride, out, out_stride);
+        softmax_plain(job, row, x, x_stride, out, out_stride);
         return;
     }
-    run->kernels->widen_row(p->storage, x, x_stride, p->n_cols, wide);
-    softmax_plain(run, row, wide, 1, wide, 1);
-    run->kernels->narrow_row(p->storage, wide, p->n_cols, out, out_stride);
+    job->kernels->widen_row(p->storage, x, x_stride, p->n_cols, wide);
+    softmax_plain(job, row, wide, 1, wide, 1);
+    job->kernels->narrow_row(p->storage, wide, p->n_cols, out, out_stride);
 }
 
 /* Bytes of scratch for one row of halves. */
@@ -113,50 +112,50 @@ static size_t wide_size(const struct cattn_softmax_params *p) {
     return p->storage == CATTN_STORED_PLAIN ? 0 : ((size_t)p->n_cols * sizeof(float) + 63) / 64 * 64;
 }
 
-/* Row by row, where they lie. */
-static int64_t softmax_in_place(const struct softmax_run *run, int64_t row, char *scratch) {
-    const struct cattn_softmax_params *p = run->params;
-    const void *x = cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, run->element);
-    void *out = cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, run->element);
-    if (run->streams) {
-        softmax_plain(run, row, x, p->x.col, scratch, 1);
-        run->kernels->stream_row(scratch, p->n_cols, out);
+/* One row where it lies. Returns how many rows were computed: 1. */
+static int64_t softmax_in_place(const struct softmax_job *job, int64_t row, char *scratch) {
+    const struct cattn_softmax_params *p = job->params;
+    const void *x = cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, job->element);
+    void *out = cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, job->element);
+    if (job->streams) {
+        softmax_plain(job, row, x, p->x.col, scratch, 1);
+        job->kernels->stream_row(scratch, p->n_cols, out);
     } else {
-        softmax_one(run, row, x, p->x.col, out, p->out.col, scratch);
+        softmax_one(job, row, x, p->x.col, out, p->out.col, scratch);
     }
     return 1;
 }
 
-/* Up to `most` rows from `row` on, as far as they are neighbours, by way of scratch. Returns how many. */
-static int64_t softmax_bundle(const struct softmax_run *run, int64_t row, int64_t most, char *scratch) {
-    const struct cattn_softmax_params *p = run->params;
-    const size_t element = run->element;
+/* Up to `most` neighbouring rows from `row` on, in scratch. Returns how many. */
+static int64_t softmax_bundle(const struct softmax_job *job, int64_t row, int64_t most, char *scratch) {
+    const struct cattn_softmax_params *p = job->params;
+    const size_t element = job->element;
     char *copies = scratch + wide_size(p);
     const int last = p->n_batch_dims - 1;
     const int64_t stride = bundle_stride(p->n_cols), together = p->batch_shape[last] - row % p->batch_shape[last];
-    int64_t rows = run->bundle < most ? run->bundle : most;
+    int64_t rows = job->bundle < most ? job->bundle : most;
     rows = rows < together ? rows : together;
     copy_rows(copies, stride, 1, cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, element), 1, p->x.col, rows,
               p->n_cols, element);
     for (int64_t r = 0; r < rows; r++) {
         char *at = copies + r * stride * (int64_t)element;
-        softmax_one(run, row + r, at, 1, at, 1, scratch);
+        softmax_one(job, row + r, at, 1, at, 1, scratch);
     }
     copy_rows(cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, element), p->out.batch[last], p->out.col,
               copies, stride, 1, rows, p->n_cols, element);
     return rows;
 }
 
-/* Tasks are over in some ten microseconds, or one row: nothing to interrupt. */
+/* A task takes some ten microseconds or is a single row: it need not be interruptible. */
 static void softmax_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct softmax_run *run = context;
-    const int64_t first = task * run->rows_per_task, left = run->params->n_rows - first;
-    const int64_t n = left < run->rows_per_task ? left : run->rows_per_task;
+    const struct softmax_job *job = context;
+    const int64_t first = task * job->rows_per_task, left = job->params->n_rows - first;
+    const int64_t n = left < job->rows_per_task ? left : job->rows_per_task;
     for (int64_t i = 0; i < n;)
-        i += run->bundle ? softmax_bundle(run, first + i, n - i, cattn_worker_scratch(worker))
-                         : softmax_in_place(run, first + i, cattn_worker_scratch(worker));
-    if (run->streams)
-        run->kernels->stream_end();
+        i += job->bundle ? softmax_bundle(job, first + i, n - i, cattn_worker_scratch(worker))
+                         : softmax_in_place(job, first + i, cattn_worker_scratch(worker));
+    if (job->streams)
+        job->kernels->stream_end();
 }
 
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
@@ -164,33 +163,33 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const struct cattn_kernels *kernels = cattn_kernels_for(p->dtype);
-    struct softmax_run run = {.params = p,
+    struct softmax_job job = {.params = p,
                               .kernels = kernels,
                               .rows_per_task = cattn_rows_per_task(p->n_cols),
                               .bundle = find_bundle(p),
                               .streams = find_streams(p, kernels),
                               .element = cattn_stored_size(p->dtype, p->storage)};
-    size_t scratch = wide_size(p) + (run.streams ? (size_t)p->n_cols * run.element : 0);
-    if (run.bundle) {
-        run.rows_per_task = cattn_ceil_div(run.rows_per_task, run.bundle) * run.bundle;
-        scratch += (size_t)(run.bundle * bundle_stride(p->n_cols)) * run.element;
+    size_t scratch = wide_size(p) + (job.streams ? (size_t)p->n_cols * job.element : 0);
+    if (job.bundle) {
+        job.rows_per_task = cattn_ceil_div(job.rows_per_task, job.bundle) * job.bundle;
+        scratch += (size_t)(job.bundle * bundle_stride(p->n_cols)) * job.element;
     }
-    const int64_t n_tasks = cattn_ceil_div(p->n_rows, run.rows_per_task);
-    /* a second thread that finds less than a whole task costs more than it brings */
-    const bool alone = p->n_rows < 2 * run.rows_per_task && p->n_cols < CATTN_TASK_ELEMENTS;
-    return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, scratch, softmax_task, &run, &p->poll);
+    const int64_t n_tasks = cattn_ceil_div(p->n_rows, job.rows_per_task);
+    /* waking a second thread for less than a whole task costs more than it gains */
+    const bool alone = p->n_rows < 2 * job.rows_per_task && p->n_cols < CATTN_TASK_ELEMENTS;
+    return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, scratch, softmax_task, &job, &p->poll);
 }
 
 /* ---- gradients ---- */
 
-struct gradient_run {
+struct gradient_job {
     const struct cattn_softmax_backward_params *params;
     const struct cattn_kernels *kernels;
 };
 
 static void gradient_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct gradient_run *run = context;
-    const struct cattn_softmax_backward_params *p = run->params;
+    const struct gradient_job *job = context;
+    const struct cattn_softmax_backward_params *p = job->params;
     const size_t element = cattn_element_size(p->dtype);
     const int64_t each = cattn_rows_per_task(p->n_cols), last = (task + 1) * each;
     (void)worker;
@@ -205,7 +204,7 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
             .out_stride = p->out.col,
             .scale = p->scale,
         };
-        run->kernels->softmax_gradient(&args);
+        job->kernels->softmax_gradient(&args);
     }
 }
 
@@ -214,6 +213,6 @@ enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_par
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));
-    struct gradient_run run = {.params = p, .kernels = cattn_kernels_for(p->dtype)};
-    return cattn_parallel_for(n_tasks, p->num_threads, 0, gradient_task, &run, &p->poll);
+    struct gradient_job job = {.params = p, .kernels = cattn_kernels_for(p->dtype)};
+    return cattn_parallel_for(n_tasks, p->num_threads, 0, gradient_task, &job, &p->poll);
 }

@@ -1,11 +1,11 @@
-/* thread_count.c -- how many threads a call uses unless told otherwise.
+/* thread_count.c -- the default number of threads of a call.
  *
- * Precedence: the calling thread's override, the process's setting, CATTN_NUM_THREADS, OMP_NUM_THREADS (the first
- * number of its list; ignored if it is none), and last what the system lets us use: the smaller of the CPUs this
- * process may run on and the CPU time its control groups grant, rounded up to whole CPUs. A container limited to half a
- * machine by quota still sees all CPUs, so counting these alone would make threads that only throttle each other.
+ * In order of precedence: the calling thread's override, the process's setting, CATTN_NUM_THREADS, OMP_NUM_THREADS (the
+ * first number of its list; ignored if that is no number), and the system's limit. That is the smaller of two counts:
+ * CPUs that this process may run on, and CPU time that its control groups grant, rounded up to whole CPUs. A container
+ * whose quota is half a machine still sees all CPUs; counting these alone would make threads that throttle each other.
  *
- * Environment and control groups are read once, at the first question.
+ * Environment and control groups are read once, when the count is first needed.
  */
 #define _GNU_SOURCE
 #define _DARWIN_C_SOURCE
@@ -27,10 +27,10 @@ static _Thread_local int thread_override; /* 0: none */
 static atomic_int process_setting;        /* 0: none */
 
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
-static int environment_count; /* >= 1 once read */
+static int environment_count; /* >= 1 after environment_once */
 
-/* A positive decimal integer, alone in the text or ended by a comma where that is allowed; 0 if it is not one. What is
- * too large for an int becomes INT_MAX. */
+/* Parses a positive decimal integer that is the whole text or, with comma_ends, ends at a comma. 0: it is none. A
+ * number that is too large for an int becomes INT_MAX. */
 static int parse_count(const char *text, bool comma_ends) {
     int count = 0;
     text += strspn(text, " \t");
@@ -53,14 +53,14 @@ bool cattn_is_thread_count(const char *text) {
 
 /* ---- control groups ---- */
 
-/* The smaller of two counts, where 0 stands for no limit. */
+/* The smaller of two limits, where 0 is no limit. */
 static int tighter(int a, int b) {
     if (a == 0 || b == 0)
         return a + b;
     return a < b ? a : b;
 }
 
-/* Whole CPUs that `quota` of every `period` microseconds amounts to; 0 if that is no limit. */
+/* A quota of CPU time in each period as whole CPUs, rounded up; 0: no limit. Both in microseconds. */
 static int cpus_of_quota(long long quota, long long period) {
     if (quota <= 0 || period <= 0)
         return 0;
@@ -91,7 +91,7 @@ static int quota_v2(const char *directory) {
     return cpus_of_quota(quota, strtoll(end, NULL, 10));
 }
 
-/* Version 1: two files, the quota -1 where there is no limit. */
+/* Version 1: two files; a quota of -1 is no limit. */
 static int quota_v1(const char *directory) {
     char quota[32], period[32];
     if (!read_line(directory, "cpu.cfs_quota_us", quota, sizeof quota) ||
@@ -100,8 +100,8 @@ static int quota_v1(const char *directory) {
     return cpus_of_quota(strtoll(quota, NULL, 10), strtoll(period, NULL, 10));
 }
 
-/* The tightest limit from root/mount/group up to root/mount: a parent's quota binds its children. Directories that do
- * not exist here (a container sees its own group as the mount) are no limit. */
+/* The tightest limit of root/mount/group and its parents up to root/mount: a parent's quota binds its children. A
+ * directory that does not exist is no limit: a container sees its own group as the mount. */
 static int tightest_quota(const char *root, const char *mount, const char *group, int (*quota)(const char *)) {
     char directory[PATH_MAX];
     int length = snprintf(directory, sizeof directory, "%s/%s%s", root, mount, group);
@@ -116,7 +116,7 @@ static int tightest_quota(const char *root, const char *mount, const char *group
     return limit;
 }
 
-/* The list "cpu,cpuacct" has "cpu". */
+/* Whether a list such as "cpu,cpuacct" has "cpu". */
 static bool has_cpu_controller(char *controllers) {
     char *state;
     for (char *name = strtok_r(controllers, ",", &state); name != NULL; name = strtok_r(NULL, ",", &state))
@@ -125,8 +125,8 @@ static bool has_cpu_controller(char *controllers) {
     return false;
 }
 
-/* One line of the membership file, "id:controllers:group"; version 2 has id 0 and no controllers. Hierarchies are
- * looked for where they are customarily mounted. */
+/* The limit of one line of the membership file, "id:controllers:group"; version 2 has id 0 and no controllers. The
+ * hierarchies are expected at their customary mount points. */
 static int limit_of_line(const char *root, char *line) {
     line[strcspn(line, "\n")] = '\0';
     char *controllers = strchr(line, ':');
@@ -143,7 +143,7 @@ static int limit_of_line(const char *root, char *line) {
     return tighter(limit, tightest_quota(root, "cpu", group, quota_v1));
 }
 
-/* CPUs granted by the groups that the file `membership` lists (/proc/self/cgroup), mounted below root; 0: no limit. */
+/* The CPUs that the groups in the file `membership` (/proc/self/cgroup), mounted below `root`, grant; 0: no limit. */
 static int cgroup_limit(const char *membership, const char *root) {
     FILE *file = fopen(membership, "re");
     if (file == NULL)
@@ -160,7 +160,7 @@ static int cgroup_limit(const char *membership, const char *root) {
 
 /* ---- processors ---- */
 
-/* CPUs this process may run on; 0 if unknown. The kernel refuses a set smaller than its own, so sizes are tried. */
+/* CPUs that this process may run on; 0: unknown. The kernel refuses a set smaller than its own, so try larger ones. */
 static int affinity_count(void) {
     int count = 0;
     bool refused = true;
@@ -212,7 +212,7 @@ static int wanted_count(void) {
     return environment_count;
 }
 
-/* These two are the library's only exported functions besides the module's own, for threadpoolctl. */
+/* Besides the module's init function, these two are the only exported symbols: threadpoolctl calls them. */
 __attribute__((visibility("default"))) int cattn_get_num_threads(void) {
     const int count = wanted_count();
     return count < CATTN_MAX_THREADS ? count : CATTN_MAX_THREADS;

@@ -1,23 +1,25 @@
-/* bits.c -- csrc/core without Python: prints what must have the same bits on every table and on every machine.
+/* bits.c -- csrc/core without Python: prints hashes that must be equal for all tables and on all machines.
  *
- *   bits                    the tables of this build: name, does this CPU run it, is it inside the bit contract
- *   bits TABLE BEGIN END    problems BEGIN .. END-1 of each kind with that table, a line each: what it was, and a hash
+ *   bits                    the tables of this build: name, usable on this CPU, inside the bit contract
+ *   bits TABLE BEGIN END    problems BEGIN .. END-1 of each kind with that table, one line each: description and hash
  *
  * Shapes, options, strides and numbers of a problem follow from its index, and hashes take the values of words, not
- * their bytes, so lines may be compared across machines. Each problem is computed in several ways (paths, threads,
- * rounding directions of the caller) that must not show; exit code 1 if one did. tools/machines builds and runs it.
+ * their bytes, so lines can be compared across machines. Each problem is computed in several ways (paths, threads,
+ * rounding directions of the caller) that must give the same hash; the exit code is 1 if one did not. tools/machines
+ * builds and runs this program.
  *
- * Not here: PyTorch's normal numbers in float64, which take their logarithm, sine and cosine from the C library.
+ * Left out: PyTorch's normal numbers in float64. Their logarithm, sine and cosine come from the C library.
  */
 #include <fenv.h>
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 
+#include "core/mt19937.h"
 #include "inputs.h"
 #include "torch_random.h"
 
-/* ---- what a problem was, for its line; and whether its ways agreed ---- */
+/* ---- the description of a problem, and the hash on which all ways must agree ---- */
 
 static char what[512];
 
@@ -32,7 +34,7 @@ static __attribute__((format(printf, 1, 2))) void say(const char *format, ...) {
 static uint64_t first_hash;
 static bool has_hash, agree = true;
 
-/* The outputs, as computed in one more way. */
+/* Compares the outputs of one more way with those of the first. */
 static void compare(enum cattn_status status, const char *way, int num_threads) {
     const uint64_t hash = status == CATTN_OK ? hash_of_outputs() : 0;
     if (status != CATTN_OK || (has_hash && hash != first_hash)) {
@@ -57,19 +59,19 @@ static void end_line(void) { printf("%s: %016" PRIx64 "\n", what, first_hash); }
 
 /* ---- attention ---- */
 
-/* Around micro-tiles, vectors and tiles; chains, counters of Philox, runs, blocks, and in the end chunks of keys. */
+/* Sizes around micro-tiles, vectors, tiles, chains, counters of Philox, blocks, and at last chunks of keys. */
 static const int ROWS[] = {1, 2, 3, 5, 7, 8, 9, 12, 13, 16, 17, 31, 33, 63, 65, 95, 96, 97, 130};
 static const int KEYS[] = {0, 1, 2, 7, 8, 9, 15, 17, 33, 63, 64, 65, 95, 96, 97, 128, 191, 192, 193, 289, 385, 577};
 static const int LONG_KEYS[] = {1535, 1536, 1537, 1729, 3073, 4700};
 static const int DEPTHS[] = {0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64, 65, 96, 128};
 
 struct attention {
-    const struct type *type, *wide; /* stored, computed in */
+    const struct type *type, *wide; /* of the storage, of the computation */
     struct cattn_backward_params params;
-    struct shape shape; /* leading indices and query heads */
+    struct shape shape; /* batch dimensions and query heads */
     int64_t n_kv_heads;
-    bool stage, packed;                      /* scores or weights alone; packed sequences */
-    struct cattn_torch_random random, fresh; /* in use; before the call */
+    bool stage, packed;                      /* scores or weights are the only result; packed sequences */
+    struct cattn_torch_random random, fresh; /* of the call, before the call */
 };
 
 static struct shape sized(const struct attention *a, int64_t heads, int64_t rows, int64_t cols) {
@@ -97,7 +99,7 @@ static void draw_sizes(struct attention *a) {
     for (int d = 0; d < p->n_batch_dims; d++)
         p->n_batch *= p->batch_shape[d] = a->shape.batch[d];
     p->num_heads = a->n_kv_heads * p->group_size;
-    if (cattn_attention_work(p) > 2e6) { /* an emulator has to do it */
+    if (cattn_attention_work(p) > 2e6) { /* emulators are slow */
         p->head_dim = p->head_dim < 17 ? p->head_dim : 17;
         p->d_v = p->d_v < 9 ? p->d_v : 9;
     }
@@ -109,7 +111,7 @@ static void draw_sizes(struct attention *a) {
 
 static void draw_inputs(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
-    /* packed: one row axis for the whole batch */
+    /* packed sequences have one row axis for the whole batch */
     const int64_t n = a->packed ? p->n_batch : 1;
     struct shape query = sized(a, p->num_heads, n * p->seqlen_q, p->head_dim);
     struct shape key = sized(a, a->n_kv_heads, n * p->seqlen_k, p->head_dim);
@@ -182,7 +184,7 @@ static void draw_ranges(struct attention *a) {
     }
     say("%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
         r->query_lengths.data ? " lengths" : "");
-    if (a->packed) { /* no gaps but those that lengths leave */
+    if (a->packed) { /* gaps only where a length is less than the longest */
         integers(&p->query_starts, sized(a, 1, 1, 1), 0, 0);
         integers(&p->key_starts, sized(a, 1, 1, 1), 0, 0);
         for (int64_t i = 0; i < p->n_batch; i++) {
@@ -193,7 +195,7 @@ static void draw_ranges(struct attention *a) {
     }
 }
 
-/* Philox by position, or, where there is one order, a stream of PyTorch's. */
+/* Philox by position, or PyTorch's generator where the elements have an order. */
 static void draw_dropout(struct cattn_dropout_spec *spec, struct cattn_torch_random *random) {
     const int kind = chance(50) ? 0 : (int)between(1, random ? 4 : 2);
     const double p = PICK(((const double[]){0.1, 0.5, 0.9}));
@@ -230,7 +232,7 @@ static void draw_results(struct attention *a) {
         output(&p->dropout_mask, &BYTES, scores, false);
 }
 
-/* In the caller's rounding direction: it must not show, and must be left alone. */
+/* The caller's rounding direction must not change a bit, and must be the same afterwards. */
 static void attend(struct attention *a, enum cattn_path path, int num_threads, int direction) {
     static const char *const names[] = {"auto", "tile", "rows", "split", "tiny"};
     a->params.forward.path = path;
@@ -249,7 +251,7 @@ static void attend(struct attention *a, enum cattn_path path, int num_threads, i
     compare(status, names[path], num_threads);
 }
 
-/* From the output and log-sum-exp of the call before. */
+/* From the output and log-sum-exp of the previous call. */
 static void gradients(struct attention *a) {
     struct cattn_backward_params *b = &a->params;
     struct cattn_attention_params *p = &b->forward;
@@ -398,7 +400,7 @@ static void dropout(int64_t index) {
 
 static const char *const DISTRIBUTIONS[] = {"uniform", "normal", "integer", "bernoulli", "keep"};
 
-/* Numbers of one distribution, then words of the state as another generator has taken it over. */
+/* Numbers of one distribution, then words of another generator that has imported the state. */
 static void torch(int64_t index) {
     struct cattn_torch_random random = {.stream = index % 3 ? CATTN_TORCH_ATEN : CATTN_TORCH_MKL}, other = {0};
     struct cattn_torch_fill fill = {.distribution = (enum cattn_torch_distribution)(index % 5)};

@@ -1,5 +1,5 @@
-/* inputs.h -- numbers, strides and memory of the problems in bits.c: from integer arithmetic alone, so they are the
- * same on every machine. Included once.
+/* inputs.h -- numbers, strides and memory of the problems in bits.c. All follow from integer arithmetic, so they are
+ * the same on every machine. Included once.
  */
 #ifndef INPUTS_H
 #define INPUTS_H
@@ -32,11 +32,11 @@ static double number(void) {
     return ldexp(bits & 1 ? -mantissa : mantissa, (int)(bits >> 1 & 3) - 2);
 }
 
-/* ---- memory: all of a problem's is freed at once; what it computes is hashed ---- */
+/* ---- memory: freed at once at the end of a problem; outputs are hashed ---- */
 
 struct block {
     void *data;
-    size_t n, size; /* elements, bytes of one */
+    size_t n, size; /* number of elements, bytes of an element */
 };
 
 enum { MOST_BLOCKS = 64 };
@@ -57,7 +57,7 @@ static void forget(void) {
     n_outputs = 0;
 }
 
-/* A word as the number it is, whatever its bytes. */
+/* A word by its value, not by its bytes. */
 static uint64_t word_at(const struct block *block, size_t i) {
     const char *at = (const char *)block->data + i * block->size;
     uint16_t two;
@@ -75,7 +75,7 @@ static uint64_t word_at(const struct block *block, size_t i) {
     }
 }
 
-/* Of everything computed, the gaps between rows included: nothing may be written there. */
+/* Includes the gaps between rows: nothing may be written there. */
 static uint64_t hash_of_outputs(void) {
     uint64_t hash = 1;
     for (int b = 0; b < n_outputs; b++)
@@ -91,9 +91,9 @@ static void clear_outputs(void) {
         memset(outputs[b].data, 0, outputs[b].n * outputs[b].size);
 }
 
-/* ---- numbers as they are stored ---- */
+/* ---- numbers in each storage ---- */
 
-/* Cut off, not rounded: any half will do. */
+/* Truncated, not rounded: any half will do. */
 static uint16_t half_of(enum cattn_storage storage, float x) {
     uint32_t w;
     memcpy(&w, &x, sizeof w);
@@ -116,7 +116,7 @@ static const struct type TYPES[] = {{"float32", CATTN_F32, CATTN_STORED_PLAIN},
                                     {"float64", CATTN_F64, CATTN_STORED_PLAIN},
                                     {"float16", CATTN_F32, CATTN_STORED_F16},
                                     {"bfloat16", CATTN_F32, CATTN_STORED_BF16}};
-/* masks, and lengths */
+/* of masks, of lengths */
 static const struct type BYTES = {"bytes", 0, 0}, INTEGERS = {"integers", 0, 0};
 
 static size_t size_of(const struct type *type) {
@@ -142,7 +142,7 @@ struct shape {
     int64_t heads, rows, cols;
 };
 
-/* Room for a tensor, rows and columns lying in one of several ways. */
+/* Memory and strides of a tensor, in one of several layouts. */
 static struct block lay(struct cattn_tensor *tensor, const struct type *type, const struct shape *shape, bool plain) {
     const int64_t step = plain || chance(60) ? 1 : 2, gap = plain || chance(60) ? 0 : between(1, 5);
     const bool backwards = !plain && chance(15);
@@ -157,7 +157,7 @@ static struct block lay(struct cattn_tensor *tensor, const struct type *type, co
     }
     const struct block block = {room((size_t)stride, size_of(type)), (size_t)stride, size_of(type)};
     tensor->data = block.data;
-    if (backwards && stride > 0) { /* the last row's last column comes first */
+    if (backwards && stride > 0) { /* the last element comes first in memory */
         const int64_t last = (shape->rows - 1) * tensor->row + (shape->cols - 1) * tensor->col;
         tensor->data = (char *)block.data + last * (int64_t)block.size;
         tensor->row = -tensor->row;
@@ -170,7 +170,7 @@ static void output(struct cattn_tensor *tensor, const struct type *type, struct 
     outputs[n_outputs++] = lay(tensor, type, &shape, plain);
 }
 
-/* Leading indices and heads may share one. */
+/* Batch entries and heads may share one matrix. */
 static struct shape thinned(struct shape shape, bool heads) {
     for (int d = 0; d < shape.n_batch_dims; d++)
         shape.batch[d] = chance(25) ? 1 : shape.batch[d];
@@ -185,7 +185,7 @@ static struct block input(struct cattn_tensor *tensor, const struct type *type, 
     return block;
 }
 
-/* A few numbers from the ends of the number line. */
+/* Puts in a few NaNs, infinities, zeros, huge and tiny numbers. */
 static void spoil(const struct type *type, const struct block *block) {
     const double huge = type->dtype == CATTN_F32 ? 0x1p126 : 0x1p1022,
                  tiny = type->dtype == CATTN_F32 ? 0x1p-140 : 0x1p-1060;
