@@ -16,6 +16,7 @@ import gc
 import json
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -93,9 +94,17 @@ def sweep(name: str, call: Call) -> None:
         n += 1
 
 
-def draw_from_one_generator() -> object:
-    x = INPUTS["QUERY"]
-    return cattn.causal_attention(x, x, x, dropout_p=0.5, rng=GENERATOR)
+Q, HALF, SCORES = INPUTS["QUERY"], INPUTS["HALF"], INPUTS["SCORES"]
+WIDE = np.broadcast_to(Q, (2, *Q.shape))  # gradients of Q are summed after the core has computed them
+LSE = np.zeros(WIDE.shape[:-1], np.float32)
+DRAWN: dict[str, Any] = {"dropout_p": 0.5, "rng": GENERATOR}
+ONE_GENERATOR: dict[str, Call] = {  # the calls that go on after they have drawn
+    "attention": lambda: cattn.causal_attention(Q, Q, Q, return_dropout_mask=True, **DRAWN),
+    "weights": lambda: cattn.attention_weights(Q, Q, stage="dropout", **DRAWN),
+    "weights of halves": lambda: cattn.attention_weights(HALF, HALF, stage="dropout", **DRAWN),
+    "gradients": lambda: cattn.attention_backward(WIDE, Q, Q, WIDE, WIDE, LSE, **DRAWN),
+    "dropout": lambda: cattn.dropout(SCORES, rng=GENERATOR, return_mask=True),
+}
 
 
 def with_a_fault(kind: str) -> object:
@@ -114,7 +123,7 @@ def with_a_fault(kind: str) -> object:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    calls: dict[str, Call] = {**CALLS, "one generator": draw_from_one_generator}
+    calls: dict[str, Call] = {**CALLS, **{f"one generator, {name}": call for name, call in ONE_GENERATOR.items()}}
     if len(sys.argv) > 1:
         calls = {sys.argv[1]: lambda: with_a_fault(sys.argv[1])}
     for call in calls.values():

@@ -222,9 +222,12 @@ DRAW, OF_DOUBLES = (1 << 24,), {"dtype": np.float64}
 
 @pytest.mark.parametrize("forks_again", [False, True])
 def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None:
-    """The child, or its child, draws on from where the generator was before the draw that it does not have."""
+    """The child, or its child, cannot know how far the draw had come: RuntimeError until the generator is seeded."""
     generator = cattn.TorchGenerator(1)
     expected = generator.get_state()
+    calls: list[Callable[[], object]] = [
+        generator.get_state, lambda: generator.rand(1), lambda: cattn.dropout(X, 0.5, rng=generator),
+    ]  # fmt: skip
     seen: list[Any] = []
 
     def in_new_thread() -> None:  # may well get the name of the one that is gone
@@ -232,9 +235,19 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
         if pid:
             os._exit(finish(pid) & 0xFF)
         signal.alarm(20)
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                seen.append("was forked while another thread was drawing" in str(error))
+        with contextlib.suppress(ValueError):
+            generator.set_state(np.zeros_like(expected))
         with contextlib.suppress(RuntimeError):
-            seen.append(generator.get_state())
-        os._exit(0 if seen and (seen[0] == expected).all() else 3)
+            generator.get_state()
+            os._exit(5)  # a state that is refused is none
+        generator.manual_seed(1)
+        seen.append((generator.get_state() == expected).all())
+        os._exit(0 if seen == [True] * 4 else 3)
 
     for _ in range(60):  # until a fork is in the middle of a draw: the machine may be busy
         drawing = threading.Thread(target=generator.manual_seed(1).randn, args=DRAW, kwargs=OF_DOUBLES)
@@ -257,7 +270,7 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
 
 @pytest.mark.promise("fork")
 def test_a_fork_by_a_handler_that_waits_for_a_generator(on_alarm: Callable[[Callable[[], None], float], None]) -> None:
-    """The child comes to the end of the wait, too, though who drew is not there."""
+    """The child's wait ends, too, though the thread that drew does not exist there."""
     forks: list[int] = []
     waiting = False
 
@@ -274,10 +287,15 @@ def test_a_fork_by_a_handler_that_waits_for_a_generator(on_alarm: Callable[[Call
         time.sleep(0.01)
         on_alarm(fork, 0.005)
         waiting = True
-        generator.get_state()
+        try:
+            generator.get_state()
+            refused = False
+        except RuntimeError:
+            refused = True
         waiting = False
         if forks == [0]:
-            os._exit(7)
+            os._exit(7 if refused else 8)
+        assert not refused
         drawing.join()
         if forks:
             break

@@ -1,12 +1,14 @@
 """TorchGenerator as an object: state exchanged with torch, copies, threads, signals, errors that change no state."""
 
 import copy
+import functools
 import itertools
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import timeit
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -333,3 +335,89 @@ def test_private_methods_check_their_output_arrays() -> None:
     for method, n in itertools.product(("_uniform", "_normal", "_linear", "_seed", "_bernoulli"), (0, 7)):
         with pytest.raises(TypeError, match="takes exactly"):
             getattr(generator, method)(*[None] * n)
+
+
+# ---- calls that raise after the draw -------------------------------------------------------------------------------
+Q = np.random.default_rng(3).standard_normal((2, 4, 5), dtype=np.float32)
+WIDE = np.broadcast_to(Q, (3, 2, 4, 5))  # its gradient is summed after the core has computed it
+LSE = np.zeros((3, 2, 4), np.float32)
+
+
+def no_memory(*_: object, **__: object) -> Any:
+    raise MemoryError
+
+
+def unmoved(generator: TorchGenerator, kind: type[BaseException], call: Callable[[], object]) -> None:
+    before = generator.get_state()
+    with pytest.raises(kind):
+        call()
+    np.testing.assert_array_equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_no_memory_for_the_dropout_of_weights(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, x = TorchGenerator(6), Q.astype(dtype)
+    monkeypatch.setattr("cattn.functional._attention.keep", no_memory)
+    unmoved(
+        generator, MemoryError, lambda: cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=generator)
+    )
+    monkeypatch.undo()
+    weights = cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=generator)
+    again = cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=TorchGenerator(6))
+    np.testing.assert_array_equal(weights, again)
+
+
+def test_no_memory_for_the_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = TorchGenerator(6)
+    monkeypatch.setattr("cattn.functional._gradients._sum_to", no_memory)
+    call = functools.partial(cattn.attention_backward, WIDE, Q, Q, WIDE, WIDE, LSE, dropout_p=0.5)
+    unmoved(generator, MemoryError, lambda: call(rng=generator))
+
+
+def test_gradients_read_their_arguments_once() -> None:
+    class Lazy:
+        reads = 0
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            self.reads += 1
+            if self.reads > 1:
+                raise ValueError("read once more")
+            return Q
+
+    generator, lazy = TorchGenerator(6), Lazy()
+    cattn.attention_backward(Q, lazy, Q, Q, Q, LSE[0], dropout_p=0.5, rng=generator)
+    assert lazy.reads == 1
+
+
+def stop(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("name", ["rand", "dropout", "attention"])
+def test_a_handler_that_raises_during_a_short_call(name: str) -> None:
+    """Shorter than the 20 ms between two polls: the handler runs when the core is done, before the generator moves."""
+    generator = TorchGenerator(6)
+    x, q = np.ones(400_000, np.float32), np.ones((200, 200), np.float32)
+    call: Callable[[], object] = {
+        "rand": lambda: generator.rand(700_000),
+        "dropout": lambda: cattn.dropout(x, 0.5, rng=generator),
+        "attention": lambda: cattn.attention_weights(q, q, stage="dropout", dropout_p=0.5, rng=generator),
+    }[name]
+    duration = min(timeit.repeat(call, number=1, repeat=10))
+    before = generator.get_state()
+    handler = signal.signal(signal.SIGALRM, stop)
+    stopped = 0
+    try:
+        for step in range(80):
+            generator.set_state(before)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, duration * (step % 4 + 1) / 6)
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except ZeroDivisionError:
+                stopped += 1
+                np.testing.assert_array_equal(generator.get_state(), before)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert stopped > 0
