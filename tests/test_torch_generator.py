@@ -331,3 +331,16 @@ def test_private_methods_check_what_they_fill() -> None:
     for method, n in itertools.product(("_uniform", "_normal", "_linear", "_seed", "_bernoulli"), (0, 7)):
         with pytest.raises(TypeError, match="takes exactly"):
             getattr(generator, method)(*[None] * n)
+
+
+def test_errors_of_sizes_and_dtypes_name_the_argument() -> None:
+    g = cattn.TorchGenerator(1)
+    for size in ((2**62, 2**62), (2**63,), (1,) * 65):
+        with pytest.raises(ValueError, match=r"^size \("):
+            g.rand(*size)
+    with pytest.raises(ValueError, match=r"^size \("):
+        g.dropout_mask(0.5, 2**63)
+    with pytest.raises(TypeError, match="size must be ints or one tuple of ints, got ndarray"):
+        g.rand(np.ones((2, 2), int))
+    with pytest.raises(TypeError, match="dtype must be an integer type, got 'zz'"):
+        g.randint(5, (2,), dtype="zz")
