@@ -298,3 +298,52 @@ def test_an_output_projection_that_fails_leaves_the_cache_unchanged() -> None:
     assert cache.lengths == 0
     layer.out_proj.weight = sound
     assert_same_bits(layer(x, cache=cache), expected)
+
+
+# ---- damage and overlap --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths": np.array([-5, 3])},
+        {"lengths": np.array([2**62, 4])},
+        {"lengths": np.array([4.5, 4.0])},
+        {"lengths": np.array([4, 4, 4])},
+        {"k": np.zeros((2, 3, 4, 1), np.float32)},
+        {"v": np.zeros((2, 3, 1, 5), np.float32)},
+        {"max_len": 3},
+    ],
+)
+def test_a_damaged_pickle_is_refused(change: dict[str, Any], normal: Normal) -> None:
+    state = make(normal).__getstate__()
+    damaged = cattn.KVCache.__new__(cattn.KVCache)
+    with pytest.raises(ValueError, match="the pickle of a KVCache is damaged"):
+        damaged.__setstate__(state | change)
+
+
+def test_its_own_views_go_in_at_unequal_lengths(normal: Normal) -> None:
+    """One sequence is written before the other is read."""
+    cache = cattn.KVCache((2,), 3, 10, 5)
+    cache.append(*tokens(normal, cache, 4))
+    cache.truncate([1, 3])
+    expected = copy.copy(cache)
+    key, value = cache.v[::-1], cache.k[::-1]
+    expected.append(key.copy(), value.copy())
+    cache.append(key, value)
+    assert_same_bits(cache.k, expected.k)
+    assert_same_bits(cache.v, expected.v)
+
+
+def test_no_tokens_change_nothing_at_unequal_lengths(normal: Normal) -> None:
+    cache = make(normal)
+    cache.truncate([1, 3])
+    before = cache.k.copy()
+    cache.append(*tokens(normal, cache, 0))
+    assert_same_bits(cache.k, before)
+    np.testing.assert_array_equal(cache.lengths, [1, 3])
+
+
+def test_errors_name_the_argument(normal: Normal) -> None:
+    with pytest.raises(ValueError, match="batch_shape, num_kv_heads, max_len and head_dim give an array of shape"):
+        cattn.KVCache((2**40,), 2**20, 2**20, 8)
+    with pytest.raises(ValueError, match="n cannot be read as an array"):
+        make(normal).truncate([[1], [1, 2]])

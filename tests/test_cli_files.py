@@ -108,3 +108,86 @@ def test_attend_succeeds_if_nobody_reads_its_output(folder: Path, listener: str,
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert_same_bits(np.load("o.npy"), cattn.scaled_dot_product_attention(q, k, v))
+
+
+# ---- several outputs, and names that cannot be used ------------------------------------------------------------------
+def test_attend_replaces_all_files_or_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    Path("out.npy").write_text("former")
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if target.name == "lse.npz" and source.suffix == ".part":
+            raise PermissionError(1, "Operation not permitted")
+        replace(source, target)
+
+    for link in (os.link, None):
+        if link is None:  # a file system without hard links
+            monkeypatch.setattr(os, "link", lambda *_: failing(Path(".part"), Path("lse.npz")))
+        monkeypatch.setattr(os, "replace", failing)
+        assert attend_files("--weights", "weights.npy", "--lse", "lse.npz") == 1
+        assert "lse.npz" in capsys.readouterr().err
+        assert Path("out.npy").read_text() == "former"
+        assert sorted(os.listdir()) == ["k.npy", "out.npy", "q.npy", "v.npy"]
+        monkeypatch.setattr(os, "replace", replace)
+    assert attend_files("--weights", "weights.npy", "--lse", "lse.npz") == 0
+    assert sorted(os.listdir()) == ["k.npy", "lse.npz", "out.npy", "q.npy", "v.npy", "weights.npy"]
+    assert np.load("out.npy").shape == (5, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no posix_fallocate")
+def test_attend_names_the_file_that_has_no_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    save((5, 4), (6, 4), (6, 3))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert attend_files() == 1
+    assert "No space left on device" in (told := capsys.readouterr().err)
+    assert "out.npy" in told
+
+
+@pytest.mark.parametrize("option", ["--output", "--weights", "--lse"])
+def test_attend_refuses_an_empty_name(option: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    assert attend_files(option, "") == 2
+    assert f"{option} must name a file, got ''" in capsys.readouterr().err
+
+
+def test_attend_refuses_a_mask_of_many_dimensions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    np.save("mask.npy", np.ones((1,) * 38 + (5, 6), bool))
+    assert attend_files("--mask", "mask.npy") == 2
+    assert "which does not broadcast to (5, 6)" in capsys.readouterr().err
+
+
+def test_attend_takes_files_on_both_sides_of_an_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = save((6, 4), (6, 4), (6, 3))
+    assert main(["attend", "q.npy", "--causal", "k.npy", "--threads", "1", "v.npy", "-o", "out.npy"]) == 0
+    assert_same_bits(np.load("out.npy"), cattn.causal_attention(q, k, v))
+    assert main(["attend", "q.npy", "--bogus", "k.npy", "v.npy", "-o", "out.npy"]) == 2
+    assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_attend_refuses_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Opening one would wait for a writer."""
+    save((5, 4), (6, 4), (6, 3))
+    os.mkfifo("pipe.npy")
+    assert main(["attend", "pipe.npy", "k.npy", "v.npy", "-o", "out.npy"]) == 2
+    assert "pipe.npy is not a regular file" in capsys.readouterr().err
+
+
+def test_attend_prints_a_name_that_the_terminal_cannot_show(folder: Path) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    done = subprocess.run(
+        [sys.executable, "-m", "cattn", "attend", "q.npy", "k.npy", "v.npy", "-o", "\N{SNOWMAN}.npy"],
+        capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(cattn.__file__).parents[1]), "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\u2603.npy: (5, 3) float32" in done.stdout

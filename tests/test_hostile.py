@@ -233,7 +233,9 @@ def read(folder: Path, suffix: str, content: bytes) -> None:
     for way in ways:
         text = path.name
         try:
-            way()
+            result = way()
+            arrays = result.values() if isinstance(result, dict) else [result]
+            assert all(isinstance(array, np.ndarray) for array in arrays)
         except (ValueError, InputError) as error:
             text = str(error)
         except MemoryError:
@@ -270,3 +272,24 @@ def test_random_damage_is_an_error_that_names_the_file(suffix: str, tmp_path: Pa
         for at in rng.integers(len(damaged), size=rng.choice([1, 2, 5])):
             damaged[at] = rng.integers(256)
         read(tmp_path, suffix, bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.2 else damaged))
+
+
+def test_a_member_that_is_not_an_array_is_damage(tmp_path: Path) -> None:
+    """NumPy returns the bytes of such a member."""
+    path = tmp_path / "file.npz"
+    path.write_bytes(npz(b"these bytes are not an array"))
+    for reader in (lambda: load(str(path), "a"), lambda: load_arrays(path)):
+        with pytest.raises((InputError, ValueError), match=r"file\.npz.*damaged.*a is not in the \.npy format"):
+            reader()
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_a_long_header_is_damage(suffix: str, tmp_path: Path) -> None:
+    """NumPy's error advises to trust the file, which reads like an array of Python objects."""
+    path = tmp_path / f"file{suffix}"
+    content = npy(FIELDS.format("'<f4'", "(1,)") + " " * 20_000)
+    path.write_bytes(npz(content) if suffix == ".npz" else content)
+    readers = [lambda: load(str(path), "a"), *([lambda: load_arrays(path)] if suffix == ".npz" else [])]
+    for reader in readers:
+        with pytest.raises((InputError, ValueError), match=r"damaged.*the header of an array is too long"):
+            reader()

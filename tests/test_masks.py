@@ -165,3 +165,34 @@ def test_show_mask_combines_a_mask_with_lengths(batch: tuple[int, ...]) -> None:
 def test_show_mask_names_arguments_that_do_not_broadcast() -> None:
     with pytest.raises(ValueError, match=r"query_offset has shape \(2,\), query_seq_lengths has shape \(3,\)"):
         cattn.show_mask(2, query_offset=[0, 1], query_seq_lengths=[1, 2, 2])
+
+
+def test_masks_of_many_dimensions_as_text() -> None:
+    """``numpy.broadcast_shapes`` ends at 32."""
+    mask = np.tri(3, dtype=bool).reshape(*(1,) * 60, 3, 3)
+    assert cattn.show_mask(3, attn_mask=mask, query_offset=[0]).endswith(cattn.show_mask(3, attn_mask=mask[(0,) * 60]))
+    with pytest.raises(ValueError, match="do not broadcast to one batch"):
+        cattn.show_mask(3, query_offset=np.zeros((1,) * 40 + (2,), int), query_seq_lengths=[1, 2, 3])
+
+
+def test_only_the_rows_that_are_shown_are_computed() -> None:
+    """The whole matrix would take 4 TB."""
+    lines = cattn.show_mask(10**6, is_causal="lower_right", window_size=(2, 0)).splitlines()
+    assert lines[63:] == ["query     63  61-63", "and 999936 more queries"]
+
+
+@pytest.mark.parametrize("is_causal", [False, "upper_left", "lower_right"])
+def test_many_queries_as_text(is_causal: Any) -> None:
+    """The first rows are those of the whole matrix."""
+    mask = np.random.default_rng(0).random((2, 100, 90)) < 0.5
+    lengths: Any = {"query_seq_lengths": [100, 30], "key_value_seq_lengths": [60, 90]}
+    offset: Any = {} if is_causal else {"query_offset": [0, 5]}
+    options: Any = {"is_causal": is_causal, "window_size": (50, 9), **offset, **lengths}
+    text = cattn.show_mask(100, 90, attn_mask=mask[:, None], **options)
+    x = np.zeros((2, 1, 100, 1)), np.zeros((2, 1, 90, 1))
+    visible = cattn.attention_weights(*x, mask[:, None], stage="mask", **options) == 0
+    for block, rows in zip(text.split("\n\n"), visible[:, 0], strict=True):
+        for line, row in zip(block.splitlines()[1:65], rows, strict=False):
+            spans = [part.split("-") for part in line.split("  ")[-1].replace("none", "").split(", ") if part]
+            seen = [j for span in spans for j in range(int(span[0]), int(span[-1]) + 1)]
+            assert seen == np.flatnonzero(row).tolist()

@@ -131,3 +131,13 @@ def test_parts_in_one_array_are_not_split_into_a_list() -> None:
 def test_wrong_arguments_are_refused(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cattn.merge_attention(outs, lses)
+
+
+def test_the_most_dimensions_that_numpy_has() -> None:
+    rng = np.random.default_rng(0)
+    outs, lses = rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 3))
+    out, lse = cattn.merge_attention(list(outs), list(lses))
+    ones = (1,) * 62
+    deep = cattn.merge_attention([x.reshape(*ones, 3, 4) for x in outs], [x.reshape(*ones, 3) for x in lses])
+    assert_same_bits(deep[0].reshape(3, 4), out)
+    assert_same_bits(deep[1].reshape(3), lse)

@@ -178,3 +178,9 @@ def test_bfloat16_and_tokens_with_dollar_signs_are_drawn() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == tokens
     assert not any(label.get_parse_math() for label in (*ax.get_xticklabels(), *ax.get_yticklabels()))
     plt.close("all")
+
+
+@pytest.mark.parametrize("vmax", [float("nan"), float("inf")])
+def test_vmax_must_be_finite(vmax: float) -> None:
+    with pytest.raises(ValueError, match=f"vmax must be finite, got {vmax}"):
+        cattn.plot_attention(np.eye(2), vmax=vmax)

@@ -353,7 +353,7 @@ WRONG_TYPE: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
     "complex": (v2(), lambda m: but(m, W_key__weight=ones(8, 6) * 1j), ["W_key.weight has dtype complex64"]),
     "text": (v2(), lambda m: but(m, W_key__weight="no"), ["W_key.weight has dtype"]),
     "masked": (v2(), lambda m: but(m, W_key__weight=np.ma.ones((8, 6))), ["W_key.weight is a masked array"]),
-    "keys": (v2(), lambda m: other(m) | {3: ones()}, ["keys of a state dict are strings, got int: 3"]),
+    "keys": (v2(), lambda m: other(m) | {3: ones()}, ["keys of state_dict must be strings, got int: 3"]),
     "a list": (v2(), lambda m: [ones()], ["state_dict must be a mapping of names to arrays, got list"]),
 }  # fmt: skip
 

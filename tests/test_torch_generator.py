@@ -421,3 +421,16 @@ def test_a_handler_that_raises_during_a_short_call(name: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     assert stopped > 0
+
+
+def test_errors_of_sizes_and_dtypes_name_the_argument() -> None:
+    g = cattn.TorchGenerator(1)
+    for size in ((2**62, 2**62), (2**63,), (1,) * 65):
+        with pytest.raises(ValueError, match=r"^size \("):
+            g.rand(*size)
+    with pytest.raises(ValueError, match=r"^size \("):
+        g.dropout_mask(0.5, 2**63)
+    with pytest.raises(TypeError, match="size must be ints or one tuple of ints, got ndarray"):
+        g.rand(np.ones((2, 2), int))
+    with pytest.raises(TypeError, match="dtype must be an integer type, got 'zz'"):
+        g.randint(5, (2,), dtype="zz")

@@ -31,11 +31,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Input files may stand on both sides of an option, which argparse alone does not allow."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "attend":
+        options.inputs += [argument for argument in rest if not argument.startswith("-")]
+        rest = [argument for argument in rest if argument.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = attend.complete_causal(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args(arguments)
+        options = _parse(arguments)
     except SystemExit as stop:  # argparse has said what there was to say
         return stop.code if isinstance(stop.code, int) else 2
     try:

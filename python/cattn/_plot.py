@@ -78,7 +78,8 @@ def plot_attention(
     TypeError
         weights are not numbers, tokens is one str, ax is no Axes.
     ValueError
-        weights has not two or three axes, or no element; tokens, titles or ax has another length.
+        weights has not two or three axes, or no element; tokens, titles or ax has another length; vmax is
+        not finite.
 
     Examples
     --------
@@ -102,6 +103,8 @@ def plot_attention(
     finite = panels[np.isfinite(panels)]
     if not (vmax is None or isinstance(vmax, (int, float, np.integer, np.floating))):
         raise TypeError(f"vmax must be a number, got {type(vmax).__name__}")
+    if vmax is not None and not math.isfinite(vmax):
+        raise ValueError(f"vmax must be finite, got {vmax}")
     low, high = min(0.0, finite.min(initial=0.0)), finite.max(initial=0.0) if vmax is None else vmax
     norm = mpl.colors.Normalize(low, high if high > low else low + 1)
     if annotate is None:

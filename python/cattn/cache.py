@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._input.arrays import as_array, refuse_masked
+from ._input.arrays import _asarray, as_array
 from ._input.checks import as_dtype, as_size
 
 __all__ = ["KVCache"]
@@ -52,6 +52,8 @@ class KVCache:
     end, and `k` and `v` reach to the longest: shorter sequences hold old data behind their end, which
     ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
 
+    One thread at a time may use a cache: two calls of `append` at once write to the same places.
+
     Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only what is filled.
 
     Examples
@@ -93,8 +95,14 @@ class KVCache:
     def _allocate(self) -> None:
         # Zeros come from fresh pages, which cost nothing before they are written.
         rows = (*self.batch_shape, self.num_kv_heads, self.max_len)
-        self._k = np.zeros((*rows, self.head_dim), self.dtype)
-        self._v = np.zeros((*rows, self.v_head_dim), self.dtype)
+        try:
+            self._k = np.zeros((*rows, self.head_dim), self.dtype)
+            self._v = np.zeros((*rows, self.v_head_dim), self.dtype)
+        except ValueError as error:  # too many dimensions, or more bytes than can be addressed
+            raise ValueError(
+                f"batch_shape, num_kv_heads, max_len and head_dim give an array of shape "
+                f"{(*rows, max(self.head_dim, self.v_head_dim))}: {error}"
+            ) from error
         self._set_lengths(np.zeros(self.batch_shape, np.int64), 0)
 
     def _set_lengths(self, lengths: ArrayLike, longest: int) -> None:
@@ -148,6 +156,8 @@ class KVCache:
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
+        if self._ragged:  # one sequence is written before another is read
+            key, value = (a.copy() if self._shares_memory(a) else a for a in (key, value))
         if value.shape[-2] != count:
             raise ValueError(f"value has {value.shape[-2]} tokens, key has {count}")
         self._check_room(count)
@@ -161,6 +171,9 @@ class KVCache:
                 self._k[(*row, slice(None), slice(start, start + count))] = key[row]
                 self._v[(*row, slice(None), slice(start, start + count))] = value[row]
         self._set_lengths(self._lengths + count, self._longest + count)
+
+    def _shares_memory(self, array: Array) -> bool:
+        return np.may_share_memory(array, self._k) or np.may_share_memory(array, self._v)
 
     def _check_room(self, count: int) -> None:
         """Raise ValueError unless `count` more tokens fit."""
@@ -201,8 +214,7 @@ class KVCache:
         ValueError
             n is negative or more than there is.
         """
-        refuse_masked(n, "n")
-        wanted = np.asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n)  # beyond int64, too
+        wanted = _asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n, "n")  # beyond int64, too
         if wanted.dtype.kind not in "iu" and wanted.size > 0:
             raise TypeError(f"n must be an int or an integer array, got dtype {wanted.dtype}")
         try:
@@ -240,6 +252,15 @@ class KVCache:
         k, v, lengths = (state[name] for name in ("k", "v", "lengths"))
         vars(self).update((name, value) for name, value in state.items() if name not in ("k", "v", "lengths"))
         self._allocate()
-        self._set_lengths(lengths.copy(), k.shape[-2])
+        rows, longest = (*self.batch_shape, self.num_kv_heads), k.shape[-2] if k.ndim > 1 else -1
+        shapes = (*rows, longest, self.head_dim), (*rows, longest, self.v_head_dim), self.batch_shape
+        if (
+            (k.shape, v.shape, lengths.shape) != shapes
+            or longest > self.max_len
+            or lengths.dtype.kind not in "iu"
+            or np.any((lengths < 0) | (lengths > longest))
+        ):
+            raise ValueError(f"the pickle of a KVCache is damaged: keys {k.shape}, values {v.shape}, lengths {lengths}")
+        self._set_lengths(lengths.copy(), longest)
         self.k[...] = k
         self.v[...] = v

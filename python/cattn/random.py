@@ -6,7 +6,6 @@ drawn goes through the C type ``_cattn.TorchStream``; here shapes, dtypes and de
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Iterable
@@ -24,18 +23,22 @@ __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
 Size = SupportsIndex | Iterable[SupportsIndex]
 
 
-def _shape(size: tuple[Size, ...]) -> tuple[int, ...]:
-    """Return the shape that ``f(2, 3)``, ``f((2, 3))`` or ``f([2, 3])`` means."""
+def _allocate(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return an uninitialised array of the shape that ``f(2, 3)``, ``f((2, 3))`` or ``f([2, 3])`` means."""
     if len(size) == 1 and isinstance(size[0], Iterable) and getattr(size[0], "ndim", 1) > 0:
         size = tuple(size[0])
     shape = []
     for n in size:
-        if isinstance(n, (bool, np.bool_)) or not hasattr(n, "__index__"):
-            raise TypeError(f"size must be ints or one tuple of ints, got {type(n).__name__}")
-        shape.append(operator.index(cast(SupportsIndex, n)))
+        try:
+            shape.append(as_int(n, "size"))
+        except TypeError:
+            raise TypeError(f"size must be ints or one tuple of ints, got {type(n).__name__}") from None
         if shape[-1] < 0:
             raise ValueError(f"size must not be negative, got {shape[-1]}")
-    return tuple(shape)
+    try:
+        return np.empty(shape, dtype)
+    except ValueError as error:  # too many dimensions, or more bytes than can be addressed
+        raise ValueError(f"size {tuple(shape)} is too large: {error}") from error
 
 
 def _empty(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -43,7 +46,7 @@ def _empty(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
     kind = as_dtype(dtype)
     if np.dtype(dtype) != kind:  # another byte order
         raise TypeError(f"dtype must be float32 or float64, got {np.dtype(dtype)}")
-    return np.empty(_shape(size), kind)
+    return _allocate(size, kind)
 
 
 def _integer(value: object, name: str) -> int:
@@ -238,12 +241,15 @@ class TorchGenerator(_cattn.TorchStream):
         if size is None or high is None:
             raise TypeError("randint needs high and size: randint(high, size) or randint(low, high, size)")
         first, end = _integer(low, "low"), _integer(high, "high")
-        kind = np.dtype(dtype)
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"dtype must be an integer type, got {dtype!r}") from None
         if kind.kind not in "iu":
             raise TypeError(f"dtype must be an integer type, got {kind}")
         if first < end and not np.iinfo(kind).min <= first <= end - 1 <= np.iinfo(kind).max:
             raise ValueError(f"dtype {kind} cannot hold low={first} to high={end}")
-        wide = np.empty(_shape((size,)), np.int64)
+        wide = _allocate((size,), np.int64)
         narrow = wide if kind == np.int64 else np.empty(wide.shape, kind)  # nothing may fail after the draw
         self._integers(wide, first, end)
         if narrow is not wide:
@@ -366,7 +372,7 @@ class TorchGenerator(_cattn.TorchStream):
         array([[ True,  True, False],
                [ True,  True, False]])
         """
-        return self._dropout_mask(np.empty(_shape(size), np.bool_), p, 0)
+        return self._dropout_mask(_allocate(size, np.bool_), p, 0)
 
     @property
     def dropout(self) -> Literal["aten", "mkl"]:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 import cattn
-from cattn._cli.files import Array, InputError, Output, load, load_members
+from cattn._cli.files import Array, InputError, Output, commit, load, load_members
 from cattn._cli.progress import Progress
+from cattn._input.arrays import broadcast_shapes
 from cattn._input.types import AttentionOutput
 
 DESCRIPTION = """\
@@ -172,7 +173,7 @@ class _Job:
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     try:
-        return np.broadcast_shapes(shape, target) == target
+        return broadcast_shapes(shape, target) == target
     except ValueError:
         return False
 
@@ -246,7 +247,7 @@ def run(options: argparse.Namespace) -> None:
                 raise InputError(f"--threads: {error}") from error
         job = _Job(options)
         warnings.simplefilter("ignore", UserWarning)  # of what a slice of a mask looks like
-        files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path}
+        files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path is not None}
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")
         outputs = {name: file.allocate(*job.results[name]) for name, file in files.items()}
@@ -259,8 +260,7 @@ def run(options: argparse.Namespace) -> None:
                 slices.took(time.perf_counter() - begun)
                 progress.advance((entries.stop - entries.start) * (rows.stop - rows.start))
         del outputs
-        for file in files.values():
-            file.commit()
+        commit(list(files.values()))
     if not options.quiet:
         seed = f", dropout seed {job.settings['rng']}" if "rng" in job.settings else ""
         shape, dtype = job.results["out"]
@@ -269,8 +269,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _say(line: str) -> None:
     """Print what is no part of the result: that is there, whether anybody listens or not."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(line, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         with contextlib.suppress(OSError):
             sys.stdout.close()  # else Python tries once more at its end

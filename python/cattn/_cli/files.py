@@ -1,7 +1,8 @@
-"""Arrays from .npy, .npz and .safetensors files; results written beside their target and renamed into place."""
+"""Arrays from .npy, .npz and .safetensors files; results written next to their target and renamed into place."""
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cattn.nn._files import open_safetensors, safetensors_package, save_arrays, temporary_beside, told_as
+from cattn.nn._files import (
+    errors_name,
+    needs_pickle,
+    npz_reader,
+    open_safetensors,
+    safetensors_package,
+    show_damage,
+    temporary_beside,
+    write_arrays,
+)
 
 Array = NDArray[Any]
 ARCHIVES = (".npz", ".safetensors")
@@ -56,10 +66,10 @@ def load_members(file: Path, names: Sequence[str]) -> list[Array]:
 
 @contextlib.contextmanager
 def _open_npz(file: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Give the names of a file's arrays, and the function that reads one of them."""
+    """Yield the names of a file's arrays, and a function that reads one of them."""
     try:
-        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            yield list(archive.files), archive.__getitem__
+        with open(file, "rb") as stream, npz_reader(stream) as reader:
+            yield reader
     except MemoryError:
         raise
     except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
@@ -76,8 +86,11 @@ def _split(spec: str) -> tuple[Path, str | None]:
 
 
 def _kind(file: Path) -> str:
-    """Tell files apart by content; anything else is refused."""
+    """Return the format of a file, by its content. Refuse all other formats."""
     try:
+        mode = os.stat(file).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe can be read only once, and not be mapped
+            raise InputError(f"{file} is not a regular file: give a file, not a pipe or a device")
         with open(file, "rb") as stream:
             start = stream.read(9)
     except OSError as error:
@@ -86,27 +99,28 @@ def _kind(file: Path) -> str:
         return ".npy"
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return ".npz"
-    if start[8:] == b"{":  # behind the header's length
+    if start[8:] == b"{":  # after eight bytes with the length of the header
         return ".safetensors"
     raise InputError(f"{file} is neither a .npy nor a .npz nor a .safetensors file")
 
 
 def _what_is_wrong(error: Exception) -> str:
-    text = str(error)
-    if "allow_pickle" in text or "Python objects" in text:
+    if needs_pickle(error):
         return "holds Python objects, which only unpickling could read; cattn never does that"
-    return f"is truncated or damaged ({text or type(error).__name__})"
+    return f"is truncated or damaged ({show_damage(error)})"
 
 
 class Output:
-    """A result on its way to `target`: an array in a temporary file beside it, which `commit` renames.
+    """A result for the file `target`: an array in a temporary file beside it, which `commit` renames.
 
-    Used as a context manager, it leaves nothing behind unless `commit` was called. The array is memory-mapped, so a
-    large result needs no memory of its own.
+    Used as a context manager, it leaves no temporary file. The array is memory-mapped, so a large result needs no
+    memory of its own.
     """
 
     def __init__(self, target: str, name: str) -> None:
-        self.target = Path(os.path.realpath(target))  # a link stays a link, its file is replaced
+        if not target:
+            raise InputError(f"{'--output' if name == 'out' else f'--{name}'} must name a file, got ''")
+        self.target = Path(os.path.realpath(target))  # replace the file that a link points to, not the link
         self.name = name
         self.array: Array | None = None
         if self.target.suffix not in (".npy", *ARCHIVES):
@@ -119,17 +133,18 @@ class Output:
             except ImportError as error:
                 raise InputError(str(error)) from error
         self._temporary = temporary_beside(self.target)
+        self._former: Path | None = None  # the file that `replace` replaced
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Create the temporary file and return its array, to be filled in."""
         self._dtype = dtype
         if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
             raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
-        with told_as(self._temporary, self.target):
+        with errors_name(self.target):
             return self._allocate(shape)
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
-        if 0 in shape:  # nothing to map
+        if 0 in shape:  # an empty array cannot be mapped
             self.array = np.empty(shape, self._dtype)
             with open(self._temporary, "wb") as stream:
                 np.lib.format.write_array(stream, self.array)
@@ -142,17 +157,40 @@ class Output:
         self._flush = mapped.flush
         return self.array
 
-    def commit(self) -> None:
-        """Put the finished file in its place, at once."""
-        if self.array is not None and self.array.size:
-            self._flush()
-            del self._flush
-        self.array = None
-        if self.target.suffix in ARCHIVES:
-            save_arrays(self.target, {self.name: np.load(self._temporary, mmap_mode="r").view(self._dtype)})
-        else:
-            with told_as(self._temporary, self.target):
-                os.replace(self._temporary, self.target)
+    def finish(self) -> None:
+        """Write everything to the temporary file, in the format of the target."""
+        with errors_name(self.target):
+            if self.array is not None and self.array.size:
+                self._flush()
+                del self._flush
+            self.array = None
+            if self.target.suffix in ARCHIVES:
+                mapped, self._temporary = self._temporary, temporary_beside(self.target)
+                try:
+                    with open(self._temporary, "xb") as stream:
+                        array = np.load(mapped, mmap_mode="r").view(self._dtype)
+                        write_arrays(stream, self.target.suffix, {self.name: array})
+                finally:
+                    mapped.unlink()
+
+    def replace(self, *, revocable: bool) -> None:
+        """Put the finished file in its place. If revocable, `restore` can undo it."""
+        with errors_name(self.target):
+            if revocable and self.target.exists():
+                former = temporary_beside(self.target)
+                try:
+                    os.link(self.target, former)
+                except OSError:  # a file system without hard links: the target is missing for a moment
+                    os.rename(self.target, former)
+                self._former = former
+            os.replace(self._temporary, self.target)
+
+    def restore(self) -> None:
+        """Undo `replace`, which may have failed."""
+        if self._former is not None:
+            os.replace(self._former, self.target)
+        elif not self._temporary.exists():
+            self.target.unlink(missing_ok=True)
 
     def __enter__(self) -> "Output":
         return self
@@ -161,3 +199,18 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._temporary.unlink(missing_ok=True)
+        if self._former is not None:
+            self._former.unlink(missing_ok=True)
+
+
+def commit(outputs: Sequence[Output]) -> None:
+    """Put the finished files in their places: all of them or, after an error, none."""
+    for output in outputs:
+        output.finish()
+    revocable = len(outputs) > 1  # one file is replaced at once
+    with contextlib.ExitStack() as undo:
+        for output in outputs:
+            if revocable:
+                undo.callback(output.restore)
+            output.replace(revocable=revocable)
+        undo.pop_all()

@@ -6,6 +6,7 @@ computes in. They return exact ndarrays: native, aligned, strides in whole eleme
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 from collections.abc import Iterable
@@ -93,6 +94,17 @@ def _asarray(obj: Any, name: str) -> Array:
 def shape_of(obj: Any, name: str) -> tuple[int, ...]:
     """Return the shape of what an argument holds, () where it is None."""
     return () if obj is None else _asarray(obj, name).shape
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that all shapes broadcast to: ``numpy.broadcast_shapes`` ends at 32 dimensions."""
+    result: list[int] = []  # from the last dimension to the first
+    for sizes in itertools.zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1):
+        others = {size for size in sizes if size != 1} or {1}
+        if len(others) > 1:
+            raise ValueError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
+        result.extend(others)
+    return tuple(result[::-1])
 
 
 def _from_dlpack(obj: Any, name: str) -> Array:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.arrays import shape_of
-from .._input.checks import as_size
+from .._input.arrays import as_mask, broadcast_shapes, shape_of
+from .._input.checks import as_size, is_word
 from .._input.fp_mode import in_default_mode
 from .._input.types import Alignment, Window
 from ._attention import attention_weights
+from ._explain import explain
 from ._signature import implemented_in_c
 
 GRID = 64  # masks with more keys than this are told in ranges
@@ -194,45 +195,74 @@ def show_mask(
         query_seq_lengths=shape_of(query_seq_lengths, "query_seq_lengths"),
         key_value_seq_lengths=shape_of(key_value_seq_lengths, "key_value_seq_lengths"),
     )
-    scores = attention_weights(
-        np.zeros((*lead, T_q, 1), np.float32),
-        np.zeros((*lead, T_k, 1), np.float32),
-        attn_mask,
-        is_causal,
-        query_offset=query_offset,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        window_size=window_size,
-        stage="mask",
-    )
-    visible = ~np.isneginf(scores)
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "query_offset": query_offset,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "window_size": window_size,
+    }
+    query, key = (np.broadcast_to(np.zeros(1, np.float32), (*lead, T, 1)) for T in (T_q, T_k))
+    if T_q > MOST_ROWS:  # the matrix of all queries may be too large
+        explain(query, key, key, **options)  # checks the arguments
+        query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, **options)
+    visible = ~np.isneginf(attention_weights(query, key, **options, stage="mask"))
     if not lead:
-        return _show(visible)
-    blocks = (f"{list(index)}:\n{_show(visible[index])}" for index in np.ndindex(*lead))
+        return _show(visible, T_q)
+    blocks = (f"{list(index)}:\n{_show(visible[index], T_q)}" for index in np.ndindex(*lead))
     return "\n\n".join(blocks)
+
+
+def _first_queries(
+    T_q: int,
+    T_k: int,
+    attn_mask: Any,
+    is_causal: Alignment,
+    query_offset: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    window_size: Window,
+) -> dict[str, Any]:
+    """Return the arguments of a call of the first MOST_ROWS queries that give each of them the same mask."""
+    queries, keys = (
+        np.asarray(default if lengths is None else lengths, np.int64)
+        for lengths, default in ((query_seq_lengths, T_q), (key_value_seq_lengths, T_k))
+    )
+    if is_word(is_causal, "lower_right"):
+        is_causal, query_offset = "upper_left", keys - queries
+    mask = None if attn_mask is None else as_mask(attn_mask, "attn_mask", "f")
+    return {
+        "attn_mask": mask if mask is None or mask.ndim < 2 or mask.shape[-2] == 1 else mask[..., :MOST_ROWS, :],
+        "is_causal": is_causal,
+        "query_offset": 0 if query_offset is None else query_offset,
+        "query_seq_lengths": None if query_seq_lengths is None else np.minimum(queries, MOST_ROWS),
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "window_size": window_size,
+    }
 
 
 def _lead(mask_lead: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
     """Return the leading dimensions of the scores, given those of the mask, which may end with heads, and the rest."""
     try:
-        batch = np.broadcast_shapes(*batches.values())
+        batch = broadcast_shapes(*batches.values())
         n = len(mask_lead) - 1 if len(mask_lead) > max(len(batch), 1) else len(mask_lead)
-        return (*np.broadcast_shapes(mask_lead[:n], batch), *mask_lead[n:])
+        return (*broadcast_shapes(mask_lead[:n], batch), *mask_lead[n:])
     except ValueError:
         told = ", ".join(f"{name} has shape {shape}" for name, shape in batches.items() if shape)
         mask = f", attn_mask leading dimensions {mask_lead}" if mask_lead else ""
         raise ValueError(f"{told}{mask}: they do not broadcast to one batch") from None
 
 
-def _show(visible: NDArray[np.bool_]) -> str:
+def _show(visible: NDArray[np.bool_], T_q: int) -> str:
     """Draw one mask, or tell its ranges where it is wide."""
-    T_q, T_k = visible.shape
+    T_k = visible.shape[-1]
     digits = len(str(max(T_q - 1, 0)))
     lines = []
     if T_k <= GRID:
         ruler = "".join(str(j % 10) for j in range(T_k))
         lines.append(f"{'key':<{6 + digits}}  {ruler}")
-    for i, row in enumerate(visible[:MOST_ROWS]):
+    for i, row in enumerate(visible):
         seen = "".join(".x"[see] for see in row.astype(int)) if T_k <= GRID else _ranges(row)
         lines.append(f"query {i:>{digits}}  {seen}")
     if T_q > MOST_ROWS:

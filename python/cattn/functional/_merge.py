@@ -80,9 +80,10 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         shares -= np.where(np.isneginf(top), dtype.type(0), top)
         np.exp(shares, out=shares)
         total = shares.sum(axis=0)
-        for share, out in zip(shares[..., None], all_outs, strict=True):
-            np.multiply(share, out, out=product)
-            np.add(merged, product, out=merged, where=share != 0)  # what an empty part holds does not count
+        for share, out in zip(shares, all_outs, strict=True):
+            factor = share[..., None]  # of one part: an array of all parts may have no room for another axis
+            np.multiply(factor, out, out=product)
+            np.add(merged, product, out=merged, where=factor != 0)  # what an empty part holds does not count
         merged /= np.where(total == 0, dtype.type(1), total)[..., None]
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)

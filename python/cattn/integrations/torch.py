@@ -7,7 +7,7 @@ tensors are read where they lie, and NumPy's results become tensors.
 from __future__ import annotations
 
 import contextlib
-import functools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 import cattn
 from cattn._input.arrays import load_bfloat16
@@ -43,16 +44,56 @@ def _as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 
 def _options(
-    attn_mask: Tensor | None, seed: Tensor, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+    attn_mask: Tensor | None,
+    seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    lower_right: bool,
 ) -> dict[str, Any]:
+    if attn_mask is not None:
+        _check_mask_type(attn_mask)
     return {
         "attn_mask": None if attn_mask is None else _as_array(attn_mask),
         "dropout_p": dropout_p,
-        "is_causal": "upper_left" if is_causal else False,
+        "is_causal": ("lower_right" if lower_right else "upper_left") if is_causal else False,
         "scale": scale,
         "enable_gqa": enable_gqa,
         "rng": int(seed) % 2**64 if dropout_p else None,
     }
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether this is a tensor of PyTorch's own classes, whose memory holds its numbers."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _is_causal_bias(attn_mask: Any) -> bool:
+    """Return whether this is ``torch.nn.attention.bias.causal_lower_right`` or ``causal_upper_left``."""
+    # Importing the module takes a second. Whoever has an instance has imported it.
+    module: Any = None if _is_plain(attn_mask) else sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(attn_mask, module.CausalBias)
+
+
+def _check_mask_type(attn_mask: Tensor) -> None:
+    """Refuse subclasses of tensors: the memory of some, such as PyTorch's causal biases, is uninitialised."""
+    # FakeTensor and the other classes that PyTorch traces with have no __torch_function__.
+    if not _is_plain(attn_mask) and type(attn_mask).__torch_function__ is not torch._C._disabled_torch_function_impl:
+        raise TypeError(f"attn_mask must be a plain torch.Tensor, got {type(attn_mask).__name__}")
+
+
+def _read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """Return the mask that a causal bias stands for, or None and whether causality is aligned to the lower right.
+
+    As in PyTorch, the sizes of a bias count only for the lower right of a matrix that is not square.
+    """
+    sizes = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "UPPER_LEFT" or sizes[0] == sizes[1]:
+        return None, False
+    if sizes == (*query.shape[-2:-1], *key.shape[-2:-1]):
+        return None, True
+    return torch.ones(sizes, dtype=torch.bool, device="cpu").tril(sizes[1] - sizes[0]), False
 
 
 def _row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
@@ -77,6 +118,7 @@ def _attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    lower_right: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and its log-sum-exp, that in float64 for the gradients' sake."""
     try:
@@ -90,7 +132,7 @@ def _attention(
         _as_array(value),
         return_lse=True,
         out=cattn.AttentionOutput(lse=lse),
-        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa),
+        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, lower_right),
     )
     assert result.out is not None
     return _as_tensor(result.out, query.dtype), torch.from_numpy(lse)
@@ -110,11 +152,12 @@ def _attention_backward(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    lower_right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and an additive mask (else an empty tensor)."""
     grads = cattn.attention_backward(
         *map(_as_array, (grad_out, query, key, value, out, lse)),
-        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa),
+        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, lower_right),
     )
     mask = torch.empty(0) if grads.bias is None else torch.from_numpy(grads.bias)
     if attn_mask is not None and grads.bias is not None:
@@ -133,6 +176,7 @@ def _shapes(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    lower_right: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows = _row_shape(query, key, value, enable_gqa)
     return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=torch.float64)
@@ -152,6 +196,7 @@ def _gradient_shapes(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    lower_right: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool
     mask = attn_mask.new_empty(attn_mask.shape) if additive and attn_mask is not None else torch.empty(0)
@@ -168,7 +213,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Any, 
     query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
     grads = _attention_backward(grad_out, query, key, value, attn_mask, out, lse, seed, *ctx.options)
     mask = grads[3] if ctx.needs_input_grad[3] else None
-    return (*grads[:3], mask, None, None, None, None, None)
+    return (*grads[:3], mask, None, *(None for _ in ctx.options))
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
@@ -234,7 +279,8 @@ def scaled_dot_product_attention(
     value : Tensor, shape (..., T_k, d_v)
         Values.
     attn_mask : Tensor, optional
-        Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal.
+        Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal. Also
+        ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
     dropout_p : float
         Probability of a weight to be dropped. The key of the mask is drawn from PyTorch's default generator, so that
         ``torch.manual_seed`` and checkpointing repeat it; the mask itself is cattn's, not PyTorch's.
@@ -253,7 +299,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, and for what is no tensor.
+        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
+        and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
         In forward-mode differentiation, and under ``torch.func.grad`` and its kind.
 
@@ -277,8 +324,15 @@ def scaled_dot_product_attention(
         if dtype not in _DTYPES or dtype is not _dtype_of(query):
             wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {_dtype_of(query)}"
             raise TypeError(f"{name} has dtype {dtype}; {wanted}")
+    lower_right = False
+    if _is_causal_bias(attn_mask):
+        if is_causal:
+            raise ValueError("attn_mask is a CausalBias: is_causal must be False")
+        attn_mask, lower_right = _read_causal_bias(attn_mask, query, key)
+        is_causal = attn_mask is None
     if attn_mask is not None:
         _check(attn_mask, "attn_mask")
+        _check_mask_type(attn_mask)
         attn_mask = attn_mask.to(_dtype_of(attn_mask))
     query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
     # plain Python, which PyTorch's compiler can trace; the range is looked at by the operator
@@ -290,22 +344,60 @@ def scaled_dot_product_attention(
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     else:
         seed = torch.zeros((), dtype=torch.int64)
-    out: Tensor = _attention(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa)[0]
+    out: Tensor
+    out, _lse = _attention(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, lower_right)
     return out
 
 
 def _is_ours(tensor: Any) -> bool:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu" or not _is_strided(tensor):
+    if not _is_plain(tensor) or tensor.device.type != "cpu" or not _is_strided(tensor):
         return False
     return not _has_tangent(tensor) and not _is_transformed(tensor)
 
 
-@functools.wraps(_theirs)
-def _dispatch(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    ours = all(map(_is_ours, tensors)) and _dtype_of(query) in _DTYPES
-    ours = ours and _dtype_of(key) == _dtype_of(value) == _dtype_of(query)
-    return (scaled_dot_product_attention if ours else _theirs)(query, key, value, attn_mask, *args, **kwargs)
+def _are_shapes_and_dtypes_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        return False
+    return _dtype_of(query) in _DTYPES and _dtype_of(query) == _dtype_of(key) == _dtype_of(value)
+
+
+class _Dispatcher:
+    """The function that takes PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
+
+    It compares equal to PyTorch's function, so that classes and modes which look up a function in a table of their own
+    find it there.
+    """
+
+    __name__ = __qualname__ = _theirs.__name__
+    __doc__ = _theirs.__doc__
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is _theirs
+
+    def __hash__(self) -> int:
+        return hash(_theirs)
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *args: Any, **options: Any
+    ) -> Any:
+        arguments = (query, key, value, attn_mask, dropout_p, *args)
+        bias = _is_causal_bias(attn_mask)
+        tensors = (query, key, value) if attn_mask is None or bias else (query, key, value, attn_mask)
+        dense = all(isinstance(tensor, Tensor) and not tensor.is_nested for tensor in tensors)
+        if dense and has_torch_function(tensors):
+            return handle_torch_function(self, tensors, *arguments, **options)
+        if not (dense and all(map(_is_ours, tensors)) and _are_shapes_and_dtypes_ours(query, key, value)):
+            if bias:  # its method knows only the function that has PyTorch's name
+                return handle_torch_function(self, (attn_mask,), *arguments, **options)
+            return _theirs(*arguments, **options)
+        if isinstance(dropout_p, Tensor):
+            dropout_p = dropout_p.item()
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **options)
+
+    __call__.__qualname__ = _theirs.__name__
+
+
+_dispatch = _Dispatcher()
 
 
 class _Swap:
@@ -324,11 +416,12 @@ _swap = _Swap()
 def use_cattn() -> Iterator[None]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
 
-    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them. Other devices and
-    dtypes (mixed ones too unless autocast makes them one), nested and sparse tensors, forward-mode differentiation and
-    ``torch.func.grad`` go to PyTorch as before. The name is the process's, so threads share it, and it is cattn's until
-    the last of several contexts has ended. What was computed
-    inside has cattn's backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
+    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them. These go to PyTorch
+    as before: other devices and dtypes (mixed ones too unless autocast makes them one), tensors of one dimension,
+    nested and sparse tensors, forward-mode differentiation, ``torch.func.grad`` and compiled TorchScript. Subclasses
+    with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as without the context. The name is
+    the process's, so threads share it, and it is cattn's until the last of several contexts has ended. What was
+    computed inside has cattn's backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
 
     Yields
     ------
@@ -346,6 +439,8 @@ def use_cattn() -> Iterator[None]:
     """
     with _swap.lock:
         if _swap.uses == 0:
+            # torch.jit.script compiles a call of this object as one of PyTorch's own function.
+            torch.jit._builtins._register_builtin(_dispatch, "aten::scaled_dot_product_attention")
             _swap.before = torch.nn.functional.scaled_dot_product_attention
         torch.nn.functional.scaled_dot_product_attention = _dispatch
         _swap.uses += 1

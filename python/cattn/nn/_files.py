@@ -1,4 +1,4 @@
-"""Arrays in .npz and .safetensors files, written beside their target and renamed into place."""
+"""Arrays in .npz and .safetensors files, written next to their target and renamed into place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ Array = NDArray[Any]
 FilePath = str | os.PathLike[str]
 
 _SUFFIXES = (".npz", ".safetensors")
+_TEMPORARY = ".part"
 
 
 def _suffix(path: Path) -> str:
@@ -25,7 +26,7 @@ def _suffix(path: Path) -> str:
 
 
 def safetensors_package() -> Any:
-    """Import safetensors, or say how to get it."""
+    """Import safetensors. The error says how to install it."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -33,39 +34,44 @@ def safetensors_package() -> Any:
             ".safetensors files need the package safetensors: pip install 'cattn[safetensors]'"
         ) from error
     with contextlib.suppress(ImportError):
-        import ml_dtypes  # noqa: F401 # from then on NumPy knows bfloat16 by name
+        import ml_dtypes  # noqa: F401 # its import registers the name "bfloat16" with NumPy
     return safetensors
 
 
 def temporary_beside(target: Path) -> Path:
-    """Return the name of a file that is not there, short enough wherever the target's is."""
-    return target.with_name(f".cattn-{secrets.token_hex(8)}.part")
+    """Return an unused file name in the target's directory, short enough for every file system."""
+    return target.with_name(f".cattn-{secrets.token_hex(8)}{_TEMPORARY}")
 
 
 @contextlib.contextmanager
-def told_as(temporary: Path, target: Path) -> Iterator[None]:
-    """Name the target in errors about the temporary file, which the caller has never seen."""
+def errors_name(target: Path) -> Iterator[None]:
+    """Make errors of the operating system name the target: the caller never sees the temporary file."""
     try:
         yield
     except OSError as error:
-        if error.filename != str(temporary):
+        if error.filename is not None and Path(error.filename).suffix != _TEMPORARY:
             raise
-        raise OSError(error.errno, error.strerror, str(target)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(target)) from error
+
+
+def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to an open file in the format of the suffix."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    if suffix == ".npz":
+        np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
+    else:  # not save_file: it makes a file that only its owner may read
+        stream.write(safetensors_package().numpy.save(arrays))
 
 
 def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
     """Write arrays to path; an existing file is replaced when the new one is complete, and not before."""
-    target = Path(os.path.realpath(path))  # a link stays a link, its file is replaced
+    target = Path(os.path.realpath(path))  # replace the file that a link points to, not the link
     suffix = _suffix(target)
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     temporary = temporary_beside(target)
     try:
-        with told_as(temporary, target):
+        with errors_name(target):
             with open(temporary, "xb") as stream:
-                if suffix == ".npz":
-                    np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
-                else:  # bytes, because save_file would make a file that only its owner may read
-                    stream.write(safetensors_package().numpy.save(arrays))
+                write_arrays(stream, suffix, arrays)
             os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -74,26 +80,56 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
 def load_arrays(path: FilePath) -> dict[str, Array]:
     """Read all arrays of a file. Nothing is ever unpickled."""
     source = Path(path)
-    if _suffix(source) == ".safetensors":
-        with open_safetensors(source) as (names, read):
-            return {name: read(name) for name in names}
+    opener = open_safetensors if _suffix(source) == ".safetensors" else _open_npz
+    with opener(source) as (names, read):
+        return {name: read(name) for name in names}
+
+
+@contextlib.contextmanager
+def _open_npz(source: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
     with open(source, "rb") as stream:
         try:
-            with np.load(stream, allow_pickle=False) as archive:
-                return {name: archive[name] for name in archive.files}
+            with npz_reader(stream) as reader:
+                yield reader
         except MemoryError:
             raise
         except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
-            pickled = "allow_pickle" in str(error)  # how to unpickle it is no advice
-            reason = "cattn reads arrays of numbers and never unpickles" if pickled else error
+            pickled = needs_pickle(error)  # NumPy's text says how to unpickle it, which is no advice
+            reason = "cattn reads arrays of numbers and never unpickles" if pickled else show_damage(error)
             raise ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}") from error
 
 
 @contextlib.contextmanager
+def npz_reader(stream: Any) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+    """Yield the names of the arrays in an open .npz file, and a function that reads one of them."""
+    with np.load(stream, allow_pickle=False) as archive:
+
+        def read(name: str) -> Array:
+            array = archive[name]
+            if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without its magic number
+                raise ValueError(f"{name} is not in the .npy format")
+            return array
+
+        yield list(archive.files), read
+
+
+def needs_pickle(error: Exception) -> bool:
+    """Return whether NumPy refused Python objects, which only unpickling could read."""
+    text = str(error)
+    return "max_header_size" not in text and ("allow_pickle" in text or "Python objects" in text)
+
+
+def show_damage(error: Exception) -> str:
+    """Return why a file could not be read, without NumPy's advice to trust the file."""
+    text = str(error)
+    return "the header of an array is too long" if "max_header_size" in text else text or type(error).__name__
+
+
+@contextlib.contextmanager
 def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Give the names of a file's arrays, and the function that reads one of them."""
+    """Yield the names of a file's arrays, and a function that reads one of them."""
     package = safetensors_package()
-    with open(source, "rb"):  # a missing file is Python's own error, with the name in it
+    with open(source, "rb"):  # Python's own error for a missing file has its name
         pass
 
     def read(name: str) -> Array:

@@ -166,7 +166,7 @@ class _Loader:
         parsed: dict[str, _Name] = {}
         for key, value in self.state.items():
             if not isinstance(key, str):
-                raise TypeError(f"the keys of a state dict are strings, got {type(key).__name__}: {key!r}")
+                raise TypeError(f"the keys of state_dict must be strings, got {type(key).__name__}: {key!r}")
             if not self.only_plain and _is_buffer(key, value):
                 continue
             name = self.name(key)
