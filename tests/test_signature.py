@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_call import contents
 
 import cattn
 from cattn import _cattn
 from cattn._input.types import AttentionOptions
+from public_calls import contents
 
 ROOT = Path(__file__).parent.parent
 
