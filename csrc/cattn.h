@@ -236,7 +236,8 @@ struct cattn_explanation {
     int64_t n_keys;      /* pairs of a row and a key in its range */
     size_t scratch_size; /* bytes a thread */
 };
-enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told);
+enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
+                                          struct cattn_explanation *explanation);
 
 /* Rough cost of a call in multiply-adds. Calls of a few microseconds keep the GIL. */
 double cattn_attention_work(const struct cattn_attention_params *params);
