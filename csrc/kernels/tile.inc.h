@@ -75,6 +75,7 @@ static void find_extents(struct tile *t) {
  * copies, so the copy of V overwrites that of K. */
 static struct source rows_of_block(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
+    /* keys that no row sees are not even converted */
     struct source rows = rows_of(t->rows->call.storage, base, row, col, t->k0 + first, last - first, n_cols,
                                  (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
@@ -373,6 +374,7 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
         t->hi[r] = relative(rows->per_row->hi[r], k0);
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
+    /* the driver skips blocks by the range of the whole task; with several heads a block in between may be empty */
     if (t->all.begin == t->all.end)
         return false;
     find_extents(t);
