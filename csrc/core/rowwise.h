@@ -11,7 +11,6 @@
 /* Elements of a task: some ten microseconds. */
 #define CATTN_TASK_ELEMENTS 32768
 
-
 static inline int64_t cattn_rows_per_task(int64_t n_cols) {
     return n_cols >= CATTN_TASK_ELEMENTS ? 1 : CATTN_TASK_ELEMENTS / (n_cols + 1) + 1;
 }
