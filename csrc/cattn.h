@@ -211,7 +211,8 @@ struct cattn_explanation {
     int64_t n_keys;      /* pairs of a row and a key in its range */
     size_t scratch_size; /* bytes a thread */
 };
-enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told);
+enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
+                                          struct cattn_explanation *explanation);
 
 /* Rough cost of a call in multiply-adds: the binding keeps the GIL below a few microseconds of it. */
 double cattn_attention_work(const struct cattn_attention_params *params);

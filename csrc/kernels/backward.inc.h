@@ -155,11 +155,11 @@ INLINE void weigh(const struct lanes_to_weigh *lanes, int k, bool dropping, vm d
     vf_storeu(score, dropping ? vf_select(drop_bits, p, zero) : p);
 }
 
-INLINE void weigh_dropping(const void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
+INLINE void weigh_dropping(void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
 
 static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
-    const struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
-                                         row_lanes(b, r)};
+    struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
+                                   row_lanes(b, r)};
     const vm all = vf_eq(vf_set1(0), vf_set1(0));
     if (b->scores.scratch.drop_bits)
         each_stream_bits(t, e, r, weigh_dropping, &lanes);
