@@ -306,7 +306,6 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     struct cattn_dropout_stream dropout_stream;
     job.params = params;
     job.kernels = cattn_kernels_for(params->dtype);
-
     job.plan = cattn_plan(params, job.kernels);
     cattn_call(params, &job.call);
     job.dropout_stream = NULL;
