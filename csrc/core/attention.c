@@ -61,6 +61,7 @@ static bool pass_chunk(const struct forward_job *job, struct cattn_rows *rows, s
                        struct cattn_worker *worker) {
     const int64_t n_keys = rows->n_keys, begin = chunk * CATTN_CHUNK_KEYS;
     const int64_t end = begin + CATTN_CHUNK_KEYS < keys.hi ? begin + CATTN_CHUNK_KEYS : keys.hi;
+    /* blocks are counted from key 0, even if the first visible key is inside one: the order of sums is law */
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     job->kernels->chunk_begin(rows);
     for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
@@ -194,7 +195,7 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
     /* the block that is being merged has scratch of its own, after the partial results */
     const size_t partials = (size_t)wave * job->partial_size;
-    char *memory = malloc(partials + plan->scratch_size + 64);
+    char *memory = malloc(partials + plan->scratch_size + 64); /* 64: room for the alignment */
     if (!memory)
         return CATTN_NO_MEMORY;
     job->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
@@ -266,6 +267,7 @@ static enum cattn_status run_mask(struct forward_job *job) {
 
 /* ---- choice of the path ---- */
 
+/* One thread and one floating-point mode for the whole call. */
 static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
@@ -353,7 +355,7 @@ enum cattn_status cattn_attention_explain(const struct cattn_attention_params *p
                                               .n_tasks = split ? n_blocks * job.plan.n_chunks : n_blocks,
                                               .block_rows = job.plan.task_rows,
                                               .scratch_size = job.plan.scratch_size};
-    int64_t next_poll = 0;
+    int64_t next_poll = 0; /* ranges of long batches take a while, so Ctrl-C must work */
     for (int64_t block = 0; block < n_blocks; block++) {
         const struct cattn_range keys = explain_block(&job, block, &explanation->n_keys);
         if (keys.lo < keys.hi)

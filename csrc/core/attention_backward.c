@@ -129,7 +129,10 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     return b;
 }
 
-/* ---- tickets ---- */
+/* ---- tickets ----
+ *
+ * A place is a part of a gradient that several steps add to. A step's ticket there is the number of steps before it.
+ */
 
 /* Places are the key blocks of each unit, then the pairs (query block, key block) of each gradient of a shared bias. */
 static int64_t place_of_keys(const struct backward_job *job, const struct step *step, int64_t key_block) {
@@ -151,6 +154,7 @@ static int64_t place_of_bias(const struct backward_job *job, const struct step *
 static int64_t bias_ticket(const struct backward_job *job, const struct step *step) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
+    /* a number in mixed radix, whose digits are the head and the batch indices that share the gradient */
     int64_t ticket = 0, count = 1, index = step->batch;
     if (bias->head == 0) {
         ticket = step->head;

@@ -45,6 +45,7 @@ void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct c
     }
 }
 
+/* Flags are set from the tensors that are present: kernels test a flag, never a pointer. */
 void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call) {
     call->head_dim = p->head_dim;
     call->d_v = p->d_v;
@@ -75,6 +76,7 @@ void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call)
     call->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
     call->out_col = p->out.data ? p->out.col : 0;
     call->weights_out_col = p->weights.data ? p->weights.col : 0;
+    /* halves: kernels write rows of scratch with unit stride, which `finish` narrows */
     call->weights_col = p->storage == CATTN_STORED_PLAIN ? call->weights_out_col : 1;
 }
 
@@ -115,12 +117,14 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     /* a row past the end of its sequence gets an empty range, which would break the order of lo and hi */
     cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
+    /* positions count from key 0 of the batch entry, so they include the offset of the queries */
     for (int k = 0; k < n && p->slopes.data; k++)
         at->position[r + k] = i + k + batch->batch_range.offset;
     for (int k = 0; k < n && p->dropout.enabled; k++) {
         at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
         at->drop_head[r + k] = (uint32_t)head;
     }
+    /* addresses are in bytes from here on, because the element type is known at run time only */
     const char *query = cattn_stored_at(p, &p->query, batch->query + head * p->query.head + i * p->query.row);
     for (int k = 0; k < valid; k++)
         at->query[r + k] = query + k * p->query.row * stored;
@@ -165,6 +169,7 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     const int64_t *lo = rows->per_row->lo, *hi = rows->per_row->hi;
     struct cattn_range all = {INT64_MAX, 0};
+    /* the first row has the smallest lo, the last row the largest hi; other rows with empty ranges do not count */
     if (rows->ascending)
         all = (struct cattn_range){lo[0], hi[rows->n_rows - 1]};
     else

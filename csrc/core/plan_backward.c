@@ -18,6 +18,7 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
     const struct cattn_attention_params *p = &params->forward;
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
     const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
+    /* keys and values are copied one after the other, so one buffer of the larger depth is enough */
     const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;

@@ -66,6 +66,7 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
 
 /* delta: the rounded products grad_out * out, summed in eight chains by column and the tree. */
 static void sum_deltas(const struct cattn_backward *b) {
+    /* at least CATTN_SUM_CHAINS columns a step, so that the chain of each column is a constant */
     const int step = LANES > CATTN_SUM_CHAINS ? LANES : CATTN_SUM_CHAINS;
     for (int r = 0; r < b->scores.n_rows; r += LANES) {
         vf sum[CATTN_SUM_CHAINS];
@@ -154,11 +155,11 @@ INLINE void weigh(const struct lanes_to_weigh *lanes, int k, bool dropping, vm d
     vf_storeu(score, dropping ? vf_select(drop_bits, p, zero) : p);
 }
 
-INLINE void weigh_dropping(const void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
+INLINE void weigh_dropping(void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
 
 static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
-    const struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
-                                         row_lanes(b, r)};
+    struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
+                                   row_lanes(b, r)};
     const vm all = vf_eq(vf_set1(0), vf_set1(0));
     if (b->scores.scratch.drop_bits)
         each_stream_bits(t, e, r, weigh_dropping, &lanes);
@@ -281,6 +282,7 @@ static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
             }
     t.rows = &b->keys;
     if (b->keys.call.d_v) {
+        /* overwrites the copy of V, which is not needed any more */
         t.value = rows_of_block(&t, b->keys.value, b->keys.call.value_row, b->keys.call.value_col, b->keys.call.d_v);
         value_block(&t);
     }

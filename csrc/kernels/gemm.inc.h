@@ -94,7 +94,7 @@ INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, 
         micro_tile(mr, nr, terms, a, a_row, a_col, b, b_row, sum);
     else
         micro_tile(mr, nr, n, a, a_row, a_col, b, b_row, sum);
-    int64_t d = n;
+    int64_t d = n; /* the first chain initialised the sum, which saves the addition to zero */
     for (; d + terms <= depth; d += terms) {
         micro_tile(mr, nr, terms, a + d * a_col, a_row, a_col, b + d * b_row, b_row, chain);
         add_tile(mr, nr, sum, chain);

@@ -9,9 +9,8 @@
  *     chunk_merge                        after each chunk but the first: merges it into the total of those before
  *     finish                             once: writes output, log-sum-exp and weights
  *
- * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch.
- * `void
- * *` stands for the table's own element type. All strides count elements.
+ * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch. A
+ * pointer to void points at the table's own element type. All strides count elements.
  *
  * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (csrc/README.md), because
  * the order of every sum depends on them: never change one for speed. 192 is a multiple of every table's micro-tile

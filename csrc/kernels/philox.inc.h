@@ -40,6 +40,7 @@ INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
 /* philox for lanes that share c1, c2 and c3: half of the first two rounds is scalar work. */
 INLINE void philox_common(vu c0, uint32_t c1, uint32_t c2, uint32_t c3, const uint32_t key[CATTN_PHILOX_ROUNDS][2],
                           vu c[4]) {
+    /* in the first round c2 * M1 is the same in all lanes, in the second what comes from it */
     const vw zero = vw_from(vu_set1(0)), p0 = vw_mul(vw_from(c0), PHILOX_M0);
     const uint64_t p1 = (uint64_t)c2 * PHILOX_M1;
     const uint64_t next_p0 = (uint64_t)((uint32_t)(p1 >> 32) ^ c1 ^ key[0][0]) * PHILOX_M0;

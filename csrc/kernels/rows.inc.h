@@ -168,6 +168,7 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
                             vf_set1((real)(rows->per_row->position[r] - k0)), index + vf_set1((real)k));
     if (!rows->call.fully_ranged)
         score = mask_elements(rows, r, k0 + k, n, score);
+    /* most vectors are inside the range, which saves the comparison of lanes */
     const int lo = relative(rows->per_row->lo[r], k0), hi = relative(rows->per_row->hi[r], k0);
     if (lo <= k && k + LANES <= hi)
         return score;
@@ -266,6 +267,7 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
                        struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->scratch.score;
+    /* [row][vector]; only many * vectors <= VALUE_ACCS of them are used */
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < many; r++)

@@ -108,7 +108,7 @@ static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
 static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
     real *out = row->out;
     const int64_t stride = row->out_stride;
-    if (!(sum > 0)) {
+    if (!(sum > 0)) { /* true for NaN as well */
         for (int64_t k = lo; k < hi; k++)
             out[k * stride] = column_visible(row, k) ? CANONICAL_NAN : 0;
         return;
@@ -145,6 +145,7 @@ static void softmax_literal(const struct cattn_softmax_row *row, real max) {
     const vf total = vf_set1(sum);
     row_clear(row, 0, row->lo);
     row_clear(row, row->hi, row->n);
+    /* the weights are divided once by the sum of all columns, then by the sum of the visible ones */
     for (int64_t run = row->lo / SUM_RUN * SUM_RUN; run < row->hi; run += SUM_RUN) {
         const int64_t from = max64(row->lo, run), to = min64(row->hi, run + SUM_RUN);
         real weight[SUM_RUN];
@@ -232,7 +233,7 @@ INLINE void dropout_prefetch(const real *here) {
 
 /* Elements first .. first+n-1 of a flat array. Runs of 128 are counted from element 0, so both ends may be partial. */
 static void dropout_row(const struct cattn_dropout_row *row) {
-    const uint32_t domain = 0xd0d0;
+    const uint32_t domain = 0xd0d0; /* takes the place of the head: apart from the bits of attention */
     const uint64_t first = row->first, end = first + (uint64_t)row->n;
     const bool plain = row->x_stride == 1 && row->out_stride == 1 && !row->mask;
     const vf scale = vf_set1((real)row->keep_scale), zero = vf_set1(0);

@@ -4,14 +4,17 @@
 #include <immintrin.h>
 
 #define HAS_FMA 1
-/* VF names the intrinsic of the element type. 32-bit integers fill a whole register beside 8 floats, half of one beside
- * 4 doubles, so the code on integers stands once for each. */
+/* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 8 floats, and half
+ * of one beside 4 doubles. VU_ODD is the blend mask of the odd integers. */
 #if REAL_BITS == 32
 #define LANES 8
 typedef __m256 vf;
 typedef __m256 vm; /* all ones or all zeros per lane */
 typedef __m256i vu;
 #define VF(op) _mm256_##op##_ps
+#define VU(op) _mm256_##op
+#define VU_BITS(op) _mm256_##op##_si256
+#define VU_ODD 0xaa
 INLINE __m256i lanes_below(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -21,6 +24,9 @@ typedef __m256d vf;
 typedef __m256d vm;
 typedef __m128i vu;
 #define VF(op) _mm256_##op##_pd
+#define VU(op) _mm_##op
+#define VU_BITS(op) _mm_##op##_si128
+#define VU_ODD 0xa
 INLINE __m256i lanes_below(int n) { return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3)); }
 #endif
 
@@ -107,32 +113,6 @@ INLINE vh vh_bf16(vf v) {
     return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
-INLINE vu vu_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
-INLINE vu vu_loadu(const uint32_t *p) { return _mm256_loadu_si256((const void *)p); }
-INLINE void vu_storeu(uint32_t *p, vu a) { _mm256_storeu_si256((void *)p, a); }
-INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
-INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
-INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
-INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
-typedef struct {
-    vu even, odd;
-} vw;
-INLINE vw vw_from(vu a) { return (vw){a, _mm256_srli_epi64(a, 32)}; }
-INLINE vw vw_mul(vw a, uint32_t m) {
-    const vu k = vu_set1(m);
-    return (vw){_mm256_mul_epu32(a.even, k), _mm256_mul_epu32(a.odd, k)};
-}
-INLINE vw vw_high(vw a) { return (vw){_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)}; }
-INLINE vw vw_xor(vw a, vw b, uint32_t c) {
-    const vu k = vu_set1(c);
-    return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
-}
-INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xaa); }
-/* AVX2 compares signed integers only. Digits are below 2^16 and thresholds at most 2^16, so that is right. */
-INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
-INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
-
 #else /* ---- 4 doubles; 4 integers fit into a __m128i ---- */
 
 INLINE vm vm_not(vm a) { return _mm256_xor_pd(a, _mm256_castsi256_pd(_mm256_set1_epi32(-1))); }
@@ -156,30 +136,38 @@ INLINE vf vf_from_bytes(const uint8_t *p) {
     return _mm256_and_pd(_mm256_castsi256_pd(zero), _mm256_set1_pd(-(double)INFINITY));
 }
 
-INLINE vu vu_set1(uint32_t x) { return _mm_set1_epi32((int)x); }
-INLINE vu vu_loadu(const uint32_t *p) { return _mm_loadu_si128((const void *)p); }
-INLINE void vu_storeu(uint32_t *p, vu a) { _mm_storeu_si128((void *)p, a); }
-INLINE vu vu_add(vu a, vu b) { return _mm_add_epi32(a, b); }
-INLINE vu vu_xor(vu a, vu b) { return _mm_xor_si128(a, b); }
-INLINE vu vu_and(vu a, vu b) { return _mm_and_si128(a, b); }
-INLINE vu vu_shr16(vu a) { return _mm_srli_epi32(a, 16); }
+#endif
+
+INLINE vu vu_set1(uint32_t x) { return VU(set1_epi32)((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return VU_BITS(loadu)((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { VU_BITS(storeu)((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return VU(add_epi32)(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return VU_BITS(xor)(a, b); }
+INLINE vu vu_and(vu a, vu b) { return VU_BITS (and)(a, b); }
+INLINE vu vu_shr16(vu a) { return VU(srli_epi32)(a, 16); }
+/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
 typedef struct {
     vu even, odd;
 } vw;
-INLINE vw vw_from(vu a) { return (vw){a, _mm_srli_epi64(a, 32)}; }
+INLINE vw vw_from(vu a) { return (vw){a, VU(srli_epi64)(a, 32)}; }
 INLINE vw vw_mul(vw a, uint32_t m) {
     const vu k = vu_set1(m);
-    return (vw){_mm_mul_epu32(a.even, k), _mm_mul_epu32(a.odd, k)};
+    return (vw){VU(mul_epu32)(a.even, k), VU(mul_epu32)(a.odd, k)};
 }
-INLINE vw vw_high(vw a) { return (vw){_mm_srli_epi64(a.even, 32), _mm_srli_epi64(a.odd, 32)}; }
+INLINE vw vw_high(vw a) { return (vw){VU(srli_epi64)(a.even, 32), VU(srli_epi64)(a.odd, 32)}; }
 INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     const vu k = vu_set1(c);
     return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};
 }
-INLINE vu vw_low(vw a) { return _mm_blend_epi32(a.even, _mm_slli_epi64(a.odd, 32), 0xa); }
+INLINE vu vw_low(vw a) { return VU(blend_epi32)(a.even, VU(slli_epi64)(a.odd, 32), VU_ODD); }
+
+/* AVX2 compares signed integers only. Digits are below 2^16 and thresholds at most 2^16, so that is right. */
+#if REAL_BITS == 32
+INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpgt_epi32(b, a)); }
+INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
+#else
 INLINE vm vu_lt(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpgt_epi32(b, a))); }
 INLINE vm vu_eq(vu a, vu b) { return _mm256_castsi256_pd(_mm256_cvtepi32_epi64(_mm_cmpeq_epi32(a, b))); }
-
 #endif
 
 /* Bytes have no masked load in AVX2, so they are copied first. The lanes from n on become +0. */

@@ -4,24 +4,31 @@
 #include <immintrin.h>
 
 #define HAS_FMA 1
+/* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 16 floats, and half
+ * of one beside 8 doubles. VU_ODD is the blend mask of the odd integers. */
 #if REAL_BITS == 32
 #define LANES 16
 typedef __m512 vf;
 typedef __mmask16 vm;
 typedef __m512i vu;
 #define VF(op) _mm512_##op##_ps
-INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
+#define VU(op) _mm512_##op
+#define VU_BITS(op) _mm512_##op##_si512
+#define VU_ODD 0xaaaa
 #else
 #define LANES 8
 typedef __m512d vf;
 typedef __mmask8 vm;
 typedef __m256i vu;
 #define VF(op) _mm512_##op##_pd
-INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
+#define VU(op) _mm256_##op
+#define VU_BITS(op) _mm256_##op##_si256
+#define VU_ODD 0xaa
 #endif
 
 /* ---- both element types ---- */
 
+INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
 INLINE vf vf_set1(real x) { return VF(set1)(x); }
 INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
@@ -46,6 +53,32 @@ INLINE vm vm_and(vm a, vm b) { return (vm)(a & b); }
 INLINE vm vm_or(vm a, vm b) { return (vm)(a | b); }
 INLINE vm vm_not(vm a) { return (vm)~a; }
 INLINE bool vm_any(vm m) { return m != 0; }
+
+INLINE vu vu_set1(uint32_t x) { return VU(set1_epi32)((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return VU_BITS(loadu)((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { VU_BITS(storeu)((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return VU(add_epi32)(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return VU_BITS(xor)(a, b); }
+INLINE vu vu_and(vu a, vu b) { return VU_BITS (and)(a, b); }
+INLINE vu vu_shr16(vu a) { return VU(srli_epi32)(a, 16); }
+/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, VU(srli_epi64)(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){VU(mul_epu32)(a.even, k), VU(mul_epu32)(a.odd, k)};
+}
+INLINE vw vw_high(vw a) { return (vw){VU(srli_epi64)(a.even, 32), VU(srli_epi64)(a.odd, 32)}; }
+INLINE vw vw_xor(vw a, vw b, uint32_t c) {
+    const vu k = vu_set1(c);
+    /* 0x96 is the truth table of a ^ b ^ c */
+    return (vw){VU(ternarylogic_epi32)(a.even, b.even, k, 0x96), VU(ternarylogic_epi32)(a.odd, b.odd, k, 0x96)};
+}
+INLINE vu vw_low(vw a) { return VU(mask_blend_epi32)(VU_ODD, a.even, VU(slli_epi64)(a.odd, 32)); }
+INLINE vm vu_lt(vu a, vu b) { return VU(cmplt_epu32_mask)(a, b); }
+INLINE vm vu_eq(vu a, vu b) { return VU(cmpeq_epi32_mask)(a, b); }
 
 #if REAL_BITS == 32 /* ---- 16 floats ---- */
 
@@ -108,31 +141,6 @@ INLINE vh vh_bf16(vf v) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-INLINE vu vu_set1(uint32_t x) { return _mm512_set1_epi32((int)x); }
-INLINE vu vu_loadu(const uint32_t *p) { return _mm512_loadu_si512(p); }
-INLINE void vu_storeu(uint32_t *p, vu a) { _mm512_storeu_si512(p, a); }
-INLINE vu vu_add(vu a, vu b) { return _mm512_add_epi32(a, b); }
-INLINE vu vu_xor(vu a, vu b) { return _mm512_xor_si512(a, b); }
-INLINE vu vu_and(vu a, vu b) { return _mm512_and_si512(a, b); }
-INLINE vu vu_shr16(vu a) { return _mm512_srli_epi32(a, 16); }
-/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
-typedef struct {
-    vu even, odd;
-} vw;
-INLINE vw vw_from(vu a) { return (vw){a, _mm512_srli_epi64(a, 32)}; }
-INLINE vw vw_mul(vw a, uint32_t m) {
-    const vu k = vu_set1(m);
-    return (vw){_mm512_mul_epu32(a.even, k), _mm512_mul_epu32(a.odd, k)};
-}
-INLINE vw vw_high(vw a) { return (vw){_mm512_srli_epi64(a.even, 32), _mm512_srli_epi64(a.odd, 32)}; }
-INLINE vw vw_xor(vw a, vw b, uint32_t c) {
-    const vu k = vu_set1(c);
-    /* 0x96 is the truth table of a ^ b ^ c */
-    return (vw){_mm512_ternarylogic_epi32(a.even, b.even, k, 0x96), _mm512_ternarylogic_epi32(a.odd, b.odd, k, 0x96)};
-}
-INLINE vu vw_low(vw a) { return _mm512_mask_blend_epi32(0xaaaa, a.even, _mm512_slli_epi64(a.odd, 32)); }
-INLINE vm vu_lt(vu a, vu b) { return _mm512_cmplt_epu32_mask(a, b); }
-INLINE vm vu_eq(vu a, vu b) { return _mm512_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
     /* r is a multiple of 16, so these are the low halves of eight words, then their high halves */
     __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + digit_word(r))));
@@ -175,29 +183,6 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
     return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
 }
 
-INLINE vu vu_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
-INLINE vu vu_loadu(const uint32_t *p) { return _mm256_loadu_si256((const void *)p); }
-INLINE void vu_storeu(uint32_t *p, vu a) { _mm256_storeu_si256((void *)p, a); }
-INLINE vu vu_add(vu a, vu b) { return _mm256_add_epi32(a, b); }
-INLINE vu vu_xor(vu a, vu b) { return _mm256_xor_si256(a, b); }
-INLINE vu vu_and(vu a, vu b) { return _mm256_and_si256(a, b); }
-INLINE vu vu_shr16(vu a) { return _mm256_srli_epi32(a, 16); }
-typedef struct {
-    vu even, odd;
-} vw;
-INLINE vw vw_from(vu a) { return (vw){a, _mm256_srli_epi64(a, 32)}; }
-INLINE vw vw_mul(vw a, uint32_t m) {
-    const vu k = vu_set1(m);
-    return (vw){_mm256_mul_epu32(a.even, k), _mm256_mul_epu32(a.odd, k)};
-}
-INLINE vw vw_high(vw a) { return (vw){_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)}; }
-INLINE vw vw_xor(vw a, vw b, uint32_t c) {
-    const vu k = vu_set1(c);
-    return (vw){_mm256_ternarylogic_epi32(a.even, b.even, k, 0x96), _mm256_ternarylogic_epi32(a.odd, b.odd, k, 0x96)};
-}
-INLINE vu vw_low(vw a) { return _mm256_blend_epi32(a.even, _mm256_slli_epi64(a.odd, 32), 0xaa); }
-INLINE vm vu_lt(vu a, vu b) { return _mm256_cmplt_epu32_mask(a, b); }
-INLINE vm vu_eq(vu a, vu b) { return _mm256_cmpeq_epi32_mask(a, b); }
 INLINE vu vu_digits(const uint32_t *words, int r) {
     vu w = vu_loadu(words + digit_word(r));
     return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));

@@ -75,6 +75,7 @@ static void find_extents(struct tile *t) {
  * copies, so the copy of V overwrites that of K. */
 static struct source rows_of_block(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
+    /* keys that no row sees are not even converted */
     struct source rows = rows_of(t->rows->call.storage, base, row, col, t->k0 + first, last - first, n_cols,
                                  (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
@@ -230,12 +231,11 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
 }
 
 /* Receives the drop bits of LANES rows and key k of the block. */
-typedef void use_drop_bits(const void *context, int k, vm drop_bits);
+typedef void use_drop_bits(void *context, int k, vm drop_bits);
 
 /* Calls use(context, k, bits) for every key of the extent; inlined, so that `use` becomes part of the loop. One call of
  * Philox serves 8 keys of LANES rows, hence the order of the keys. */
-INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use,
-                             const void *context) {
+INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use, void *context) {
     const struct cattn_drop *drop = &t->rows->drop;
     const uint32_t *position = t->rows->per_row->drop_position + r, *head = t->rows->per_row->drop_head + r;
     for (int run = e->begin / 64 * 64; run < e->end; run += 64)
@@ -252,8 +252,7 @@ INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r
 }
 
 /* each_philox_bits with the bits of a serial stream. Keys and rows that do not exist are dropped. */
-INLINE void each_stream_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use,
-                             const void *context) {
+INLINE void each_stream_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use, void *context) {
     for (int k = e->begin; k < e->end; k++) {
         real drop_bits[LANES] = {0};
         for (int i = 0; i < LANES && r + i < t->rows->n_rows && k < t->n_keys; i++)
@@ -263,7 +262,7 @@ INLINE void each_stream_bits(const struct tile *t, const struct extent *e, int r
 }
 
 /* Dropped weights become +0. */
-INLINE void drop_weight(const void *score, int k, vm drop_bits) {
+INLINE void drop_weight(void *score, int k, vm drop_bits) {
     real *w = (real *)score + k * CATTN_TILE_ROWS;
     vf_storeu(w, vf_select(drop_bits, vf_loadu(w), vf_set1(0)));
 }
@@ -373,6 +372,7 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
         t->hi[r] = relative(rows->per_row->hi[r], k0);
     }
     t->all = extent_of_rows(t, 0, rows->n_rows);
+    /* the driver skips blocks by the range of the whole task; with several heads a block in between may be empty */
     if (t->all.begin == t->all.end)
         return false;
     find_extents(t);
