@@ -92,7 +92,7 @@ struct cattn_ranges {
     int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
     bool lower_right;    /* the offset of each batch entry is its key_length - query_length; else as given */
     bool all_visible;    /* every query sees all seqlen_k keys; the offset still gives its position */
-    int64_t seqlen_k;
+    int64_t seqlen_k;    /* read if all_visible */
     int64_t offset, query_length, key_length;
     struct cattn_tensor offsets, query_lengths, key_lengths;
 };
@@ -167,7 +167,7 @@ struct cattn_softmax_params {
     bool is_causal;
     int n_batch_dims;
     int num_threads;
-    int64_t n_rows; /* product of batch_shape */
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
     int64_t n_cols;
     double scale;
     struct cattn_poll poll;
@@ -191,7 +191,7 @@ struct cattn_softmax_backward_params {
     enum cattn_dtype dtype;
     int n_batch_dims;
     int num_threads;
-    int64_t n_rows; /* product of batch_shape */
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
     int64_t n_cols;
     double scale;
     struct cattn_poll poll;

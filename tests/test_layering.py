@@ -1,8 +1,11 @@
-"""The house: layers point one way, files and functions stay readable."""
+"""The house: layers point one way, nothing goes in circles, files and functions stay readable."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,11 @@ def layer_of(path: Path) -> str:
     return path.relative_to(CSRC).parts[0]
 
 
+def code_of(path: Path) -> str:
+    """Return a C file without its comments."""
+    return re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+
+
 def test_the_files_are_found() -> None:
     assert {layer_of(path) for path in C_FILES} >= {"binding", "core", "kernels", "cattn.h"}
 
@@ -33,14 +41,124 @@ def test_layers_point_one_way(path: Path) -> None:
         assert not [name for name in names if re.search(r"Python\.h|numpy/", name)], "Python belongs to binding/"
         assert "PyObject" not in path.read_text()
         assert not [name for name in names if "binding/" in name], "nothing includes the binding"
-    if layer != "kernels":
-        assert not [name for name in names if name.endswith("intrin.h")], "intrinsics belong to kernels/"
+    if layer == "binding":
+        assert not [name for name in names if "core/" in name], "the binding knows the core by its C API alone"
     if layer == "kernels":
         assert not [name for name in names if "core/" in name or "cattn.h" in name], "kernels know no driver"
-    if layer == "cattn.h":
+    if path.parent == CSRC:
         assert not [name for name in names if "/" in name], "the core's C API stands alone"
 
 
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
+    if layer_of(path) == "kernels" or path.name in ("fp_mode.h", "cpu_features.c"):
+        return
+    hints = r"\w*intrin\.h|__attribute__\(\(.*\btarget\(|__builtin_(?:ia32|cpu)\w*|__(?:AVX|SSE|ARM|aarch|x86)\w*"
+    assert re.findall(hints, code_of(path)) == []
+
+
+# ---- circles ---------------------------------------------------------------------------------------------------------
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return a circle of the graph, or an empty list."""
+    try:
+        TopologicalSorter({name: uses - {name} for name, uses in graph.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
+    """Return which modules use which: by includes, and by names of functions that another one defines.
+
+    A .c file and the header of the same name are one module. A declaration is no use: headers of interfaces, such as
+    cattn.h, declare functions of several modules.
+    """
+    modules = defaultdict(set)
+    for path in files:
+        modules[str(path.relative_to(root).with_suffix(""))].add(path)
+    definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+    declaration = re.compile(r"^[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
+    code = {name: declaration.sub("", "\n".join(map(code_of, sorted(paths)))) for name, paths in modules.items()}
+    owner = {}
+    for name, text in code.items():
+        for match in definition.finditer(text):
+            if not match[0].startswith("static ") or match[0].startswith("static inline "):
+                owner[match[1]] = name
+    graph = {}
+    for name, text in code.items():
+        words = re.findall(r"(?<!struct )(?<!enum )\b\w+", text)
+        graph[name] = {owner[word] for word in words if word in owner}
+        for path in modules[name]:
+            for include in includes(path):
+                target = (path.parent / include).resolve()
+                target = target if target.exists() else CSRC / include
+                if target in files:
+                    graph[name].add(str(target.relative_to(root).with_suffix("")))
+    return graph
+
+
+def python_modules() -> dict[str, set[str]]:
+    """Return which modules of the package import which, wherever the import stands; and what the extension imports."""
+    package = ROOT / "python"
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {"cattn._cattn": set()}
+    for path in (CSRC / "binding").glob("*.c"):
+        graph["cattn._cattn"] |= set(re.findall(r'PyImport_ImportModule\("(cattn[\w.]*)"', path.read_text()))
+    for name, path in files.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names if alias.name.split(".")[0] == "cattn"}
+            if isinstance(node, ast.ImportFrom):
+                parts = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                parts = parts[: len(parts) + 1 - node.level] if node.level else []
+                base = ".".join([*parts, *filter(None, [node.module])])
+                for alias in node.names if base.split(".")[0] == "cattn" else ():
+                    full = f"{base}.{alias.name}"
+                    graph[name].add(full if full in files or full in graph else base)
+    return graph
+
+
+def test_modules_of_the_c_tree_form_no_circle() -> None:
+    graph = c_modules(CSRC, [path for path in C_FILES if not path.name.endswith(".inc.h")])
+    assert graph["core/attention"] >= {"core/plan", "core/parallel", "fp_mode"}
+    assert circle(graph) == []
+
+
+def test_modules_of_the_fuzz_targets_form_no_circle() -> None:
+    folder = ROOT / "fuzz" / "core"
+    graph = c_modules(folder, sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h")))
+    assert "problem" in graph["attention"]
+    assert circle(graph) == []
+
+
+def test_modules_of_the_package_form_no_circle() -> None:
+    graph = python_modules()
+    assert "cattn._cattn" in graph["cattn.random"]
+    assert circle(graph) == []
+
+
+# ---- the map ---------------------------------------------------------------------------------------------------------
+def test_the_map_of_the_c_tree_names_every_file_once() -> None:
+    """A table of csrc/README.md for each folder; `name.[ch]` stands for two files."""
+    text = (CSRC / "README.md").read_text()
+    text = text[text.index("## The files") :]
+    named: Counter[str] = Counter()
+    folder = ""
+    for line in text[: text.index("\n## ", 1)].splitlines():
+        if heading := re.match(r"### `csrc/(.*)`", line):
+            folder = heading[1]
+        if row := re.match(r"\| (`[^|]*`) \|", line):
+            for name in re.findall(r"`([^`]+)`", row[1]):
+                named.update(folder + name.replace("[ch]", end) for end in ("c", "h")[: 1 + ("[ch]" in name)])
+    there = [str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert named == Counter(there)
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_stay_short_and_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()

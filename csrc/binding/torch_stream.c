@@ -7,13 +7,12 @@
  */
 #include "torch_stream.h"
 #include "error.h"
+#include "fp_mode.h"
 #include "gil.h"
 #include "numbers.h"
 
 #include <math.h>
 #include <time.h>
-
-#include "../core/cpu_features.h"
 
 /* A waiting thread looks again after a pause, which doubles from the first to the longest. */
 #define FIRST_PAUSE_NS 20000
@@ -215,7 +214,7 @@ static PyObject *bernoulli(PyObject *self, PyObject *const *args, Py_ssize_t n_a
 
 /* _dropout_mask(out, p, skip): a part of the mask, `skip` elements into it; no draw where PyTorch makes none */
 static PyObject *dropout_mask(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_KEEP};
+    struct cattn_torch_fill fill = {.distribution = CATTN_TORCH_DROPOUT_MASK};
     double p;
     if (!cattn_error_count("_dropout_mask", n_args, 3) || !target(args[0], NPY_BOOL, &fill) ||
         !cattn_arg_probability(args[1], "p", &p))

@@ -8,8 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../fp_mode.h"
 #include "attention_rows.h"
-#include "cpu_features.h"
+#include "check_params.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
 #include "parallel.h"
@@ -249,16 +250,16 @@ static void stream_mask_task(void *context, int64_t task, struct cattn_worker *w
     const struct cattn_attention_params *p = job->params;
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
-    struct cattn_torch_keep cursor;
+    struct cattn_torch_dropout cursor;
     uint8_t kept[1024];
-    cattn_torch_keep_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
+    cattn_torch_dropout_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
     for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
         const int64_t head = row / p->seqlen_q % p->num_heads, batch = row / p->seqlen_q / p->num_heads;
         uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch) + head * mask->head +
                       row % p->seqlen_q * mask->row;
         for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += (int64_t)sizeof kept) {
             const int64_t left = p->seqlen_k - k0, n = left < (int64_t)sizeof kept ? left : (int64_t)sizeof kept;
-            cattn_torch_keep_next(&cursor, n, kept);
+            cattn_torch_dropout_next(&cursor, n, kept);
             for (int64_t k = 0; k < n; k++)
                 to[(k0 + k) * mask->col] = kept[k];
         }
@@ -308,6 +309,7 @@ static enum cattn_status run_blocks(struct forward_job *job) {
 }
 
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
+    CATTN_CHECK(attention, params);
     struct forward_job job;
     struct cattn_dropout_stream dropout_stream;
     job.params = params;
@@ -349,6 +351,7 @@ static struct cattn_range explain_block(const struct forward_job *job, int64_t b
 }
 
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params, struct cattn_explanation *told) {
+    CATTN_CHECK(attention, params);
     struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     job.plan = cattn_plan(params, job.kernels);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;

@@ -11,9 +11,10 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "../fp_mode.h"
 #include "arena.h"
 #include "attention_rows.h"
-#include "cpu_features.h"
+#include "check_params.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
 #include "parallel.h"
@@ -366,6 +367,7 @@ static enum cattn_status run_steps(struct backward_job *job) {
 }
 
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params) {
+    CATTN_CHECK(backward, params);
     const struct cattn_attention_params *p = &params->forward;
     struct backward_job job = plan(params);
     if (job.n_units * job.steps_per_unit == 0)

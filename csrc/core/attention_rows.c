@@ -4,6 +4,7 @@
 #include "dropout.h"
 #include "dropout_stream.h"
 #include "plan.h"
+#include "strides.h"
 
 void *cattn_tensor_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset) {
     return (char *)tensor->data + offset * (int64_t)cattn_element_size(p->dtype);

@@ -4,7 +4,7 @@
 #define CATTN_ATTENTION_ROWS_H
 
 #include "../kernels/kernels.h"
-#include "mask.h"
+#include "visible_keys.h"
 
 /* Where each tensor starts for one leading index. */
 struct cattn_batch {

@@ -4,8 +4,10 @@
 
 #include <string.h>
 
+#include "check_params.h"
+#include "dispatch.h"
 #include "rowwise.h"
-#include "torch_random.h"
+#include "torch_dropout.h"
 
 /* Rows this long are dropped out in pieces; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
@@ -125,37 +127,11 @@ static void dropout_task(void *context, int64_t task, struct cattn_worker *worke
 
 struct torch_run {
     const struct dropout_run *rows;
-    struct cattn_torch_keep keep;
+    struct cattn_torch_dropout cursor;
     double scale; /* 1 / keep_probability, divided in the precision of the data as PyTorch does */
 };
 
-/* Dropped elements are +0 whatever they were: the bits of a product and a mask, which compilers make vectors of. */
-static void torch_apply_f32(int64_t n, const float *x, int64_t x_stride, const uint8_t *kept, float scale, float *out,
-                            int64_t out_stride) {
-    if (x_stride != 1 || out_stride != 1) {
-        for (int64_t i = 0; i < n; i++)
-            out[i * out_stride] = kept[i] ? x[i * x_stride] * scale : 0.0f;
-        return;
-    }
-    if (out != x)
-        memcpy(out, x, (size_t)n * sizeof *out);
-    for (int64_t i = 0; i < n; i++) {
-        union {
-            float value;
-            uint32_t bits;
-        } y = {.value = out[i] * scale};
-        y.bits &= 0u - kept[i];
-        out[i] = y.value;
-    }
-}
-
-static void torch_apply_f64(int64_t n, const double *x, int64_t x_stride, const uint8_t *kept, double scale,
-                            double *out, int64_t out_stride) {
-    for (int64_t i = 0; i < n; i++)
-        out[i * out_stride] = kept[i] ? x[i * x_stride] * scale : 0.0;
-}
-
-static void torch_apply_halves(const struct torch_run *run, int64_t n, const uint16_t *x, const uint8_t *kept,
+static void torch_apply_halves(const struct torch_run *run, int64_t n, const uint16_t *x, const uint8_t *mask,
                                uint16_t *out) {
     const struct cattn_dropout_params *p = run->rows->params;
     const struct cattn_kernels *kernels = run->rows->kernels;
@@ -163,13 +139,13 @@ static void torch_apply_halves(const struct torch_run *run, int64_t n, const uin
     for (int64_t done = 0; done < n; done += WIDE_PIECE) {
         const int64_t piece = n - done < WIDE_PIECE ? n - done : WIDE_PIECE;
         kernels->widen_row(p->storage, x + done * p->x.col, p->x.col, piece, wide);
-        torch_apply_f32(piece, wide, 1, kept + done, (float)run->scale, wide, 1);
+        kernels->torch_drop(piece, wide, 1, mask + done, run->scale, wide, 1);
         kernels->narrow_row(p->storage, wide, piece, out + done * p->out.col, p->out.col);
     }
 }
 
 /* n columns of one row, from `begin` on. */
-static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin, int64_t n, const uint8_t *kept) {
+static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin, int64_t n, const uint8_t *mask) {
     const struct dropout_run *rows = run->rows;
     const struct cattn_dropout_params *p = rows->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
@@ -178,15 +154,13 @@ static void torch_apply(const struct torch_run *run, int64_t row, int64_t begin,
     x += begin * p->x.col * (int64_t)element;
     out += begin * p->out.col * (int64_t)element;
     if (p->storage != CATTN_STORED_PLAIN)
-        torch_apply_halves(run, n, (const uint16_t *)x, kept, (uint16_t *)out);
-    else if (p->dtype == CATTN_F32)
-        torch_apply_f32(n, (const float *)x, p->x.col, kept, (float)run->scale, (float *)out, p->out.col);
+        torch_apply_halves(run, n, (const uint16_t *)x, mask, (uint16_t *)out);
     else
-        torch_apply_f64(n, (const double *)x, p->x.col, kept, run->scale, (double *)out, p->out.col);
+        rows->kernels->torch_drop(n, x, p->x.col, mask, run->scale, out, p->out.col);
     if (p->mask.data) {
-        uint8_t *mask = cattn_row_at(&p->mask, rows->n_batch_dims, p->batch_shape, row, 1);
+        uint8_t *to = cattn_row_at(&p->mask, rows->n_batch_dims, p->batch_shape, row, 1);
         for (int64_t i = 0; i < n; i++)
-            mask[(begin + i) * p->mask.col] = kept[i];
+            to[(begin + i) * p->mask.col] = mask[i];
     }
 }
 
@@ -203,15 +177,15 @@ static void torch_task(void *context, int64_t task, struct cattn_worker *worker)
         run->rows->kernels->widen_row(p->storage, &half, 1, 1, &scale);
         run->scale = (double)scale;
     }
-    uint8_t kept[TORCH_PIECE];
+    uint8_t mask[TORCH_PIECE];
     (void)task; /* the only one */
     for (int64_t done = 0; done < total && !cattn_should_stop(worker); done += TORCH_PIECE) {
         const int64_t ready = total - done < TORCH_PIECE ? total - done : TORCH_PIECE;
-        cattn_torch_keep_next(&run->keep, ready, kept);
+        cattn_torch_dropout_next(&run->cursor, ready, mask);
         for (int64_t used = 0; used < ready;) {
             const int64_t row = (done + used) / n_cols, begin = (done + used) % n_cols;
             const int64_t n = n_cols - begin < ready - used ? n_cols - begin : ready - used;
-            torch_apply(run, row, begin, n, kept + used);
+            torch_apply(run, row, begin, n, mask + used);
             used += n;
         }
     }
@@ -220,14 +194,15 @@ static void torch_task(void *context, int64_t task, struct cattn_worker *worker)
 static enum cattn_status torch_dropout(const struct dropout_run *rows) {
     const struct cattn_dropout_params *p = rows->params;
     struct torch_run run = {.rows = rows};
-    cattn_torch_keep_begin(&run.keep, p->dropout.torch, p->dropout.keep_probability);
+    cattn_torch_dropout_begin(&run.cursor, p->dropout.torch, p->dropout.keep_probability);
     const enum cattn_status status = cattn_parallel_for(1, 1, 0, torch_task, &run, &p->poll);
     if (status == CATTN_OK)
-        cattn_torch_keep_end(&run.keep, p->dropout.torch);
+        cattn_torch_dropout_end(&run.cursor, p->dropout.torch);
     return status;
 }
 
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
+    CATTN_CHECK(dropout, p);
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     struct dropout_run run = {

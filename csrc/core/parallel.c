@@ -33,7 +33,7 @@
 #include <sched.h>
 #endif
 
-#include "cpu_features.h"
+#include "../fp_mode.h"
 #include "scratch.h"
 
 #define MAX_WORKERS (CATTN_MAX_THREADS - 1)

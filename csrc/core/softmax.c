@@ -4,7 +4,10 @@
  * touch a new cache line with every element: there rows that are neighbours in memory are copied to scratch together,
  * and back. Halves become floats in scratch, a row at a time.
  */
+#include "check_params.h"
+#include "dispatch.h"
 #include "rowwise.h"
+#include "visible_keys.h"
 
 struct softmax_run {
     const struct cattn_softmax_params *params;
@@ -157,6 +160,7 @@ static void softmax_task(void *context, int64_t task, struct cattn_worker *worke
 }
 
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *p) {
+    CATTN_CHECK(softmax, p);
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const struct cattn_kernels *kernels = cattn_kernels_for(p->dtype);
@@ -206,6 +210,7 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
 }
 
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *p) {
+    CATTN_CHECK(softmax_backward, p);
     if (p->n_rows == 0 || p->n_cols == 0)
         return CATTN_OK;
     const int64_t n_tasks = cattn_ceil_div(p->n_rows, cattn_rows_per_task(p->n_cols));

@@ -1,17 +1,21 @@
-/* turns.c -- turns at places; see turns.h. */
+/* tickets.c -- waiting for a ticket, first busily and then asleep; see tickets.h. */
 #include "tickets.h"
 
 #include <stdlib.h>
 #include <time.h>
 
-/* How long a task waits for its turn before it asks whether the call has been stopped. */
+/* A task that waits asks this often whether the call was stopped. */
 #define WAIT_NANOSECONDS 10000000L
-/* Looks at a place before sleeping: some ten microseconds, what waking up costs. */
+/* Looks at a place before sleeping: some ten microseconds, about what waking up costs. */
 #define LOOKS 2000
 
 bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
-    /* at least one, for nothing may be NULL; no more than there are, for AddressSanitizer to see one too many */
-    tickets->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *tickets->next);
+    tickets->next = &tickets->single;
+    atomic_init(&tickets->single, 0);
+    /* calloc(0) may return NULL, so ask for at least one. Not for more than n_places: ASan sees an index one too large
+     */
+    if (n_places != 1)
+        tickets->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *tickets->next);
     if (!tickets->next)
         return false;
     pthread_mutex_init(&tickets->lock, NULL);
@@ -21,14 +25,18 @@ bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
 }
 
 void cattn_tickets_end(struct cattn_tickets *tickets) {
+    /* in the child of a fork a thread that is gone may hold the lock: leave it */
     if (tickets->fork_count == cattn_fork_count()) {
         pthread_cond_destroy(&tickets->passed);
         pthread_mutex_destroy(&tickets->lock);
     }
-    free(tickets->next);
+    if (tickets->next != &tickets->single)
+        free(tickets->next);
 }
 
-bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct cattn_worker *worker) {
+/* Sleeps until a place is passed on, at most WAIT_NANOSECONDS, then asks whether the call was stopped. The lock is held
+ * before and after. False: stopped, and the lock is not held. */
+static bool wait_briefly(struct cattn_tickets *tickets, struct cattn_worker *worker) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_nsec += WAIT_NANOSECONDS;
@@ -36,12 +44,13 @@ bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct
         until.tv_nsec -= 1000000000L;
         until.tv_sec++;
     }
-    pthread_cond_timedwait(condition, lock, &until);
-    /* the poll may run Python: not under the lock; and it may fork while another thread holds it: no look back */
-    pthread_mutex_unlock(lock);
+    pthread_cond_timedwait(&tickets->passed, &tickets->lock, &until);
+    /* The poll may run Python: release the lock first. It may fork while another thread holds the lock: if stopped,
+     * never touch the lock again. */
+    pthread_mutex_unlock(&tickets->lock);
     if (cattn_should_stop(worker))
         return false;
-    pthread_mutex_lock(lock);
+    pthread_mutex_lock(&tickets->lock);
     return true;
 }
 
@@ -55,7 +64,7 @@ bool cattn_tickets_wait(struct cattn_tickets *tickets, int64_t place, int64_t ti
             return true;
     pthread_mutex_lock(&tickets->lock);
     while (!has_ticket(tickets, place, ticket))
-        if (!cattn_wait_briefly(&tickets->passed, &tickets->lock, worker))
+        if (!wait_briefly(tickets, worker))
             return false;
     pthread_mutex_unlock(&tickets->lock);
     return true;

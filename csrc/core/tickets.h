@@ -1,6 +1,7 @@
-/* turns.h -- tasks that run in parallel take turns at places: a place is visited by its first task, then its second.
+/* tickets.h -- parallel tasks that must do something in order, at one or many places.
  *
- * Tasks must be started in an order in which nobody waits for a task that starts later (parallel.h starts them in
+ * Tasks at a place have the tickets 0, 1, 2, ...; each waits for its ticket, does its work there and passes the place
+ * on. Tasks must be started in an order in which none waits for a task that starts later (parallel.h starts them in
  * ascending order).
  */
 #ifndef CATTN_TICKETS_H
@@ -13,18 +14,16 @@
 struct cattn_tickets {
     pthread_mutex_t lock;
     pthread_cond_t passed;
-    atomic_int *next;    /* of each place: whose turn it is */
-    unsigned fork_count; /* when the condition was made */
+    atomic_int *next;    /* [n_places]: the ticket that is served now, modulo 2^32 */
+    atomic_int single;   /* where there is one place, `next` points here: that needs no memory */
+    unsigned fork_count; /* when lock and condition were made */
 };
 
+/* False: no memory. It cannot fail for one place. The struct may not be moved before cattn_tickets_end. */
 bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places);
 void cattn_tickets_end(struct cattn_tickets *tickets);
 /* False: asked to stop. */
 bool cattn_tickets_wait(struct cattn_tickets *tickets, int64_t place, int64_t ticket, struct cattn_worker *worker);
 void cattn_tickets_pass(struct cattn_tickets *tickets, int64_t place);
-
-/* For a lock that guards what is waited for: sleeps until the condition is signalled, at most some milliseconds; then
- * asks, without the lock, whether the call has been stopped. False: it has, and the lock is not held any more. */
-bool cattn_wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock, struct cattn_worker *worker);
 
 #endif

@@ -40,6 +40,8 @@
 #define CATTN_PHILOX_ROUNDS 10
 /* columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors */
 #define CATTN_PAD 32
+/* most words that torch_normal takes: they and their numbers stay in the nearest cache */
+#define CATTN_TORCH_CHUNK 1024
 
 /* What a dropout decision needs besides the element's place; see philox.inc.h. */
 struct cattn_drop {
@@ -205,6 +207,19 @@ struct cattn_kernels {
     void (*stream_end)(void);
     void (*softmax_gradient)(const struct cattn_softmax_gradient *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
+
+    /* PyTorch's generator (torch.inc.h). The next block of 624 words, in place; n words of a block as they are drawn */
+    void (*mt19937_block)(uint32_t *state);
+    void (*mt19937_temper)(const uint32_t *state, int n, uint32_t *words);
+    /* n numbers in the table's type, of one word each (float32) or two (float64): uniform in [low, high), which are
+     * numbers of that type; normal, where n is a multiple of 16 and the words at most CATTN_TORCH_CHUNK */
+    void (*torch_uniform)(const uint32_t *words, int64_t n, double low, double high, void *numbers);
+    void (*torch_normal)(const uint32_t *words, int64_t n, void *numbers);
+    /* are 53 bits of 2 words below the threshold? */
+    void (*torch_below)(const uint32_t *words, int64_t n, uint64_t threshold, uint8_t *out);
+    /* out = x * keep_scale where mask is 1, +0 where it is 0 */
+    void (*torch_drop)(int64_t n, const void *x, int64_t x_stride, const uint8_t *mask, double keep_scale, void *out,
+                       int64_t out_stride);
 };
 
 extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64;

@@ -16,6 +16,8 @@
 
 #include "backward.inc.h"
 
+#include "torch.inc.h"
+
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile is whole panels");
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile is whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block is whole micro-tiles");
@@ -58,4 +60,10 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
 #endif
     .softmax_gradient = softmax_gradient,
     .dropout_row = dropout_row,
+    .mt19937_block = mt19937_block,
+    .mt19937_temper = mt19937_temper,
+    .torch_uniform = torch_uniform,
+    .torch_normal = torch_normal,
+    .torch_below = torch_below,
+    .torch_drop = torch_drop,
 };

@@ -6,7 +6,7 @@
 
 #include "fuzz.h"
 
-#include "core/torch_random.h"
+#include "torch_random.h"
 
 enum { QUERY, KEY, VALUE, MASK, BIAS_0, BIAS_1, SLOPES, SINKS, OFFSETS, QUERY_LENGTHS, KEY_LENGTHS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };

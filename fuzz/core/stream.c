@@ -7,7 +7,7 @@
 
 #include "fuzz.h"
 
-#include "core/torch_random.h"
+#include "torch_random.h"
 
 static struct cattn_torch_fill choose_fill(struct input *in, enum cattn_torch_distribution distribution) {
     static const double lows[] = {0, -1, 0.25, -3e38};
@@ -19,17 +19,17 @@ static struct cattn_torch_fill choose_fill(struct input *in, enum cattn_torch_di
     fill.high = fill.low < -4 ? 0 : fill.low + (double)take_below(in, 3);
     fill.range = take_chance(in, 2) ? 1 + (uint64_t)take_byte(in) : take_word(in) | 1;
     fill.base = -(int64_t)take_byte(in);
-    fill.skip = distribution == CATTN_TORCH_KEEP ? take_below(in, 5000) : 0;
+    fill.skip = distribution == CATTN_TORCH_DROPOUT_MASK ? take_below(in, 5000) : 0;
     fill.probability = TAKE_FROM(in, probabilities);
-    if (distribution == CATTN_TORCH_KEEP && (fill.probability == 0 || fill.probability == 1))
+    if (distribution == CATTN_TORCH_DROPOUT_MASK && (fill.probability == 0 || fill.probability == 1))
         fill.probability = 0.5;
     return fill;
 }
 
 static enum element element_of(const struct cattn_torch_fill *fill) {
-    return fill->distribution == CATTN_TORCH_KEEP      ? BYTE
-           : fill->distribution == CATTN_TORCH_INTEGER ? INT64
-                                                       : computed_element(fill->dtype);
+    return fill->distribution == CATTN_TORCH_DROPOUT_MASK ? BYTE
+           : fill->distribution == CATTN_TORCH_INTEGER    ? INT64
+                                                          : computed_element(fill->dtype);
 }
 
 static void check_number(const struct cattn_torch_fill *fill, double x) {
@@ -47,7 +47,7 @@ static void check_number(const struct cattn_torch_fill *fill, double x) {
             finding("an integer is out of bounds");
         return;
     case CATTN_TORCH_BERNOULLI:
-    case CATTN_TORCH_KEEP:
+    case CATTN_TORCH_DROPOUT_MASK:
         if (x != 0 && x != 1)
             finding("a choice is neither 0 nor 1");
     }

@@ -14,8 +14,8 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "core/torch_random.h"
 #include "inputs.h"
+#include "torch_random.h"
 
 /* ---- what a problem was, for its line; and whether its ways agreed ---- */
 
@@ -420,9 +420,9 @@ static void torch(int64_t index) {
     fill.probability = 0.3;
     shape.cols = fill.n;
     output(&out,
-           fill.distribution == CATTN_TORCH_KEEP      ? &BYTES
-           : fill.distribution == CATTN_TORCH_INTEGER ? &INTEGERS
-                                                      : &TYPES[fill.dtype],
+           fill.distribution == CATTN_TORCH_DROPOUT_MASK ? &BYTES
+           : fill.distribution == CATTN_TORCH_INTEGER    ? &INTEGERS
+                                                         : &TYPES[fill.dtype],
            shape, true);
     fill.out = out.data;
     clear_outputs();

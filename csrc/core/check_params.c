@@ -1,0 +1,182 @@
+/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Empty in release builds. */
+#include "check_params.h"
+
+/* CATTN_CLEAR walks from the first tensor to the member after the last one. */
+#define WHOLE_TENSORS(type, first, end)                                                                                \
+    _Static_assert((offsetof(struct type, end) - offsetof(struct type, first)) % sizeof(struct cattn_tensor) == 0,     \
+                   #type " has no gap between its tensors")
+WHOLE_TENSORS(cattn_attention_params, ranges.offsets, batch_shape);
+WHOLE_TENSORS(cattn_backward_params, grad_out, forward);
+WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
+WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
+WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
+
+#ifndef NDEBUG
+
+#include <assert.h>
+#include <math.h>
+
+#include "strides.h"
+
+/* Batch entries whose lengths and offsets are looked at: a broadcast batch may be of any size. */
+#define MOST_ENTRIES 1000
+
+/* Every size is >= 0, and `count` is their product. */
+static void check_batch(int n_batch_dims, const int64_t *batch_shape, int64_t count) {
+    uint64_t product = 1; /* unsigned: beside a size of 0 the others may be so large that their product wraps */
+    assert(0 <= n_batch_dims && n_batch_dims <= CATTN_MAX_BATCH_DIMS);
+    for (int d = 0; d < n_batch_dims; d++) {
+        assert(batch_shape[d] >= 0);
+        product *= (uint64_t)batch_shape[d];
+    }
+    assert(product == (uint64_t)count);
+    (void)product, (void)count;
+}
+
+static void check_type(enum cattn_dtype dtype, enum cattn_storage storage) {
+    assert(dtype == CATTN_F32 || dtype == CATTN_F64);
+    assert(storage == CATTN_STORED_PLAIN || dtype == CATTN_F32);
+    assert(CATTN_STORED_PLAIN <= storage && storage <= CATTN_STORED_BF16);
+}
+
+/* An element's address is a multiple of its size. */
+static void check_aligned(const struct cattn_tensor *tensor, size_t element) {
+    assert((uintptr_t)tensor->data % element == 0);
+    (void)tensor, (void)element;
+}
+
+static void check_present(const struct cattn_tensor *tensor, size_t element) {
+    assert(tensor->data);
+    check_aligned(tensor, element);
+}
+
+static void check_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
+                         const int64_t *batch_shape, int64_t count, int64_t least, int64_t most) {
+    check_aligned(numbers, sizeof(int64_t));
+    for (int64_t index = 0; index < count && index < MOST_ENTRIES; index++) {
+        const int64_t number = cattn_batch_number(numbers, common, n_batch_dims, batch_shape, index);
+        assert(least <= number && number <= most);
+        (void)number;
+        if (!numbers->data)
+            return;
+    }
+    (void)least, (void)most;
+}
+
+static void check_ranges(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t count,
+                         int64_t seqlen_q, int64_t seqlen_k) {
+    assert(r->left >= 0 && r->right >= 0);
+    if (!r->lower_right)
+        check_number(&r->offsets, r->offset, n_batch_dims, batch_shape, count, -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET);
+    assert(!r->all_visible || r->seqlen_k == seqlen_k);
+    if (r->all_visible)
+        return;
+    check_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, count, 0, seqlen_q);
+    check_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, count, 0, seqlen_k);
+}
+
+static void check_dropout_spec(const struct cattn_dropout_spec *spec) {
+    if (!spec->enabled)
+        return;
+    assert(spec->threshold <= (uint64_t)1 << 32);
+    assert(0 <= spec->keep_probability && spec->keep_probability <= 1 && spec->keep_scale >= 0);
+    assert(!spec->torch || spec->keep_probability > 0); /* PyTorch draws nothing where all is dropped */
+}
+
+void cattn_check_attention(const struct cattn_attention_params *p) {
+    const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    check_batch(p->n_batch_dims, p->batch_shape, p->n_batch);
+    assert(p->num_heads >= 0 && p->group_size >= 0 && p->num_heads % (p->group_size + !p->group_size) == 0);
+    assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->head_dim >= 0 && p->d_v >= 0);
+    assert(cattn_attention_counts_fit(p));
+    assert(CATTN_PATH_AUTO <= p->path && p->path <= CATTN_PATH_TINY && cattn_attention_path_fits(p));
+    assert(isfinite(p->scale) && p->softcap >= 0);
+    check_ranges(&p->ranges, p->n_batch_dims, p->batch_shape, p->n_batch, p->seqlen_q, p->seqlen_k);
+    check_present(&p->query, stored);
+    check_present(&p->key, stored);
+    check_aligned(&p->value, stored);
+    assert(!p->value.data == (p->d_v == 0 && !p->out.data));
+    assert(0 <= p->n_bias && p->n_bias <= CATTN_MAX_BIAS);
+    for (int b = 0; b < p->n_bias; b++)
+        check_present(&p->bias[b], element);
+    assert(!p->query_starts.data || p->key_starts.data);
+    assert(!p->query_starts.data || !p->dropout.torch);
+    check_aligned(&p->slopes, element);
+    check_aligned(&p->sinks, element);
+    check_dropout_spec(&p->dropout);
+    check_aligned(&p->out, stored);
+    check_aligned(&p->weights, stored);
+    assert(!p->store_scores || p->weights.data);
+    check_aligned(&p->lse, p->double_lse ? sizeof(double) : element);
+}
+
+/* A gradient of `cols` columns: it has the dtype of the computation and unit column strides. */
+static void check_gradient(const struct cattn_tensor *tensor, size_t element, int64_t cols) {
+    check_present(tensor, element);
+    assert(tensor->col == 1 || cols <= 1); /* NumPy gives an axis of one element any stride */
+    (void)cols;
+}
+
+void cattn_check_backward(const struct cattn_backward_params *params) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t element = cattn_element_size(p->dtype);
+    cattn_check_attention(p);
+    assert(p->out.data && p->lse.data && !p->weights.data && !p->dropout_mask.data && !p->query_starts.data);
+    check_present(&params->grad_out, cattn_stored_size(p->dtype, p->storage));
+    if (p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k == 0)
+        return; /* strides of empty arrays mean nothing */
+    check_gradient(&params->grad_query, element, p->head_dim);
+    check_gradient(&params->grad_key, element, p->head_dim);
+    check_gradient(&params->grad_value, element, p->d_v);
+    if (params->grad_bias.data)
+        check_gradient(&params->grad_bias, element, params->bias_sum == CATTN_BIAS_SUM_COLS ? 1 : p->seqlen_k);
+    assert(!params->grad_bias.data || p->n_bias > 0);
+    assert(!params->grad_sinks.data || p->sinks.data);
+}
+
+void cattn_check_softmax(const struct cattn_softmax_params *p) {
+    const size_t stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    assert(p->method == CATTN_SOFTMAX_PLAIN || p->method == CATTN_SOFTMAX_RENORMALIZE);
+    assert(p->n_cols >= 0 && isfinite(p->scale));
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+    if (!p->is_causal || p->n_cols == 0)
+        return;
+    assert(p->n_batch_dims > 0);
+    check_ranges(&p->ranges, p->n_batch_dims, p->batch_shape, p->n_rows, p->batch_shape[p->n_batch_dims - 1],
+                 p->n_cols);
+}
+
+void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *p) {
+    const size_t element = cattn_element_size(p->dtype);
+    check_type(p->dtype, CATTN_STORED_PLAIN);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    assert(p->n_cols >= 0 && isfinite(p->scale));
+    check_present(&p->grad, element);
+    check_present(&p->weights, element);
+    check_present(&p->out, element);
+}
+
+void cattn_check_dropout(const struct cattn_dropout_params *p) {
+    const size_t stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    if (p->n_cols > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    assert(p->n_cols >= 0);
+    check_dropout_spec(&p->dropout);
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+}
+
+void cattn_check_mask(const struct cattn_mask_params *p) {
+    assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->mask);
+    assert(!p->ranges.offsets.data && !p->ranges.query_lengths.data && !p->ranges.key_lengths.data);
+    check_ranges(&p->ranges, 0, NULL, 1, p->seqlen_q, p->seqlen_k);
+}
+
+#endif

@@ -1,0 +1,55 @@
+/* visible_keys.c -- from causality, windows and lengths to a range of keys; see visible_keys.h. */
+#include "visible_keys.h"
+
+#include "strides.h"
+
+/* A side of a window this long reaches past both ends of the keys from every position, and positions +- it stay within
+ * int64. */
+#define FAR (2 * CATTN_MAX_OFFSET)
+
+static int64_t clamp(int64_t value, int64_t least, int64_t most) {
+    return value < least ? least : value > most ? most : value;
+}
+
+void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t index,
+                       struct cattn_batch_range *batch_range) {
+    batch_range->offset = cattn_batch_number(&r->offsets, r->offset, n_batch_dims, batch_shape, index);
+    batch_range->n_queries = cattn_batch_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, index);
+    batch_range->n_keys = cattn_batch_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, index);
+    batch_range->left = clamp(r->left, 0, FAR);
+    batch_range->right = clamp(r->right, 0, FAR);
+    if (r->lower_right)
+        batch_range->offset = batch_range->n_keys - batch_range->n_queries;
+    if (r->all_visible) {
+        batch_range->n_queries = INT64_MAX;
+        batch_range->n_keys = r->seqlen_k;
+        batch_range->left = batch_range->right = FAR;
+    }
+}
+
+struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i) {
+    struct cattn_range range;
+    cattn_visible_ranges(batch_range, i, 1, &range.lo, &range.hi);
+    return range;
+}
+
+/* Writes first, first + 1, ..., n of them, each clamped to 0 .. most. If both ends clamp to one number, all do: without
+ * a mask that is so for every task, and a plain fill is quicker. */
+static void clamp_run(int64_t first, int n, int64_t most, int64_t *to) {
+    const int64_t least = clamp(first, 0, most);
+    if (least == clamp(first + n - 1, 0, most))
+        for (int r = 0; r < n; r++)
+            to[r] = least;
+    else
+        for (int r = 0; r < n; r++)
+            to[r] = clamp(first + r, 0, most);
+}
+
+void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i, int n, int64_t *lo, int64_t *hi) {
+    const int64_t n_keys = batch_range->n_keys, position = i + batch_range->offset;
+    const int valid = (int)clamp(batch_range->n_queries - i, 0, n); /* queries after the last one see nothing */
+    clamp_run(position - batch_range->left, valid, n_keys, lo);
+    clamp_run(position + batch_range->right + 1, valid, n_keys, hi);
+    for (int r = valid; r < n; r++)
+        lo[r] = hi[r] = 0;
+}

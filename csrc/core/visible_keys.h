@@ -1,0 +1,27 @@
+/* visible_keys.h -- the range of keys that a query sees.
+ *
+ * Causality, windows and lengths all leave each query one range: keys lo <= k < hi. Nothing else in core/ or kernels/
+ * knows which of them made it.
+ */
+#ifndef CATTN_VISIBLE_KEYS_H
+#define CATTN_VISIBLE_KEYS_H
+
+#include "../cattn.h"
+
+struct cattn_range {
+    int64_t lo, hi; /* keys lo <= k < hi */
+};
+
+/* struct cattn_ranges for one batch entry: what its queries share. */
+struct cattn_batch_range {
+    int64_t offset, n_queries, n_keys, left, right;
+};
+void cattn_batch_range(const struct cattn_ranges *ranges, int n_batch_dims, const int64_t *batch_shape, int64_t index,
+                       struct cattn_batch_range *batch_range);
+
+/* The keys that query i sees. */
+struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i);
+/* The same for queries i .. i+n-1, as arrays. */
+void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i, int n, int64_t *lo, int64_t *hi);
+
+#endif
