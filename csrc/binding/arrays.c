@@ -1,8 +1,7 @@
 /* arrays.c -- arguments that are arrays: types, layouts, masks, strides. See arrays.h. */
 #include "arrays.h"
 #include "error.h"
-
-#include "../fp_mode.h"
+#include "fp_mode.h"
 
 /* ---- types ---- */
 

@@ -3,12 +3,11 @@
 #include "attention_args.h"
 #include "arrays.h"
 #include "error.h"
+#include "fp_mode.h"
 #include "numbers.h"
 #include "rng.h"
 
 #include <math.h>
-
-#include "../fp_mode.h"
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
 

@@ -18,7 +18,34 @@
 #include <string.h>
 
 #include "cattn.h"
-#include "signature.h"
+
+/* The public functions that C implements. signature.c binds their arguments by the tables of attention_args.h and
+ * rowwise_args.h: a table of arguments is an X-macro, TABLE(A): A(name) A(name) ... */
+enum cattn_entry_point {
+    CATTN_SCALED_DOT_PRODUCT_ATTENTION,
+    CATTN_CAUSAL_ATTENTION,
+    CATTN_ATTENTION_WEIGHTS,
+    CATTN_VARLEN_ATTENTION,
+    CATTN_ATTENTION_BACKWARD,
+    CATTN_EXPLAIN,
+    CATTN_SOFTMAX,
+    CATTN_MASKED_SOFTMAX,
+    CATTN_DROPOUT,
+    CATTN_CAUSAL_MASK,
+    CATTN_N_ENTRY_POINTS
+};
+
+/* Room for the longest table, and for new options. */
+#define CATTN_MOST_SLOTS 32
+
+struct cattn_signature {
+    PyMethodDef method;
+    PyObject *function, *text, *names, *defaults; /* owned; NULL before the function is registered */
+    int n_parameters, n_required, n_positional;
+    PyObject *name[CATTN_MOST_SLOTS];     /* of each parameter, from names */
+    unsigned char slot[CATTN_MOST_SLOTS]; /* of each parameter, in the table */
+    PyObject *initial[CATTN_MOST_SLOTS];  /* of each slot: the default, None, or NULL where an argument is required */
+};
 
 /* Functions and classes of the package that C calls. C imports none of them: the package passes them to
  * `_register_helpers` by these names. */
@@ -73,8 +100,13 @@ static inline struct binding_state *cattn_state(PyObject *module) {
     return (struct binding_state *)PyModule_GetState(module);
 }
 
-/* RuntimeError unless the helpers can be called. */
-bool cattn_ready(const struct binding_state *state);
+/* The bodies of the public functions. args has one object for each slot of the function's table, borrowed: the
+ * argument, its default, or None where the public function has no such parameter. A body may put other objects there.
+ */
+typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
+cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
+    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_explain, cattn_body_softmax,
+    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}

@@ -4,8 +4,7 @@
 #include "key_ranges.h"
 #include "numbers.h"
 #include "outputs.h"
-
-enum { CAUSAL_MASK_ARGUMENTS(CATTN_SLOT) N_ARGUMENTS };
+#include "rowwise_args.h"
 
 static enum cattn_status compute(const void *params) { return cattn_mask(params); }
 
@@ -13,17 +12,17 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
     struct cattn_range_args parsed = {0};
     struct cattn_mask_params params = {.num_threads = cattn_get_num_threads()};
     struct cattn_output output = {NULL, NULL};
-    PyObject *result = NULL, *T_k = args[SLOT_T_k] == Py_None ? args[SLOT_T_q] : args[SLOT_T_k];
-    PyObject *is_causal = args[SLOT_is_causal];
+    PyObject *result = NULL, *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
+    PyObject *is_causal = args[CAUSAL_MASK_is_causal];
     /* lower_right is the default: an offset overrides it */
-    if (args[SLOT_query_offset] != Py_None && cattn_arg_is(is_causal, state->lower_right))
+    if (args[CAUSAL_MASK_query_offset] != Py_None && cattn_arg_is(is_causal, state->lower_right))
         is_causal = state->upper_left;
-    if (!cattn_arg_count(args[SLOT_T_q], "T_q", 0, NPY_MAX_INTP, &params.seqlen_q) ||
+    if (!cattn_arg_count(args[CAUSAL_MASK_T_q], "T_q", 0, NPY_MAX_INTP, &params.seqlen_q) ||
         !cattn_arg_count(T_k, "T_k", 0, NPY_MAX_INTP, &params.seqlen_k) ||
-        !cattn_arg_ranges(state, is_causal, args[SLOT_query_offset], args[SLOT_window_size], &parsed))
+        !cattn_arg_ranges(state, is_causal, args[CAUSAL_MASK_query_offset], args[CAUSAL_MASK_window_size], &parsed))
         goto done;
     if (parsed.offsets != NULL) {
-        cattn_error_type("query_offset", "an int", args[SLOT_query_offset]);
+        cattn_error_type("query_offset", "an int", args[CAUSAL_MASK_query_offset]);
         goto done;
     }
     const npy_intp dims[2] = {(npy_intp)params.seqlen_q, (npy_intp)params.seqlen_k};

@@ -5,8 +5,7 @@
 #include "numbers.h"
 #include "outputs.h"
 #include "rng.h"
-
-enum { DROPOUT_ARGUMENTS(CATTN_SLOT) N_ARGUMENTS };
+#include "rowwise_args.h"
 
 struct call {
     struct binding_state *state;
@@ -107,20 +106,20 @@ PyObject *cattn_body_dropout(struct binding_state *state, PyObject **args) {
     struct call call = {.state = state, .params = &params, .dims = dims};
     bool training, return_mask, filled;
     PyObject *result = NULL;
-    call.x = cattn_arg_floats(state, args[SLOT_x], "x");
+    call.x = cattn_arg_floats(state, args[DROPOUT_x], "x");
     if (call.x == NULL)
         return NULL;
     take_x(&call);
     cattn_draw_clear(&draw);
-    if (!cattn_dropout_spec_from(args[SLOT_p], "p", &params.dropout) ||
-        !cattn_arg_flag(args[SLOT_training], "training", &training) || !cattn_rng_check(args[SLOT_rng]) ||
-        !cattn_arg_flag(args[SLOT_return_mask], "return_mask", &return_mask) ||
-        !make_outputs(&call, args[SLOT_out], return_mask))
+    if (!cattn_dropout_spec_from(args[DROPOUT_p], "p", &params.dropout) ||
+        !cattn_arg_flag(args[DROPOUT_training], "training", &training) || !cattn_rng_check(args[DROPOUT_rng]) ||
+        !cattn_arg_flag(args[DROPOUT_return_mask], "return_mask", &return_mask) ||
+        !make_outputs(&call, args[DROPOUT_out], return_mask))
         goto done;
     if (!training || !params.dropout.enabled)
         filled = copy(&call);
     else
-        filled = cattn_draw_begin(state, args[SLOT_rng], &params.dropout, &draw) && run(&call);
+        filled = cattn_draw_begin(state, args[DROPOUT_rng], &params.dropout, &draw) && run(&call);
     if (filled)
         result = build_result(&call, return_mask);
 done:

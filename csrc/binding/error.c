@@ -41,3 +41,10 @@ PyObject *cattn_shape_tuple(int nd, const npy_intp *dims) {
     }
     return tuple;
 }
+
+bool cattn_ready(const struct binding_state *state) {
+    if (state->ready)
+        return true;
+    PyErr_SetString(PyExc_RuntimeError, "cattn is called before its import is complete, or after its end");
+    return false;
+}

@@ -10,6 +10,8 @@ bool cattn_error_status(enum cattn_status status);
 bool cattn_error_type(const char *name, const char *wanted, PyObject *got);
 /* TypeError unless a C entry point got as many arguments as it is declared with. */
 bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
+/* RuntimeError unless the helpers of the package are registered and can be called. */
+bool cattn_ready(const struct binding_state *state);
 /* A shape as Python shows it, a new reference. */
 PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
 

@@ -2,8 +2,7 @@
  * floating-point mode. See gil.h.
  */
 #include "gil.h"
-
-#include "../fp_mode.h"
+#include "fp_mode.h"
 
 /* Handlers run on the C stack, on top of the call that polls. A handler may call cattn, which polls again: a periodic
  * handler that is slower than its timer would nest until the stack ends (about 40 KB a level). Deeper than this,

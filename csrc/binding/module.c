@@ -6,6 +6,7 @@
 #define CATTN_IMPORT_NUMPY
 #include "binding.h"
 #include "settings.h"
+#include "signature.h"
 #include "torch_stream.h"
 
 /* ---- state ---- */
@@ -20,13 +21,6 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
            (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;
-}
-
-bool cattn_ready(const struct binding_state *state) {
-    if (state->ready)
-        return true;
-    PyErr_SetString(PyExc_RuntimeError, "cattn is called before its import is complete, or after its end");
-    return false;
 }
 
 static bool set_helper(PyObject *helpers, const char *name, PyObject **field) {

@@ -1,11 +1,10 @@
 /* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. See rng.h. */
 #include "rng.h"
 #include "error.h"
+#include "fp_mode.h"
 #include "numbers.h"
 
 #include <math.h>
-
-#include "../fp_mode.h"
 
 /* An int is the Philox key itself. False with a ValueError: it is out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {

@@ -8,7 +8,8 @@
  */
 #include "signature.h"
 #include "attention_args.h"
-#include "binding.h"
+#include "error.h"
+#include "rowwise_args.h"
 
 /* The functions, and the table of each. The order is that of enum cattn_entry_point. */
 #define ENTRY_POINTS(E)                                                                                                \

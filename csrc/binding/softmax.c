@@ -5,10 +5,8 @@
 #include "key_ranges.h"
 #include "numbers.h"
 #include "outputs.h"
+#include "rowwise_args.h"
 
-enum { SOFTMAX_ARGUMENTS(CATTN_SLOT) N_SOFTMAX_ARGS };
-#define MASKED_SLOT(name) MASKED_##name,
-enum { MASKED_SOFTMAX_ARGUMENTS(MASKED_SLOT) N_MASKED_ARGS };
 enum { X, MASK, N_INPUTS };
 
 struct call {
@@ -143,13 +141,13 @@ PyObject *cattn_body_softmax(struct binding_state *state, PyObject **args) {
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
-    if (!PyLong_CheckExact(args[SLOT_axis])) /* the helper merges the axes into one, and calls softmax */
-        return PyObject_CallFunctionObjArgs(state->softmax_axes, args[SLOT_x], args[SLOT_axis], args[SLOT_where],
-                                            args[SLOT_scale], args[SLOT_out], NULL);
-    return finish(&call, parse_x(&call, args[SLOT_x], "x") && parse_axis(&call, args[SLOT_axis], "x") &&
-                             parse_mask(&call, args[SLOT_where], "where") &&
-                             cattn_arg_scale(args[SLOT_scale], call.type, &params.scale) &&
-                             make_output(&call, args[SLOT_out]));
+    if (!PyLong_CheckExact(args[SOFTMAX_axis])) /* the helper merges the axes into one, and calls softmax */
+        return PyObject_CallFunctionObjArgs(state->softmax_axes, args[SOFTMAX_x], args[SOFTMAX_axis],
+                                            args[SOFTMAX_where], args[SOFTMAX_scale], args[SOFTMAX_out], NULL);
+    return finish(&call, parse_x(&call, args[SOFTMAX_x], "x") && parse_axis(&call, args[SOFTMAX_axis], "x") &&
+                             parse_mask(&call, args[SOFTMAX_where], "where") &&
+                             cattn_arg_scale(args[SOFTMAX_scale], call.type, &params.scale) &&
+                             make_output(&call, args[SOFTMAX_out]));
 }
 
 static bool parse_method(struct binding_state *state, PyObject *object, enum cattn_softmax_method *method) {
@@ -168,16 +166,17 @@ PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
-    bool parsed = parse_x(&call, args[MASKED_scores], "scores");
+    bool parsed = parse_x(&call, args[MASKED_SOFTMAX_scores], "scores");
     if (parsed && call.own_nd == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
         parsed = false;
     }
     if (parsed)
         take_axis(&call, call.nd - 1);
-    return finish(&call, parsed && parse_mask(&call, args[MASKED_mask], "mask") &&
-                             parse_positions(&call, args[MASKED_is_causal], args[MASKED_query_offset]) &&
-                             cattn_arg_scale(args[MASKED_scale], call.type, &params.scale) &&
-                             parse_method(state, args[MASKED_method], &params.method) &&
-                             make_output(&call, args[MASKED_out]));
+    return finish(&call,
+                  parsed && parse_mask(&call, args[MASKED_SOFTMAX_mask], "mask") &&
+                      parse_positions(&call, args[MASKED_SOFTMAX_is_causal], args[MASKED_SOFTMAX_query_offset]) &&
+                      cattn_arg_scale(args[MASKED_SOFTMAX_scale], call.type, &params.scale) &&
+                      parse_method(state, args[MASKED_SOFTMAX_method], &params.method) &&
+                      make_output(&call, args[MASKED_SOFTMAX_out]));
 }

@@ -7,13 +7,12 @@
  */
 #include "torch_stream.h"
 #include "error.h"
+#include "fp_mode.h"
 #include "gil.h"
 #include "numbers.h"
 
 #include <math.h>
 #include <time.h>
-
-#include "../fp_mode.h"
 
 /* A waiting thread looks again after a pause, which doubles from the first to the longest. */
 #define FIRST_PAUSE_NS 20000

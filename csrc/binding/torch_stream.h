@@ -8,8 +8,7 @@
 #define CATTN_TORCH_STREAM_H
 
 #include "binding.h"
-
-#include "../torch_random.h"
+#include "torch_random.h"
 
 PyObject *cattn_torch_type(PyObject *module);
 bool cattn_torch_check(const struct binding_state *state, PyObject *rng);
