@@ -209,7 +209,7 @@ static bool import_names(struct binding_state *state) {
         {&state->cast, "cattn._input.arrays", "cast"},
         {&state->shares_memory, "cattn._input.arrays", "shares_memory"},
         {&state->refuse_masked, "cattn._input.arrays", "refuse_masked"},
-        {&state->draw_seed, "cattn._input.arrays", "draw_seed"},
+        {&state->draw_seed, "cattn._input.rng", "draw_seed"},
         {&state->attention_output, "cattn._input.types", "AttentionOutput"},
         {&state->causal_alignment_warning, "cattn._input.types", "CausalAlignmentWarning"},
         {&state->urandom, "os", "urandom"},
@@ -256,12 +256,12 @@ static bool claim_process(void) {
 
 static int module_exec(PyObject *module) {
     struct binding_state *state = cattn_state(module);
-    if (!claim_process() || PyArray_ImportNumPyAPI() < 0 || !read_environment() || !import_names(state))
+    if (!claim_process() || PyArray_ImportNumPyAPI() < 0 || !read_environment())
         return -1;
     state->bfloat16 = -1;
     state->path = CATTN_PATH_AUTO;
     state->torch_stream = cattn_torch_type(module);
-    return state->torch_stream != NULL ? 0 : -1;
+    return state->torch_stream != NULL && import_names(state) ? 0 : -1; /* the names' modules derive from the type */
 }
 
 /* Every object of the state, for traverse and clear. */

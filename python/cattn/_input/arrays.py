@@ -275,19 +275,3 @@ def shares_memory(a: Array, b: Array) -> bool:
         return np.shares_memory(a, b, max_work=limit)
     except np.exceptions.TooHardError:
         return True
-
-
-def draw_seed(rng: Any) -> int:
-    """Return the 64-bit key that rng stands for: integers are the key, generators draw one."""
-    try:
-        return operator.index(rng)
-    except TypeError:
-        pass
-    if isinstance(rng, np.ndarray):  # NumPy recurses without end into the rows of a numpy.matrix
-        rng = np.asarray(rng)
-    try:
-        generator = np.random.default_rng(rng)
-    except (TypeError, ValueError) as error:
-        wanted = "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes"
-        raise type(error)(f"rng must be {wanted}: {error}") from error
-    return int(generator.integers(0, 2**64, dtype=np.uint64))

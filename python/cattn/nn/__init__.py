@@ -18,3 +18,15 @@ __all__ = [
     "SelfAttention_v1",
     "SelfAttention_v2",
 ]
+
+# Pickles and help name the public place of a class, which stays when the files change.
+for _class in (
+    CausalAttention,
+    Dropout,
+    Linear,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    SelfAttention_v1,
+    SelfAttention_v2,
+):
+    _class.__module__ = __name__

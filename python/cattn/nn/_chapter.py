@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .._input.checks import as_dtype, as_size
+from .._input.rng import as_generator
 from .._input.types import RNG
 from ._attention import Causal, SelfAttention
-from ._layers import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
+from ._layers import Dropout, Linear, draw_uniform, project, show_dtype
 
 __all__ = [
     "CausalAttention",
