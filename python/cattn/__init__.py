@@ -9,12 +9,14 @@ array([[1.  , 0.  ],
        [0.75, 0.75]])
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
 from ._input.types import AttentionGradients, AttentionOutput, CausalAlignmentWarning
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
+from ._version import __version__
 from .cache import KVCache
 from .functional import (
     Explanation,
@@ -48,8 +50,6 @@ from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
     from . import reference
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttentionGradients",
@@ -90,6 +90,13 @@ __all__ = [
     "softmax_backward",
     "varlen_attention",
 ]
+
+
+# Pickles and help name the public place of a class, which stays when the files change.
+for _class in (AttentionGradients, AttentionOutput, CausalAlignmentWarning, Explanation, num_threads):
+    _class.__module__ = __name__
+# Pickles of an earlier layout name these modules.
+sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in ("_explain", "_layers", "_types")})
 
 
 def __getattr__(name: str) -> Any:

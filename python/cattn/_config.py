@@ -9,13 +9,12 @@ import numpy as np
 
 from . import _cattn, _threads
 from ._input.checks import is_word
+from ._version import __version__
 
 __all__ = ["show_config"]
 
 
 def _config() -> dict[str, Any]:
-    from . import __version__
-
     current = _cattn._get_isa()
     tables = [
         {

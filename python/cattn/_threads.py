@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _cattn
+from ._version import __version__
 
 __all__ = ["get_num_threads", "num_threads", "set_num_threads"]
 
@@ -44,8 +45,6 @@ def _register_threadpoolctl() -> None:
             _cattn.set_num_threads(num_threads)
 
         def get_version(self) -> str:
-            from . import __version__
-
             return __version__
 
     threadpoolctl.register(CattnController)

@@ -18,8 +18,8 @@ Array = NDArray[Any]
 class KVCache:
     """Keys and values in two arrays of fixed size, filled in place.
 
-    The cache owns the length: `append` writes behind what is there, `k` and `v` are views of what is filled. Attention
-    of the next queries over the whole cache has the bits that one pass over all tokens has.
+    The cache owns the length: `append` writes after the last token, `k` and `v` are views of the tokens so far.
+    Attention of the next queries over the whole cache has the bits of one pass over all tokens.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class KVCache:
     num_kv_heads : int
         Heads of keys and values.
     max_len : int
-        How many keys fit.
+        Number of keys that fit.
     head_dim : int
         Length of a key.
     v_head_dim : int, optional
@@ -48,13 +48,13 @@ class KVCache:
 
     Notes
     -----
-    After `truncate` with one length per sequence the lengths differ. `append` then writes each sequence behind its own
-    end, and `k` and `v` reach to the longest: shorter sequences hold old data behind their end, which
+    After `truncate` with one length per sequence the lengths differ. `append` then writes after the end of each
+    sequence, and `k` and `v` reach to the end of the longest. Shorter sequences hold old data after their end, which
     ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
-    Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only what is filled.
+    Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only the tokens so far.
 
     Examples
     --------
@@ -93,7 +93,7 @@ class KVCache:
         self._allocate()
 
     def _allocate(self) -> None:
-        # Zeros come from fresh pages, which cost nothing before they are written.
+        # numpy.zeros gets fresh pages of the operating system, which cost nothing before they are written.
         rows = (*self.batch_shape, self.num_kv_heads, self.max_len)
         try:
             self._k = np.zeros((*rows, self.head_dim), self.dtype)
@@ -106,8 +106,8 @@ class KVCache:
         self._set_lengths(np.zeros(self.batch_shape, np.int64), 0)
 
     def _set_lengths(self, lengths: ArrayLike, longest: int) -> None:
-        self._lengths = np.asarray(lengths, np.int64)  # arithmetic makes scalars of () arrays
-        self._longest = longest  # of an empty batch too
+        self._lengths = np.asarray(lengths, np.int64)  # arithmetic on an array of shape () gives a scalar
+        self._longest = longest  # also if the batch is empty
         self._ragged = self._lengths.size > 0 and int(self._lengths.min()) != longest
 
     @property
@@ -131,28 +131,28 @@ class KVCache:
         return self._k.nbytes + self._v.nbytes
 
     def query_offset(self) -> int | NDArray[np.int64]:
-        """Return the position of the next token: an int where all sequences are equally long, else an array.
+        """Return the position of the next token: an int if all sequences are equally long, else an array.
 
-        Asked before `append`, it is the `query_offset` of the queries that belong to the appended keys.
+        Called before `append`, it is the `query_offset` of the queries that belong to the appended keys.
         """
         return self.lengths if self._ragged else self._longest
 
     def append(self, key: ArrayLike, value: ArrayLike) -> None:
-        """Write keys and values behind what is there.
+        """Write keys and values after the last token of each sequence.
 
         Parameters
         ----------
         key : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``
-            In the cache's dtype, or a narrower one.
+            Keys, in the cache's dtype or a narrower one.
         value : array_like, shape ``(*batch_shape, num_kv_heads, T, v_head_dim)``
-            As key.
+            Values, as key.
 
         Raises
         ------
         TypeError
             The cache's dtype cannot hold theirs.
         ValueError
-            Another shape, or more tokens than fit. Nothing was written then.
+            Another shape, or more tokens than fit. The cache is unchanged then.
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
@@ -199,7 +199,7 @@ class KVCache:
         return result
 
     def truncate(self, n: int | ArrayLike) -> None:
-        """Forget what lies behind the first n tokens.
+        """Forget all but the first n tokens.
 
         Parameters
         ----------
@@ -212,9 +212,9 @@ class KVCache:
         TypeError
             n is no integer.
         ValueError
-            n is negative or more than there is.
+            n is negative, or larger than a length.
         """
-        wanted = _asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n, "n")  # beyond int64, too
+        wanted = _asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n, "n")  # n may exceed int64
         if wanted.dtype.kind not in "iu" and wanted.size > 0:
             raise TypeError(f"n must be an int or an integer array, got dtype {wanted.dtype}")
         try:
@@ -231,7 +231,7 @@ class KVCache:
         self._set_lengths(new, int(new.max(initial=0)) if new.size else min(self._longest, int(wanted.max(initial=0))))
 
     def reset(self) -> None:
-        """Forget everything; the memory is kept."""
+        """Forget all tokens. The memory stays allocated."""
         self._set_lengths(np.zeros(self.batch_shape, np.int64), 0)
 
     def _show_lengths(self) -> str:
@@ -245,8 +245,8 @@ class KVCache:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return kept | {"k": self.k, "v": self.v, "lengths": self._lengths}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return public | {"k": self.k, "v": self.v, "lengths": self._lengths}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         k, v, lengths = (state[name] for name in ("k", "v", "lengths"))

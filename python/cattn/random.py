@@ -1,7 +1,7 @@
-"""PyTorch's CPU random numbers without PyTorch: the generator, and the one that all modules share.
+"""PyTorch's CPU random numbers without PyTorch: the generator class, and the generator that all modules share.
 
-The same seed gives the same numbers as torch 2.13 on x86-64 with AVX2, bit for bit, on every machine. All that is
-drawn goes through the C type ``_cattn.TorchStream``; here shapes, dtypes and defaults are settled.
+The same seed gives the same numbers as torch 2.13 on x86-64 with AVX2, bit for bit, on every machine. The C type
+``_cattn.TorchStream`` draws them; this file checks shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _allocate(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _empty(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array to fill, float32 or float64."""
+    """Return an uninitialised array of float32 or float64."""
     kind = as_dtype(dtype)
     if np.dtype(dtype) != kind:  # another byte order
         raise TypeError(f"dtype must be float32 or float64, got {np.dtype(dtype)}")
@@ -60,9 +60,9 @@ def _integer(value: object, name: str) -> int:
 class TorchGenerator(_cattn.TorchStream):
     """A random generator that draws what PyTorch's CPU generator draws from the same seed.
 
-    Every method takes its numbers from one sequence, as a script does after ``torch.manual_seed(seed)``. A call that
-    raises leaves the generator as it was. Threads may share one: each call draws all of its numbers in a run.
-    Generators can be pickled and copied; a copy goes on from the same place by itself.
+    All methods draw from one sequence of numbers, as scripts do after ``torch.manual_seed(seed)``. A call that raises
+    leaves the generator as it was. Threads may share a generator: each call draws its numbers without interruption.
+    Generators can be pickled and copied; a copy continues independently from the same place.
 
     Parameters
     ----------
@@ -70,19 +70,19 @@ class TorchGenerator(_cattn.TorchStream):
         From -2**63 to 2**64 - 1, as ``torch.manual_seed`` takes it; negative seeds are read in two's complement. Seeds
         that agree in their low 32 bits give the same numbers.
     dropout : {"aten", "mkl"}
-        How dropout masks are drawn: as by current builds, or as by older x86 builds that called Intel's MKL. Nothing
-        else depends on it.
+        How dropout masks are drawn: as current builds of PyTorch do, or as older x86 builds with Intel's MKL do. Only
+        dropout masks depend on it.
 
     Raises
     ------
     TypeError, ValueError
-        seed is not an int, or out of range; dropout is another word.
+        seed is not an int, or out of range; dropout is neither of the two.
 
     Notes
     -----
     Numbers come from the Mersenne Twister MT19937 (Matsumoto and Nishimura, 1998). Sizes are given as ints or as one
     tuple; arrays are filled in row-major order, as PyTorch fills contiguous tensors. float64 ``randn`` and sizes below
-    16 use the logarithm, sine and cosine of the C library, as PyTorch does: their last bit is that of the platform.
+    16 use the logarithm, sine and cosine of the C library, as PyTorch does: the last bit depends on the platform.
 
     Examples
     --------
@@ -106,7 +106,7 @@ class TorchGenerator(_cattn.TorchStream):
         Parameters
         ----------
         *size : ints, or one tuple of ints
-            Shape of the result; nothing gives a 0-dimensional array.
+            Shape of the result. Without sizes it is a 0-dimensional array.
         dtype : dtype
             float32 or float64.
 
@@ -117,10 +117,8 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            size does not hold ints, dtype is another.
-        ValueError
-            size is negative.
+        TypeError, ValueError
+            size does not hold ints or is negative, or dtype is another.
 
         Examples
         --------
@@ -136,7 +134,7 @@ class TorchGenerator(_cattn.TorchStream):
         Parameters
         ----------
         *size : ints, or one tuple of ints
-            Shape of the result; nothing gives a 0-dimensional array.
+            Shape of the result. Without sizes it is a 0-dimensional array.
         dtype : dtype
             float32 or float64.
 
@@ -146,15 +144,13 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            size does not hold ints, dtype is another.
-        ValueError
-            size is negative.
+        TypeError, ValueError
+            size does not hold ints or is negative, or dtype is another.
 
         Notes
         -----
-        Fewer than 16 numbers are drawn in pairs (Box and Muller, 1958), and an odd one waits for the next such call.
-        From 16 on they come 16 at a time, by polynomials in float32.
+        Fewer than 16 numbers are drawn in pairs (Box and Muller, 1958); an odd one is kept for the next such call. From
+        16 on they are drawn 16 at a time, by polynomials in float32.
 
         Examples
         --------
@@ -172,7 +168,7 @@ class TorchGenerator(_cattn.TorchStream):
         low, high : float
             Finite, low <= high.
         *size : ints, or one tuple of ints
-            Shape of the result; nothing gives a 0-dimensional array.
+            Shape of the result. Without sizes it is a 0-dimensional array.
         dtype : dtype
             float32 or float64.
 
@@ -182,10 +178,9 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            size does not hold ints, low or high is no number, dtype is another.
-        ValueError
-            low is above high, one of them or their difference is not finite in dtype, size is negative.
+        TypeError, ValueError
+            size does not hold ints or is negative, low or high is not a number, low is above high, one of them or their
+            difference is not finite in dtype, or dtype is another.
 
         Examples
         --------
@@ -212,7 +207,7 @@ class TorchGenerator(_cattn.TorchStream):
         size : int or tuple of ints
             Shape of the result.
         dtype : dtype
-            Of integers; it must hold low and high - 1.
+            An integer type that holds low and high - 1.
 
         Returns
         -------
@@ -221,9 +216,9 @@ class TorchGenerator(_cattn.TorchStream):
         Raises
         ------
         TypeError
-            low, high or size is not an int, size is missing, dtype is not an integer type.
+            low, high or size is not an int, size is missing, or dtype is not an integer type.
         ValueError
-            low is not below high, dtype cannot hold the numbers, size is negative.
+            low is not below high, dtype cannot hold the numbers, or size is negative.
 
         Notes
         -----
@@ -257,7 +252,7 @@ class TorchGenerator(_cattn.TorchStream):
         return narrow
 
     def bernoulli(self, p: ArrayLike, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """Draw ones with probability p, else zeros.
+        """Draw ones with probability p, and zeros otherwise.
 
         Parameters
         ----------
@@ -265,9 +260,9 @@ class TorchGenerator(_cattn.TorchStream):
             In [0, 1]. A number: as ``tensor.bernoulli_(p)``, 64 random bits for each element. An array: as
             ``torch.bernoulli(p)``, 32 bits in float32 and 64 in float64; integers and lists become float64.
         *size : ints, or one tuple of ints
-            Shape of the result if p is a number; an array has its own.
+            Shape of the result, if p is a number.
         dtype : dtype
-            float32 or float64, of the result if p is a number; an array has its own.
+            float32 or float64, the dtype of the result, if p is a number.
 
         Returns
         -------
@@ -275,10 +270,8 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            size does not hold ints or is given with an array, p is not real, dtype is another.
-        ValueError
-            p is outside [0, 1], size is negative.
+        TypeError, ValueError
+            size does not hold ints, is negative or is given with an array, p is not in [0, 1], or dtype is another.
 
         Examples
         --------
@@ -290,7 +283,7 @@ class TorchGenerator(_cattn.TorchStream):
             return self._bernoulli(_empty(size, dtype), p)
         if size:
             raise TypeError("size is that of p where p is an array: leave it out")
-        each = np.array(as_array(p, "p"), order="C")  # writable: what C fills is checked as what it reads
+        each = np.array(as_array(p, "p"), order="C")  # a copy: C accepts only writable arrays
         if each.itemsize < 4:
             raise TypeError("p must be float32 or float64 where it is an array, got halves")
         if not np.all((each >= 0) & (each <= 1)):
@@ -320,12 +313,12 @@ class TorchGenerator(_cattn.TorchStream):
         Raises
         ------
         TypeError, ValueError
-            A size is not an int, or negative; dtype is another.
+            A size is not an int, or negative, or dtype is another.
 
         Notes
         -----
-        The bound of the weight is computed as PyTorch does (He et al., 2015, with a slope of sqrt(5)), which differs
-        from that of the bias in its last bit for some sizes.
+        The bound of the weight is computed as PyTorch does (He et al., 2015, with a slope of sqrt(5)). For some sizes
+        it differs from the bound of the bias in the last bit.
 
         Examples
         --------
@@ -350,9 +343,9 @@ class TorchGenerator(_cattn.TorchStream):
         Parameters
         ----------
         p : float
-            Probability of an element to be dropped, in [0, 1]. 0 and 1 draw nothing.
+            Probability of dropping an element, in [0, 1]. 0 and 1 draw nothing.
         *size : ints, or one tuple of ints
-            Shape of what is dropped out.
+            Shape of the mask.
 
         Returns
         -------
@@ -360,10 +353,8 @@ class TorchGenerator(_cattn.TorchStream):
 
         Raises
         ------
-        TypeError
-            size does not hold ints, p is no number.
-        ValueError
-            p is outside [0, 1], size is negative.
+        TypeError, ValueError
+            size does not hold ints or is negative, or p is not a number in [0, 1].
 
         Examples
         --------
@@ -384,7 +375,7 @@ class TorchGenerator(_cattn.TorchStream):
         return self._settings()[0]
 
     def manual_seed(self, seed: int) -> TorchGenerator:
-        """Start anew from seed, and return the generator; `dropout` stays what it is.
+        """Start again from seed, and return the generator. `dropout` does not change.
 
         Parameters
         ----------
@@ -395,13 +386,13 @@ class TorchGenerator(_cattn.TorchStream):
         return self
 
     def get_state(self) -> NDArray[np.uint8]:
-        """Return the state as PyTorch has it.
+        """Return the state in PyTorch's format.
 
         Returns
         -------
         ndarray of uint8, shape (5056,)
-            What ``torch.get_rng_state()`` holds at this place; ``torch.set_rng_state(torch.from_numpy(state))`` goes on
-            from it. `dropout` is not part of it.
+            The state that ``torch.get_rng_state()`` returns at this place; PyTorch continues from it after
+            ``torch.set_rng_state(torch.from_numpy(state))``. `dropout` is not part of it.
 
         Examples
         --------
@@ -416,7 +407,7 @@ class TorchGenerator(_cattn.TorchStream):
         return self._get_state()
 
     def set_state(self, state: ArrayLike) -> None:
-        """Go on from a state of `get_state` or of ``torch.get_rng_state()``.
+        """Continue from a state of `get_state` or of ``torch.get_rng_state()``.
 
         Parameters
         ----------
@@ -428,7 +419,7 @@ class TorchGenerator(_cattn.TorchStream):
         TypeError
             state is not uint8.
         ValueError
-            state has another size, or holds no valid state; the generator is as it was.
+            state has another size, or is not valid. The generator is as it was.
         """
         array = _asarray(state, "state")
         if array.dtype != np.uint8:
@@ -444,7 +435,7 @@ class TorchGenerator(_cattn.TorchStream):
 
 
 def _restored(kind: type[TorchGenerator], dropout: str, state: NDArray[np.uint8]) -> TorchGenerator:
-    """Rebuild what was pickled or copied."""
+    """Rebuild a generator from its pickle. Pickles name this function: do not rename it."""
     generator = kind.__new__(kind)
     generator._seed(0, dropout)
     generator.set_state(state)
@@ -456,7 +447,7 @@ _default_lock = threading.Lock()
 
 
 def default_generator() -> TorchGenerator:
-    """Return the generator that all modules draw from unless they are given one.
+    """Return the generator that all modules without a generator of their own draw from.
 
     Before the first `cattn.manual_seed` it is seeded from the system's entropy.
 
@@ -479,7 +470,7 @@ def default_generator() -> TorchGenerator:
 
 
 def manual_seed(seed: int) -> TorchGenerator:
-    """Seed the generator that all modules draw from, as ``torch.manual_seed`` does.
+    """Seed the generator that all modules share, as ``torch.manual_seed`` does.
 
     Parameters
     ----------
@@ -489,7 +480,7 @@ def manual_seed(seed: int) -> TorchGenerator:
     Returns
     -------
     TorchGenerator
-        That generator: ``rng=cattn.manual_seed(123)`` draws from it.
+        The generator, so that ``rng=cattn.manual_seed(123)`` draws from it.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""What the fast path in C does not take as it is: array-likes, other dtypes, subclasses, masks, offsets, generators.
+"""Conversion of arguments that the C code cannot read directly: array-likes, other dtypes, subclasses, masks, offsets.
 
-The C code calls these functions with the object, the argument's name (for messages) and "f" or "d", the type it
-computes in. They return exact ndarrays: native, aligned, strides in whole elements.
+The C code calls these functions with the object, the argument's name (for error messages) and "f" or "d", the dtype it
+computes in. They return exact ndarrays: native byte order, aligned, with strides in whole elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fp_mode import in_default_mode
 Array = NDArray[Any]
 
 _MASKS = ("attn_mask", "mask", "where", "bias")
-_ITS_MASK = {  # what takes the mask of a numpy.ma array, where something does
+_MASK_ADVICE = {  # the argument that can take the mask of a numpy.ma array
     **{x: f" and attn_mask=~{x}.mask as (..., T_q, T_k), True = keep" for x in ("query", "key", "value")},
     "scores": " and mask=~scores.mask (True = keep)",
     "x": ", and to softmax where=~x.mask (True = keep)",
@@ -35,22 +35,22 @@ def refuse_masked(obj: object, name: str) -> None:
     if name in _MASKS:
         cure = f"{name}.filled({'-np.inf' if obj.dtype.kind == 'f' else False}), which hides what it masks"
     else:
-        cure = f"{name}.data{_ITS_MASK.get(name, '')}"
+        cure = f"{name}.data{_MASK_ADVICE.get(name, '')}"
     raise TypeError(f"{name} is a masked array (numpy.ma): pass {cure}")
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether dtype is the bfloat16 of the package ml_dtypes, which is not imported for the question."""
+    """Return whether dtype is the bfloat16 of ml_dtypes, without importing that package."""
     ml_dtypes = sys.modules.get("ml_dtypes")
     return ml_dtypes is not None and dtype == ml_dtypes.bfloat16
 
 
-def load_bfloat16(asked: str) -> Any:
-    """Return the type bfloat16 of ml_dtypes; `asked` says in the message who wants it."""
+def load_bfloat16(reason: str) -> Any:
+    """Return the type bfloat16 of ml_dtypes. The error message starts with the reason for the import."""
     try:
         from ml_dtypes import bfloat16
     except ImportError:
-        raise TypeError(f"{asked}, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')") from None
+        raise TypeError(f"{reason}, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')") from None
     return bfloat16
 
 
@@ -62,7 +62,7 @@ def _from_torch(tensor: Any, name: str) -> Array:
             f"{name} is a tensor that requires grad, which would be lost: pass {name}.detach(); "
             f"cattn.integrations.torch has attention with gradients"
         )
-    # NumPy has no bfloat16 to read it with
+    # NumPy has no bfloat16 of its own
     bfloat16 = load_bfloat16(f"{name} is a tensor of bfloat16") if tensor.dtype is torch.bfloat16 else None
     try:
         return np.asarray(tensor) if bfloat16 is None else np.asarray(tensor.view(torch.int16)).view(bfloat16)
@@ -71,7 +71,7 @@ def _from_torch(tensor: Any, name: str) -> Array:
 
 
 def _asarray(obj: Any, name: str) -> Array:
-    """Return obj as an exact ndarray of whatever dtype, without a copy where that is possible."""
+    """Return obj as an exact ndarray of any dtype, without a copy if possible."""
     refuse_masked(obj, name)
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
@@ -87,12 +87,12 @@ def _asarray(obj: Any, name: str) -> Array:
         return np.asarray(obj)
     except TypeError as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
-    except ValueError as error:  # lists of unequal lengths
+    except ValueError as error:  # nested lists of unequal lengths
         raise ValueError(f"{name} cannot be read as an array: {error}") from error
 
 
 def shape_of(obj: Any, name: str) -> tuple[int, ...]:
-    """Return the shape of what an argument holds, () where it is None."""
+    """Return the shape of an argument, () if it is None."""
     return () if obj is None else _asarray(obj, name).shape
 
 
@@ -114,8 +114,8 @@ def _from_dlpack(obj: Any, name: str) -> Array:
         raise TypeError(f"{name} cannot be read by DLPack: {error}") from error
 
 
-def _once(array: Array) -> Array:
-    """Return array with size 1 along the axes of stride 0: what is broadcast is converted once."""
+def _without_repetition(array: Array) -> Array:
+    """Return array with size 1 along the axes of stride 0, so that each element of memory is converted once."""
     if 0 not in array.strides:
         return array
     sizes = zip(array.shape, array.strides, strict=True)
@@ -123,22 +123,23 @@ def _once(array: Array) -> Array:
 
 
 def _broadcast(array: Array, shape: tuple[int, ...]) -> Array:
-    """Undo `_once`."""
+    """Undo `_without_repetition`."""
     return array if array.shape == shape else np.broadcast_to(array, shape)
 
 
-_quiet = np.errstate(all="ignore")  # NaN, overflow and underflow are values here, whatever the caller has set
+# NaN, overflow and underflow are results here, so the caller's settings must not make errors of them.
+_quiet = np.errstate(all="ignore")
 
 
 @in_default_mode
 @_quiet
 def cast(array: Array, name: str, dtype: DTypeLike) -> Array:
-    """Convert to dtype; what is broadcast stays broadcast."""
-    return _broadcast(_once(array).astype(dtype), array.shape)
+    """Convert to dtype. Axes of stride 0 keep it."""
+    return _broadcast(_without_repetition(array).astype(dtype), array.shape)
 
 
-def _behaved(array: Array, name: str) -> Array:
-    """Return array, or a copy that is native, aligned and has strides in whole elements."""
+def _as_readable(array: Array, name: str) -> Array:
+    """Return array if C can read it, else a copy that is native, aligned and has strides in whole elements."""
     whole = all(
         size <= 1 or stride % array.itemsize == 0 for size, stride in zip(array.shape, array.strides, strict=True)
     )
@@ -147,12 +148,12 @@ def _behaved(array: Array, name: str) -> Array:
     return cast(array, name, array.dtype.newbyteorder("="))
 
 
-def _refuse_dtype(array: Array, name: str) -> TypeError:
-    """Name the dtype, and what would do instead."""
+def _dtype_error(array: Array, name: str) -> TypeError:
+    """Return the error that names the dtype and how to convert it."""
     dtype = array.dtype
-    if dtype.kind == "O" and array.ndim == 0:  # None, a dict, a generator: no array at all
+    if dtype.kind == "O" and array.ndim == 0:  # None, a dict or a generator, but not an array
         return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
-    if dtype.name.startswith("float") and dtype.itemsize < 4:  # the small ones of ml_dtypes, whatever their kind
+    if dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":
         cure = f"pass {name}.astype(np.float64)"
@@ -164,17 +165,17 @@ def _refuse_dtype(array: Array, name: str) -> TypeError:
 
 
 def as_array(obj: object, name: str, dtype: str = "d") -> Array:
-    """Return obj in one of the dtypes that attention takes; booleans, integers and lists of them become float64."""
+    """Return obj in one of the dtypes that attention takes. Booleans, integers and lists of them become float64."""
     array = _asarray(obj, name)
     if array.dtype.kind in "biu":
         return cast(array, name, "d")
     if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
-        raise _refuse_dtype(array, name)
-    return _behaved(array, name)
+        raise _dtype_error(array, name)
+    return _as_readable(array, name)
 
 
 def common_dtype(arrays: Iterable[Array], names: str) -> np.dtype[Any]:
-    """Return the dtype of what is computed of all of them."""
+    """Return the dtype of a result that is computed from all arrays."""
     dtypes = {array.dtype for array in arrays}
     wide = {dtype for dtype in dtypes if dtype.itemsize > 2}
     if len(dtypes) > 1 and not wide:
@@ -186,15 +187,15 @@ def common_dtype(arrays: Iterable[Array], names: str) -> np.dtype[Any]:
 
 @_quiet
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
-    """Convert an additive mask; what is finite stays finite, so finfo(float64).min does not turn into -inf."""
+    """Convert an additive mask. Finite numbers stay finite, so that finfo(float64).min does not become -inf."""
     if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
         cure = f": pass {name}.astype(np.float64)" if array.dtype.kind in "iuf" else ""
         raise TypeError(
             f"{name} has dtype {array.dtype}; additive masks are float16, bfloat16, float32 or float64{cure}"
         )
     if array.dtype == np.dtype(dtype):
-        return _behaved(array, name)
-    once = _once(array)
+        return _as_readable(array, name)
+    once = _without_repetition(array)
     result = once.astype(dtype)
     if once.itemsize > result.itemsize and np.isinf(result).any():
         limit = np.finfo(result.dtype).max
@@ -206,7 +207,7 @@ def as_mask(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask (True = keep), or a float mask in dtype."""
     array = _asarray(obj, name)
     if array.dtype.kind == "b":
-        return _behaved(array, name)
+        return _as_readable(array, name)
     if array.dtype.kind in "iu":
         raise TypeError(
             f"{name} has dtype {array.dtype}; masks are boolean (True = keep) or float (added to the scores): "
@@ -229,13 +230,13 @@ def as_bool(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask."""
     array = _asarray(obj, name)
     if array.dtype.kind == "b":
-        return _behaved(array, name)
+        return _as_readable(array, name)
     cure = f"pass {name}.astype(bool)" if array.dtype.kind in "iu" else "it must be boolean"
     raise TypeError(f"{name} has dtype {array.dtype}; True = keep: {cure}")
 
 
 def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
-    """Return an int, or an int64 array of the caller's shape (a copy: nobody changes it later), within bounds."""
+    """Return an int, or an int64 array of the caller's shape (a copy that nobody else changes), within bounds."""
     if isinstance(obj, (bool, np.bool_)):
         raise TypeError(f"{name} must be an int or an integer array, got bool")
     try:
@@ -253,11 +254,11 @@ def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
 
 
 def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:
-    """Return alibi_slopes or sinks in the compute dtype (a copy), after a look at every number."""
+    """Return alibi_slopes or sinks in the compute dtype (a copy). Check every number."""
     given = as_array(obj, name)
     if given.ndim == 0:
         raise ValueError(f"{name} must have one number for each query head, shape (H,), got one number")
-    array: Array = np.array(_as_float_mask(given, name, dtype))  # what is finite stays finite
+    array: Array = np.array(_as_float_mask(given, name, dtype))  # keeps finite numbers finite
     allowed = np.isneginf(array) if name == "sinks" else np.zeros(array.shape, bool)
     wrong = ~(np.isfinite(array) | allowed)
     if name == "alibi_slopes":
@@ -269,25 +270,9 @@ def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:
 
 
 def shares_memory(a: Array, b: Array) -> bool:
-    """Whether two arrays have a byte in common; True where the answer would take too long."""
-    limit: Any = 10_000  # stubs of NumPy know only -1 and 0
+    """Return whether two arrays have a byte in common, or True if the answer would take too long."""
+    limit: Any = 10_000  # NumPy's type stubs allow only -1 and 0
     try:
         return np.shares_memory(a, b, max_work=limit)
     except np.exceptions.TooHardError:
         return True
-
-
-def draw_seed(rng: Any) -> int:
-    """Return the 64-bit key that rng stands for: integers are the key, generators draw one."""
-    try:
-        return operator.index(rng)
-    except TypeError:
-        pass
-    if isinstance(rng, np.ndarray):  # NumPy recurses without end into the rows of a numpy.matrix
-        rng = np.asarray(rng)
-    try:
-        generator = np.random.default_rng(rng)
-    except (TypeError, ValueError) as error:
-        wanted = "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes"
-        raise type(error)(f"rng must be {wanted}: {error}") from error
-    return int(generator.integers(0, 2**64, dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Sizes and dtypes that classes are made with."""
+"""Checks of sizes, dtypes and words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arrays import is_bfloat16, load_bfloat16
 
 
 def is_word(value: object, word: str) -> bool:
-    """Is value this string? Arrays, which compare element by element, are none."""
+    """Return whether value is this string. Arrays compare element by element, so `==` alone would not do."""
     return isinstance(value, str) and value == word
 
 
@@ -22,13 +22,13 @@ def as_int(value: object, name: str) -> int:
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, SupportsIndex):
         try:
             return operator.index(value)
-        except TypeError:  # arrays have the method, and use it only where they hold one integer
+        except TypeError:  # an array has __index__, which works only if it holds one integer
             pass
     raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
 def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsize) -> int:
-    """Return value as an int of at least `minimum` and at most `maximum`, which may be the size of an array."""
+    """Return value as an int from minimum to maximum."""
     size = as_int(value, name)
     if size < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {size}")
@@ -38,8 +38,8 @@ def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsi
 
 
 def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
-    """Return dtype, one of the two that cattn computes in, or also of those that it stores."""
-    wanted: Any = dtype  # numpy.dtype takes None for float64, which is no default here
+    """Return dtype if it is float32 or float64, or with `halves` also float16 or bfloat16."""
+    wanted: Any = dtype  # numpy.dtype(None) is float64, but None is not a dtype here
     if halves and is_word(dtype, "bfloat16"):
         wanted = load_bfloat16("dtype is bfloat16")
     allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"

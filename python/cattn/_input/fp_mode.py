@@ -1,4 +1,4 @@
-"""The floating-point mode that results are promised in, for what Python computes."""
+"""The floating-point mode of computations in Python: the one that the promised results assume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def in_default_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Let function round to nearest and keep subnormals, as the kernels do, whatever its caller has set."""
+    """Make function round to nearest and keep subnormals, as the kernels do, in any mode that the caller has set."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

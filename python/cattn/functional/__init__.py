@@ -1,7 +1,7 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from .. import _cattn
-from .._input import arrays
+from .._input import arrays, rng
 from .._input.types import AttentionOutput, CausalAlignmentWarning
 from ._attention import (
     attention_weights,
@@ -49,7 +49,7 @@ _cattn._register_helpers(
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
-    draw_seed=arrays.draw_seed,
+    draw_seed=rng.draw_seed,
     attention_output=AttentionOutput,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,

@@ -1,7 +1,7 @@
-"""PyTorch: attention by cattn on CPU tensors, with gradients, under ``torch.compile``, in the place of PyTorch's own.
+"""Attention by cattn on PyTorch's CPU tensors: with gradients, under ``torch.compile``, and in place of PyTorch's own.
 
-Two custom operators, forward and backward, both of which PyTorch can trace. Memory is shared, not copied: PyTorch's
-tensors are read where they lie, and NumPy's results become tensors.
+Two custom operators, forward and backward, which PyTorch can trace. Memory is shared, not copied: cattn reads PyTorch's
+tensors in place, and its results become tensors.
 """
 
 from __future__ import annotations
@@ -43,15 +43,21 @@ def _as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _options(
+# The arguments of both operators, without a repetition of the list in every function that takes them.
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
+_OPTIONS = "Tensor seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa, bool lower_right=False"
+
+
+def _read_options(
     attn_mask: Tensor | None,
     seed: Tensor,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    lower_right: bool,
+    lower_right: bool = False,
 ) -> dict[str, Any]:
+    """Return the keyword arguments of cattn's functions. PyTorch leaves out a last argument that has its default."""
     if attn_mask is not None:
         _check_mask_type(attn_mask)
     return {
@@ -99,31 +105,22 @@ def _read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> tuple[Tensor | N
 def _row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """Return the shape of the output without its last axis."""
     heads = enable_gqa and query.ndim > 2
-    shared = 3 if heads else 2  # grouped heads are those of the query
+    shared = 3 if heads else 2  # grouped heads do not broadcast: the output has those of the query
     broadcast_shapes: Any = torch.broadcast_shapes  # has no types
-    lead = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
+    batch = broadcast_shapes(*(t.shape[:-shared] for t in (query, key, value)))
     if heads and query.shape[-3] == 1:  # one query head for all heads of keys
-        return (*lead, *broadcast_shapes(key.shape[-3:-2], value.shape[-3:-2]), query.shape[-2])
-    return (*lead, *query.shape[-shared:-1])
+        return (*batch, *broadcast_shapes(key.shape[-3:-2], value.shape[-3:-2]), query.shape[-2])
+    return (*batch, *query.shape[-shared:-1])
 
 
-@torch.library.custom_op("cattn::attention", mutates_args=(), device_types="cpu")
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    seed: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lower_right: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and its log-sum-exp, that in float64 for the gradients' sake."""
+@torch.library.custom_op(
+    "cattn::attention", mutates_args=(), device_types="cpu", schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *options: Any) -> Any:
+    """Return the output and the log-sum-exp, which is float64 because the gradients need its digits."""
     try:
-        rows = _row_shape(query, key, value, enable_gqa)
-    except RuntimeError:  # shapes that do not fit, of which the call says more
+        rows = _row_shape(query, key, value, enable_gqa=options[4])
+    except RuntimeError:  # cattn's own error names the argument whose shape is wrong
         rows = ()
     lse = np.empty(rows, np.float64)
     result = cattn.scaled_dot_product_attention(
@@ -132,71 +129,43 @@ def _attention(
         _as_array(value),
         return_lse=True,
         out=cattn.AttentionOutput(lse=lse),
-        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, lower_right),
+        **_read_options(attn_mask, *options),
     )
     assert result.out is not None
     return _as_tensor(result.out, query.dtype), torch.from_numpy(lse)
 
 
-@torch.library.custom_op("cattn::attention_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op(
+    "cattn::attention_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def _attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lower_right: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and an additive mask (else an empty tensor)."""
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, out: Tensor, lse: Tensor,
+    *options: Any,
+) -> Any:  # fmt: skip
+    """Return the gradients of query, key, value and an additive mask, or an empty tensor if there is no such mask."""
     grads = cattn.attention_backward(
-        *map(_as_array, (grad_out, query, key, value, out, lse)),
-        **_options(attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, lower_right),
+        *map(_as_array, (grad_out, query, key, value, out, lse)), **_read_options(attn_mask, *options)
     )
     mask = torch.empty(0) if grads.bias is None else torch.from_numpy(grads.bias)
     if attn_mask is not None and grads.bias is not None:
         mask = mask.to(attn_mask.dtype)
-    return (*(_as_tensor(grad, query.dtype) for grad in grads[:3]), mask)  # type: ignore[return-value]
+    return (*(_as_tensor(grad, query.dtype) for grad in grads[:3]), mask)
 
 
 @_attention.register_fake
-def _shapes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    seed: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lower_right: bool = False,
+def _output_shapes(
+    query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    rows = _row_shape(query, key, value, enable_gqa)
+    rows = _row_shape(query, key, value, enable_gqa=options[4])
     return query.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=torch.float64)
 
 
 @_attention_backward.register_fake
 def _gradient_shapes(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    lower_right: bool = False,
+    _grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool
     mask = attn_mask.new_empty(attn_mask.shape) if additive and attn_mask is not None else torch.empty(0)
@@ -220,12 +189,12 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode differentiation is at work: PyTorch drops the tangents at custom operators, silently."""
+    """Return whether forward-mode differentiation is active: custom operators drop the tangents without an error."""
     return not torch.compiler.is_compiling() and _unpack_dual(tensor).tangent is not None
 
 
 def _is_transformed(tensor: Tensor) -> bool:
-    """Whether ``torch.func.grad`` or one of its kind is at work, which custom operators cannot be taken through."""
+    """Return whether ``torch.func.grad`` or a similar transform is active, which custom operators do not support."""
     functorch = torch._C._functorch
     while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_gradtrackingtensor(tensor):
@@ -234,16 +203,16 @@ def _is_transformed(tensor: Tensor) -> bool:
     return False
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _check(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":  # of a mask on "meta", PyTorch would make a result that nobody computed
+    if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
         raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
-    if not _is_strided(tensor):
+    if not _is_dense(tensor):
         raise TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
     if _has_tangent(tensor):
         raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
@@ -252,7 +221,7 @@ def _check(tensor: Any, name: str) -> None:
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the tensor's dtype, or that which autocast, where it is on, gives to PyTorch's own function."""
+    """Return the dtype to compute in: autocast, if active, casts the tensor as it does for PyTorch's own function."""
     lowered = torch.is_autocast_enabled("cpu") and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return torch.get_autocast_dtype("cpu") if lowered else tensor.dtype
 
@@ -267,13 +236,13 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention of CPU tensors: PyTorch's function of this name, by cattn.
+    """Compute attention of CPU tensors by cattn, with the arguments of PyTorch's function of this name.
 
     Parameters
     ----------
     query : Tensor, shape (..., T_q, head_dim)
-        On the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64, as key and value. Under
-        ``torch.autocast`` all but float64 is cast first, as for PyTorch's own function.
+        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
+        dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
     key : Tensor, shape (..., T_k, head_dim)
         Keys.
     value : Tensor, shape (..., T_k, d_v)
@@ -282,8 +251,8 @@ def scaled_dot_product_attention(
         Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
     dropout_p : float
-        Probability of a weight to be dropped. The key of the mask is drawn from PyTorch's default generator, so that
-        ``torch.manual_seed`` and checkpointing repeat it; the mask itself is cattn's, not PyTorch's.
+        Probability of dropping a weight. The seed of the dropout mask is drawn from PyTorch's default generator, so
+        that ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
     is_causal : bool
         Query i sees the keys j <= i.
     scale : float, optional
@@ -294,7 +263,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, shape (..., T_q, d_v)
-        Differentiable once, in query, key, value and an additive mask. A query that sees no key gets 0.
+        Differentiable once, in query, key, value and an additive mask. The output of a query that sees no key is 0.
 
     Raises
     ------
@@ -302,11 +271,11 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
-        In forward-mode differentiation, and under ``torch.func.grad`` and its kind.
+        In forward-mode differentiation, and under ``torch.func.grad`` and similar transforms.
 
     Notes
     -----
-    Threads are those of `cattn.set_num_threads`. Gradients have the same bits for any number of them.
+    `cattn.set_num_threads` sets the number of threads. Gradients have the same bits for any number of them.
 
     Examples
     --------
@@ -335,7 +304,7 @@ def scaled_dot_product_attention(
         _check_mask_type(attn_mask)
         attn_mask = attn_mask.to(_dtype_of(attn_mask))
     query, key, value = (tensor.to(_dtype_of(tensor)) for tensor in (query, key, value))
-    # plain Python, which PyTorch's compiler can trace; the range is looked at by the operator
+    # Plain Python, which PyTorch's compiler can trace. The operator checks the range.
     if not isinstance(dropout_p, (int, float, np.floating)):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
     if not isinstance(is_causal, bool):
@@ -350,7 +319,7 @@ def scaled_dot_product_attention(
 
 
 def _is_ours(tensor: Any) -> bool:
-    if not _is_plain(tensor) or tensor.device.type != "cpu" or not _is_strided(tensor):
+    if not _is_plain(tensor) or tensor.device.type != "cpu" or not _is_dense(tensor):
         return False
     return not _has_tangent(tensor) and not _is_transformed(tensor)
 
@@ -362,10 +331,9 @@ def _are_shapes_and_dtypes_ours(query: Tensor, key: Tensor, value: Tensor) -> bo
 
 
 class _Dispatcher:
-    """The function that takes PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
+    """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
 
-    It compares equal to PyTorch's function, so that classes and modes which look up a function in a table of their own
-    find it there.
+    It compares equal to PyTorch's function, so that classes and modes find it in their tables of functions.
     """
 
     __name__ = __qualname__ = _theirs.__name__
@@ -387,7 +355,7 @@ class _Dispatcher:
         if dense and has_torch_function(tensors):
             return handle_torch_function(self, tensors, *arguments, **options)
         if not (dense and all(map(_is_ours, tensors)) and _are_shapes_and_dtypes_ours(query, key, value)):
-            if bias:  # its method knows only the function that has PyTorch's name
+            if bias:  # its method recognises only the function under PyTorch's name
                 return handle_torch_function(self, (attn_mask,), *arguments, **options)
             return _theirs(*arguments, **options)
         if isinstance(dropout_p, Tensor):
@@ -401,7 +369,7 @@ _dispatch = _Dispatcher()
 
 
 class _Swap:
-    """Contexts of `use_cattn` may overlap, in threads for instance: the last one to end puts back what was there."""
+    """Counts the active contexts of `use_cattn`, which may overlap: the last one to end restores PyTorch's function."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -414,14 +382,15 @@ _swap = _Swap()
 
 @contextlib.contextmanager
 def use_cattn() -> Iterator[None]:
-    """Let ``torch.nn.functional.scaled_dot_product_attention`` be cattn's, for CPU tensors of real dtypes.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
 
-    Whoever calls it by that name inside the context meets cattn, PyTorch's own modules among them. These go to PyTorch
-    as before: other devices and dtypes (mixed ones too unless autocast makes them one), tensors of one dimension,
-    nested and sparse tensors, forward-mode differentiation, ``torch.func.grad`` and compiled TorchScript. Subclasses
-    with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as without the context. The name is
-    the process's, so threads share it, and it is cattn's until the last of several contexts has ended. What was
-    computed inside has cattn's backward pass wherever that runs; recomputation by checkpointing belongs inside, too.
+    Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
+    PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
+    dimension, nested and sparse tensors, forward-mode differentiation, ``torch.func.grad``, and compiled TorchScript.
+    Subclasses with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as they do without the
+    context. The name belongs to the process, so all threads share it; PyTorch's function returns when the last of
+    several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
+    must run inside.
 
     Yields
     ------

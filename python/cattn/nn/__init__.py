@@ -1,4 +1,4 @@
-"""The chapter's attention classes, from two bare matrices to many heads, on the fused functions."""
+"""The chapter's attention classes, from three bare matrices to many heads, on the fused functions."""
 
 from ._chapter import (
     CausalAttention,
@@ -18,3 +18,7 @@ __all__ = [
     "SelfAttention_v1",
     "SelfAttention_v2",
 ]
+
+# Pickles and help name the public place of a class, which stays when the files change.
+for _name in __all__:
+    globals()[_name].__module__ = __name__

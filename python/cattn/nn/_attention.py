@@ -11,12 +11,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
+from .._input.rng import to_replay
 from .._input.types import AttentionOutput
 from ..cache import KVCache
 from ..functional import causal_attention, scaled_dot_product_attention
 from ..functional._gradients import attention_backward
 from ..random import TorchGenerator
-from ._layers import Dropout, as_gradient, to_replay
+from ._layers import Dropout, as_gradient
 from ._module import Module
 
 Array = NDArray[Any]

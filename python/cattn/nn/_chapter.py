@@ -1,7 +1,7 @@
-"""The chapter's attention classes, from two bare matrices to many heads, on the fused functions.
+"""The chapter's attention classes, from three bare matrices to many heads, on the fused functions.
 
 Names, positional arguments and attributes are those of the book, so that its code runs with another import. Weights
-are plain arrays. What is random comes from the generator of `manual_seed`, in the order in which PyTorch would draw.
+are plain arrays. Random numbers come from the generator of `manual_seed`, in the order in which PyTorch draws them.
 """
 
 from __future__ import annotations
@@ -12,39 +12,45 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .._input.checks import as_dtype, as_size
+from .._input.rng import as_generator
 from .._input.types import RNG
 from ._attention import Causal, SelfAttention
-from ._layers import Dropout, Linear, as_generator, draw_uniform, project, show_dtype
-
-__all__ = [
-    "CausalAttention",
-    "Dropout",
-    "Linear",
-    "MultiHeadAttention",
-    "MultiHeadAttentionWrapper",
-    "SelfAttention_v1",
-    "SelfAttention_v2",
-]
+from ._layers import Dropout, Linear, draw_uniform, project, show_dtype
 
 Array = NDArray[Any]
 
 
 def _forward(layer: Linear, x: Array) -> Array:
-    """Return the layer's map. A Linear keeps nothing of it: the class around it keeps x once."""
+    """Apply the layer. A Linear does not keep x for its backward pass: the class around it keeps x once."""
     return layer._forward(x) if type(layer) is Linear else layer(x)
 
 
 def _backward(layer: Linear, x: Array, grad: Array) -> Array:
-    """Return the gradient of x, given that of its map."""
+    """Return the gradient of x, given that of the layer's output."""
     return layer._backward(x, grad) if type(layer) is Linear else layer.backward(grad)
 
 
-def _project_backward(module: Any, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-    """Return the gradient of x, given those of queries, keys and values (B, T, heads * head_dim)."""
-    grad_x = _backward(module.W_query, x, d_q)
-    grad_x += _backward(module.W_key, x, d_k)
-    grad_x += _backward(module.W_value, x, d_v)
-    return grad_x
+class _Projections:
+    """Three `Linear` layers for queries, keys and values, of one head unless a class overrides both methods."""
+
+    W_query: Linear
+    W_key: Linear
+    W_value: Linear
+
+    def _add_projections(self, d_in: int, d_out: int, d_kv: int, bias: bool, dtype: DTypeLike, rng: Any) -> None:
+        self.W_query = Linear(d_in, d_out, bias, dtype=dtype, rng=rng)
+        self.W_key = Linear(d_in, d_kv, bias, dtype=dtype, rng=rng)
+        self.W_value = Linear(d_in, d_kv, bias, dtype=dtype, rng=rng)
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (_forward(layer, x)[:, None] for layer in (self.W_query, self.W_key, self.W_value))
+        return q, k, v
+
+    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
+        grad_x = _backward(self.W_query, x, _merge(d_q))
+        grad_x += _backward(self.W_key, x, _merge(d_k))
+        grad_x += _backward(self.W_value, x, _merge(d_v))
+        return grad_x
 
 
 def _merge(heads: Array) -> Array:
@@ -63,7 +69,7 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where the matrices come from, uniform in [0, 1). None is the generator of `manual_seed`.
+        Source of the matrices, uniform in [0, 1). None is the generator of `manual_seed`.
 
     Attributes
     ----------
@@ -113,7 +119,7 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
         return f"SelfAttention_v1({self.d_in}, {self.d_out}{show_dtype(self.dtype)})"
 
 
-class SelfAttention_v2(SelfAttention):  # noqa: N801 - the book's name
+class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's name
     """Self-attention with three `Linear` layers.
 
     Parameters
@@ -125,7 +131,7 @@ class SelfAttention_v2(SelfAttention):  # noqa: N801 - the book's name
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where the weights come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        Source of the weights. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -155,23 +161,14 @@ class SelfAttention_v2(SelfAttention):  # noqa: N801 - the book's name
         super().__init__()
         self.d_in, self.d_out, self.dtype = as_size(d_in, "d_in"), as_size(d_out, "d_out"), as_dtype(dtype)
         generator = as_generator(rng)
-        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-        self.W_key = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-        self.W_value = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (_forward(layer, x)[:, None] for layer in (self.W_query, self.W_key, self.W_value))
-        return q, k, v
-
-    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-        return _project_backward(self, x, d_q[:, 0], d_k[:, 0], d_v[:, 0])
+        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
 
     def __repr__(self) -> str:
         bias = f", qkv_bias={self.W_query.bias is not None}"
         return f"SelfAttention_v2({self.d_in}, {self.d_out}{bias}{show_dtype(self.dtype)})"
 
 
-class CausalAttention(Causal):
+class CausalAttention(_Projections, Causal):
     """One head of causal attention, with dropout on the weights.
 
     Parameters
@@ -179,15 +176,15 @@ class CausalAttention(Causal):
     d_in, d_out : int
         Length of a token and of a context vector.
     context_length : int
-        The most tokens of a sequence. Only a limit: no mask of this size is held.
+        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
     dropout : float
-        Probability of an attention weight to be dropped in training mode.
+        Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -226,17 +223,8 @@ class CausalAttention(Causal):
         self._set_sizes(d_in, d_out, context_length, dtype)
         generator = as_generator(rng)
         self.dropout = Dropout(dropout, rng=generator)
-        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-        self.W_key = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-        self.W_value = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
+        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
         self._kv_heads, self._head_dim = 1, self.d_out
-
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (_forward(layer, x)[:, None] for layer in (self.W_query, self.W_key, self.W_value))
-        return q, k, v
-
-    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-        return _project_backward(self, x, d_q[:, 0], d_k[:, 0], d_v[:, 0])
 
     def _dropouts(self) -> tuple[Dropout]:
         return (self.dropout,)
@@ -256,9 +244,9 @@ class MultiHeadAttentionWrapper(Causal):
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
     context_length : int
-        The most tokens of a sequence. Only a limit: no mask of this size is held.
+        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
     dropout : float
-        Probability of an attention weight to be dropped in training mode.
+        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads. A ``cache`` needs as many, of head_dim ``d_out``.
     qkv_bias : bool
@@ -266,12 +254,12 @@ class MultiHeadAttentionWrapper(Causal):
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
     heads : list of CausalAttention
-        The heads. In training each draws its dropout after the one before, as they would in PyTorch.
+        The heads. In training they draw their dropout one after the other, as in PyTorch.
 
     Examples
     --------
@@ -326,7 +314,7 @@ class MultiHeadAttentionWrapper(Causal):
         )
 
 
-class MultiHeadAttention(Causal):
+class MultiHeadAttention(_Projections, Causal):
     """Causal attention with several heads in one set of projections, and an output projection.
 
     Parameters
@@ -334,9 +322,9 @@ class MultiHeadAttention(Causal):
     d_in, d_out : int
         Length of a token and of a context vector. d_out is a multiple of num_heads.
     context_length : int
-        The most tokens of a sequence. Only a limit: no mask of this size is held.
+        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
     dropout : float
-        Probability of an attention weight to be dropped in training mode.
+        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
     qkv_bias : bool
@@ -346,7 +334,7 @@ class MultiHeadAttention(Causal):
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where weights and dropout come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -397,9 +385,7 @@ class MultiHeadAttention(Causal):
         generator = as_generator(rng)
         d_kv = self.num_kv_groups * self.head_dim
         self.dropout = Dropout(dropout, rng=generator)
-        self.W_query = Linear(d_in, d_out, qkv_bias, dtype=dtype, rng=generator)
-        self.W_key = Linear(d_in, d_kv, qkv_bias, dtype=dtype, rng=generator)
-        self.W_value = Linear(d_in, d_kv, qkv_bias, dtype=dtype, rng=generator)
+        self._add_projections(d_in, d_out, d_kv, qkv_bias, dtype, generator)
         self.out_proj = Linear(d_out, d_out, dtype=dtype, rng=generator)
         self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
 
@@ -412,9 +398,6 @@ class MultiHeadAttention(Causal):
             heads(_forward(self.W_key, x), self.num_kv_groups),
             heads(_forward(self.W_value, x), self.num_kv_groups),
         )
-
-    def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-        return _project_backward(self, x, _merge(d_q), _merge(d_k), _merge(d_v))
 
     def _dropouts(self) -> tuple[Dropout]:
         return (self.dropout,)

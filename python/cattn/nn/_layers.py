@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import operator
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -14,9 +12,10 @@ from .. import _cattn
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.fp_mode import in_default_mode
+from .._input.rng import Generator, as_generator, or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
-from ..random import TorchGenerator, default_generator
+from ..random import TorchGenerator
 from ._module import Module
 
 __all__ = ["Dropout", "Linear"]
@@ -24,35 +23,9 @@ __all__ = ["Dropout", "Linear"]
 Array = NDArray[Any]
 
 
-Generator: TypeAlias = "TorchGenerator | np.random.Generator | None"  # a string: numpy.random is slow to import
-
-
-def as_generator(rng: RNG) -> Generator:
-    """Return what rng stands for in a class: None stays None, the generator of `manual_seed` at each use."""
-    if rng is None or isinstance(rng, TorchGenerator):
-        return rng
-    if isinstance(rng, (bool, np.bool_)):
-        raise TypeError("rng must be None, an int, a TorchGenerator or a numpy.random.Generator, got bool")
-    if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
-        try:
-            seed_alone = operator.index(rng)
-        except TypeError:  # an array of no integer
-            pass
-        else:
-            if not -(2**63) <= seed_alone < 2**64:
-                raise ValueError(f"rng must be in -2**63 <= rng < 2**64 if it is an int, got {seed_alone}")
-            return TorchGenerator(seed_alone)
-    # as an exact array: NumPy recurses without end into the rows of a numpy.matrix
-    seed: Any = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
-    try:
-        return np.random.default_rng(seed)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"rng must be None, an int, a TorchGenerator or a numpy.random.Generator: {error}") from error
-
-
 def draw_uniform(generator: Generator, d_in: int, d_out: int, dtype: np.dtype[Any]) -> Array:
     """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand``."""
-    generator = default_generator() if generator is None else generator
+    generator = or_default(generator)
     if isinstance(generator, TorchGenerator):
         return generator.rand(d_in, d_out, dtype=dtype)
     return generator.random((d_in, d_out), dtype=dtype.type)
@@ -63,17 +36,12 @@ def _draw_linear(
     generator: Generator, d_in: int, d_out: int, bias: bool, dtype: np.dtype[Any]
 ) -> tuple[Array, Array | None]:
     """Return weight and bias, uniform in +-1/sqrt(d_in), as ``torch.nn.Linear`` draws them."""
-    generator = default_generator() if generator is None else generator
+    generator = or_default(generator)
     if isinstance(generator, TorchGenerator):
         return generator.linear(d_in, d_out, bias, dtype=dtype)
     bound = 1 / math.sqrt(d_in)
     weight = generator.uniform(-bound, bound, (d_out, d_in)).astype(dtype)
     return weight, generator.uniform(-bound, bound, d_out).astype(dtype) if bias else None
-
-
-def to_replay(generator: Generator) -> Generator:
-    """Return a generator that will draw once more what this one draws next."""
-    return copy.deepcopy(generator)
 
 
 class Linear(Module):
@@ -236,7 +204,7 @@ class Dropout(Module):
 
     def draw_from(self) -> Generator:
         """Return what ``rng=`` of a function takes now."""
-        return default_generator() if self.rng is None and self.active_p > 0 else self.rng
+        return or_default(self.rng) if self.active_p > 0 else self.rng
 
     def __call__(self, x: ArrayLike) -> Array:
         """Return x with elements dropped and the others divided by 1 - p; a copy outside of training.

@@ -1,0 +1,64 @@
+"""The meaning of the argument ``rng``: a seed for functions, a generator for classes."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from ..random import TorchGenerator, default_generator
+
+if TYPE_CHECKING:
+    from .types import RNG
+
+# A string, because the attribute access would import numpy.random, which is slow.
+Generator: TypeAlias = "TorchGenerator | np.random.Generator | None"
+
+
+def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
+    # NumPy recurses without end into the rows of a numpy.matrix, so pass an exact ndarray.
+    exact = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
+    try:
+        return np.random.default_rng(exact)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"rng must be {accepted}: {error}") from error
+
+
+def draw_seed(rng: Any) -> int:
+    """Return the 64-bit seed of one call: an int is the seed itself, a generator draws one."""
+    try:
+        return operator.index(rng)
+    except TypeError:
+        accepted = "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes"
+        return int(_numpy_generator(rng, accepted).integers(0, 2**64, dtype=np.uint64))
+
+
+def as_generator(rng: RNG) -> Generator:
+    """Return the generator of a class. None stays None: each use draws from the generator of `manual_seed`."""
+    if rng is None or isinstance(rng, TorchGenerator):
+        return rng
+    accepted = "None, an int, a TorchGenerator or a numpy.random.Generator"
+    if isinstance(rng, (bool, np.bool_)):
+        raise TypeError(f"rng must be {accepted}, got bool")
+    if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
+        try:
+            seed = operator.index(rng)
+        except TypeError:  # an array of no dimensions that does not hold an integer
+            pass
+        else:
+            if not -(2**63) <= seed < 2**64:
+                raise ValueError(f"rng must be in -2**63 <= rng < 2**64 if it is an int, got {seed}")
+            return TorchGenerator(seed)
+    return _numpy_generator(rng, accepted)
+
+
+def or_default(generator: Generator) -> TorchGenerator | np.random.Generator:
+    """Return the generator to draw from now."""
+    return default_generator() if generator is None else generator
+
+
+def to_replay(generator: Generator) -> Generator:
+    """Return a copy, which repeats the next draws of the generator."""
+    return copy.deepcopy(generator)
