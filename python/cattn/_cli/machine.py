@@ -1,4 +1,4 @@
-"""What this machine does: the kernels in use, and attention timed against the same thing in NumPy."""
+"""The kernels that this machine uses, and the time of attention compared with NumPy."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from cattn import _cattn
 
 SHAPE = (1, 12, 1024, 64)
 RUNS = 5
-PATIENCE = 1.5  # seconds: the scalar table would take longer
-# NumPy's matrix product reads these when it is loaded; the comparison is one thread against one thread.
+PATIENCE = 1.5  # seconds. All runs of the scalar table would take longer.
+# BLAS libraries read these when they are loaded. Both sides of the comparison use one thread.
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
 
 
@@ -38,7 +38,7 @@ def _seconds(function: Callable[..., Any], arrays: list[NDArray[Any]]) -> float:
 
 
 def compare() -> tuple[float, float]:
-    """Return the median seconds of cattn, on one thread, and of NumPy, in turns, after one to warm up."""
+    """Return the median seconds of cattn on one thread and of NumPy, measured alternately after a first run."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(SHAPE, np.float32) for _ in range(3)]
     ours: list[float] = []
@@ -52,7 +52,7 @@ def compare() -> tuple[float, float]:
 
 
 def measure() -> str:
-    """Say in two lines which kernels run here and what they bring."""
+    """Return two lines about the kernels in use and their speed."""
     try:  # in a process of its own, so that NumPy's threads can be limited
         done = subprocess.run(
             [sys.executable, "-m", __name__],
