@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    commands.add_parser("info", help="version, instruction sets, threads: what bug reports should quote")
+    commands.add_parser("info", help="version, instruction sets, threads: quote them in bug reports")
     return parser
 
 

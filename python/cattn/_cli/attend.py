@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
     add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
     add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
-    add("--threads", type=int, metavar="N", help="default: what CATTN_NUM_THREADS or the machine says")
+    add("--threads", type=int, metavar="N", help="default: CATTN_NUM_THREADS, or the number of CPUs")
     add("--quiet", action="store_true", help="neither progress nor a closing line")
 
 

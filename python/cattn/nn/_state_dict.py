@@ -307,7 +307,7 @@ class _Loader:
 def match(
     state: Mapping[str, Any], own: Mapping[str, Array], *, strict: bool, what: str
 ) -> tuple[dict[str, Array], LoadResult]:
-    """Return new arrays for the parameters `own`, in their shapes and dtypes, and what is missing or unexpected.
+    """Return new arrays for the parameters `own`, in their shapes and dtypes, and the missing and unexpected names.
 
     Raises ValueError with a list of all problems; `what` names the class in it. Changes nothing.
     """

@@ -99,8 +99,8 @@ def scaled_dot_product_attention(
     result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible)
 
     if problem.one_head:
-        result, weights, drop_bits = (array[..., 0, :, :] for array in (result, weights, drop_bits))
-        lse = lse[..., 0, :]
+        result, weights = result[..., 0, :, :], weights[..., 0, :, :]
+        drop_bits, lse = drop_bits[..., 0, :, :], lse[..., 0, :]
     given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
     result = deliver(result, given.out)
     if not (need_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):

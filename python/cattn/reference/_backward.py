@@ -47,8 +47,8 @@ def attention_backward(
         dQ = scale * dS @ K        dK = scale * dS.T @ Q      d bias = dS        d sink = -sum(P_sink * sum(dO * O))
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
-    summed over the axes along which its argument was broadcast. Arguments are those of the forward pass, `out` and `lse`
-    its results. Hidden pairs have no influence, even if they are NaN.
+    summed over the axes along which its argument was broadcast. Arguments are those of the forward pass, and `out` and
+    `lse` are its results. Hidden pairs have no influence, even if they are NaN.
 
     Examples
     --------

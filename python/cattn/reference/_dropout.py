@@ -83,10 +83,10 @@ def dropout(
     x = np.asarray(x, np.float64)
     p = probability(p, "p") if training else 0.0
     # Element n of x in C order has the bit of key n. "Head" 0xD0D0 makes these bits differ from those of attention.
-    kept = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)
-    result = deliver(apply_dropout(x, kept, p), out)
-    return (result, kept) if return_mask else result
+    mask = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)
+    result = deliver(apply_dropout(x, mask, p), out)
+    return (result, mask) if return_mask else result
 
 
-def apply_dropout(x: Floats, kept: Bools, p: float) -> Floats:
-    return np.where(kept, x * (1.0 / (1.0 - p)), 0.0) if p < 1 else np.zeros_like(x)
+def apply_dropout(x: Floats, mask: Bools, p: float) -> Floats:
+    return np.where(mask, x * (1.0 / (1.0 - p)), 0.0) if p < 1 else np.zeros_like(x)
