@@ -71,7 +71,8 @@ def measure() -> str:
     return (
         f"This machine: {_cattn._get_isa()} kernels, {threads} thread{'s' if threads != 1 else ''}. "
         f"Causal attention at T = {SHAPE[-2]}, {SHAPE} float32,\n"
-        f"{note}: {1e3 * cattn_seconds:.1f} ms, {ratio:.1f} times as fast as textbook NumPy ({1e3 * numpy_seconds:.0f} ms)."
+        f"{note}: {1e3 * cattn_seconds:.1f} ms, {ratio:.1f} times as fast as textbook NumPy "
+        f"({1e3 * numpy_seconds:.0f} ms)."
     )
 
 
