@@ -1,4 +1,4 @@
-"""``python -m cattn``: a walk through causal attention; ``attend`` computes it on files, ``info`` shows the machine.
+"""``python -m cattn``: a walk through causal attention. ``attend`` computes it on files, ``info`` shows the machine.
 
 Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
 """
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    commands.add_parser("info", help="version, instruction sets, threads: what bug reports should quote")
+    commands.add_parser("info", help="version, instruction sets, threads: quote them in bug reports")
     return parser
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = attend.complete_causal(sys.argv[1:] if argv is None else argv)
     try:
         options = _parse(arguments)
-    except SystemExit as stop:  # argparse has said what there was to say
+    except SystemExit as stop:  # argparse has printed the message
         return stop.code if isinstance(stop.code, int) else 2
     try:
         if options.command == "attend":
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cattn: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `python -m cattn | head`: the reader has seen enough
+    except BrokenPipeError:  # `python -m cattn | head`: the reader has closed the pipe
         sys.stderr.close()
         return 1
     except (OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""What this build contains and what of it this machine uses."""
+"""The configuration of this build, and the part of it that this machine uses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     -------
     dict or None
         With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether its results
-        have the same bits as those of every other table that has it too; "tables" lists every table of this build.
+        have the bits that all tables with this property share; "tables" lists every table of this build.
 
     Raises
     ------

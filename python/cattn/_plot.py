@@ -22,8 +22,8 @@ __all__ = ["plot_attention"]
 
 Labels = Sequence[str] | None
 
-MOST_LABELS = 40  # more tokens than this are not named, their positions are counted
-MOST_NUMBERS = 12  # a cell of a matrix no wider than this holds its number
+MOST_LABELS = 40  # with more tokens than this the axis shows positions instead
+MOST_NUMBERS = 12  # cells of wider matrices do not show their numbers
 PANELS_IN_A_ROW = 3
 
 
@@ -39,46 +39,46 @@ def plot_attention(
     vmax: float | None = None,
     label: str = "weight",
 ) -> Any:
-    """Draw attention weights as heat maps: who looks at whom, one panel for each head.
+    """Draw attention weights as heat maps, one panel for each head.
 
-    Weights that are exactly 0, which is what masked ones are, stay blank, and so do scores of -inf. Where no query of a
-    panel sees a later key, a stepped line marks the border of what is visible. NaN and +inf are marked by a red cross.
+    Weights that are exactly 0, as those of hidden keys are, stay blank, and so do scores of -inf. If no query of a
+    panel sees a later key, a stepped line marks the border of the visible keys. A red cross marks NaN and +inf.
 
     Parameters
     ----------
     weights : array_like, shape (T_q, T_k) or (H, T_q, T_k)
-        Attention weights, or scores. Of more than three axes the first must have length 1. All heads share one scale of
-        colours, from 0 or the smallest number below it.
+        Attention weights, or scores. With more than three axes, the first must have length 1. All heads share one scale
+        of colours, which starts at 0 or at the smallest negative number.
     tokens : sequence of str, optional
         The T_k tokens, written along both axes. With T_q < T_k the queries are the last T_q of them.
     ax : matplotlib.axes.Axes, or array of them, optional
         Where to draw, one for each head. A new figure by default.
     query_tokens : sequence of str, optional
-        The T_q tokens of the vertical axis, where they are not those of `tokens`.
+        The T_q tokens of the vertical axis, if they differ from `tokens`.
     titles : str, or sequence of str, optional
         Title of each panel. Several heads are called "head 0", "head 1" and so on by default.
     annotate : bool, optional
-        Whether cells hold their numbers. By default they do where there is room.
+        Whether cells show their numbers. By default they do if there is room.
     cmap : str or matplotlib.colors.Colormap
         The scale of colours.
     vmax : float, optional
-        The number that has the last colour. The largest weight by default.
+        The number of the last colour. The largest weight by default.
     label : str
-        What the numbers are, written beside the colour bar.
+        The label of the colour bar.
 
     Returns
     -------
     matplotlib.axes.Axes, or ndarray of them, shape (H,)
-        What was drawn on: one for weights of two axes, else an array.
+        The Axes: one for weights of two axes, else an array.
 
     Raises
     ------
     ImportError
         matplotlib is not installed.
     TypeError
-        weights are not numbers, tokens is one str, ax is no Axes.
+        weights are not numbers, tokens is one str, or ax is not an Axes.
     ValueError
-        weights has not two or three axes, or no element; tokens, titles or ax has another length; vmax is
+        weights does not have two or three axes, or has no element; tokens, titles or ax has another length; or vmax is
         not finite.
 
     Examples
@@ -120,7 +120,7 @@ def plot_attention(
             _write_numbers(where, np.where(blank, np.nan, panel), image)
         if future[0].size > 0 and blank[future].all():
             _draw_staircase(where, seqlen_q, seqlen_k)
-    shrink = 0.6 if 1 < heads <= PANELS_IN_A_ROW else 0.8  # beside a row of panels, not of their titles too
+    shrink = 0.6 if 1 < heads <= PANELS_IN_A_ROW else 0.8  # as high as a row of panels without their titles
     axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=shrink, fraction=0.05, pad=0.02)
     return axes[0] if one else axes
 
@@ -147,7 +147,7 @@ def _panels(weights: ArrayLike) -> NDArray[Any]:
     if array.size == 0:
         raise ValueError(f"weights must not be empty, got shape {array.shape}")
     panels = array.reshape((-1, *array.shape[-2:]))
-    return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # which matplotlib does not know
+    return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # matplotlib has no bfloat16
 
 
 def _strings(labels: Sequence[str], name: str, length: int) -> list[str]:
@@ -183,7 +183,7 @@ def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[s
 
 
 def _axes(ax: Axes | ArrayLike | None, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return one Axes for each head, of a new figure if there are none yet."""
+    """Return one Axes for each head, those of a new figure by default."""
     from matplotlib.axes import Axes
 
     heads, seqlen_q, seqlen_k = shape
@@ -199,7 +199,7 @@ def _axes(ax: Axes | ArrayLike | None, shape: tuple[int, ...]) -> NDArray[Any]:
 
     columns = min(heads, PANELS_IN_A_ROW)
     rows = math.ceil(heads / columns)
-    # Inches for a panel: room for the labels of its tokens, within what a page holds.
+    # Inches of a panel: room for the labels of its tokens, but not more than a page.
     width = np.clip(0.42 * seqlen_k, 2.6, 6.0) if heads == 1 else 2.8
     height = np.clip(width * seqlen_q / seqlen_k, 1.0, 8.0)
     _, grid = plt.subplots(
@@ -211,19 +211,19 @@ def _axes(ax: Axes | ArrayLike | None, shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _name_ticks(axis: Axis, labels: list[str] | None, rotation: float) -> None:
-    """Write the tokens along an axis; many of them are counted instead."""
+    """Write the tokens along an axis, or the positions if there are many tokens."""
     from matplotlib.ticker import MaxNLocator
 
     if labels is None or len(labels) > MOST_LABELS:
         axis.set_major_locator(MaxNLocator(integer=True))
         return
-    # parse_math: a token may hold any "$"
+    # no parse_math, because a token may contain "$"
     axis.set_ticks(range(len(labels)), labels, rotation=rotation, ha="right", rotation_mode="anchor", parse_math=False)
     axis.set_tick_params(length=0, labelsize="small")
 
 
 def _write_numbers(where: Axes, panel: NDArray[Any], image: AxesImage) -> None:
-    """Write each number into its cell, light on dark colours."""
+    """Write each number into its cell, in white on dark colours."""
     for (i, j), number in np.ndenumerate(panel):
         if np.isfinite(number):
             red, green, blue, _ = image.to_rgba(number)
@@ -233,7 +233,7 @@ def _write_numbers(where: Axes, panel: NDArray[Any], image: AxesImage) -> None:
 
 
 def _draw_staircase(where: Axes, seqlen_q: int, seqlen_k: int) -> None:
-    """Draw the border between the last visible key of each query and the future."""
+    """Draw the border between the last visible key of each query and later keys."""
     edges = np.arange(seqlen_q + 1) - 0.5
     border = np.arange(seqlen_q) + (seqlen_k - seqlen_q) + 0.5
     where.plot(np.repeat(border, 2), np.repeat(edges, 2)[1:-1], color="0.3", linewidth=1.0)

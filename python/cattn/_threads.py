@@ -1,7 +1,7 @@
-"""How many threads a call uses, for the process and for a block of code; threadpoolctl may ask and set it too.
+"""The number of threads, for the process and for a block of code. threadpoolctl can read and set it, too.
 
-The count is, first found first: the `num_threads` block of the calling thread, `set_num_threads`, CATTN_NUM_THREADS,
-OMP_NUM_THREADS, the CPUs this process may use. Results have the same bits whatever it is.
+The first of these that is set counts: the `num_threads` block of the calling thread, `set_num_threads`,
+CATTN_NUM_THREADS, OMP_NUM_THREADS, the CPUs that this process may use. Results have the same bits for any number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _registered = False
 
 
 def _register_threadpoolctl() -> None:
-    """Tell threadpoolctl of our threads, if somebody has imported it.
+    """Register cattn with threadpoolctl, if that is imported.
 
-    Importing it here would make ``import cattn`` slow for everybody. So it is told when cattn is imported after it, or
-    at the first call of one of this module's functions.
+    An import of threadpoolctl here would make ``import cattn`` slow. So cattn registers when it is imported after
+    threadpoolctl, or at the first call of a function of this module.
     """
     global _registered
     threadpoolctl: Any = sys.modules.get("threadpoolctl")
@@ -52,7 +52,7 @@ def _register_threadpoolctl() -> None:
 
 
 def get_num_threads() -> int:
-    """Return the number of threads that a call from this thread may use.
+    """Return the maximal number of threads of a call from this thread.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def set_num_threads(n: int | None) -> None:
     Parameters
     ----------
     n : int or None
-        At least 1; None returns to what the environment says. More than there are CPUs is allowed, and of no use.
+        At least 1. None restores the setting of the environment. More threads than CPUs are allowed, but useless.
 
     Raises
     ------
@@ -85,8 +85,8 @@ def set_num_threads(n: int | None) -> None:
 
     Notes
     -----
-    ``threadpoolctl.threadpool_limits`` sets the same number, provided that threadpoolctl was imported before cattn, or
-    that one of cattn's thread functions was called since.
+    ``threadpoolctl.threadpool_limits`` sets the same number if threadpoolctl was imported before cattn, or before a
+    call of one of cattn's thread functions.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def set_num_threads(n: int | None) -> None:
 
 
 class _Before(threading.local):
-    """Of each thread: the counts that its blocks put back."""
+    """The counts that the blocks of each thread restore."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -110,7 +110,7 @@ class _Before(threading.local):
 class num_threads:  # noqa: N801 - a function to its users
     """Use n threads within a ``with`` block, in the calling thread only.
 
-    The count from before comes back at the end of the block, also after an exception. Blocks nest.
+    The end of the block restores the former count, also after an exception. Blocks nest.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ def _integer(value: object, name: str) -> int:
 
 
 class TorchGenerator(_cattn.TorchStream):
-    """A random generator that draws what PyTorch's CPU generator draws from the same seed.
+    """A random generator with the numbers of PyTorch's CPU generator for the same seed.
 
     All methods draw from one sequence of numbers, as scripts do after ``torch.manual_seed(seed)``. A call that raises
     leaves the generator as it was. Threads may share a generator: each call draws its numbers without interruption.

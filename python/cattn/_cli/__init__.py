@@ -1,1 +1,1 @@
-"""What ``python -m cattn`` does: the walk through the chapter, attention on files, and a look at the machine."""
+"""The commands of ``python -m cattn``: the walk through the chapter, attention on files, and the configuration."""

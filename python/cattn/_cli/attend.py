@@ -1,7 +1,7 @@
-"""``python -m cattn attend``: attention of arrays in files, in slices, so that it can report and be stopped.
+"""``python -m cattn attend``: attention of arrays in files. Slices make it possible to report progress and to stop.
 
-The library gives a query the same bits whichever queries and batch entries are computed along with it, so the slicing
-never shows in the results. Under dropout only queries are sliced, since the random bits depend on the batch index.
+The bits of a query do not depend on the other queries and batch entries of a call, so slices do not change the results.
+With dropout only queries are sliced, because the dropout mask depends on the batch index.
 """
 
 import argparse
@@ -36,12 +36,12 @@ Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k
 dimensions on with heads on axis -3. Results are written to a temporary file beside the target and renamed when they
 are complete: an existing file is replaced then, and an interrupted run changes nothing."""
 
-# Arguments are put together at run time here, beyond what the overloads describe.
+# The arguments are collected at run time, which the overloads of the function do not allow.
 _attention: Callable[..., Any] = cattn.scaled_dot_product_attention
 
 ALIGNMENTS = ("upper_left", "lower_right")
 SLICE_SECONDS = 0.25
-FIRST_SLICE = 2e8  # multiply-adds, before anything is known of the pace
+FIRST_SLICE = 2e8  # multiply-adds of the first slice, when the speed is not known yet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
     add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
     add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
-    add("--threads", type=int, metavar="N", help="default: what CATTN_NUM_THREADS or the machine says")
+    add("--threads", type=int, metavar="N", help="default: CATTN_NUM_THREADS, or the number of CPUs")
     add("--quiet", action="store_true", help="neither progress nor a closing line")
 
 
 def complete_causal(arguments: Sequence[str]) -> list[str]:
-    """Let a file name follow a bare ``--causal``, which argparse would take for its value."""
+    """Let a file name follow a bare ``--causal``: argparse would use it as the value of the option."""
     result = list(arguments)
     for i, argument in enumerate(result):
         if argument == "--causal" and i + 1 < len(result) and result[i + 1] not in ALIGNMENTS:
@@ -78,7 +78,7 @@ def complete_causal(arguments: Sequence[str]) -> list[str]:
 
 
 class _Job:
-    """The inputs of one run, checked, and the outputs' shapes."""
+    """The checked inputs of one run, and the shapes of the outputs."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         files: dict[str, str] = {}
@@ -109,22 +109,22 @@ class _Job:
         self.query, self.key, self.value = self._check(arrays)
         self.T_q, self.T_k = self.query.shape[-2], self.key.shape[-2]
         self.offset = self.T_k - self.T_q if options.causal == "lower_right" else 0
-        # Rank 2 has no leading dimensions, and under dropout they must stay whole.
+        # Arrays of rank 2 have no batch dimensions, and with dropout these must not be sliced.
         self.rank = len(self.shape)
         self.batch = self.shape[0] if self.rank > 2 and not options.dropout else 1
 
     def _check(self, arrays: list[Array]) -> list[Array]:
-        """Let the library judge everything, on no queries at all, before the first file is created."""
+        """Let the library check all arguments, in a call without queries, before the first file is created."""
         query, key, value = arrays
         try:
-            none: AttentionOutput = _attention(
+            empty: AttentionOutput = _attention(
                 query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, need_weights=True,
                 return_lse=True, **self.settings,
             )  # fmt: skip
-            self.shape = (*none.out.shape[:-2], query.shape[-2], none.out.shape[-1])
+            self.shape = (*empty.out.shape[:-2], query.shape[-2], empty.out.shape[-1])
             self.score_shape = (*self.shape[:-1], key.shape[-2])
             shapes = {"out": self.shape, "weights": self.score_shape, "lse": self.shape[:-1]}
-            self.results = {name: (shape, getattr(none, name).dtype) for name, shape in shapes.items()}
+            self.results = {name: (shape, getattr(empty, name).dtype) for name, shape in shapes.items()}
             for name, mask in self.masks.items():
                 if not _broadcasts(mask.shape, self.score_shape):
                     raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
@@ -137,18 +137,18 @@ class _Job:
                 **self.settings,
             )
             whole: dict[str, Any] = self.masks
-            cattn.explain(query, key, value, query_offset=0, **whole)  # warns of what masks look like
+            cattn.explain(query, key, value, query_offset=0, **whole)  # warns about masks that look wrong
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
-        # Converted once here, not once in every slice; arrays of the right type stay where they are.
-        return [np.asarray(array, none.out.dtype) for array in arrays]
+        # Convert once, not in every slice. Arrays of the right dtype are not copied.
+        return [np.asarray(array, empty.out.dtype) for array in arrays]
 
     @staticmethod
     def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
         return {name: m[..., rows, :] if m.ndim > 1 and m.shape[-2] > 1 else m for name, m in masks.items()}
 
     def compute(self, entries: slice, rows: slice, outputs: dict[str, Array]) -> None:
-        """Attention of some batch entries and some queries into the same places of `outputs`."""
+        """Compute some batch entries and some queries, into the same places of `outputs`."""
 
         def cut(array: Array) -> Array:
             return array[entries] if self.batch > 1 and array.ndim == self.rank and array.shape[0] > 1 else array
@@ -179,7 +179,7 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 class _Slices:
-    """Batch entries and query rows in pieces of about SLICE_SECONDS each, adapted to the pace of the machine."""
+    """Slices of batch entries and query rows that take about SLICE_SECONDS each on this machine."""
 
     def __init__(self, job: _Job) -> None:
         self.batch, self.T_q = job.batch, job.T_q
@@ -204,7 +204,7 @@ class _Slices:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Clean up on a polite kill as well as on Ctrl-C."""
+    """Clean up after SIGTERM as after Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -217,7 +217,7 @@ def _terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print each warning once, as a line for people who did not write the code."""
+    """Print each warning once, in one line without source code."""
     seen: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> None:
             except ValueError as error:
                 raise InputError(f"--threads: {error}") from error
         job = _Job(options)
-        warnings.simplefilter("ignore", UserWarning)  # of what a slice of a mask looks like
+        warnings.simplefilter("ignore", UserWarning)  # slices of a mask may look wrong
         files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path is not None}
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")
@@ -268,12 +268,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _say(line: str) -> None:
-    """Print what is no part of the result: that is there, whether anybody listens or not."""
+    """Print a line after the result is written: a failure to print is not a failure of the command."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         with contextlib.suppress(OSError):
-            sys.stdout.close()  # else Python tries once more at its end
+            sys.stdout.close()  # else Python tries again at exit
         if not isinstance(error, BrokenPipeError):
             print(f"cattn: warning: cannot write to standard output: {error.strerror}; {line}", file=sys.stderr)

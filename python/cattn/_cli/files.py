@@ -27,11 +27,11 @@ ARCHIVES = (".npz", ".safetensors")
 
 
 class InputError(Exception):
-    """What the user gave cannot be used: exit code 2."""
+    """An argument or input file cannot be used: exit code 2."""
 
 
 def load(spec: str, name: str) -> Array:
-    """Return the array that `spec` points to: ``file.npy``, ``file.npz:name``, or the member `name` of ``file.npz``.
+    """Return the array that `spec` names: ``file.npy``, ``file.npz:name``, or the member `name` of ``file.npz``.
 
     ``.safetensors`` files are like ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever
     unpickled.
@@ -43,7 +43,7 @@ def load(spec: str, name: str) -> Array:
         raise InputError(f"{file} is a single array, so {spec!r} cannot name one in it")
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-    except Exception as error:  # whatever NumPy's parser of headers makes of damage
+    except Exception as error:  # NumPy's parser of headers raises many types for damaged files
         raise InputError(f"{file} {_what_is_wrong(error)}") from error
 
 
@@ -77,7 +77,7 @@ def _open_npz(file: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
 
 
 def _split(spec: str) -> tuple[Path, str | None]:
-    """Take ``file.npz:name`` apart."""
+    """Split ``file.npz:name``."""
     for suffix in ARCHIVES:
         stem, colon, member = spec.rpartition(f"{suffix}:")
         if colon:

@@ -1,4 +1,4 @@
-"""What this machine does: the kernels in use, and attention timed against the same thing in NumPy."""
+"""The kernels that this machine uses, and the time of attention compared with NumPy."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from cattn import _cattn
 
 SHAPE = (1, 12, 1024, 64)
 RUNS = 5
-PATIENCE = 1.5  # seconds: the scalar table would take longer
-# NumPy's matrix product reads these when it is loaded; the comparison is one thread against one thread.
+PATIENCE = 1.5  # seconds. All runs of the scalar table would take longer.
+# BLAS libraries read these when they are loaded. Both sides of the comparison use one thread.
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
 
 
@@ -38,21 +38,21 @@ def _seconds(function: Callable[..., Any], arrays: list[NDArray[Any]]) -> float:
 
 
 def compare() -> tuple[float, float]:
-    """Return the median seconds of cattn, on one thread, and of NumPy, in turns, after one to warm up."""
+    """Return the median seconds of cattn on one thread and of NumPy, measured alternately after a first run."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(SHAPE, np.float32) for _ in range(3)]
-    ours: list[float] = []
-    theirs: list[float] = []
+    cattn_seconds: list[float] = []
+    numpy_seconds: list[float] = []
     until = time.perf_counter() + PATIENCE
     with cattn.num_threads(1):
-        while len(ours) < 2 or (len(ours) <= RUNS and time.perf_counter() < until):
-            ours.append(_seconds(cattn.causal_attention, arrays))
-            theirs.append(_seconds(textbook, arrays))
-    return statistics.median(ours[1:]), statistics.median(theirs[1:])
+        while len(cattn_seconds) < 2 or (len(cattn_seconds) <= RUNS and time.perf_counter() < until):
+            cattn_seconds.append(_seconds(cattn.causal_attention, arrays))
+            numpy_seconds.append(_seconds(textbook, arrays))
+    return statistics.median(cattn_seconds[1:]), statistics.median(numpy_seconds[1:])
 
 
 def measure() -> str:
-    """Say in two lines which kernels run here and what they bring."""
+    """Return two lines about the kernels in use and their speed."""
     try:  # in a process of its own, so that NumPy's threads can be limited
         done = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -61,16 +61,18 @@ def measure() -> str:
             check=True,
             timeout=60,
         )
-        ours, theirs = json.loads(done.stdout)
+        cattn_seconds, numpy_seconds = json.loads(done.stdout)
         note = "one thread"
     except (OSError, subprocess.SubprocessError, ValueError):
-        ours, theirs = compare()
+        cattn_seconds, numpy_seconds = compare()
         note = "cattn on one thread, NumPy as configured"
     threads = cattn.get_num_threads()
+    ratio = numpy_seconds / cattn_seconds
     return (
         f"This machine: {_cattn._get_isa()} kernels, {threads} thread{'s' if threads != 1 else ''}. "
         f"Causal attention at T = {SHAPE[-2]}, {SHAPE} float32,\n"
-        f"{note}: {1e3 * ours:.1f} ms, {theirs / ours:.1f} times as fast as textbook NumPy ({1e3 * theirs:.0f} ms)."
+        f"{note}: {1e3 * cattn_seconds:.1f} ms, {ratio:.1f} times as fast as textbook NumPy "
+        f"({1e3 * numpy_seconds:.0f} ms)."
     )
 
 

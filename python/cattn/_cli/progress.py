@@ -1,11 +1,11 @@
-"""How far a long run is: tqdm where it is installed, otherwise a plain line on stderr."""
+"""Progress of a long run: tqdm if it is installed, otherwise a plain line on stderr."""
 
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
-# Runs shorter than this show nothing.
+# Seconds. Shorter runs show nothing.
 PATIENCE = 1.0
 
 
@@ -39,7 +39,7 @@ class Progress:
             )
             print(f"\r{line}  " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
             self._shown = terminal
-            self._next = now + (0.2 if terminal else 5.0)  # a log file needs no more than a sign of life
+            self._next = now + (0.2 if terminal else 5.0)  # seldom in a log file
 
     def __enter__(self) -> "Progress":
         return self

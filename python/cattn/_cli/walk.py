@@ -19,14 +19,14 @@ INPUTS = np.array(
     ],
     np.float32,
 )
-# What torch's nn.Linear(3, 2, bias=False) starts with after manual_seed(789): rows are outputs.
+# The weights of torch's nn.Linear(3, 2, bias=False) after manual_seed(789). Rows are outputs.
 W_QUERY = np.array([[0.316059083, 0.456808567, 0.51183486], [-0.1682854, -0.337877035, -0.0917738676]], np.float32)
 W_KEY = np.array([[0.405805826, -0.470420539, 0.236805201], [0.213360742, -0.260050654, -0.510542989]], np.float32)
 W_VALUE = np.array([[0.252569884, -0.14147827, -0.196181342], [0.519107401, -0.0851675794, -0.204327047]], np.float32)
 
 
 def _table(*blocks: NDArray[np.floating], header: bool = True) -> str:
-    """Rows labelled with tokens, numbers to four digits; several blocks stand side by side."""
+    """Return a table with a row for each token and four digits. Several blocks stand side by side."""
     wide = len(blocks) == 1
     lines = []
     if header and wide:
@@ -79,7 +79,7 @@ def run() -> None:
 
 
 def _promises(query: Floats, key: Floats, value: Floats, context: NDArray[np.floating]) -> None:
-    """Shapes, and the one thing that causal attention is about."""
+    """Print the shapes, and that a token does not depend on later ones."""
     batch = [np.stack([x, x]) for x in (query, key, value)]
     heads = [np.broadcast_to(x, (2, 4, *x.shape)) for x in (query, key, value)]
     print("\nShapes:")

@@ -1,1 +1,1 @@
-"""From what a user passes to what the extension takes: arrays, checks, types and floating-point mode."""
+"""Arguments of users, made ready for the extension: arrays, checks, types, rng and floating-point mode."""

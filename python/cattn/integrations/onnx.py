@@ -28,16 +28,16 @@ STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softca
 
 
 class AttentionOutputs(NamedTuple):
-    """The four outputs of the operator; what was not asked for, or has no cause, is None.
+    """The four outputs of the operator. Outputs that were not requested, or do not exist, are None.
 
     Attributes
     ----------
     Y : ndarray, shape (B, H, T_q, d_v) or (B, T_q, H * d_v)
-        The attention output, as many dimensions as Q.
+        The attention output, with as many dimensions as Q.
     present_key, present_value : ndarray, shape (B, H_kv, T_k, head_dim), or None
-        Past and new keys and values, where there is a past.
+        Past and new keys and values, if there is a past.
     qk_matmul_output : ndarray, shape (B, H, T_q, T_k), or None
-        Scores or weights, after the step that ``qk_matmul_output_mode`` names.
+        Scores or weights after the step that ``qk_matmul_output_mode`` names.
     """
 
     Y: Array
@@ -71,15 +71,15 @@ def attention(
     Parameters
     ----------
     Q : array_like, shape (B, H, T_q, head_dim) or (B, T_q, H * head_dim)
-        float16, bfloat16 (``ml_dtypes``), float32 or float64.
+        Queries, of float16, bfloat16 (``ml_dtypes``), float32 or float64.
     K, V : array_like, shape (B, H_kv, T, head_dim) or (B, T, H_kv * head_dim)
-        The new keys and values; those of V may have another length.
+        The new keys and values. The rows of V may have another length.
     attn_mask : array_like, optional
         Boolean (True = keep) or float (added). Broadcasts to (B, H, T_q, T_k); a shorter last axis hides the rest.
     past_key, past_value : array_like, shape (B, H_kv, T_past, head_dim), optional
-        What stands before K and V. Both or none.
+        The keys and values before K and V. Give both or none.
     nonpad_kv_seqlen : array_like of int, shape (B,), optional
-        How many keys of each batch count, where K and V are a whole cache.
+        Number of keys that exist in each batch entry, if K and V are a whole cache.
     is_causal : int
         1: query i sees the keys j <= i + offset. The offset is T_past, or nonpad_kv_seqlen - T_q, or 0.
     q_num_heads, kv_num_heads : int, optional
@@ -87,15 +87,15 @@ def attention(
     scale : float, optional
         Default 1 / sqrt(head_dim).
     softcap : float
-        Bound of the scaled scores, 0 for none.
+        Bound of the scaled scores. 0: no bound.
     softmax_precision : int, optional
-        A ``TensorProto`` type. DOUBLE computes in float64; what is narrower than float32 is computed in float32.
+        A ``TensorProto`` type. DOUBLE computes in float64. Inputs narrower than float32 are computed in float32.
     qk_matmul_output_mode : {0, 1, 2, 3}
-        What ``qk_matmul_output`` is: scaled scores, after the cap, with all masks, or weights.
+        The stage of ``qk_matmul_output``: scaled scores, scores after the cap, scores with all masks, or weights.
     left_window_size, right_window_size : int
         Keys seen before and after a query's position, -1: no bound.
     return_qk : bool
-        Whether ``qk_matmul_output`` is wanted.
+        Whether to return ``qk_matmul_output``.
 
     Returns
     -------
@@ -105,13 +105,13 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As `cattn.scaled_dot_product_attention`; also for a past without its other half, or together with
-        nonpad_kv_seqlen, and for inputs of other than three or four dimensions.
+        As `cattn.scaled_dot_product_attention`; also for past_key without past_value or the reverse, for both together
+        with nonpad_kv_seqlen, and for inputs that do not have three or four dimensions.
 
     Notes
     -----
-    A query that sees no key gets 0, in Y and in the weights, as the operator's text asks. Mode 0 gives scores before
-    the cap, as that text and onnxruntime have it; the reference implementation of onnx gives them after it.
+    A query that sees no key gets 0 in Y and in the weights, as the specification requires. Mode 0 gives scores before
+    the cap, as in the specification and in onnxruntime; the reference implementation of onnx gives them after the cap.
 
     Examples
     --------
@@ -146,8 +146,8 @@ def attention(
         if nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen must not be given together with past_key and past_value")
         offset = k.shape[2]
-        k = _behind(past_key, k, "past_key", softmax_precision)
-        v = _behind(past_value, v, "past_value", softmax_precision)
+        k = _append_to_past(past_key, k, "past_key", softmax_precision)
+        v = _append_to_past(past_value, v, "past_value", softmax_precision)
         offset = k.shape[2] - offset
         present_key, present_value = k.astype(dtype), v.astype(dtype)
     elif nonpad_kv_seqlen is not None:
@@ -175,7 +175,7 @@ def attention(
 
 
 def _computable(array: ArrayLike, name: str, softmax_precision: int | None) -> Array:
-    """Return the array, in float64 where that precision is asked for."""
+    """Return the array, in float64 if softmax_precision is DOUBLE."""
     refuse_masked(array, name)
     given = np.asarray(array)
     if given.dtype not in (np.float16, np.float32, np.float64) and not is_bfloat16(given.dtype):
@@ -194,8 +194,8 @@ def _split_heads(array: Array, num_heads: int | None, name: str, argument: str) 
     return array.reshape(*array.shape[:2], num_heads, array.shape[2] // num_heads).swapaxes(1, 2)
 
 
-def _behind(past: ArrayLike, new: Array, name: str, softmax_precision: int | None) -> Array:
-    """Return the new keys or values behind those of the past."""
+def _append_to_past(past: ArrayLike, new: Array, name: str, softmax_precision: int | None) -> Array:
+    """Return the keys or values of the past, followed by the new ones."""
     given = _computable(past, name, softmax_precision)
     wanted = (*new.shape[:2], "T_past", new.shape[3])
     if given.ndim != 4 or (*given.shape[:2], "T_past", given.shape[3]) != wanted:
@@ -204,13 +204,13 @@ def _behind(past: ArrayLike, new: Array, name: str, softmax_precision: int | Non
 
 
 def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
-    """Return the mask with a last axis of all keys: what it does not reach is hidden."""
+    """Return the mask with a last axis of all keys. Keys after the end of the mask are hidden."""
     if mask is None:
         return None
     refuse_masked(mask, "attn_mask")
     given = np.asarray(mask)
     missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
-    if missing <= 0 or given.dtype.kind in "iu":  # integers are no mask, which attention says
+    if missing <= 0 or given.dtype.kind in "iu":  # attention raises the error for integers
         return given
     hidden = False if given.dtype == np.bool_ else -np.inf
     return np.pad(given, [(0, 0)] * (given.ndim - 1) + [(0, missing)], constant_values=hidden)
@@ -225,5 +225,5 @@ class Attention(OpRun):  # type: ignore[misc, unused-ignore]
         names = self.onnx_node.output
         wanted = len(names) > 3 and bool(names[3])
         outputs = attention(Q, K, V, *optional, **attributes, return_qk=wanted)
-        # the evaluator wants an array for each place, also for one that has no name
+        # the evaluator needs an array for each output, also for one without a name
         return tuple(np.empty(0, Q.dtype) if output is None else output for output in outputs[: len(names)])

@@ -90,7 +90,7 @@ def _check_mask_type(attn_mask: Tensor) -> None:
 
 
 def _read_causal_bias(bias: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """Return the mask that a causal bias stands for, or None and whether causality is aligned to the lower right.
+    """Return a causal bias as a mask, or None and whether causality is aligned to the lower right.
 
     As in PyTorch, the sizes of a bias count only for the lower right of a matrix that is not square.
     """

@@ -1,4 +1,4 @@
-"""The way through the attention classes: projections, cache, the fused functions, and back to the caller's shape."""
+"""The forward and backward pass of the attention classes, from the projections to the caller's shape."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Array = NDArray[Any]
 
 
 def _as_batch(x: ArrayLike, d_in: int) -> tuple[Array, bool]:
-    """Return x as (B, T, d_in), and whether it had a batch."""
+    """Return x as (B, T, d_in), and whether it has a batch axis."""
     array = as_array(x, "x")
     if array.ndim not in (2, 3) or array.shape[-1] != d_in:
         raise ValueError(f"x has shape {array.shape}, wanted (T, {d_in}) or (B, T, {d_in})")
     return (array, True) if array.ndim == 3 else (array[None], False)
 
 
-class _Drawn(NamedTuple):
-    """The dropout of some heads: which, how much, and what draws their mask again."""
+class _HeadDropout(NamedTuple):
+    """The dropout of some heads: the heads, the probability, and the rng that draws their mask again."""
 
     heads: slice
     p: float
@@ -40,7 +40,7 @@ class _Drawn(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A forward pass of attention, as backward needs it."""
+    """The arrays and options of a forward pass that the backward pass needs."""
 
     q: Array
     k: Array
@@ -48,7 +48,7 @@ class _Pass(NamedTuple):
     out: Array  # (B, T, H, d_v)
     lse: Array
     causal: bool
-    drawn: list[_Drawn]
+    dropouts: list[_HeadDropout]
 
     def backward(self, grad: Array) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v, given that of the context (B, T, H * d_v)."""
@@ -59,7 +59,7 @@ class _Pass(NamedTuple):
                 self.lse[:, heads], is_causal=self.causal, dropout_p=p,
                 rng=to_replay(rng) if isinstance(rng, TorchGenerator) else rng,
             )
-            for heads, p, rng in self.drawn
+            for heads, p, rng in self.dropouts
         ]  # fmt: skip
         if len(parts) == 1:
             return parts[0].query, parts[0].key, parts[0].value
@@ -68,11 +68,11 @@ class _Pass(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a class keeps of a forward pass."""
+    """The part of a forward pass that a class keeps for `backward`."""
 
     x: Array  # (B, T, d_in)
     attended: _Pass
-    shape: tuple[int, ...]  # of what was returned
+    shape: tuple[int, ...]  # of the output, as the caller got it
     batched: bool
 
 
@@ -81,15 +81,15 @@ def _attend(
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
-    One of `dropouts` for all heads, or one for each: these draw one after the other. If `keep`, also return what the
-    way back needs; its `out` is the memory of the context.
+    There is one of `dropouts` for all heads, or one for each, which draw one after the other. If `keep`, also return
+    the `_Pass` for the backward pass; its `out` shares memory with the context.
     """
     batch, heads, tokens, _ = q.shape
     dtype = np.result_type(q, k, v)
-    context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # the heads side by side, as the output has them
+    context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # in the memory order of the output
     weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if need_weights else None
     lse = np.empty((batch, heads, tokens), np.float64) if keep else None  # for the gradients
-    drawn = []
+    replays = []
     parts = [(slice(None), dropouts[0] if dropouts else None)]
     if len(dropouts) > 1 and any(dropout.active_p > 0 for dropout in dropouts):
         parts = [(slice(head, head + 1), dropout) for head, dropout in enumerate(dropouts)]
@@ -112,13 +112,13 @@ def _attend(
             result = causal_attention(q[:, part], k[:, part], v[:, part], query_offset=offset, **keywords)
         if keep and p > 0 and replay is None:
             replay = result.dropout_seed
-        drawn.append(_Drawn(part, p, replay))
-    attended = None if lse is None else _Pass(q, k, v, context, lse, offset is not None, drawn)
+        replays.append(_HeadDropout(part, p, replay))
+    attended = None if lse is None else _Pass(q, k, v, context, lse, offset is not None, replays)
     return context.reshape(batch, tokens, heads * v.shape[-1]), weights, attended
 
 
 def _result(context: Array, weights: Array | None, batched: bool, one_head: bool) -> Any:
-    """Take away the axes that the caller did not give."""
+    """Remove the axes that the caller's x does not have."""
     if weights is not None and one_head:
         weights = weights[:, 0]
     if not batched:
@@ -127,7 +127,7 @@ def _result(context: Array, weights: Array | None, batched: bool, one_head: bool
 
 
 def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, heads: int, head_dim: int) -> None:
-    """Refuse a cache that belongs to something else, before anything is computed."""
+    """Refuse a cache of other sizes or dtypes, before anything is computed."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a cattn.KVCache, got {type(cache).__name__}")
     wanted = {
@@ -146,7 +146,7 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
 
 
 class _Attention(Module, ABC):
-    """The way back, which is the same for all classes."""
+    """Base of all attention classes: the backward pass."""
 
     @abstractmethod
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
@@ -154,17 +154,17 @@ class _Attention(Module, ABC):
 
     @abstractmethod
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-        """Return the gradient of x, given those of queries, keys and values; add to the parameters' gradients."""
+        """Return the gradient of x, given those of queries, keys and values. Add to the gradients of the parameters."""
 
     def _finish(self, context: Array) -> Array:
         return context
 
     def _finish_backward(self, context: Array, grad: Array) -> Array:
-        """Return the gradient of the context, given that of the output; add to the parameters' gradients."""
+        """Return the gradient of the context, given that of the output. Add to the gradients of the parameters."""
         return grad
 
     def _keep(self, x: Array, attended: _Pass | None, output: Array, batched: bool) -> None:
-        """Keep what backward needs; copies of what the caller may change, ``x += layer(x)`` is common."""
+        """Keep the arrays that `backward` needs. Copy those that the caller may change: ``x += layer(x)`` is common."""
         if attended is None:
             return
         if np.may_share_memory(attended.out, output):
@@ -172,7 +172,7 @@ class _Attention(Module, ABC):
         self._kept = _Kept(x.copy(), attended, output.shape if batched else output.shape[1:], batched)
 
     def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of x of the last call, and add those of the parameters to `grads`.
+        """Return the gradient of the last call's x, and add those of the parameters to `grads`.
 
         Parameters
         ----------
@@ -182,20 +182,20 @@ class _Attention(Module, ABC):
         Returns
         -------
         ndarray, shape (T, d_in) or (B, T, d_in)
-            In the dtype of what the call returned.
+            In the dtype of the context vectors.
 
         Raises
         ------
         RuntimeError
-            There was no call in training mode, or the last one had a cache.
+            No call was made in training mode, or the last one had a cache.
         TypeError, ValueError
             grad_out does not hold real numbers, or has another shape.
 
         Notes
         -----
-        The call in training mode keeps x, queries, keys, values, context vectors and a number for each of their rows;
-        matrices of weights are computed again block by block, and the mask of dropout is drawn again. The next call
-        replaces all that, `eval` frees it. The parameters are to be changed after backward, not before.
+        A call in training mode keeps x, queries, keys, values, context vectors, and one number for each row of these.
+        `backward` computes the weights again, block by block, and draws the dropout mask again. The next call replaces
+        the kept arrays, `eval` frees them. Change the parameters after `backward`, not before.
 
         Where dropout comes from a `TorchGenerator`, no other thread may draw from it during the call.
 
@@ -224,25 +224,25 @@ class _Attention(Module, ABC):
 
 
 class SelfAttention(_Attention):
-    """What the two classes without a mask have in common."""
+    """Base of the two classes without a mask."""
 
     d_in: int
     d_out: int
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False) -> Any:
-        """Return a context vector for each token, which sees every other.
+        """Return a context vector for each token. Every token sees all tokens.
 
         Parameters
         ----------
         x : array_like, shape (T, d_in) or (B, T, d_in)
-            Tokens.
+            The tokens.
         return_weights : bool
             Return (context, weights).
 
         Returns
         -------
         ndarray, shape (T, d_out) or (B, T, d_out), or (ndarray, ndarray)
-            In the dtype that x and the weights share; the weights are (..., T, T).
+            In the common dtype of x and the parameters. The weights are (..., T, T).
         """
         self._kept = None
         batch, batched = _as_batch(x, self.d_in)
@@ -252,7 +252,7 @@ class SelfAttention(_Attention):
 
 
 class Causal(_Attention):
-    """What the classes with a causal mask have in common; they differ in projections and heads."""
+    """Base of the classes with a causal mask, which differ in projections and heads."""
 
     d_in: int
     d_out: int
@@ -269,32 +269,32 @@ class Causal(_Attention):
 
     @abstractmethod
     def _dropouts(self) -> Sequence[Dropout]:
-        """Return what drops weights: one for all heads, or one for each."""
+        """Return the layers that drop weights: one for all heads, or one for each."""
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
-        """Return a context vector for each token, which sees itself and those before it.
+        """Return a context vector for each token. A token sees itself and the tokens before it.
 
         Parameters
         ----------
         x : array_like, shape (T, d_in) or (B, T, d_in)
-            Tokens; with a cache, those that follow the ones in it.
+            The tokens. With a cache, they follow the tokens in it.
         return_weights : bool
             Return (context, weights).
         cache : KVCache, optional
-            Takes the keys and values of x, behind those of the tokens before. Its batch_shape is () for x (T, d_in).
+            Receives the keys and values of x, after those of earlier tokens. Its batch_shape is () for x (T, d_in).
 
         Returns
         -------
         ndarray, shape (T, width) or (B, T, width), or (ndarray, ndarray)
-            In the dtype that x and the weights share, or in that of a wider cache. The weights are those before
-            dropout, one matrix of (T, tokens so far) for each sequence, and for each head where there may be several.
+            In the common dtype of x and the parameters, or in that of a wider cache. The weights are those before
+            dropout: one matrix (T, tokens so far) for each sequence, and for each head if the class has several.
 
         Raises
         ------
         TypeError
-            x does not hold real numbers, or the cache is none, or of a dtype that cannot hold the keys.
+            x does not hold real numbers, the cache is not a KVCache, or its dtype cannot hold the keys.
         ValueError
-            x has another shape, there are more tokens than context_length, or the cache does not fit or is full. The
+            x has another shape, there are more tokens than context_length, or the cache has other sizes or is full. The
             cache is unchanged then.
         """
         self._kept = None
@@ -321,7 +321,7 @@ class Causal(_Attention):
     def _attend_cached(
         self, q: Array, k: Array, v: Array, cache: KVCache, need_weights: bool
     ) -> tuple[Array, Array | None]:
-        """Append, attend to everything in the cache, and finish; whatever fails, the cache is as it was."""
+        """Append, attend to the whole cache, and finish. After an error the cache is as it was."""
         before, offset = (cache.lengths, cache.k.shape[-2]), cache.query_offset()
         single = cache.batch_shape == ()
         try:

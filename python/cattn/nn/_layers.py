@@ -1,4 +1,4 @@
-"""The building blocks of the classes: `Linear`, `Dropout`, and what draws their numbers."""
+"""The building blocks of the classes: `Linear`, `Dropout`, and the functions that draw their parameters."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def _draw_linear(
 
 
 class Linear(Module):
-    """An affine map of the last axis: ``x @ weight.T + bias``.
+    """A linear layer: ``x @ weight.T + bias`` on the last axis.
 
     Parameters
     ----------
     d_in, d_out : int
-        Length of the last axis before and after.
+        Lengths of the last axis of the input and of the output.
     bias : bool
-        Whether there is a bias.
+        Whether the layer has a bias.
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where the parameters are drawn from: uniform in +-1/sqrt(d_in), by a TorchGenerator bit for bit those of
+        Source of the parameters, which are uniform in +-1/sqrt(d_in). A TorchGenerator draws bit for bit those of
         ``torch.nn.Linear``. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
@@ -90,12 +90,12 @@ class Linear(Module):
         self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return the map of x, in the dtype that x and weight share.
+        """Return ``x @ weight.T + bias``, in the common dtype of x and the parameters.
 
         Parameters
         ----------
         x : array_like, shape (..., d_in)
-            What is mapped.
+            The input.
 
         Returns
         -------
@@ -109,22 +109,22 @@ class Linear(Module):
         return result
 
     def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of x of the last call, and add those of weight and bias to `grads`.
+        """Return the gradient of the last call's x, and add those of weight and bias to `grads`.
 
         Parameters
         ----------
         grad_out : array_like, shape (..., d_out)
-            Gradient of what the call returned.
+            Gradient of the output of the call.
 
         Returns
         -------
         ndarray, shape (..., d_in)
-            In the dtype of what the call returned.
+            In the dtype of the output.
 
         Raises
         ------
         RuntimeError
-            There was no call in training mode.
+            No call was made in training mode.
         TypeError, ValueError
             grad_out does not hold real numbers, or has another shape.
 
@@ -144,7 +144,7 @@ class Linear(Module):
         return self._backward(x, as_gradient(grad_out, (*x.shape[:-1], self.d_out), dtype))
 
     def _forward(self, x: Array) -> Array:
-        """Return the map of x, and keep nothing."""
+        """Return the output without keeping x for the backward pass."""
         bias = None if self.bias is None else self._parameter("bias", (self.d_out,))
         return project(x, self._matrix().T, bias)
 
@@ -152,11 +152,11 @@ class Linear(Module):
         return self._parameter("weight", (self.d_out, self.d_in))
 
     def _backward(self, x: Array, grad: Array) -> Array:
-        """Return the gradient of x, given that of its map; add to the parameters' gradients."""
+        """Return the gradient of x, given that of the output. Add to the gradients of the parameters."""
         rows = grad.reshape(-1, self.d_out)
         self._add_gradient("weight", rows.T @ x.reshape(-1, self.d_in))
         if self.bias is not None:
-            self._add_gradient("bias", rows.sum(axis=0, dtype=np.float64))  # float32 adds thousands of rows up badly
+            self._add_gradient("bias", rows.sum(axis=0, dtype=np.float64))  # float32 would lose digits
         result: Array = (rows @ self._matrix()).reshape(x.shape)
         return result
 
@@ -165,20 +165,20 @@ class Linear(Module):
 
 
 class Dropout(Module):
-    """Drops elements in training mode, does nothing in evaluation mode.
+    """Drop elements in training mode, do nothing in evaluation mode.
 
     Parameters
     ----------
     p : float
-        Probability of an element to be dropped, in [0, 1].
+        Probability of dropping an element, in [0, 1].
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where the bits come from. None is the generator of `manual_seed`, an int seeds a TorchGenerator of the module:
-        unlike an int for the function `dropout` it drops others in each call.
+        Source of the dropout mask. None is the generator of `manual_seed`, an int seeds a TorchGenerator of the layer:
+        unlike an int for the function `dropout`, it drops other elements in each call.
 
     Attributes
     ----------
     p : float
-        As given.
+        The probability.
 
     Examples
     --------
@@ -199,25 +199,25 @@ class Dropout(Module):
 
     @property
     def active_p(self) -> float:
-        """The probability that counts now: 0 outside of training."""
+        """The probability in the present mode: 0 in evaluation mode."""
         return self.p if self.training else 0.0
 
     def draw_from(self) -> Generator:
-        """Return what ``rng=`` of a function takes now."""
+        """Return the ``rng=`` of the next call of a function."""
         return or_default(self.rng) if self.active_p > 0 else self.rng
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return x with elements dropped and the others divided by 1 - p; a copy outside of training.
+        """Return x with elements dropped and the others divided by 1 - p, or a copy in evaluation mode.
 
         Parameters
         ----------
         x : array_like
-            Of any shape.
+            The input, of any shape.
 
         Returns
         -------
         ndarray
-            Shape and dtype of x.
+            Has the shape and dtype of x.
         """
         self._kept = None
         rng = self.draw_from()
@@ -228,22 +228,22 @@ class Dropout(Module):
         return result
 
     def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of x of the last call: 0 where it dropped an element, else grad_out / (1 - p).
+        """Return the gradient of the last call's x: 0 where it dropped an element, else grad_out / (1 - p).
 
         Parameters
         ----------
         grad_out : array_like
-            Gradient of what the call returned.
+            Gradient of the output of the call.
 
         Returns
         -------
         ndarray
-            Shape and dtype of what the call returned.
+            Has the shape and dtype of the output.
 
         Raises
         ------
         RuntimeError
-            There was no call in training mode.
+            No call was made in training mode.
         TypeError, ValueError
             grad_out does not hold real numbers, or has another shape.
 
@@ -264,7 +264,7 @@ class Dropout(Module):
 
 
 def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Array:
-    """Return x @ matrix + bias, all rows of x in one product."""
+    """Return x @ matrix + bias, with all rows of x in one matrix product."""
     if x.ndim == 0 or x.shape[-1] != matrix.shape[0]:
         raise ValueError(f"{name} has shape {x.shape}, wanted (..., {matrix.shape[0]})")
     result: Array = (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[1])
@@ -274,7 +274,7 @@ def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Arr
 
 
 def as_gradient(grad_out: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return grad_out as an array of the dtype of what it is the gradient of."""
+    """Return grad_out in the given dtype, after a check of its shape."""
     grad = as_array(grad_out, "grad_out")
     if grad.shape != shape:
         raise ValueError(f"grad_out has shape {grad.shape}, wanted {shape}")
@@ -282,5 +282,5 @@ def as_gradient(grad_out: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def show_dtype(dtype: np.dtype[Any]) -> str:
-    """Return what a repr says of a dtype: nothing of the usual one."""
+    """Return the dtype as an argument in a repr, or "" for the default."""
     return "" if dtype == np.float32 else f", dtype={dtype}"

@@ -1,4 +1,4 @@
-"""What the classes have in common: modes, parameters and their gradients, state dicts, files."""
+"""The base class: modes, parameters and their gradients, state dicts, files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class _Slot(NamedTuple):
-    """A place that holds a parameter."""
+    """An attribute that holds a parameter."""
 
     name: str  # in the state dict
     owner: Module
@@ -39,8 +39,8 @@ class Module:
     training: bool
     _parameters: ClassVar[tuple[str, ...]] = ()  # attributes that hold an array, or None
 
-    _kept: Any  # of the last forward pass, for backward; None: there was none in training, a str: why there is nothing
-    _gradients: dict[str, Array]  # of the module's own parameters
+    _kept: Any  # for backward, from the last forward pass in training. None: no such pass. A str: the error to raise
+    _gradients: dict[str, Array]  # of the parameters of this module, not of its children
 
     def __init__(self) -> None:
         self.training = True
@@ -48,7 +48,7 @@ class Module:
         self._gradients = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles take along: everything but what a forward pass kept."""
+        """Return the state for copies and pickles: everything except the arrays kept for `backward`."""
         return vars(self) | {"_kept": None}
 
     def _children(self) -> Iterator[tuple[str, Module]]:
@@ -61,7 +61,7 @@ class Module:
                         yield f"{name}.{i}", item
 
     def _slots(self) -> Iterator[_Slot]:
-        """Yield every place that holds a parameter, in the order of the state dict."""
+        """Yield every slot that holds a parameter, in the order of the state dict."""
         for name in self._parameters:
             if getattr(self, name) is not None:
                 yield _Slot(name, self, name)
@@ -69,20 +69,20 @@ class Module:
             yield from (slot._replace(name=f"{prefix}.{slot.name}") for slot in child._slots())
 
     def _tied(self) -> Iterable[list[_Slot]]:
-        """Return the places of each parameter: several where an array, or a module, was put in several."""
-        held = [(slot, getattr(slot.owner, slot.attribute)) for slot in self._slots()]  # alive, so no two share an id
+        """Return the slots of each parameter: several if the parameter, or its module, is tied."""
+        held = [(slot, getattr(slot.owner, slot.attribute)) for slot in self._slots()]  # references keep the ids unique
         places: dict[int, list[_Slot]] = {}
         for slot, value in held:
             places.setdefault(id(value), []).append(slot)
         return places.values()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch training mode, here and in every part, and return the module.
+        """Set the mode of the module and all its parts, and return the module.
 
         Parameters
         ----------
         mode : bool
-            Whether dropout is active, and forward passes keep what `backward` needs. False frees it.
+            Whether dropout is active and forward passes keep arrays for `backward`. False frees these arrays.
         """
         self.training = bool(mode)
         if not mode:
@@ -92,7 +92,7 @@ class Module:
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off, here and in every part, and return the module."""
+        """Set evaluation mode, without dropout, in the module and all its parts, and return the module."""
         return self.train(False)
 
     def parameters(self) -> dict[str, Array]:
@@ -101,8 +101,8 @@ class Module:
         Returns
         -------
         dict of str to ndarray
-            The arrays themselves, under the names of `state_dict`; one that stands in several places (tied weights)
-            once, under its first name. `load_state_dict` and assignments put others in their place.
+            The arrays themselves, under the names of `state_dict`. Tied weights appear once, under their first name.
+            `load_state_dict` and assignments replace the arrays.
 
         Examples
         --------
@@ -117,7 +117,7 @@ class Module:
         for slots in self._tied():
             name, owner, attribute = slots[0]
             parameters[name] = np.asarray(getattr(owner, attribute))
-            if not isinstance(getattr(owner, attribute), np.ndarray):  # a list, whose array is a copy
+            if not isinstance(getattr(owner, attribute), np.ndarray):  # a list: np.asarray made a copy
                 for slot in slots:
                     setattr(slot.owner, slot.attribute, parameters[name])
         return parameters
@@ -126,8 +126,8 @@ class Module:
     def grads(self) -> dict[str, Array]:
         """The gradients by the names of the parameters, summed over the calls of `backward` since `zero_grad`.
 
-        Each is an array in the shape and dtype of its parameter (float64 if that holds integers), of tied weights the
-        sum over their places. Parameters without a gradient so far are not there.
+        A gradient has the shape and dtype of its parameter (float64 if that holds integers). The gradient of tied
+        weights is the sum over their uses. Parameters without a gradient so far are missing.
         """
         grads: dict[str, Array] = {}
         for slots in self._tied():
@@ -138,26 +138,26 @@ class Module:
                 for part in others:
                     total += part
                 for slot in slots:
-                    slot.owner._gradients[slot.attribute] = total  # all add to it from now on
+                    slot.owner._gradients[slot.attribute] = total  # later gradients are added to the same array
                 grads[slots[0].name] = total
         return grads
 
     def zero_grad(self) -> None:
-        """Forget the gradients, here and in every part."""
+        """Delete the gradients of the module and all its parts."""
         self._gradients = {}
         for _, child in self._children():
             child.zero_grad()
 
     def _parameter(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a parameter as an array: whoever assigned it may have assigned anything."""
-        told = f"{type(self).__name__}.{name}"
-        array = as_array(getattr(self, name), told)
+        """Return a parameter as an array. Check it, because a user may assign any object."""
+        label = f"{type(self).__name__}.{name}"
+        array = as_array(getattr(self, name), label)
         if array.shape != shape:
-            raise ValueError(f"{told} has shape {array.shape}, wanted {shape}")
+            raise ValueError(f"{label} has shape {array.shape}, wanted {shape}")
         return array
 
     def _add_gradient(self, name: str, gradient: Array) -> None:
-        """Add to the gradient of a parameter of the module's own."""
+        """Add to the gradient of a parameter of this module."""
         if name in self._gradients:
             self._gradients[name] += gradient
         else:
@@ -165,7 +165,7 @@ class Module:
             self._gradients[name] = np.array(gradient, dtype=dtype, order="C")
 
     def _recall(self) -> Any:
-        """Return what the last forward pass kept."""
+        """Return the arrays that the last forward pass kept."""
         if self._kept is None:
             raise RuntimeError(
                 "backward goes back through the last forward pass in training mode, and there was none: "
@@ -192,7 +192,7 @@ class Module:
         return {name: np.asarray(getattr(owner, attribute)) for name, owner, attribute in self._slots()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
-        """Take the parameters from a state dict: one of ours, PyTorch's, or one in another naming scheme.
+        """Load the parameters from a state dict of cattn, of PyTorch, or in another naming scheme.
 
         Parameters
         ----------
@@ -202,29 +202,29 @@ class Module:
             c_proj), of Llama and others (q_proj, k_proj, v_proj, o_proj; wq, wk, wv, wo; qkv, proj), or those of
             separate heads (heads.0.W_query). Masks among them are left out.
         strict : bool
-            False: parameters without an array keep theirs, and arrays without a parameter are ignored.
+            False: parameters without an array keep their values, and arrays without a parameter are ignored.
 
         Returns
         -------
         LoadResult
-            The lists missing_keys and unexpected_keys, empty when strict.
+            The lists missing_keys and unexpected_keys, which are empty if strict.
 
         Raises
         ------
         TypeError
             An array does not hold real numbers.
         ValueError
-            Something is missing, unexpected, ambiguous or of the wrong shape: the message lists everything. The
-            module is unchanged then.
+            A name is missing, unexpected or ambiguous, or a shape is wrong. The message lists all such errors, and the
+            module is unchanged.
 
         Notes
         -----
-        The name decides how a matrix lies: ``W_query.weight`` is (d_out, d_in) as in ``nn.Linear``, ``W_query`` alone
-        is (d_in, d_out), as in SelfAttention_v1. Each is converted to the layout of this class. Only c_attn and
-        c_proj are in use for both; there the shape of c_attn decides.
+        The name decides the layout of a matrix: ``W_query.weight`` is (d_out, d_in) as in ``nn.Linear``, ``W_query``
+        alone is (d_in, d_out), as in SelfAttention_v1. Each is converted to the layout of this class. Only c_attn and
+        c_proj are in use for both layouts; there the shape of c_attn decides.
 
-        The arrays are copied, and replace those of the module. Tied weights stay tied; of two arrays for them the last
-        one counts, as in PyTorch.
+        Copies of the arrays replace those of the module. Tied weights stay tied; if the state dict has two arrays for
+        them, the last one counts, as in PyTorch.
 
         Examples
         --------
@@ -235,7 +235,7 @@ class Module:
         >>> bool((v1.W_query == v2.W_query.weight.T).all())
         True
         """
-        from ._state_dict import match  # here, and the files' below: most programs load no weights, and import faster
+        from ._state_dict import match  # imported here, as _files below, because few programs need it
 
         new, result = match(state_dict, self.state_dict(), strict=strict, what=repr(self))
         for slots in self._tied():
@@ -245,7 +245,7 @@ class Module:
         return result
 
     def save(self, path: FilePath) -> None:
-        """Write the parameters to a file; one that exists is replaced when the new one is complete.
+        """Write the parameters to a file. An existing file is replaced when the new one is complete.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class Module:
         Raises
         ------
         ValueError
-            Another ending.
+            The path has another ending.
         ImportError
             safetensors is not installed.
         """
@@ -264,12 +264,12 @@ class Module:
         save_arrays(path, self.state_dict())
 
     def load(self, path: FilePath, strict: bool = True) -> LoadResult:
-        """Take the parameters from a ``.npz`` or ``.safetensors`` file.
+        """Load the parameters from a ``.npz`` or ``.safetensors`` file.
 
         Parameters
         ----------
         path : path-like
-            The file; its names may be those of any scheme that `load_state_dict` knows.
+            The file, with names in any scheme that `load_state_dict` knows.
         strict : bool
             As in `load_state_dict`.
 
@@ -281,7 +281,7 @@ class Module:
         Raises
         ------
         TypeError, ValueError
-            As `load_state_dict`; or the file is damaged, or ends otherwise.
+            As `load_state_dict`; also if the file is damaged or has another ending.
         ImportError
             safetensors is not installed.
         """

@@ -1,20 +1,20 @@
-"""Weights under other people's names: from a state dict in any naming scheme in use to the parameters of a class.
+"""Loading of state dicts in all common naming schemes into the parameters of a class.
 
-A name says what the array is (query, key, value, out; weight or bias; of which head) and how it lies in memory:
+A name gives the role of the array (query, key, value, out; weight or bias; which head) and its layout:
 
 ========================================  ================================================================
 ``W_query.weight``, ``W_q``, ``wq``       the book's ``nn.Linear``, (out, in)
 ``W_query``, ``W_q`` without ``.weight``  a bare parameter, (in, out): ``x @ W_query``
 ``q_proj.weight`` ... ``o_proj.weight``   ``nn.Linear``
 ``in_proj_weight``, ``q_proj_weight``     ``torch.nn.MultiheadAttention``, (out, in)
-``qkv.weight``, ``proj.weight``           ``nn.Linear``, query, key and value one above the other
+``qkv.weight``, ``proj.weight``           ``nn.Linear``, the rows of query, key and value in this order
 ``c_attn.weight``, ``c_proj.weight``      GPT-2: (in, out) in the original, (out, in) in rewrites with ``nn.Linear``
-``heads.N.`` before any of them           one head of several
+``heads.N.`` before any of these          one of several heads
 ========================================  ================================================================
 
-The name decides the layout, never the shape: a square matrix has no shape to go by, and a rule that holds only for the
-others would be a trap. Only the last but one family has two layouts under one name; there the shape of c_attn decides,
-and if that is square too, nothing is loaded.
+The name decides the layout, never the shape: the shape of a square matrix says nothing, and a rule that fails for some
+matrices would be a trap. Only the names of GPT-2 are in use for two layouts; there the shape of c_attn decides. If that
+is square too, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ _ALIASES = {
     _FUSED: ("in_proj", "qkv", "c_attn"),
 }
 _ROLES = {alias: role for role, aliases in _ALIASES.items() for alias in aliases}
-_CONV = ("c_attn", "c_proj")  # may be transposed
-_TORCH_MHA = ("in_proj", "q_proj", "k_proj", "v_proj")  # take _weight and _bias
+_CONV = ("c_attn", "c_proj")  # (in, out) in GPT-2's own files
+_TORCH_MHA = ("in_proj", "q_proj", "k_proj", "v_proj")  # these stems take _weight and _bias
 _NAME = re.compile(
     rf"(?P<prefix>(?:.+?\.)??)(?:heads\.(?P<head>\d+)\.)?(?P<stem>{'|'.join(_ROLES)})(?P<tail>[._](?:weight|bias)|)",
     re.IGNORECASE,
 )
-_SHOWN = 8  # names that an error lists
+_SHOWN = 8  # most names that an error lists
 
 
 class LoadResult(NamedTuple):
-    """What `load_state_dict` did not find, and what it had no use for; both empty unless ``strict=False``."""
+    """Parameters without an array, and arrays without a parameter; both are empty unless ``strict=False``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class _Name(NamedTuple):
-    """What a name says."""
+    """The parts of a name in a state dict."""
 
     prefix: str
-    role: str  # of _ALIASES, or the name itself
+    role: str  # a key of _ALIASES, or the name itself
     part: str  # "weight" or "bias"
     head: int | None = None
     stem: str = ""
-    bare: bool = False  # (in, out), as a parameter of its own
+    bare: bool = False  # a bare parameter, (in, out)
 
 
 class _Slot(NamedTuple):
-    """Identifies an array regardless of names: (role, part, head)."""
+    """Identifies an array independently of its name."""
 
     role: str
     part: str
@@ -81,11 +81,11 @@ class _Slot(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What the state has for a slot."""
+    """The array of a slot in the state dict."""
 
     key: str
-    array: Array | None  # in (out, in) order; None where an error was reported already
-    flipped: bool = False  # (in, out) in the state
+    array: Array | None  # (out, in); None if an error is reported already
+    flipped: bool = False  # (in, out) in the state dict
 
 
 def _parse(key: str) -> _Name | None:
@@ -103,15 +103,15 @@ def _parse(key: str) -> _Name | None:
 
 
 def _is_buffer(key: str, value: Any) -> bool:
-    """Whether this is a causal mask that a module keeps beside its weights; cattn needs none."""
+    """Return whether this is a causal mask that a module stores with its weights, which cattn does not need."""
     last = key.rpartition(".")[2]
     ndim = getattr(value, "ndim", -1)
     return (last == "mask" and ndim >= 2) or (last == "bias" and ndim == 4) or (last == "masked_bias" and ndim == 0)
 
 
 def _read(value: Any, key: str) -> Array:
-    """Return value as an array of real numbers; PyTorch's parameters and half precision are fine."""
-    torch: Any = sys.modules.get("torch")  # who has tensors has imported it
+    """Return value as an array of real numbers. PyTorch's parameters and halves are accepted."""
+    torch: Any = sys.modules.get("torch")  # a caller with tensors has imported it
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
@@ -127,15 +127,15 @@ def _listed(items: Iterable[object]) -> str:
 
 
 class _Loader:
-    """One attempt: finds an array for each of a class's parameters, and collects everything that is wrong."""
+    """One call of `match`: finds an array for each parameter, and collects all problems."""
 
     def __init__(self, own: Mapping[str, Array], state: Mapping[str, Any], what: str) -> None:
         self.own = own
         self.state = state
         self.what = what
         self.names = {key: _parse(key) or _Name("", key, "weight") for key in own}
-        self.plain = [key for key, name in self.names.items() if name.role == key]  # Linear's, or a subclass has them
-        self.only_plain = 0 < len(self.plain) == len(self.names)  # known by these only
+        self.plain = [key for key, name in self.names.items() if name.role == key]  # those of Linear or of a subclass
+        self.only_plain = 0 < len(self.plain) == len(self.names)  # other naming schemes do not apply
         self.problems: list[str] = []
         self.unexpected: list[str] = []
         self.found: dict[_Slot, _Found] = {}
@@ -149,12 +149,12 @@ class _Loader:
         return shape[::-1] if self.names[key].bare else shape
 
     def total(self, role: str, part: str) -> tuple[int, ...] | None:
-        """Shape of all heads of a role together, None where the class has no such parameter."""
+        """Return the shape of all heads of a role together, or None if the class has no such parameter."""
         roles = _FUSED_ROLES if role == _FUSED else (role,)
         shapes = [self.shape(key) for key, name in self.names.items() if name.role in roles and name.part == part]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes else None
 
-    # ---- which keys ----
+    # ---- keys of the state dict ----
     def name(self, key: str) -> _Name | None:
         for plain in self.plain:
             if key == plain or key.endswith("." + plain):
@@ -162,7 +162,7 @@ class _Loader:
         return None if self.only_plain else _parse(key)
 
     def keys(self) -> dict[str, _Name]:
-        """Return the keys of the one module that the state is about, with what they say."""
+        """Return the keys of the single module in the state dict, with their parsed names."""
         parsed: dict[str, _Name] = {}
         for key, value in self.state.items():
             if not isinstance(key, str):
@@ -174,7 +174,7 @@ class _Loader:
                 self.unexpected.append(key)
             else:
                 parsed[key] = name
-        # An output projection alone makes no module of ours: GPT-2's mlp has a c_proj too.
+        # An output projection alone is not an attention module: GPT-2's mlp has a c_proj too.
         prefixes = sorted({name.prefix for name in parsed.values() if name.role != "out"})
         if len(prefixes) > 1:
             shown = _listed(repr(prefix) for prefix in prefixes)
@@ -185,9 +185,9 @@ class _Loader:
         self.unexpected += [key for key in parsed if key not in chosen]
         return chosen
 
-    # ---- which array ----
+    # ---- arrays of the slots ----
     def collect(self) -> None:
-        """Fill `found` from the state."""
+        """Fill `found` from the state dict."""
         names = self.keys()
         arrays = {key: _read(self.state[key], key) for key in names}
         transposed = self.is_transposed(names, arrays)
@@ -206,7 +206,7 @@ class _Loader:
             self.join_heads()
 
     def is_transposed(self, names: Mapping[str, _Name], arrays: Mapping[str, Array]) -> bool:
-        """Whether c_attn.weight and c_proj.weight are (in, out), as in GPT-2's own files."""
+        """Return whether c_attn.weight and c_proj.weight are (in, out), as in GPT-2's own files."""
         shapes = {name.stem: arrays[key].shape for key, name in names.items() if name.part == "weight"}
         stem = next((stem for stem in _CONV if stem in shapes), None)
         if stem is None:
@@ -227,7 +227,7 @@ class _Loader:
             self.found[slot] = entry
 
     def cut(self, entry: _Found, total: tuple[int, ...] | None, slots: list[_Slot]) -> None:
-        """Give each of `slots` its rows of an array that holds them one above the other."""
+        """Give each of `slots` its rows of an array that holds the rows of all of them."""
         if total is None:
             self.unexpected.append(entry.key)
             return
@@ -241,25 +241,25 @@ class _Loader:
             start += rows
 
     def separate_heads(self) -> None:
-        """Cut what came in one piece: the class has a parameter for each head."""
+        """Cut arrays of all heads: the class has a parameter for each head."""
         heads = sorted({name.head for name in self.names.values() if name.head is not None})
         for slot in [slot for slot in self.found if slot.head is None]:
             entry = self.found.pop(slot)
             self.cut(entry, self.total(slot.role, slot.part), [slot._replace(head=head) for head in heads])
 
     def join_heads(self) -> None:
-        """Put the heads one above the other: the class has one parameter for all of them."""
+        """Concatenate the rows of the heads: the class has one parameter for all of them."""
         heads = sorted({slot.head for slot in self.found if slot.head is not None})
-        if len(heads) > 1:  # else it is the number of the one head that is wanted
+        if len(heads) > 1:  # a single head may have any number
             heads = sorted({*heads, *range(len(heads))})
         for whole in dict.fromkeys(slot._replace(head=None) for slot in self.found if slot.head is not None):
             slots = [whole._replace(head=head) for head in heads]
-            lacking = [slot for slot in slots if slot not in self.found]
+            missing = [slot for slot in slots if slot not in self.found]
             entries = [self.found.pop(slot) for slot in slots if slot in self.found]
             arrays = [entry.array for entry in entries if entry.array is not None]
             joined = None
-            if lacking:
-                self.problems.append(f"missing: {_listed(lacking)}")
+            if missing:
+                self.problems.append(f"missing: {_listed(missing)}")
             elif len({array.shape[1:] for array in arrays}) > 1 or arrays[0].ndim == 0:
                 shapes = _listed(array.shape for array in arrays)
                 self.problems.append(f"wrong shape: {_listed(entry.key for entry in entries)} have {shapes}")
@@ -268,7 +268,7 @@ class _Loader:
             self.add(whole, entries[0]._replace(array=joined))
 
     def fits(self, entry: _Found, wanted: tuple[int, ...]) -> bool:
-        """Compare shapes; report them as the state has them."""
+        """Compare shapes. Report them in the layout of the state dict."""
         if entry.array is None or entry.array.shape == wanted:
             return entry.array is not None
         shape = entry.array.shape
@@ -284,7 +284,7 @@ class _Loader:
     # ---- the result ----
     @in_default_mode
     def cast(self, entry: _Found, array: Array, dtype: np.dtype[Any]) -> Array:
-        """Return a new array: nothing that is loaded shares memory with the state."""
+        """Return a new array, which shares no memory with the state dict."""
         with np.errstate(over="ignore"):
             result = np.array(array, dtype=dtype, order="C")
         if dtype.itemsize < array.itemsize and not np.array_equal(np.isfinite(result), np.isfinite(array)):
@@ -292,7 +292,7 @@ class _Loader:
         return result
 
     def results(self) -> tuple[dict[str, Array], list[str]]:
-        """Return the new arrays by the class's own names, and the names of those that are missing."""
+        """Return the new arrays by the names of the class, and the names of missing ones."""
         new, missing = {}, []
         for own, name in self.names.items():
             entry = self.found.pop(_Slot(name.role, name.part, name.head), None)
@@ -307,16 +307,16 @@ class _Loader:
 def match(
     state: Mapping[str, Any], own: Mapping[str, Array], *, strict: bool, what: str
 ) -> tuple[dict[str, Array], LoadResult]:
-    """Return new arrays for the parameters `own`, in their shapes and dtypes, and what is missing or unexpected.
+    """Return new arrays for the parameters `own`, in their shapes and dtypes, and the missing and unexpected names.
 
-    Raises ValueError with everything that is wrong, in the words of `what`. Nothing is changed here.
+    Raises ValueError with a list of all problems; `what` names the class in it. Changes nothing.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to arrays, got {type(state).__name__}")
     loader = _Loader(own, state, what)
     loader.collect()
     new, missing = loader.results()
-    # What is left over was understood, but the class has no such parameter.
+    # The names of the rest are known, but the class has no such parameter.
     unexpected = sorted({*loader.unexpected, *(entry.key for entry in loader.found.values())})
     problems = loader.problems
     if strict and missing:

@@ -1,14 +1,14 @@
-"""The functions of cattn once more, in plain NumPy: to read, to learn from, and to test the C kernels against.
+"""The functions of cattn in plain NumPy: to read, to learn from, and to test the C kernels against.
 
-Everything is computed in float64, whatever comes in, and nothing here is fast: score matrices are built in full, as a
-textbook does. Names, arguments and meaning are the package's own, but results are float64 and ``rng`` is int or None.
+All inputs are computed in float64, and nothing here is fast: score matrices are built in full, as in a textbook.
+Names, arguments and meaning are those of the package, but results are float64 and ``rng`` is an int or None.
 
 For a query i at position p = i + query_offset and a key j::
 
     score  = softcap(scale * (query[i] . key[j])) - slope * |p - j| + attn_mask[i, j] + bias[i, j]
              where softcap(s) is softcap * tanh(s / softcap), and masks are additive
     visible = attn_mask[i, j] is True, no term is -inf, j <= p if causal, p - left <= j <= p + right in a window,
-              and i and j are among the query_seq_lengths and key_value_seq_lengths that count
+              i < query_seq_lengths and j < key_value_seq_lengths
     weight = exp(score) / sum of exp(score) over the visible keys, and 0 where a key is not visible
     out[i] = sum over the visible keys of dropout(weight) * value[j]
 

@@ -43,36 +43,36 @@ def scaled_dot_product_attention(
     return_dropout_mask: bool = False,
     out: Floats | AttentionOutput | None = None,
 ) -> Floats | AttentionOutput:
-    """softmax(scale * query @ key.T) @ value, of the visible keys, for any number of leading dimensions.
+    """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
 
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
-        Leading dimensions broadcast. From four dimensions on, axis -3 counts heads; where the query has a multiple of
-        the heads of key and value, head h reads head ``h // (H_q // H_kv)`` of them. Two or three dimensions have one
+        Batch dimensions broadcast. From four dimensions on, axis -3 counts heads; if the query has a multiple of the
+        heads of key and value, head h reads head ``h // (H_q // H_kv)`` of them. Two or three dimensions have one
         head, unless three come with ``enable_gqa=True``; ``enable_gqa=False`` forbids groups.
     attn_mask : array_like of bool (True = keep) or of floats (added to the scores), broadcastable to (..., T_q, T_k)
-    dropout_p : float in [0, 1], with `rng` a 64-bit seed, or None for a fresh one; see `dropout_keep`
+    dropout_p : float in [0, 1]; `rng` is a 64-bit seed, or None for a random one; see `dropout_keep`
     is_causal, query_offset, window_size : see `causal_mask`
-        The offset may be an array that broadcasts to the leading dimensions without the heads.
+        The offset may be an array that broadcasts to the batch dimensions.
     query_seq_lengths, key_value_seq_lengths : int, or array_like that broadcasts as query_offset
-        How many queries and keys count; "lower_right" lines up the last ones that do.
-    softcap : float, makes scores ``softcap * tanh(score / softcap)`` before anything is added; None or 0: as they are
+        Numbers of queries and keys that exist. "lower_right" aligns the last existing query with the last existing key.
+    softcap : float, replaces scores by ``softcap * tanh(score / softcap)`` before anything is added; None or 0: no cap
     alibi_slopes : array_like (H,) or (..., H), lowers scores by slope * abs(position - key)
-    sinks : array_like (H,) or (..., H), one more score for each head, of no key and without a value
+    sinks : array_like (H,) or (..., H), an extra logit for each head, which enters the softmax denominator only
     scale : float, default 1 / sqrt(D)
     bias : array_like of floats, broadcastable to (..., T_q, T_k)
         Added to the scores; -inf hides a key.
     need_weights, return_lse, return_dropout_mask : bool
         Also return the weights before dropout (..., T_q, T_k), the natural logarithm of the sum of the exponentials of
-        the visible scores (..., T_q), and which weights dropout kept (..., T_q, T_k).
+        the visible scores (..., T_q), and the dropout mask (..., T_q, T_k).
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
 
     Returns
     -------
-    ndarray (..., T_q, D_v), or an AttentionOutput if more than that was asked for
-        A query that sees no key gets 0, weights 0 and LSE -inf. A key that is not visible has no influence, whatever
-        it and its value hold; NaN or infinity in a visible one shows in the rows that see it.
+    ndarray (..., T_q, D_v), or an AttentionOutput if it has more than one field
+        A query that sees no key has output 0, weights 0 and LSE -inf. A hidden key has no influence, even if it or its
+        value is NaN. NaN or infinity in a visible key affects the rows that see it.
 
     Examples
     --------
@@ -95,11 +95,12 @@ def scaled_dot_product_attention(
     )
     weights, lse = _normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
-    kept = _kept(p, seed, problem)
-    result = _weighted_sum(apply_dropout(weights, kept, p), problem.value, problem.visible)
+    drop_bits = _dropout_bits(p, seed, problem)
+    result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible)
 
     if problem.one_head:
-        result, weights, kept, lse = result[..., 0, :, :], weights[..., 0, :, :], kept[..., 0, :, :], lse[..., 0, :]
+        result, weights = result[..., 0, :, :], weights[..., 0, :, :]
+        drop_bits, lse = drop_bits[..., 0, :, :], lse[..., 0, :]
     given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
     result = deliver(result, given.out)
     if not (need_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
@@ -108,7 +109,7 @@ def scaled_dot_product_attention(
         result,
         deliver(weights, given.weights) if need_weights else None,
         deliver(lse, given.lse) if return_lse else None,
-        deliver(kept, given.dropout_mask) if return_dropout_mask else None,
+        deliver(drop_bits, given.dropout_mask) if return_dropout_mask else None,
         seed if p > 0 else None,
     )
 
@@ -123,10 +124,10 @@ def causal_attention(
     query_offset: ArrayLike | None = None,
     **keywords: Any,
 ) -> Floats | AttentionOutput:
-    """`scaled_dot_product_attention` in which a token sees itself and what came before it.
+    """Return `scaled_dot_product_attention` in which a token sees itself and the tokens before it.
 
-    Queries are the last ones of the sequence ("lower_right"), so that a few new queries against a longer cache of keys
-    come out as they would in a full pass; with `query_offset` given, query 0 stands at that position.
+    The queries are the last ones of the sequence ("lower_right"), so that a few new queries with a longer cache of keys
+    give the results of a full pass. `query_offset` sets the position of query 0 instead.
 
     Examples
     --------
@@ -148,9 +149,9 @@ def varlen_attention(
     return_lse: bool = False,
     **keywords: Any,
 ) -> Floats | AttentionOutput:
-    """Attention of sequences packed one behind the other: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).
+    """Return attention of packed sequences: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).
 
-    It is attention of the batch that they make when padded, with lengths. Keywords are those of
+    The sequences are padded to a batch with lengths. Keywords are those of
     `scaled_dot_product_attention`.
 
     Examples
@@ -203,10 +204,10 @@ def attention_weights(
     stage: str = "softmax",
     out: Floats | None = None,
 ) -> Floats:
-    """Return what attention holds after one of its steps, (..., T_q, T_k).
+    """Return scores or weights after a stage of attention, (..., T_q, T_k).
 
-    The steps: "qk" scaled products, "softcap", "bias" (slopes and additive masks), "mask" (hidden scores are -inf),
-    "softmax" (the weights), "dropout" (the weights as they meet the values).
+    The stages: "qk" (scaled products), "softcap", "bias" (slopes and additive masks), "mask" (hidden scores are -inf),
+    "softmax" (the weights), "dropout" (the weights that multiply the values).
 
     Examples
     --------
@@ -237,24 +238,24 @@ def attention_weights(
         result, _ = _normalize(result, problem.visible, sinks)
     if stage == "dropout":
         p = probability(dropout_p, "dropout_p")
-        result = apply_dropout(result, _kept(p, new_seed(rng), problem), p)
+        result = apply_dropout(result, _dropout_bits(p, new_seed(rng), problem), p)
     return deliver(result[..., 0, :, :] if problem.one_head else result, out)
 
 
-def _kept(p: float, seed: int, problem: Problem) -> Bools:
-    """Which weights a dropout keeps."""
-    *lead, num_heads, _, T_k = problem.scores.shape
+def _dropout_bits(p: float, seed: int, problem: Problem) -> Bools:
+    """Return the dropout mask of all weights."""
+    *batch_shape, num_heads, _, T_k = problem.scores.shape
     if p == 0:
         return np.ones(problem.scores.shape, np.bool_)
-    batch = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
+    batch = np.arange(math.prod(batch_shape)).reshape(*batch_shape, 1, 1)
     return dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], problem.position[..., None, :], T_k)
 
 
 class Problem(NamedTuple):
-    scores: Floats  # (*lead, H, T_q, T_k)
+    scores: Floats  # (*batch, H, T_q, T_k)
     visible: Bools  # the same shape
-    position: NDArray[np.int64]  # (*lead or shorter, T_q)
-    value: Floats  # (*lead, H, T_k, D_v)
+    position: NDArray[np.int64]  # (*batch or fewer dimensions, T_q)
+    value: Floats  # (*batch, H, T_k, D_v)
     one_head: bool  # the caller's arrays have no head axis
 
 
@@ -267,7 +268,7 @@ def score(
     softcap: float | None = None,
     slopes: ArrayLike | None = None,
 ) -> Problem:
-    """Scores and visibility of every pair, with the heads on an axis of their own."""
+    """Return scores and visibility of every pair, with an axis for the heads."""
     arrays = [np.asarray(a, np.float64) for a in inputs]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
@@ -306,7 +307,7 @@ def score(
 
 
 def _normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
-    """Weights and LSE of the visible scores; a sink is one more score, whose weight is left out."""
+    """Return weights and LSE of the visible scores. A sink is an extra score, whose weight is left out."""
     if sinks is not None:
         sink = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*scores.shape[:-1], 1))
         scores = np.concatenate([scores, sink], axis=-1)
@@ -332,7 +333,7 @@ def _weighted_sum(weights: Floats, value: Floats, visible: Bools) -> Floats:
     """Multiply weights @ value without the products 0 * NaN and 0 * inf of keys that are not visible."""
     finite = np.isfinite(value)
     total: Floats = weights @ np.where(finite, value, 0.0)
-    for j in np.flatnonzero(~finite.all(axis=(*range(value.ndim - 2), -1))):  # one by one, added where they are seen
+    for j in np.flatnonzero(~finite.all(axis=(*range(value.ndim - 2), -1))):  # each is added to the rows that see it
         row = np.where(finite, 0.0, value)[..., j, None, :]
         total += np.where(visible[..., j, None], weights[..., j, None] * row, 0.0)
     return total

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from cattn._input.types import AttentionGradients, Window
 
-from ._attention import Problem, _kept, _weighted_sum, match_heads, score
+from ._attention import Problem, _dropout_bits, _weighted_sum, match_heads, score
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal, Ranges
 from ._shared import Floats, boolean, deliver, probability, quiet
@@ -39,16 +39,16 @@ def attention_backward(
     sinks: ArrayLike | None = None,
     rng: int | None = None,
 ) -> AttentionGradients:
-    """Gradients of the arguments of `scaled_dot_product_attention`, from that of its output.
+    """Return the gradients of the arguments of `scaled_dot_product_attention`, given that of its output.
 
     With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0) and the gradient dO of the output O::
 
         dV = (P * Z).T @ dO        dP = Z * (dO @ V.T)        dS = P * (dP - sum(dO * O, axis=-1))
         dQ = scale * dS @ K        dK = scale * dS.T @ Q      d bias = dS        d sink = -sum(P_sink * sum(dO * O))
 
-    where dS of a capped score t = tanh(s / softcap) takes the factor 1 - t**2 on its way to Q and K, and each gradient
-    is summed over what its argument was broadcast along. Arguments are those of the forward pass, `out` and `lse` what
-    it returned. Hidden pairs take no part, whatever they hold.
+    where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
+    summed over the axes along which its argument was broadcast. Arguments are those of the forward pass, and `out` and
+    `lse` are its results. Hidden pairs have no influence, even if they are NaN.
 
     Examples
     --------
@@ -68,11 +68,11 @@ def attention_backward(
         grads_out, outs, row_lse = grads_out[..., None, :, :], outs[..., None, :, :], row_lse[..., None, :]
     scale = 1.0 / np.sqrt(max(q.shape[-1], 1)) if scale is None else scale
 
-    visible_mass = visible & (problem.scores != -np.inf)  # a score of -inf has weight 0 and passes nothing on
+    visible_mass = visible & (problem.scores != -np.inf)  # a score of -inf has weight 0 and gradient 0
     weights = np.where(visible_mass, np.exp(problem.scores - row_lse[..., None]), 0.0)
     factor = np.zeros(visible.shape)
     if p < 1:
-        factor[_kept(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
+        factor[_dropout_bits(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
     delta = (grads_out * outs).sum(axis=-1)
     dP = np.where(factor != 0, factor * (grads_out @ np.swapaxes(v, -1, -2)), 0.0)
     dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
@@ -103,9 +103,9 @@ def attention_backward(
 def softmax_backward(
     grad_out: ArrayLike, weights: ArrayLike, axis: int = -1, *, scale: float = 1.0, out: Floats | None = None
 ) -> Floats:
-    """Gradient of the scores, given that of their softmax: ``scale * P * (dP - sum(P * dP))``.
+    """Return the gradient of the scores, given that of their softmax: ``scale * P * (dP - sum(P * dP))``.
 
-    It is that of `masked_softmax` as well; what has weight 0 takes no part.
+    The formula holds for `masked_softmax`, too. Elements of weight 0 have no influence.
 
     Examples
     --------
@@ -126,9 +126,9 @@ def dropout_backward(
     rng: int | None = None,
     out: Floats | None = None,
 ) -> Floats:
-    """Gradient of what went into `dropout`, given that of what came out.
+    """Return the gradient of the input of `dropout`, given that of its output.
 
-    `mask` says what was kept, or `rng` is the seed that draws it again.
+    `mask` is True for kept elements, or `rng` is the seed that draws the mask again.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def dropout_backward(
 
 
 def _with_heads(inputs: tuple[ArrayLike, ...], problem: Problem, enable_gqa: bool | None) -> list[Floats]:
-    """Return the inputs with all leading axes and heads of the call, repeated where they are shared."""
+    """Return the inputs with all batch dimensions and heads of the call. Shared heads are repeated."""
     arrays = [np.asarray(a, np.float64) for a in inputs]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
@@ -155,7 +155,7 @@ def _with_heads(inputs: tuple[ArrayLike, ...], problem: Problem, enable_gqa: boo
 
 
 def _sum_groups(grad: Floats, shape: tuple[int, ...]) -> Any:
-    """Sum the query heads that share a key-value head, then over what was broadcast."""
+    """Sum over the query heads that share a key-value head, then over broadcast axes."""
     heads, own = (grad.shape[-3], shape[-3]) if len(shape) > 2 and grad.ndim > 2 else (1, 1)
     if own > 1 and heads != own:
         grad = grad.reshape(*grad.shape[:-3], own, heads // own, *grad.shape[-2:]).sum(axis=-3)

@@ -1,4 +1,4 @@
-"""Random bits by position, and dropout."""
+"""Random bits as a function of position, and dropout."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -7,7 +7,7 @@ from ._shared import Bools, Floats, deliver, new_seed, probability, quiet
 
 
 def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], seed: int) -> NDArray[np.uint64]:
-    """Philox4x32-10 of Random123: four random 32-bit words for each counter of four 32-bit words.
+    """Return Philox4x32-10 of Random123: four random 32-bit words for each counter of four 32-bit words.
 
     `seed` is the 64-bit key. The parts of `counter` broadcast to a shape S; the result is uint64 of shape ``(4, *S)``.
 
@@ -28,15 +28,15 @@ def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], seed:
 
 
 def dropout_keep(p: float, seed: int, batch: ArrayLike, head: ArrayLike, position: ArrayLike, T_k: int) -> Bools:
-    """Which attention weights a dropout keeps: rows of `T_k` bits, each a function of seed and position alone.
+    """Return the dropout mask of attention weights: rows of `T_k` bits, each a function of seed and position only.
 
     64 keys share eight counters: key j reads counter 8 (j // 64) + j % 8, and of its four words the 16-bit digit
     number (j // 8) % 8. A digit is compared with the upper half of round((1 - p) 2**32); where they are equal, a digit
     of a second draw is compared with the lower half, so that the probability is exact to 2**-32.
 
-    `p` is the probability of being dropped, `seed` the 64-bit key. `batch`, `head` and `position` are the flat index of
-    the leading dimensions, the query head and the absolute query position i + query_offset of each row. They broadcast
-    to a shape S; the result is bool, ``(*S, T_k)``, True = kept.
+    `p` is the probability of dropping a weight, `seed` the 64-bit key. `batch`, `head` and `position` are the flat
+    index of the batch dimensions, the query head and the absolute query position i + query_offset of each row. They
+    broadcast to a shape S; the result is bool, ``(*S, T_k)``, True = kept.
 
     Examples
     --------
@@ -70,9 +70,9 @@ def dropout(
 ) -> Floats | tuple[Floats, Bools]:
     """Set elements of `x` to 0 with probability `p` and multiply the others by 1 / (1 - p).
 
-    The factor keeps the expected value of each element, so that nothing needs to change once training is over:
-    ``training=False`` returns a copy. `rng` is a 64-bit seed, or None for a fresh one; with ``return_mask=True`` the
-    result is a pair, the second of which says what was kept.
+    The factor preserves the expected value of each element, so that no correction is needed after training:
+    ``training=False`` returns a copy. `rng` is a 64-bit seed, or None for a random one. With ``return_mask=True`` the
+    result is a pair of the output and the mask, True = kept.
 
     Examples
     --------
@@ -82,11 +82,11 @@ def dropout(
     """
     x = np.asarray(x, np.float64)
     p = probability(p, "p") if training else 0.0
-    # Element n of x in C order takes the place of key n; "head" 0xD0D0 keeps these bits apart from those of attention.
-    kept = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)
-    result = deliver(apply_dropout(x, kept, p), out)
-    return (result, kept) if return_mask else result
+    # Element n of x in C order has the bit of key n. "Head" 0xD0D0 makes these bits differ from those of attention.
+    mask = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)
+    result = deliver(apply_dropout(x, mask, p), out)
+    return (result, mask) if return_mask else result
 
 
-def apply_dropout(x: Floats, kept: Bools, p: float) -> Floats:
-    return np.where(kept, x * (1.0 / (1.0 - p)), 0.0) if p < 1 else np.zeros_like(x)
+def apply_dropout(x: Floats, mask: Bools, p: float) -> Floats:
+    return np.where(mask, x * (1.0 / (1.0 - p)), 0.0) if p < 1 else np.zeros_like(x)

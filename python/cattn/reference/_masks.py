@@ -1,4 +1,4 @@
-"""Which keys a query sees, as far as positions decide: causality, windows, lengths."""
+"""The keys that a query sees by position: causality, windows, lengths."""
 
 import warnings
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Causal = bool | np.bool_ | str
 
 
 class Ranges(NamedTuple):
-    """The arguments that leave each query one range of keys; offset and lengths are numbers, or arrays (*batch,)."""
+    """The arguments that give each query one range of keys. Offset and lengths are numbers, or arrays (*batch,)."""
 
     is_causal: Causal
     query_offset: ArrayLike | None = None
@@ -31,12 +31,12 @@ def causal_mask(
     query_offset: int | None = None,
     window_size: Window = (-1, -1),
 ) -> Bools:
-    """Return which keys each query sees under a causal mask, True = keep.
+    """Return a causal mask, True = keep.
 
-    With T_q = T_k this is the lower triangle. Otherwise "upper_left" lines up the first query with the first key,
-    "lower_right" (the default: queries are the newest tokens of a longer text) the last query with the last key, and
-    `query_offset` puts the first query anywhere. `window_size` (left, right) leaves only the keys p - left .. p + right
-    around the position p of a query; -1 or None is without bound.
+    With T_q = T_k this is the lower triangle. Otherwise "upper_left" aligns the first query with the first key,
+    "lower_right" (the default: queries are the newest tokens of a longer text) aligns the last query with the last key,
+    and `query_offset` is the position of the first query. `window_size` (left, right) hides all keys except
+    p - left .. p + right around the position p of a query; -1 or None: no bound.
 
     Examples
     --------
@@ -57,9 +57,9 @@ def causal_mask(
 
 
 def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
-    """Return which keys the queries of each batch see (*batch, T_q, T_k), and their positions (*batch, T_q).
+    """Return which keys the queries of each batch entry see (*batch, T_q, T_k), and their positions (*batch, T_q).
 
-    Queries and keys from their length on are not there: such a query sees nothing, such a key is not seen.
+    Queries and keys at or after their length do not exist: such a query sees no key, such a key is hidden.
     """
     is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size = ranges
     left, right = (np.inf if side is None or side == -1 else side for side in window_size or (None, None))
@@ -80,7 +80,7 @@ def positions(
     lower_right: ArrayLike,
     windowed: bool = False,
 ) -> Integers:
-    """Absolute positions of the queries, (*shape of the offset, T_q); `lower_right` is the offset of that name."""
+    """Return absolute positions of the queries, (*shape of the offset, T_q); `lower_right` is T_k - T_q."""
     is_causal = bool(is_causal) if isinstance(is_causal, np.bool_) else is_causal
     if is_causal not in (False, True, "upper_left", "lower_right"):
         raise ValueError(f'is_causal must be False, True, "upper_left" or "lower_right", got {is_causal!r}')

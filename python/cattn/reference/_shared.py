@@ -1,4 +1,4 @@
-"""What the parts of the reference share."""
+"""Helpers of the reference."""
 
 import os
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 Array = TypeVar("Array", bound=NDArray[Any])
 
-# NaN and infinity are answers here, not accidents: NumPy need not warn about them.
+# NaN and infinity are valid results here, so NumPy must not warn about them.
 quiet = np.errstate(all="ignore")
 
 

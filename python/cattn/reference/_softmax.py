@@ -13,11 +13,11 @@ Axis = int | tuple[int, ...] | None
 def softmax(
     x: ArrayLike, axis: Axis = -1, *, where: ArrayLike | None = None, scale: float = 1.0, out: Floats | None = None
 ) -> Floats:
-    """Softmax of ``scale * x`` along `axis`: exp(z - max) / sum of exp(z - max).
+    """Return softmax of ``scale * x`` along `axis`: exp(z - max) / sum of exp(z - max).
 
-    `axis` may be a tuple, or None for all axes together. Where `where` (bool, broadcastable to `x`) is False, an
-    element gets 0 and has no influence, even if it is NaN. Slices where nothing takes part are 0; where all that takes
-    part is -inf they are NaN.
+    `axis` may be a tuple, or None for all axes together. If `where` (bool, broadcastable to `x`) is False, an element
+    gets 0 and has no influence, even if it is NaN. Slices without any True element are 0; slices whose True elements
+    are all -inf are NaN.
 
     Examples
     --------
@@ -27,11 +27,11 @@ def softmax(
     array([0.5, 0. , 0.5])
     """
     z = np.asarray(x, np.float64) * scale
-    takes_part = np.broadcast_to(True if where is None else np.asarray(where, np.bool_), z.shape)
-    z = np.where(takes_part, z, -np.inf)
-    numerator = np.where(takes_part, np.exp(z - z.max(axis=axis, keepdims=True, initial=-np.inf)), 0.0)
-    # An element that takes part divides by a sum > 0 (or NaN); the others are 0, not 0/0.
-    weights = np.where(takes_part, numerator / numerator.sum(axis=axis, keepdims=True), 0.0)
+    included = np.broadcast_to(True if where is None else np.asarray(where, np.bool_), z.shape)
+    z = np.where(included, z, -np.inf)
+    numerator = np.where(included, np.exp(z - z.max(axis=axis, keepdims=True, initial=-np.inf)), 0.0)
+    # Included elements are divided by a sum > 0 (or NaN). The others are 0, not 0/0.
+    weights = np.where(included, numerator / numerator.sum(axis=axis, keepdims=True), 0.0)
     return deliver(weights, out)
 
 
@@ -46,16 +46,16 @@ def masked_softmax(
     method: str = "neg_inf",
     out: Floats | None = None,
 ) -> Floats:
-    """Softmax over the last axis of `scores`, of the visible entries only, in one of two ways.
+    """Return softmax over the last axis of `scores`, of the visible entries only, by one of two methods.
 
     ``"neg_inf"`` sets hidden scores to -inf and takes the softmax. ``"renormalize"`` takes the softmax of everything,
-    sets hidden weights to 0 and divides each row by what is left. On paper both are the same, since the first
-    denominator cancels; in floating point the second loses everything when a hidden score dwarfs the visible ones.
-    Rows that keep less than 2**-100 of their mass, or whose kept mass is not finite, are therefore computed again
-    from their visible scores. `textbook_masked_softmax` does without such precautions.
+    sets hidden weights to 0 and divides each row by its sum. In exact arithmetic both are the same, because the first
+    denominator cancels. In floating point the second loses all digits if a hidden score is much larger than the visible
+    ones. Rows whose visible weights sum to less than 2**-100, or to a sum that is not finite, are therefore computed
+    again from their visible scores. `textbook_masked_softmax` has no such precaution.
 
-    `scores` is (..., T_q, T_k); `mask` is bool (True = keep) and broadcasts to it; `is_causal` and `query_offset` are
-    explained at `causal_mask`, and the offset may be an array (...,). Rows without a visible entry are 0.
+    `scores` is (..., T_q, T_k). `mask` is bool (True = keep) and broadcasts to it. `causal_mask` explains `is_causal`
+    and `query_offset`, and the offset may be an array (...,). Rows without a visible entry are 0.
 
     Examples
     --------
@@ -77,9 +77,9 @@ def masked_softmax(
         weights = softmax(scores, where=visible, scale=scale)
     elif method == "renormalize":
         everything = softmax(scores, scale=scale)
-        kept = (everything * visible).sum(axis=-1, keepdims=True)
-        weights = everything * visible / kept
-        sound = kept >= 2.0**-100  # False for NaN too
+        mass = (everything * visible).sum(axis=-1, keepdims=True)
+        weights = everything * visible / mass
+        sound = mass >= 2.0**-100  # also False for NaN
         weights = np.where(sound, weights, softmax(scores, where=visible, scale=scale))
     else:
         raise ValueError(f'method must be "neg_inf" or "renormalize", got {method!r}')
@@ -88,10 +88,10 @@ def masked_softmax(
 
 @quiet
 def textbook_masked_softmax(scores: ArrayLike, mask: ArrayLike, method: str = "neg_inf") -> Floats:
-    """Mask and normalise as a first chapter on attention writes it: to see what can go wrong.
+    """Return masked softmax as a first chapter on attention computes it, to show what can go wrong.
 
-    Rows without a visible entry come out as NaN; so do, with ``"renormalize"``, rows in which a hidden score is so
-    much larger than the visible ones that their weights vanish. `mask` is True where a score of (..., T_k) is kept.
+    Rows without a visible entry are NaN. With ``"renormalize"``, so are rows in which a hidden score is so much larger
+    than the visible ones that their weights vanish. `mask` is True for visible scores (..., T_k).
 
     Examples
     --------
@@ -104,5 +104,5 @@ def textbook_masked_softmax(scores: ArrayLike, mask: ArrayLike, method: str = "n
         return softmax(np.where(mask, scores, -np.inf))
     if method != "renormalize":
         raise ValueError(f'method must be "neg_inf" or "renormalize", got {method!r}')
-    kept = softmax(scores) * np.asarray(mask, np.bool_)
-    return np.asarray(kept / kept.sum(axis=-1, keepdims=True))
+    visible = softmax(scores) * np.asarray(mask, np.bool_)
+    return np.asarray(visible / visible.sum(axis=-1, keepdims=True))
