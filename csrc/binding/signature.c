@@ -90,7 +90,7 @@ static PyObject *call(PyObject *module, enum cattn_entry_point which, cattn_body
     return body(state, bound);
 }
 
-/* Builtins of one module are told apart by their C function alone, so each needs one of its own. */
+/* A builtin receives the module, but not itself: each needs its own C function to know which it is. */
 #define BUILTIN(which, name, TABLE)                                                                                    \
     static PyObject *name##_builtin(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {  \
         return call(module, which, cattn_body_##name, args, n_args, keywords);                                         \
