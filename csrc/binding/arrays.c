@@ -46,7 +46,8 @@ static bool layout_fits(PyArrayObject *array, int log2_size) {
     return true;
 }
 
-/* helper(object, name, "f" or "d") of cattn._input.arrays, which must give an exact ndarray that kernels can read. */
+/* Calls helper(object, name, "f" or "d") of cattn._input.arrays. Its result must be an exact ndarray that kernels can
+ * read. */
 static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *name, int type) {
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
     PyObject *result = PyObject_CallFunction(helper, "Oss", object, name, type == NPY_FLOAT ? "f" : "d");
@@ -59,7 +60,7 @@ static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *nam
     return (PyArrayObject *)result;
 }
 
-/* The same, of one of two types. */
+/* As helped, and checks that the result has one of two types. */
 static PyArrayObject *converted(PyObject *helper, PyObject *object, const char *name, int type, int other_type) {
     PyArrayObject *array = helped(helper, object, name, type);
     if (array != NULL && PyArray_TYPE(array) != type && PyArray_TYPE(array) != other_type) {
@@ -100,7 +101,7 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
 
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
     int type = -1;
-    bool unlike = false; /* halves of both kinds */
+    bool unlike = false; /* both float16 and bfloat16 */
     for (int i = 0; i < n; i++) {
         const int own = arrays[i] != NULL ? PyArray_TYPE(arrays[i]) : type;
         if (type < 0 || own == NPY_DOUBLE || (own == NPY_FLOAT && type != NPY_DOUBLE))
@@ -187,7 +188,7 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
     return true;
 }
 
-/* The warning is a hint: a mask that begins with so many zeros is not read to its end. */
+/* The warning is a hint: a mask that begins with more zeros than this is not read to its end. */
 #define MOST_ZEROS (1 << 20)
 
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
@@ -229,7 +230,7 @@ static int64_t stride_of(PyArrayObject *array, int axis, int shift) {
     return axis >= 0 && PyArray_DIM(array, axis) != 1 ? (int64_t)PyArray_STRIDE(array, axis) >> shift : 0;
 }
 
-/* NULL means absent to the core, and an empty array may well have no memory. */
+/* To the core NULL means that the tensor is absent, but an empty array may have no memory. */
 static void *data_of(PyArrayObject *array) {
     static double nothing;
     void *data = PyArray_DATA(array);

@@ -10,12 +10,12 @@
 
 /* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
-/* Bring every array of the list that is not NULL to one type, as NumPy promotes. Returns the type, or -1. */
+/* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes. Returns the type, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
-/* What NumPy's type number of such arrays means to the core. */
+/* From NumPy's type number of such arrays to the core's types. */
 enum cattn_dtype cattn_arg_dtype(int type);
 enum cattn_storage cattn_arg_storage(int type);
-/* NPY_FLOAT or NPY_DOUBLE: what is computed in, and the type of masks, numbers of each head and LSE. */
+/* NPY_FLOAT or NPY_DOUBLE: the type of the computation, of masks, of numbers of each head and of lse. */
 int cattn_arg_compute_type(int type);
 
 enum cattn_mask_kind {
@@ -23,7 +23,7 @@ enum cattn_mask_kind {
     CATTN_MASK_BIAS, /* float only */
     CATTN_MASK_BOOL  /* bool only */
 };
-/* A mask or bias that broadcasts to dims; NPY_BOOL, or `type`. */
+/* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
 /* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
@@ -35,9 +35,10 @@ bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const 
 
 /* ---- strides in elements ---- */
 enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
-/* The last axes of `array` are (lead..., head, row, col), as far as `axes` names them. Missing or 1: stride 0. */
+/* The last axes of `array` are (batch..., head, row, col), as far as `axes` names them. An axis that is missing or has
+ * size 1 gets stride 0. */
 void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
-/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others lead. nd >= 1. */
+/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
 void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
 
 #endif

@@ -10,7 +10,7 @@
 
 /* ---- outputs ---- */
 
-/* out= is None, an array for the one result, or an AttentionOutput: given[] gets borrowed fields. */
+/* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObject **given) {
     static const char *const asked_by[] = {"", "need_weights", "return_lse", "return_dropout_mask"};
     const bool plain = out == Py_None || PyArray_CheckExact(out);
@@ -35,7 +35,7 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObj
     return true;
 }
 
-/* The log-sum-exp has the dtype computed in, or is float64 where the caller's array is. */
+/* lse has the type of the computation, or float64 if the caller's array for it has. */
 static int lse_type(struct cattn_call *call, PyObject *given) {
     if (given != NULL && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_DOUBLE)
         call->params->double_lse = true;
@@ -123,9 +123,8 @@ static PyObject *build_result(struct cattn_call *call, int single) {
     }
     if (!call->as_tuple)
         return cattn_output_result(&call->outputs[single]);
-    for (int i = 0; i < N_OUTPUTS; i++) {
+    for (int i = 0; i < N_OUTPUTS; i++)
         fields[i] = call->wants[i] ? cattn_output_result(&call->outputs[i]) : Py_NewRef(Py_None);
-    }
     fields[N_OUTPUTS] = call->has_seed ? PyLong_FromUnsignedLongLong(call->params->dropout.seed) : Py_NewRef(Py_None);
     if (fields[N_OUTPUTS] != NULL)
         result = PyObject_CallFunctionObjArgs(call->state->attention_output, fields[0], fields[1], fields[2], fields[3],

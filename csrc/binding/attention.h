@@ -19,25 +19,24 @@ enum cattn_stage {
 
 /* How a call differs from scaled_dot_product_attention. */
 struct cattn_variant {
-    /* Before STAGE_OUT there is no value and the weights are the one result. After STAGE_DROPOUT the dropout mask comes
-     * with them in an AttentionOutput. */
+    /* Before STAGE_OUT there is no value, and the weights are the one result. With STAGE_DROPOUT the result is an
+     * AttentionOutput of the weights, without dropout, and the mask to apply to them. */
     enum cattn_stage stage;
-    /* Turns the call, parsed as one batch entry of all rows, into a batch of packed sequences. NULL: it is not packed.
-     */
+    /* Turns the call, which was parsed as one batch entry, into a batch of packed sequences. NULL: not packed. */
     bool (*unpack)(struct cattn_call *call, PyObject *context);
-    /* Makes the final result, a new reference, of the one so far. A generator is not advanced before. NULL: no change.
-     */
+    /* Returns the final result, a new reference, given the one of the core. A TorchGenerator advances only after it.
+     * NULL: there is nothing to do. */
     PyObject *(*finish)(struct cattn_call *call, PyObject *result, PyObject *context);
     PyObject *context;
 };
 
 PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
 
-/* Everything is checked and allocated: draws a seed, or from a TorchGenerator, and computes; without the GIL if `work`,
- * in multiply-adds, is long enough. End `draw` in any case. */
+/* Comes after all checks and allocations: draws a seed, or from a TorchGenerator, and computes; without the GIL if
+ * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
                     const void *params, struct cattn_draw *draw);
-/* Releases what the call owns. */
+/* Releases the objects that the call owns. */
 void cattn_call_clear(struct cattn_call *call);
 
 #endif

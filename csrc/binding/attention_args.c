@@ -240,7 +240,7 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
-/* One number for each query head, or for each of the batch: (H,) or (*batch, H), in the call's dtype. */
+/* One number for each query head, the same in all batch entries or not: (H,) or (*batch, H), in the compute type. */
 static bool parse_numbers(struct cattn_call *call, PyObject *object, const char *name, int input,
                           struct cattn_tensor *to) {
     if (object == Py_None)

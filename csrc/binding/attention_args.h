@@ -32,7 +32,7 @@
     A(return_dropout_mask)                                                                                             \
     A(out)
 
-/* What single functions take besides. `out` of attention_backward is the result of the forward pass. */
+/* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse)
@@ -51,7 +51,7 @@ enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) };
 enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
-/* What one call of attention owns between Python's arguments and the core. */
+/* One call of attention on its way from Python's arguments to the core. */
 struct cattn_call {
     struct binding_state *state;
     struct cattn_attention_params *params;
@@ -68,11 +68,11 @@ struct cattn_call {
     npy_intp kv_heads;   /* of key and value, 1 without heads */
     int nd;              /* of dims */
     npy_intp *dims;      /* (*batch, [H], T_q, T_k) */
-    npy_intp *bias_dims; /* room for the shape of the bias that attention_backward differentiates, or NULL */
+    npy_intp *bias_dims; /* receives the shape of the bias that has a gradient; NULL if there are no gradients */
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };
 
-/* Parses all but rng and what concerns the outputs. params are cleared, and hold everything else afterwards. */
+/* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
 /* ValueError for sizes whose products the core cannot count. */
 bool cattn_call_counts_fit(const struct cattn_attention_params *params);

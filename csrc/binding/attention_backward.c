@@ -72,7 +72,7 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
 
 static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
                           int axes) {
-    /* the gradient of the query is written once, the others are added to */
+    /* the core writes the gradient of the query once, and adds to the others */
     b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.type)
                                                         : PyArray_ZEROS(nd, dims, b->call.type, 0));
     if (b->gradients[i] == NULL)
@@ -127,7 +127,7 @@ static bool make_gradients(struct backward *b) {
 
 /* ---- running ---- */
 
-/* A mask must be drawn again: not every rng can. */
+/* The dropout mask of the forward pass must be drawn again, which not every rng can do. */
 static bool check_rng(const struct backward *b, PyObject *rng) {
     if (!b->params.forward.dropout.enabled || cattn_torch_check(b->call.state, rng))
         return true;

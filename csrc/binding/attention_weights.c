@@ -21,8 +21,8 @@ static PyObject *drop(struct cattn_call *call, PyObject *result, PyObject *conte
                                         PyTuple_GetItem(context, 1), PyTuple_GetItem(context, 2), NULL);
 }
 
-/* The core applies dropout to the output only. Here NumPy multiplies the weights by the mask, before a generator's
- * state is kept; halves are computed in float32, so that they are rounded once, after that. */
+/* The core applies dropout to the output only, so NumPy multiplies the weights by the mask. Halves are computed in
+ * float32 until then, so that they are rounded once. */
 static PyObject *drop_weights(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL, *out = args[ARG_out];
     PyObject *wide = PyObject_CallFunctionObjArgs(state->widen_for_dropout, args[ARG_query], args[ARG_key], out, NULL);

@@ -1,4 +1,4 @@
-/* binding.h -- what all files of the binding share: Python, NumPy, the core's C API and the state of the module.
+/* binding.h -- shared by all files of the binding: Python, NumPy, the core's C API and the state of the module.
  *
  * This directory is the only one that knows Python. Everything here holds the GIL unless it says otherwise. Functions
  * that return bool or a pointer return false or NULL with an exception set.
@@ -50,7 +50,7 @@ struct cattn_signature {
 /* Functions and classes of the package that C calls. C imports none of them: the package passes them to
  * `_register_helpers` by these names. */
 #define HELPERS(H)                                                                                                     \
-    /* cattn._input.arrays: arguments that the fast path in C does not take as they are */                             \
+    /* cattn._input.arrays: for arguments that the fast path in C cannot use as they are */                            \
     H(as_array)                                                                                                        \
     H(as_mask)                                                                                                         \
     H(as_bias)                                                                                                         \
@@ -64,7 +64,7 @@ struct cattn_signature {
     /* cattn._input.types */                                                                                           \
     H(attention_output)                                                                                                \
     H(causal_alignment_warning)                                                                                        \
-    /* cattn.functional: what an entry point does before or after its call of the core */                              \
+    /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
     H(softmax_axes)                                                                                                    \
     H(widen_for_dropout)                                                                                               \
     H(drop_weights)                                                                                                    \

@@ -1,4 +1,4 @@
-/* error.c -- exceptions: from the core's status, and the sentences that several files need. See error.h. */
+/* error.c -- exceptions: from the core's status, and messages that several files need. See error.h. */
 #include "error.h"
 
 bool cattn_error_status(enum cattn_status status) {
@@ -8,7 +8,7 @@ bool cattn_error_status(enum cattn_status status) {
     case CATTN_NO_MEMORY:
         PyErr_NoMemory();
         return false;
-    case CATTN_INTERRUPTED: /* the signal handler has set its exception while the core polled */
+    case CATTN_INTERRUPTED: /* the signal handler set its exception while the core polled */
         if (!PyErr_Occurred())
             PyErr_SetNone(PyExc_KeyboardInterrupt);
         return false;

@@ -1,4 +1,4 @@
-/* error.h -- exceptions: from the core's status, and the sentences that several files need. */
+/* error.h -- exceptions: from the core's status, and messages that several files need. */
 #ifndef CATTN_ERROR_H
 #define CATTN_ERROR_H
 

@@ -1,12 +1,10 @@
-/* key_ranges.c -- which keys a query may see, from Python's arguments to struct cattn_ranges: alignment, offset, window
- * and lengths. See key_ranges.h.
- */
+/* key_ranges.c -- which keys a query sees: alignment, offset, window and lengths. See key_ranges.h. */
 #include "key_ranges.h"
 #include "arrays.h"
 #include "error.h"
 #include "numbers.h"
 
-/* An int, or an int64 array, of numbers between two bounds. */
+/* An int or an int64 array, with all numbers between two bounds. */
 static bool parse_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
                            int64_t *number, PyArrayObject **numbers) {
     PyObject *found =
@@ -39,7 +37,7 @@ static bool parse_alignment(struct binding_state *state, PyObject *is_causal, st
     return true;
 }
 
-/* One side of a window: a number of keys; None and -1 are without bound. */
+/* One side of a window: a number of keys. None and -1 mean no bound. */
 static bool parse_side(PyObject *object, int64_t *side) {
     if (object == Py_None)
         return true;
@@ -100,7 +98,7 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
     Py_CLEAR(args->key_lengths);
 }
 
-/* An ambiguous alignment: T_q and T_k differ, and no argument says which query stands where. */
+/* The alignment is ambiguous if T_q and T_k differ and no argument gives the position of a query. */
 static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args, npy_intp seqlen_q,
                            npy_intp seqlen_k) {
     if (!args->bare || seqlen_q == seqlen_k)

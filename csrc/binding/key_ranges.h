@@ -12,7 +12,7 @@ struct cattn_range_args {
     bool is_causal, lower_right;
     bool bare;                                            /* no argument says how queries and keys are aligned */
     int64_t left, right;                                  /* of the window */
-    int64_t offset;                                       /* of every query, unless offsets is there */
+    int64_t offset;                                       /* of every query; unused if there are offsets */
     PyArrayObject *offsets, *query_lengths, *key_lengths; /* int64, owned, or NULL */
 };
 bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, PyObject *window_size,

@@ -38,7 +38,7 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
 bool cattn_arg_scale(PyObject *object, int type, double *value) {
     if (!cattn_arg_real(object, "scale", value))
         return false;
-    /* what rounds to infinity, whatever rounding the caller has set */
+    /* it rounds to infinity in every rounding mode */
     if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127) {
         PyErr_Format(PyExc_ValueError, "scale must round to a finite float32, got %R", object);
         return false;

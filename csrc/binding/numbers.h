@@ -6,13 +6,13 @@
 
 /* A finite real number that is not a bool. */
 bool cattn_arg_real(PyObject *object, const char *name, double *value);
-/* The argument `scale`, finite in the type that arrays of `type` are computed in. */
+/* The argument `scale`, which must be finite in the compute type of arrays of `type`. */
 bool cattn_arg_scale(PyObject *object, int type, double *value);
 /* A number in [0, 1]. */
 bool cattn_arg_probability(PyObject *object, const char *name, double *p);
-/* An int, a new reference; TypeError for a bool and for what is no integer. */
+/* An int, a new reference. TypeError for a bool, and for anything else that is no integer. */
 PyObject *cattn_arg_index(PyObject *object, const char *name);
-/* Truth, quick for True and False. */
+/* The truth of any object, as Python defines it. */
 bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
 /* An int (no bool) between two bounds. */
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);

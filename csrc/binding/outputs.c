@@ -47,8 +47,9 @@ static bool check_type(struct binding_state *state, PyObject *given, const struc
     return true;
 }
 
-/* Each element has its own memory: taken from the smallest stride up, each steps over what those before it span. All
- * arrays that slices, transposes and reshapes make are so; others, which may only seem to overlap, are refused. */
+/* ValueError unless each element surely has its own memory: sorted by size, each stride must step over the span of the
+ * smaller ones. This holds for all slices, transposes and reshapes of an ordinary array. Other arrays may be free of
+ * overlap too, but are refused. */
 static bool check_apart(PyArrayObject *array, const char *name) {
     const int nd = PyArray_NDIM(array);
     bool taken[NPY_MAXDIMS] = {false};
@@ -100,7 +101,7 @@ static bool whole_strides(PyArrayObject *array, npy_intp itemsize) {
 
 /* ---- overlap ---- */
 
-/* The bytes from `low` up to but not including `high` hold every element; nothing for an empty array. */
+/* All elements lie in the bytes from `low` up to but not including `high`. Empty arrays have low == high. */
 struct extent {
     uintptr_t low, high;
 };
@@ -122,7 +123,7 @@ static struct extent extent_of(PyArrayObject *array) {
     return (struct extent){data - (uintptr_t)-below, data + (uintptr_t)above};
 }
 
-/* 1 or 0; -1 with an exception. Only arrays with common extents pay for the exact answer. */
+/* 1 or 0; -1 with an exception. Only arrays whose extents meet need the exact, expensive answer. */
 static int overlap(struct binding_state *state, PyArrayObject *a, struct extent extent_a, PyArrayObject *b) {
     const struct extent extent_b = extent_of(b);
     if (extent_a.low >= extent_b.high || extent_b.low >= extent_a.high || extent_a.low == extent_a.high ||
@@ -136,7 +137,8 @@ static int overlap(struct binding_state *state, PyArrayObject *a, struct extent 
     return truth;
 }
 
-/* Every element at the same place: what is read is overwritten only by its own result. Shapes and types are one. */
+/* Arrays of the same shape and type with every element at the same place: each element is overwritten only by its own
+ * result. */
 static bool same_layout(PyArrayObject *a, PyArrayObject *b) {
     return PyArray_DATA(a) == PyArray_DATA(b) && PyArray_NDIM(a) == PyArray_NDIM(b) &&
            PyArray_CompareLists(PyArray_STRIDES(a), PyArray_STRIDES(b), PyArray_NDIM(a));
@@ -169,7 +171,8 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
     if (!check_type(state, given, spec) || !check_layout(array, spec))
         return false;
     const int temporary = needs_temporary(state, array, spec);
-    if (temporary < 0 || !check_layout(array, spec)) /* again: that may have run Python code, which might change it */
+    if (temporary < 0 ||
+        !check_layout(array, spec)) /* again: the check above may have run Python code, which might change the array */
         return false;
     Py_INCREF(given);
     output->given = array;

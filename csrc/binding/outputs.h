@@ -6,13 +6,13 @@
 
 struct cattn_output {
     PyArrayObject *given; /* the caller's array, or NULL */
-    PyArrayObject *array; /* what the core writes: the caller's, a temporary for it, or the new result */
+    PyArrayObject *array; /* written by the core: the caller's array, a temporary for it, or a new one */
 };
 struct cattn_output_spec {
     const char *name;
     int type, nd;
     const npy_intp *dims;
-    PyArrayObject *const *inputs; /* what the output must not overlap, or goes through a temporary; NULLs are skipped */
+    PyArrayObject *const *inputs; /* an output that overlaps one is computed in a temporary; NULLs are skipped */
     int n_inputs;
     PyArrayObject *in_place; /* the input of this shape and type that may be overwritten, if the strides are the same;
                                 or NULL */
@@ -23,7 +23,7 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
 /* ValueError if two of the caller's arrays share memory. */
 bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_output *a, const char *name_a,
                              const struct cattn_output *b, const char *name_b);
-/* Copy a temporary into the caller's array. */
+/* Copies a temporary, if there is one, into the caller's array. */
 bool cattn_output_finish(struct cattn_output *output);
 /* The array that the user gets, a new reference. */
 PyObject *cattn_output_result(const struct cattn_output *output);

@@ -53,11 +53,6 @@ static bool rng_seed(struct binding_state *state, PyObject *rng, uint64_t *seed)
     return fits;
 }
 
-void cattn_draw_clear(struct cattn_draw *draw) {
-    draw->is_torch = false;
-    draw->stream = NULL;
-}
-
 bool cattn_draw_begin(struct binding_state *state, PyObject *rng, struct cattn_dropout_spec *spec,
                       struct cattn_draw *draw) {
     draw->is_torch = cattn_torch_check(state, rng);

@@ -16,7 +16,10 @@ struct cattn_draw {
     PyObject *stream; /* the generator to end, borrowed; or NULL */
     struct cattn_torch_random random;
 };
-void cattn_draw_clear(struct cattn_draw *draw);
+static inline void cattn_draw_clear(struct cattn_draw *draw) {
+    draw->is_torch = false;
+    draw->stream = NULL;
+}
 /* Draws the seed, or begins a draw from the TorchGenerator, and puts it into `spec`. */
 bool cattn_draw_begin(struct binding_state *state, PyObject *rng, struct cattn_dropout_spec *spec,
                       struct cattn_draw *draw);

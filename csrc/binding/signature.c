@@ -26,9 +26,14 @@
 
 /* ---- a call ---- */
 
-static int find_parameter(const struct cattn_signature *signature, PyObject *name, int first) {
-    /* Names in a program's text are interned, and so are the parameters' names: nearly always the pointers match. */
-    for (int i = first; i < signature->n_parameters; i++)
+/* The index of a parameter, at least `first`, or -1. `guess` is where to begin. */
+static int find_parameter(const struct cattn_signature *signature, PyObject *name, int first, int guess) {
+    /* Names in a program's text are interned, and so are the parameters' names: nearly always the pointers match. Most
+     * calls name them in the order of the signature. */
+    for (int i = guess; i < signature->n_parameters; i++)
+        if (signature->name[i] == name)
+            return i;
+    for (int i = first; i < guess; i++)
         if (signature->name[i] == name)
             return i;
     for (int i = first; i < signature->n_parameters; i++)
@@ -43,12 +48,12 @@ static bool bind(const struct cattn_signature *signature, PyObject *const *args,
     const Py_ssize_t n_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0;
     if (n_args > signature->n_positional)
         return false;
-    memcpy(bound, signature->initial, sizeof signature->initial);
+    memcpy(bound, signature->initial, sizeof signature->initial); /* whole: a constant size is fastest */
     for (Py_ssize_t i = 0; i < n_args; i++)
         bound[signature->slot[i]] = args[i];
-    for (Py_ssize_t k = 0; k < n_keywords; k++) {
+    for (int k = 0, i = (int)n_args - 1; k < n_keywords; k++) {
         /* A name that was given by position already is not found: Python reports it. */
-        const int i = find_parameter(signature, PyTuple_GetItem(keywords, k), (int)n_args);
+        i = find_parameter(signature, PyTuple_GetItem(keywords, k), (int)n_args, i + 1);
         if (i < 0)
             return false;
         bound[signature->slot[i]] = args[n_args + k];
@@ -83,14 +88,14 @@ static PyObject *call(PyObject *module, enum cattn_entry_point which, cattn_body
     struct binding_state *state = cattn_state(module);
     const struct cattn_signature *signature = &state->signatures[which];
     PyObject *bound[CATTN_MOST_SLOTS];
-    if (!cattn_ready(state))
+    if (!state->ready && !cattn_ready(state))
         return NULL;
     if (!bind(signature, args, n_args, keywords, bound))
         return refuse(signature->function, args, n_args, keywords);
     return body(state, bound);
 }
 
-/* Builtins of one module are told apart by their C function alone, so each needs one of its own. */
+/* A builtin receives the module, but not itself: each needs its own C function to know which it is. */
 #define BUILTIN(which, name, TABLE)                                                                                    \
     static PyObject *name##_builtin(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {  \
         return call(module, which, cattn_body_##name, args, n_args, keywords);                                         \

@@ -42,7 +42,7 @@ static void take_axis(struct call *call, int axis) {
     cattn_tensor_rows(&call->params->x, call->inputs[X], call->nd, axis);
 }
 
-/* An int. */
+/* `object` is an int. */
 static bool parse_axis(struct call *call, PyObject *object, const char *name) {
     const Py_ssize_t axis = PyLong_AsSsize_t(object);
     if (axis == -1 && PyErr_Occurred())
@@ -101,7 +101,6 @@ static bool make_output(struct call *call, PyObject *out) {
     params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = call->nd - 1;
     params->n_cols = call->dims[call->axis];
-    params->n_rows = 1;
     for (int axis = 0, batch = 0; axis < call->nd; axis++) {
         if (axis != call->axis)
             params->batch_shape[batch++] = call->dims[axis];

@@ -1,4 +1,4 @@
-"""The small classes that users meet: the result with extras, and the warning about causal alignment."""
+"""Types of arguments and results: unions, attention's options, the named tuples, and the alignment warning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
 Window: TypeAlias = tuple[int | None, int | None] | list[int] | list[int | None] | None
-# A string: naming these classes would import numpy.random, which takes as long as everything else here together.
+# A string, because naming these classes would import numpy.random, which takes as long as the rest of the import.
 RNG: TypeAlias = (
     "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
     " | np.random.RandomState | TorchGenerator | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]] | None"
@@ -41,9 +41,9 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention returns when more than the output is asked for; also accepted as ``out=``.
+    """The result of attention with extras; also accepted as ``out=``.
 
-    Every field but the ones asked for is None.
+    Fields that were not requested are None.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class AttentionOutput(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """What `attention_backward` returns: gradients in the shapes of the arguments.
+    """The result of `attention_backward`: gradients in the shapes of the arguments.
 
     Attributes
     ----------
@@ -113,4 +113,4 @@ class AttentionGradients(NamedTuple):
 
 
 class CausalAlignmentWarning(UserWarning):
-    """Causality or a window with different numbers of queries and keys: two alignments are possible, name one."""
+    """Causality or a window with different numbers of queries and keys has two possible alignments: name one."""

@@ -107,11 +107,11 @@ def scaled_dot_product_attention(
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
     query_seq_lengths : int or array_like of int, optional
-        Number of queries that count, from 0 to T_q; those behind see no key. An array broadcasts to the leading
+        Number of valid queries, from 0 to T_q; those after them see no key. An array broadcasts to the leading
         dimensions before the heads.
     key_value_seq_lengths : int or array_like of int, optional
-        Number of keys that count, from 0 to T_k, in the same way: what lies behind is never read. "lower_right" then
-        lines up the last query with the last key that counts.
+        Number of valid keys, from 0 to T_k, in the same way; those after them are never read. "lower_right" then
+        aligns the last valid query with the last valid key.
     window_size : (int, int)
         The query at position p sees the keys from p - left to p + right, itself among them; -1 or None: no bound on
         that side. Position p is i + query_offset, and with "lower_right" i + T_k - T_q. Intersected with all else.
@@ -121,18 +121,18 @@ def scaled_dot_product_attention(
         ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
         each query head; see `get_alibi_slopes`.
     sinks : array_like of float, shape (H,) or (..., H), optional
-        One more score for each query head, of no key: it takes part in the sum of exponentials, neither scaled nor
-        capped, and has no value. Rows of weights then sum to less than 1.
+        One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
+        rows of weights sum to less than 1.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where dropout gets its bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int
-        drops the same weights. From a generator one key is drawn, after everything else was checked. A `TorchGenerator`
+        The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
+        same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
         drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
     need_weights : bool
         Also return the weights, shape (..., T_q, T_k), before dropout.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
     return_dropout_mask : bool
-        Also return which weights were kept, bool of shape (..., T_q, T_k).
+        Also return the dropout mask, True where a weight was kept, bool of shape (..., T_q, T_k).
     out : ndarray or AttentionOutput, optional
         Takes the result: exact shape and dtype, any strides. If it overlaps an input, the result is computed in a
         temporary array. An AttentionOutput takes the extras as well; its lse may be float64 whatever the dtype.
@@ -140,8 +140,8 @@ def scaled_dot_product_attention(
     Returns
     -------
     ndarray, shape (..., T_q, d_v), or AttentionOutput
-        The output; with any of the three extras (or an AttentionOutput as `out`) an `AttentionOutput`, where what was
-        not asked for is None. A query that sees no key gets output 0, weights 0 and lse -inf (the sink, with sinks).
+        The output; with any of the three extras (or an AttentionOutput as `out`) an `AttentionOutput`, whose
+        other fields are None. A query that sees no key gets output 0, weights 0 and lse -inf (the sink, with sinks).
 
     Raises
     ------
@@ -272,15 +272,15 @@ def causal_attention(
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        How many queries and keys count. The default offset is the difference of the two, for each of the batch.
+        Numbers of valid queries and keys. The default offset is the difference of the two, for each of the batch.
     window_size : (int, int)
         Keys that a query sees before its own position; the second number has no effect here.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        Numbers of each query head: what distance costs, and a score that belongs to no key.
+        One number for each query head: the cost of distance, and one extra logit.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where dropout gets its bits.
+        The source of dropout's random bits.
     need_weights, return_lse, return_dropout_mask : bool
         Extras to return in an `AttentionOutput`.
     out : ndarray or AttentionOutput, optional
@@ -332,7 +332,7 @@ def attention_weights(  # type: ignore[empty-body]
 ) -> NDArray[Any]:
     """Return the attention weights, or the scores of one of the steps before them.
 
-    The fused functions hold no such matrix; this one is for looking, for plots and for checking each step.
+    The fused functions never hold this matrix. This one is for inspection, plots and checks of single steps.
 
     Parameters
     ----------
@@ -353,21 +353,21 @@ def attention_weights(  # type: ignore[empty-body]
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        How many queries and keys count.
+        Numbers of valid queries and keys.
     window_size : (int, int)
         Keys seen before and after a query's position, -1: no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        Numbers of each query head: what distance costs, and a score that belongs to no key.
+        One number for each query head: the cost of distance, and one extra logit.
     dropout_p : float
         Probability of a weight to be dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Where dropout gets its bits.
+        The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
         The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
-        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" is what is called attention weights, and
-        "dropout" is what they are when they meet the values.
+        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and
+        "dropout" the weights that multiply the values.
     out : ndarray, optional
         Takes the result: exact shape and dtype, any strides.
 

@@ -110,11 +110,11 @@ def dropout(  # type: ignore[empty-body]
 
 @in_default_mode
 def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
-    """Apply a mask of dropout in place: divide by 1 - p what was kept, and drop the others."""
+    """Apply a dropout mask in place: divide kept elements by 1 - p, and set the others to 0."""
     wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
     with np.errstate(all="ignore"):
         np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
-    x[~kept] = 0  # not a product: what is dropped is 0, whatever it was
+    x[~kept] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
 def dropout_backward(
@@ -125,7 +125,7 @@ def dropout_backward(
     rng: RNG = None,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the gradient of what went into `dropout`, given that of what came out.
+    """Return the gradient of the input of `dropout`, given the gradient of its result.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def dropout_backward(
     mask : array_like of bool, optional
         True where an element was kept (``return_mask=True``); broadcasts to grad_out.
     rng : int or TorchGenerator, optional
-        Instead of the mask: what draws it again, as in `attention_backward`.
+        Draws the mask again, instead of mask; as in `attention_backward`.
     out : ndarray, optional
         Takes the result: shape and dtype of grad_out, any strides. It may be grad_out itself.
 

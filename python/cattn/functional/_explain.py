@@ -1,4 +1,4 @@
-"""How a call of attention would be computed, told instead of done."""
+"""A description of how a call of attention would be computed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ REASONS = {
 
 
 class Explanation(NamedTuple):
-    """What `explain` tells; ``print`` it.
+    """The result of `explain`; ``print`` it.
 
     Attributes
     ----------
     path : {"tile", "rows", "split", "tiny"}
-        The way through the kernels. All give the same bits.
+        The algorithm. All paths give the same bits.
     reason : str
         Why this path.
     instruction_set : str
         The kernels in use.
     threads : int
-        How many threads may take part.
+        Number of threads that may take part.
     tasks : int
-        Pieces of work that threads can take.
+        Tasks that are handed to threads.
     rows_per_task : int
-        Queries of a task at most.
+        Largest number of queries in a task.
     key_blocks_visited, key_blocks_skipped : int
-        Blocks of 192 keys that tasks compute, and those that causality, window and lengths spare them.
+        Blocks of 192 keys that tasks compute, and those that they skip because of causality, window and lengths.
     visible_pairs : int
         Pairs of a query and a key in its range; masks per element may hide some of them.
     flops : int
         Floating-point operations of the two products over these pairs.
     scratch_bytes_per_thread : int
-        Memory that a thread works in. There is no other beyond the outputs.
+        Scratch memory of a thread. A call allocates nothing else besides the outputs.
     """
 
     path: str
@@ -89,14 +89,14 @@ def explain(  # type: ignore[empty-body]
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
 ) -> Explanation:
-    """Tell how `scaled_dot_product_attention` would compute a call, without computing it.
+    """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
 
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument are those of `scaled_dot_product_attention`; those that change nothing in how it
-        is computed are not asked for. Nor are two that make a "split" call one of "rows": a `TorchGenerator` for its
-        dropout, and weights of float16 or bfloat16 beside the output.
+        This and every other argument are those of `scaled_dot_product_attention`; those that do not change the
+        plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and weights of
+        float16 or bfloat16 besides the output.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
@@ -114,7 +114,7 @@ def explain(  # type: ignore[empty-body]
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        How many queries and keys count.
+        Numbers of valid queries and keys.
     window_size : (int, int)
         Keys seen before and after a query's position, -1: no bound.
 
@@ -133,12 +133,12 @@ def explain(  # type: ignore[empty-body]
     >>> import numpy as np
     >>> import cattn
     >>> x = np.zeros((1, 12, 4096, 64), np.float32)
-    >>> told = cattn.explain(x, x, x, is_causal="lower_right", window_size=(255, 0))
-    >>> told.path, told.key_blocks_visited, told.key_blocks_skipped
+    >>> plan = cattn.explain(x, x, x, is_causal="lower_right", window_size=(255, 0))
+    >>> plan.path, plan.key_blocks_visited, plan.key_blocks_skipped
     ('tile', 1248, 10104)
     """
 
 
 def make_explanation(depth: int, **fields: Any) -> Explanation:
-    """Return the explanation with what C does not know; depth is head_dim + d_v."""
+    """Return the explanation with reason and flops, which C does not fill in; depth is head_dim + d_v."""
     return Explanation(reason=REASONS[fields["path"]], flops=2 * fields["visible_pairs"] * depth, **fields)

@@ -57,7 +57,7 @@ def attention_backward(  # type: ignore[empty-body]
     sinks: ArrayLike | None = None,
     rng: RNG = None,
 ) -> AttentionGradients:
-    """Return the gradients of attention's inputs, given that of its output.
+    """Return the gradients of attention's inputs, given the gradient of its output.
 
     The weights are computed again, block by block, from query, key and the log-sum-exp of the forward pass; their
     matrix is never held as a whole.
@@ -67,13 +67,13 @@ def attention_backward(  # type: ignore[empty-body]
     grad_out : array_like, shape (..., T_q, d_v)
         Gradient of the output.
     query : array_like, shape (..., T_q, head_dim)
-        This and every argument that is not named here is what the forward pass was given.
+        This and every other argument of `scaled_dot_product_attention` as the forward pass got it.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
         Values.
     out : array_like, shape (..., T_q, d_v)
-        What the forward pass returned.
+        The output of the forward pass.
     lse : array_like, shape (..., T_q)
         The log-sum-exp that it returned (``return_lse=True``). In float64, which the forward pass gives where ``out=``
         has such an array for it, the gradients of float32 and halves are more exact.
@@ -92,13 +92,13 @@ def attention_backward(  # type: ignore[empty-body]
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        How many queries and keys count. Gradients of the others are 0.
+        Numbers of valid queries and keys. Gradients of the others are 0.
     window_size : (int, int)
         Keys seen before and after a query's position, -1: no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        Numbers of each query head: what distance costs, and a score that belongs to no key.
+        One number for each query head: the cost of distance, and one extra logit.
     rng : int or TorchGenerator
         What draws the mask of the forward pass again: the int that it was given, or its ``dropout_seed``; or a
         `TorchGenerator` in the state that the forward pass found it in, which then moves on as it did there. Without

@@ -1,4 +1,4 @@
-"""Masks to build and to look at: causal masks, windows, ALiBi slopes, and who sees whom as text."""
+"""Causal masks, windows, ALiBi slopes, and masks shown as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ._attention import attention_weights
 from ._explain import explain
 from ._signature import implemented_in_c
 
-GRID = 64  # masks with more keys than this are told in ranges
-MOST_ROWS = 64  # and no more queries than this are told of one mask
-MOST_HEADS = 1 << 16  # hundreds of times those of any model: more are no heads, and their slopes would fill the memory
+GRID = 64  # masks with more keys are written as ranges
+MOST_ROWS = 64  # the most queries of one mask that are written
+MOST_HEADS = 1 << 16  # hundreds of times those of any model; a larger number is a mistake that would fill the memory
 
 
 @implemented_in_c
@@ -72,7 +72,7 @@ def causal_mask(  # type: ignore[empty-body]
 def sliding_window(total: int) -> tuple[int, int]:
     """Return the window_size of a causal window that counts the token itself.
 
-    Model cards and configurations give the number of tokens that one sees in all; ``window_size`` counts those before.
+    Model cards and configurations count all visible tokens; ``window_size`` counts those before the query's own.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def show_mask(
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
 ) -> str:
-    """Tell which key each query sees, as text, for the masks of `scaled_dot_product_attention`.
+    """Describe which key each query sees, as text, for the masks of `scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -164,14 +164,14 @@ def show_mask(
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        How many queries and keys count.
+        Numbers of valid queries and keys.
     window_size : (int, int)
         Keys seen before and after a query's position, -1: no bound.
 
     Returns
     -------
     str
-        A line for each query. Up to 64 keys are drawn, "x" for seen and "." for hidden; of more the ranges are told.
+        A line for each query. Up to 64 keys are drawn, "x" for visible and "." for hidden; more are written as ranges.
         One block for each mask of a batch.
 
     Raises
@@ -189,7 +189,7 @@ def show_mask(
     query 2  ..xxx
     """
     T_q, T_k = as_size(T_q, "T_q", 0), as_size(T_q if T_k is None else T_k, "T_k", 0)
-    lead = _lead(
+    batch_dims = _batch_dims(
         shape_of(attn_mask, "attn_mask")[:-2],
         query_offset=shape_of(query_offset, "query_offset"),
         query_seq_lengths=shape_of(query_seq_lengths, "query_seq_lengths"),
@@ -203,14 +203,14 @@ def show_mask(
         "key_value_seq_lengths": key_value_seq_lengths,
         "window_size": window_size,
     }
-    query, key = (np.broadcast_to(np.zeros(1, np.float32), (*lead, T, 1)) for T in (T_q, T_k))
+    query, key = (np.broadcast_to(np.zeros(1, np.float32), (*batch_dims, T, 1)) for T in (T_q, T_k))
     if T_q > MOST_ROWS:  # the matrix of all queries may be too large
         explain(query, key, key, **options)  # checks the arguments
         query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, **options)
     visible = ~np.isneginf(attention_weights(query, key, **options, stage="mask"))
-    if not lead:
+    if not batch_dims:
         return _show(visible, T_q)
-    blocks = (f"{list(index)}:\n{_show(visible[index], T_q)}" for index in np.ndindex(*lead))
+    blocks = (f"{list(index)}:\n{_show(visible[index], T_q)}" for index in np.ndindex(*batch_dims))
     return "\n\n".join(blocks)
 
 
@@ -242,20 +242,20 @@ def _first_queries(
     }
 
 
-def _lead(mask_lead: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the leading dimensions of the scores, given those of the mask, which may end with heads, and the rest."""
+def _batch_dims(mask_batch_dims: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the batch dimensions of the scores, given those of the mask, which may end with heads."""
     try:
         batch = broadcast_shapes(*batches.values())
-        n = len(mask_lead) - 1 if len(mask_lead) > max(len(batch), 1) else len(mask_lead)
-        return (*broadcast_shapes(mask_lead[:n], batch), *mask_lead[n:])
+        n = len(mask_batch_dims) - 1 if len(mask_batch_dims) > max(len(batch), 1) else len(mask_batch_dims)
+        return (*broadcast_shapes(mask_batch_dims[:n], batch), *mask_batch_dims[n:])
     except ValueError:
         told = ", ".join(f"{name} has shape {shape}" for name, shape in batches.items() if shape)
-        mask = f", attn_mask leading dimensions {mask_lead}" if mask_lead else ""
+        mask = f", attn_mask leading dimensions {mask_batch_dims}" if mask_batch_dims else ""
         raise ValueError(f"{told}{mask}: they do not broadcast to one batch") from None
 
 
 def _show(visible: NDArray[np.bool_], T_q: int) -> str:
-    """Draw one mask, or tell its ranges where it is wide."""
+    """Draw one mask; a wide one as ranges."""
     T_k = visible.shape[-1]
     digits = len(str(max(T_q - 1, 0)))
     lines = []

@@ -74,16 +74,16 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     stored = common_dtype(_unlike(all_outs), "outs")
     dtype = np.result_type(stored, common_dtype(_unlike(all_lses), "lses"), np.float32)
     with np.errstate(all="ignore"):
-        # all large arrays before any work: what has no room says so at once
+        # allocate all large arrays before any work, so that a MemoryError comes early
         merged, product, shares = np.zeros(shape, dtype), np.empty(shape, dtype), np.array(all_lses, dtype)
         top = shares.max(axis=0)
         shares -= np.where(np.isneginf(top), dtype.type(0), top)
         np.exp(shares, out=shares)
         total = shares.sum(axis=0)
         for share, out in zip(shares, all_outs, strict=True):
-            factor = share[..., None]  # of one part: an array of all parts may have no room for another axis
+            factor = share[..., None]  # one part at a time: all parts with one more axis may exceed 64 dimensions
             np.multiply(factor, out, out=product)
-            np.add(merged, product, out=merged, where=factor != 0)  # what an empty part holds does not count
+            np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part does not count
         merged /= np.where(total == 0, dtype.type(1), total)[..., None]
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)

@@ -1,4 +1,4 @@
-"""softmax, masked_softmax, and the gradient that both have."""
+"""softmax, masked_softmax, and the gradient of both."""
 
 from __future__ import annotations
 
@@ -187,14 +187,14 @@ def softmax_backward(
     scale: float = 1.0,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the gradient of the scores of `softmax` or `masked_softmax`, given that of the weights.
+    """Return the gradient of the scores of `softmax` or `masked_softmax`, given the gradient of the weights.
 
     Parameters
     ----------
     grad_out : array_like
         Gradient of the weights; shape of weights.
     weights : array_like
-        What softmax returned.
+        The result of softmax.
     axis : int
         The axis over which they sum to 1.
     scale : float
@@ -235,7 +235,7 @@ def softmax_backward(
         raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
     if last == -1 or grad.shape != result.shape:
         return _cattn.softmax_backward(grad, result, scale, out)
-    moved_out = out  # what does not fit is refused below
+    moved_out = out  # an out that does not fit is refused below
     if isinstance(out, np.ndarray) and out.shape == result.shape:
         moved_out = np.moveaxis(out, axis, -1)
     moved = _cattn.softmax_backward(np.moveaxis(grad, axis, -1), np.moveaxis(result, axis, -1), scale, moved_out)

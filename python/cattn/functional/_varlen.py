@@ -38,7 +38,7 @@ def varlen_attention(
     return_lse: bool = False,
     out: NDArray[Any] | None = None,
 ) -> Any:
-    """Return attention of sequences that lie one behind the other in the same arrays, without padding.
+    """Return attention of sequences that are packed into the same arrays one after another, without padding.
 
     Sequence b is what `scaled_dot_product_attention` gives for entry b of a padded batch with lengths, bit for bit.
 
@@ -51,14 +51,14 @@ def varlen_attention(
     value : array_like, shape (total_k, H_kv, d_v)
         The values.
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
-        Where sequences begin and end: b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start with 0,
+        The edges of the sequences: b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start with 0,
         never fall, and end with the number of rows.
     max_seqlen_q, max_seqlen_k : int, optional
         At least the longest of each. Not needed; accepted because others need it.
     dropout_p : float
         Probability of a weight to be dropped.
     is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees, within its sequence. "lower_right" lines up the last query of each sequence with its
+        Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
         last key.
     scale : float, optional
         Default 1 / sqrt(head_dim).
@@ -67,9 +67,9 @@ def varlen_attention(
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,), optional
-        Numbers of each query head: what distance costs, and a score that belongs to no key.
+        One number for each query head: the cost of distance, and one extra logit.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
-        Where dropout gets its bits. A `TorchGenerator` has no order for packed sequences and is refused.
+        The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool
         Also return the log-sum-exp, shape (H, total_q).
     out : ndarray, optional
@@ -118,7 +118,7 @@ def pack_sequences(
     rng: RNG,
     out: NDArray[Any] | None,
 ) -> tuple[Any, ...]:
-    """Check what only packed sequences have, and return what C computes with; varlen_attention.c has the order."""
+    """Check the arguments of packed sequences, and return arguments for C in the order of varlen_attention.c."""
     q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
     for array, name, last in ((q, "query", "head_dim"), (k, "key", "head_dim"), (v, "value", "d_v")):
         if array.ndim != 3:
@@ -148,7 +148,7 @@ def pack_sequences(
 
 
 def unpack_sequences(result: Any, out: NDArray[Any]) -> Any:
-    """Return out, or an AttentionOutput with it; `result` has both with the axes of C."""
+    """Return out, or an AttentionOutput with it, given the result of C."""
     if not isinstance(result, AttentionOutput):
         return out
     return AttentionOutput(out, lse=result.lse[0], dropout_seed=result.dropout_seed)
@@ -176,7 +176,7 @@ def _sequences(
 
 
 def _warn_alignment(is_causal: bool, window_size: Window) -> None:
-    """Warn where queries and keys of a sequence can be lined up in two ways, and nothing says which."""
+    """Warn if the alignment of a sequence's queries and keys is ambiguous."""
     sides: Any = window_size if isinstance(window_size, (tuple, list)) else ()  # anything else is refused later
     windowed = any(side is not None and not (isinstance(side, (int, np.integer)) and side == -1) for side in sides)
     if is_causal or windowed:
