@@ -4,8 +4,8 @@
 #ifndef CATTN_FUZZ_PROBLEM_H
 #define CATTN_FUZZ_PROBLEM_H
 
-#include "torch_random.h"
 #include "memory.h"
+#include "torch_random.h"
 
 enum { QUERY, KEY, VALUE, MASK, BIAS_0, BIAS_1, SLOPES, SINKS, OFFSETS, QUERY_LENGTHS, KEY_LENGTHS, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };

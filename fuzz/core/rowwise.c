@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "torch_random.h"
 #include "memory.h"
 #include "targets.h"
+#include "torch_random.h"
 
 static const int64_t COLS[] = {0, 1, 2, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 127, 129, 511, 512, 513, 1023, 1025, 2050};
 

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "torch_random.h"
 #include "memory.h"
 #include "targets.h"
+#include "torch_random.h"
 
 static struct cattn_torch_fill choose_fill(struct input *in, enum cattn_torch_distribution distribution) {
     static const double lows[] = {0, -1, 0.25, -3e38};
