@@ -5,7 +5,10 @@ the long form of everything. Other words after `--` go to the tool: `nox -s test
 address tests/test_masks.py`. Sessions run in the environment in which nox runs: the extra "dev" has what they need.
 """
 
+import datetime
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import nox
@@ -117,6 +120,19 @@ LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks"
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """Run the long form of every session; nox prints results and times at the end."""
-    for name in LONG:
-        session.notify(name, ["long"])
+    """Run the long form of every session and print a table of results and times; logs in build/nightly."""
+    logs = Path("build/nightly")
+    logs.mkdir(parents=True, exist_ok=True)
+    rows, passed = [], True
+    for name in list(session.posargs) or LONG:
+        session.log(f"{name}: see {logs / name}.log")
+        start = time.monotonic()
+        with Path(logs, f"{name}.log").open("w") as log:
+            code = subprocess.run(["nox", "-s", name, "--", "long"], stdout=log, stderr=subprocess.STDOUT).returncode
+        minutes = (time.monotonic() - start) / 60
+        passed = passed and code == 0
+        result = "passed" if code == 0 else "FAILED"
+        rows.append(f"| `{name}` | {result} in {minutes:.0f} min, {datetime.date.today()} |")
+    print(*rows, sep="\n")
+    if not passed:
+        session.error("a long form failed")
