@@ -26,13 +26,13 @@ from cattn import _cattn
 CANARY = 0x5A
 
 
-class Finding(Exception):  # noqa: N818 - what it is called in libFuzzer's reports too
-    """What the fuzzer is to find."""
+class Finding(Exception):  # noqa: N818 - the word in libFuzzer's reports
+    """A call misbehaved."""
 
 
 # ---- calls that work -----------------------------------------------------------------------------------------------
 class Shapes:
-    """Sizes and a dtype that belong together."""
+    """Sizes and a dtype that fit together."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
@@ -186,9 +186,9 @@ def constant(**arguments: Any) -> Callable[[Bytes], dict[str, Any]]:
     return lambda data: {name: value(data) if callable(value) else value for name, value in arguments.items()}
 
 
-# ---- what is called ------------------------------------------------------------------------------------------------
+# ---- the functions ---------------------------------------------------------------------------------------------------
 def fill_cache(batch_shape: Any, num_kv_heads: Any, key: Any, value: Any, n: Any, dtype: Any) -> Any:
-    """A cache's life; its refusals leave it as it was."""
+    """Fill and truncate a cache; a call that raises must not change it."""
     cache = cattn.KVCache(batch_shape, num_kv_heads, 6, 3, dtype=dtype)
     one = np.ones((*cache.batch_shape, cache.num_kv_heads, 2, 3), np.float16)
     cache.append(one, one)
@@ -247,7 +247,7 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without arrays of a terabyte in one element: who only counts what each row sees is not stopped by memory."""
+    """Skip broadcast arrays of a terabyte: explain allocates nothing for them and would count for hours."""
 
     def call(**arguments: Any) -> Any:
         large = any(isinstance(a, np.ndarray) and a.size > 1 << 32 for a in arguments.values())
