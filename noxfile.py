@@ -98,8 +98,9 @@ def notebooks(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure small calls beside the peers; long: everything, half an hour on a quiet machine."""
     long, words = split(session)
-    if not long and not words:
-        words = ["small", "--laps", "1", "-o", "build/bench"]
+    if not words:  # the kept results are written only on request: nox -s bench -- -o benchmarks/results
+        words = ["--against", "benchmarks/results"] if long else ["calls", "--laps", "1", "--no-plots"]
+        words += ["-o", "build/bench"]
     session.run("python", "-m", "benchmarks", *words)
 
 
