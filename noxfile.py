@@ -5,7 +5,10 @@ the long form of everything. Other words after `--` go to the tool: `nox -s test
 address tests/test_masks.py`. Sessions run in the environment in which nox runs: the extra "dev" has what they need.
 """
 
+import datetime
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import nox
@@ -95,8 +98,9 @@ def notebooks(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure small calls beside the peers; long: everything, half an hour on a quiet machine."""
     long, words = split(session)
-    if not long and not words:
-        words = ["small", "--laps", "1", "-o", "build/bench"]
+    if not words:  # the kept results are written only on request: nox -s bench -- -o benchmarks/results
+        words = ["--against", "benchmarks/results"] if long else ["calls", "--laps", "1", "--no-plots"]
+        words += ["-o", "build/bench"]
     session.run("python", "-m", "benchmarks", *words)
 
 
@@ -117,6 +121,19 @@ LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks"
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """Run the long form of every session; nox prints results and times at the end."""
-    for name in LONG:
-        session.notify(name, ["long"])
+    """Run the long form of every session and print a table of results and times; logs in build/nightly."""
+    logs = Path("build/nightly")
+    logs.mkdir(parents=True, exist_ok=True)
+    rows, passed = [], True
+    for name in list(session.posargs) or LONG:
+        session.log(f"{name}: see {logs / name}.log")
+        start = time.monotonic()
+        with Path(logs, f"{name}.log").open("w") as log:
+            code = subprocess.run(["nox", "-s", name, "--", "long"], stdout=log, stderr=subprocess.STDOUT).returncode
+        minutes = (time.monotonic() - start) / 60
+        passed = passed and code == 0
+        result = "passed" if code == 0 else "FAILED"
+        rows.append(f"| `{name}` | {result} in {minutes:.0f} min, {datetime.date.today()} |")
+    print(*rows, sep="\n")
+    if not passed:
+        session.error("a long form failed")

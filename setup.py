@@ -1,11 +1,11 @@
-"""Build of the extension module cattn._cattn: one object per instruction set and precision, everything else once.
+"""Builds the extension module cattn._cattn: kernels once for each instruction set and precision, other files once.
 
 Switches of the environment:
   CATTN_LIMITED_API=0   build for this Python only (default: one abi3 module for 3.11 and later)
   CATTN_WERROR=1        warnings are errors
   CATTN_DEBUG=1         no optimisation, debug information, assertions
   CATTN_SANITIZE=...    address,undefined or thread
-  CATTN_TABLES=...      names of the tables to compile besides scalar, with commas (default: all)
+  CATTN_TABLES=...      tables to compile besides scalar, separated by commas (default: all)
   CATTN_COVERAGE=1      gcov counters
 """
 
@@ -29,7 +29,7 @@ HEADERS = sorted(map(str, CSRC.rglob("*.h")))
 X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 LINUX = sys.platform.startswith("linux")
-# Where the compiler knows it. Not -fstack-clash-protection: in every tiny call it probes 96 KiB of stack, page by page.
+# Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if LINUX else []
 HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if LINUX else []
 TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
@@ -38,7 +38,7 @@ if X86_64:
 
 
 def switch(name: str) -> str:
-    """Return the environment switch, with "0" meaning the same as unset."""
+    """Return the value of a switch; "0" counts as unset."""
     value = os.environ.get(f"CATTN_{name}", "")
     return "" if value == "0" else value
 
@@ -63,20 +63,20 @@ def compile_flags() -> list[str]:
         flags += [f"-fsanitize={sanitizers}", "-g1", "-fno-omit-frame-pointer", "-U_FORTIFY_SOURCE"]
         flags += ["-fno-sanitize-recover=undefined"] * ("undefined" in sanitizers)
     elif not switch("DEBUG"):
-        flags += ["-g0"]  # many Pythons hand -g down, which makes the module ten times as large
+        flags += ["-g0"]  # many Pythons pass -g on, which makes the module ten times as large
         flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
     return flags
 
 
 class BuildTables(build_ext):
-    """Compile each kernel stub with the flags of its instruction set, once for each precision; all in parallel."""
+    """Compiles all objects in parallel, each kernel stub with the flags of its instruction set in both precisions."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         self.for_tests = bool(self.inplace)  # run() clears inplace while it builds
 
     def known(self, flags: list[str]) -> list[str]:
-        """Return those flags that this compiler knows for this machine."""
+        """Return the flags that this compiler accepts for this machine."""
         found = []
         with tempfile.TemporaryDirectory() as work:
             probe = Path(work, "probe.c")
@@ -118,9 +118,9 @@ class BuildTables(build_ext):
             ext.extra_objects = pool.map(build, jobs, chunksize=1)
         switches = [flag for flag in flags if flag.startswith(("-fsanitize", "--coverage", "-pthread"))]
         ext.extra_link_args = [] if msvc else [*HARDENED_LINK, "-lm", *switches]
-        if not msvc:  # many Pythons hand down where their own libraries were: not our business, and no place to search
+        if not msvc:  # many Pythons pass on the directory of their own libraries; the module must not search there
             self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
-        ext.sources, self.force = [], True  # only the link is left
+        ext.sources, self.force = [], True  # the link remains
         super().build_extension(ext)
 
 

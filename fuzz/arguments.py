@@ -1,4 +1,4 @@
-"""Arguments of every kind, out of bytes: arrays laid out anyhow, numbers, objects that misbehave."""
+"""Turns bytes into arguments of every kind: arrays with any strides, numbers, objects whose methods raise."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SIZES = (0, 1, 2, 3, 5, 8, 17)
 
 
 class Ours(Exception):  # noqa: N818
-    """Raised by our own hostile objects; passes through."""
+    """Raised by our hostile objects; cattn must let it through."""
 
 
 class Bytes:
-    """Choices from bytes; behind their end all are 0."""
+    """Choices from bytes; after their end every choice is 0."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -41,7 +41,7 @@ class Bytes:
 
 # ---- arrays --------------------------------------------------------------------------------------------------------
 def numbers(data: Bytes, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array of this shape and dtype, laid out anyhow."""
+    """Return an array of this shape and dtype with any strides."""
     n = int(np.prod(shape))
     start = data.below(256)
     flat = ((np.arange(start, start + n) * 37 % 64) / 16.0 - 2.0).astype(dtype)
@@ -78,14 +78,14 @@ def any_shape(data: Bytes) -> tuple[int, ...]:
 
 
 class Subclass(np.ndarray):
-    """An array that thinks that it is something special."""
+    """A subclass with an attribute of its own."""
 
     def __array_finalize__(self, obj: Any) -> None:
         self.special = getattr(obj, "special", None)
 
 
 class Hostile:
-    """An object one of whose methods raises, or returns what it should not."""
+    """An object whose methods raise, or return a wrong type."""
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
@@ -129,7 +129,7 @@ class Hostile:
 
 
 class BadInterface:
-    """An array, it says."""
+    """An array interface without an address."""
 
     __array_interface__ = {"shape": (2, 3), "typestr": "<f4", "version": 3, "data": "nowhere"}  # noqa: RUF012
 

@@ -1,12 +1,12 @@
-"""Fuzz target of the binding: calls of every public function, and of the C functions behind them, with any arguments.
+"""Fuzz target of the binding: calls of every public function with any arguments.
 
-Bytes become a call that works, of which up to three arguments are then replaced by something of any kind: wrong types,
-odd strides, swapped bytes, subclasses, objects whose methods raise, sizes beyond memory, outputs that overlap inputs or
-may not be written. The call returns, or raises a documented exception whose message names an argument; a call that
-raises has written nothing and drawn nothing. Anything else is a finding.
+Bytes become a call that works. Then up to three arguments are replaced by anything: wrong types, odd strides, swapped
+bytes, subclasses, objects whose methods raise, sizes beyond memory, outputs that overlap inputs or are read-only. The
+call must return, or raise a documented exception whose message names an argument. A call that raises must not have
+written to its output or drawn random numbers. Anything else is a finding.
 
-    python fuzz/binding.py [libFuzzer's options] [corpus]   needs atheris; tools/fuzz calls it so
-    from binding import run; run(data)                      one input, without atheris (tests/test_fuzz.py)
+    python fuzz/binding.py [libFuzzer's options] [corpus]   with atheris, as tools/fuzz does
+    from binding import run; run(data)                      one input, without atheris, as tests/test_fuzz.py does
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cattn._input.types import AttentionOutput
 MOST_MEMORY = 2 << 30
 ALLOWED = (TypeError, ValueError, MemoryError, OverflowError)
 
-# Names of arguments that a message may use: those of the call, what they are called inside, and these.
+# Messages may name the arguments of the call, and these.
 WORDS = {"dtype", "max_len", "head_dim", "v_head_dim", "cache", "outs", "lses", "size", "probability", "d_in", "d_out"}
 WORDS |= {
     "heads",
@@ -45,7 +45,7 @@ WORDS |= {
     "low",
     "weight",
 }
-# What is not ours to word: Python's own words for keywords, positions and objects that misbehave.
+# Messages that Python words: about keywords, positions and objects whose methods fail.
 FOREIGN = re.compile(
     r"nonsense|Hostile|non-string|returned non-|__\w+__|unhashable|NotImplemented|cannot be interpreted as an integer"
     r"|unexpected keyword|required positional|positional argument|takes no arguments"
@@ -54,14 +54,14 @@ FOREIGN = re.compile(
 
 # ---- one input -----------------------------------------------------------------------------------------------------
 def memory_of(arguments: dict[str, Any]) -> list[tuple[np.ndarray, bytes]]:
-    """Outputs as they are before the call."""
+    """Return copies of the outputs before the call."""
     out = arguments.get("out")
     fields = out if isinstance(out, AttentionOutput) else (out,)
     return [(a, a.tobytes()) for a in fields if isinstance(a, np.ndarray) and a.nbytes < 1 << 20 and a.dtype != object]
 
 
 def overlapping(data: Bytes, arguments: dict[str, Any]) -> Any:
-    """An output that is an input, part of it, or may not be written."""
+    """Return an output that is an input, a view of one, or read-only."""
     inputs = [a for a in arguments.values() if isinstance(a, np.ndarray) and a.ndim and a.size < 1 << 20]
     if not inputs:
         return None
@@ -79,7 +79,7 @@ def overlapping(data: Bytes, arguments: dict[str, Any]) -> Any:
 
 
 def check(error: Exception, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Is this an exception that the documentation promises, in words that help?"""
+    """Raise Finding unless the documentation promises this exception and its message names an argument."""
     if isinstance(error, Finding):
         raise error
     if isinstance(error, (Ours, Warning)):
@@ -95,7 +95,7 @@ def check(error: Exception, function: Callable[..., Any], arguments: dict[str, A
 
 
 def run(raw_bytes: bytes) -> None:
-    """Make the call that these bytes stand for; raise Finding for what should not be."""
+    """Make the call of these bytes; raise Finding if it misbehaves."""
     data = Bytes(raw_bytes)
     replaced = [(data.below(32), data.below(4)) for _ in range(data.below(4))]
     function, make = data.pick(CALLS)
@@ -122,7 +122,7 @@ def run(raw_bytes: bytes) -> None:
 
 
 def bounded() -> None:
-    """No allocation of gigabytes may succeed, and no NumPy warning may stop a call."""
+    """Let allocations of gigabytes fail, and ignore warnings of NumPy."""
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, resource.RLIM_INFINITY))

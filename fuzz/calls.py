@@ -1,4 +1,4 @@
-"""Calls that work, out of bytes: every public function, and the C functions behind them, with arguments that fit."""
+"""Turns bytes into calls that work: every public function with arguments that fit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from cattn import _cattn
 CANARY = 0x5A
 
 
-class Finding(Exception):  # noqa: N818 - what it is called in libFuzzer's reports too
-    """What the fuzzer is to find."""
+class Finding(Exception):  # noqa: N818 - the word in libFuzzer's reports
+    """A call misbehaved."""
 
 
 # ---- calls that work -----------------------------------------------------------------------------------------------
 class Shapes:
-    """Sizes and a dtype that belong together."""
+    """Sizes and a dtype that fit together."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
@@ -186,9 +186,9 @@ def constant(**arguments: Any) -> Callable[[Bytes], dict[str, Any]]:
     return lambda data: {name: value(data) if callable(value) else value for name, value in arguments.items()}
 
 
-# ---- what is called ------------------------------------------------------------------------------------------------
+# ---- the functions ---------------------------------------------------------------------------------------------------
 def fill_cache(batch_shape: Any, num_kv_heads: Any, key: Any, value: Any, n: Any, dtype: Any) -> Any:
-    """A cache's life; its refusals leave it as it was."""
+    """Fill and truncate a cache; a call that raises must not change it."""
     cache = cattn.KVCache(batch_shape, num_kv_heads, 6, 3, dtype=dtype)
     one = np.ones((*cache.batch_shape, cache.num_kv_heads, 2, 3), np.float16)
     cache.append(one, one)
@@ -237,9 +237,8 @@ def set_threads(n: Any) -> None:
         cattn.set_num_threads(None)
 
 
-def raw(name: str) -> Callable[..., Any]:
-    """A C function, its arguments in the order of the stub."""
-    function = getattr(_cattn, name)
+def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function that takes its arguments by position only."""
 
     def call(**arguments: Any) -> Any:
         return function(*arguments.values())
@@ -248,7 +247,7 @@ def raw(name: str) -> Callable[..., Any]:
 
 
 def in_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without arrays of a terabyte in one element: who only counts what each row sees is not stopped by memory."""
+    """Skip broadcast arrays of a terabyte: explain allocates nothing for them and would count for hours."""
 
     def call(**arguments: Any) -> Any:
         large = any(isinstance(a, np.ndarray) and a.size > 1 << 32 for a in arguments.values())
@@ -257,26 +256,18 @@ def in_time(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-RAW = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "bias", "query_offset"]
-RAW += ["query_seq_lengths", "key_value_seq_lengths", "window_size", "softcap", "alibi_slopes", "sinks", "rng"]
-RAW += ["need_weights", "return_lse", "return_dropout_mask", "out"]
-DEFAULTS = {"dropout_p": 0.0, "is_causal": False, "need_weights": False, "return_lse": False}
-DEFAULTS |= {"return_dropout_mask": False, "window_size": (-1, -1)}
+def every_argument(function: Callable[..., Any], make: Callable[[Bytes], dict[str, Any]]) -> Any:
+    """Make calls that name all arguments, also those that have their defaults."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    return function, lambda data: defaults | {name: a for name, a in make(data).items() if name in defaults}
 
 
-def raw_attention(data: Bytes) -> dict[str, Any]:
-    call = Shapes(data).attention()
-    return {name: call.get(name, DEFAULTS.get(name)) for name in RAW}
+def any_stage(data: Bytes) -> dict[str, Any]:
+    return Shapes(data).attention() | {"stage": data.pick(("qk", "mask", "softmax", "dropout"))}
 
 
-def raw_weights(data: Bytes) -> dict[str, Any]:
-    return raw_attention(data) | {"stage": data.pick(("qk", "mask", "softmax", "dropout"))}
-
-
-def raw_backward(data: Bytes) -> dict[str, Any]:
-    call = backward(data)
-    last = {"grad_out": call.pop("grad_out"), "forward_out": call.pop("out"), "forward_lse": call.pop("lse")}
-    return {name: call.get(name, DEFAULTS.get(name)) for name in RAW} | last
+def plain_attention(data: Bytes) -> dict[str, Any]:
+    return Shapes(data).attention()
 
 
 def whole(data: Bytes) -> dict[str, np.ndarray]:
@@ -284,7 +275,7 @@ def whole(data: Bytes) -> dict[str, np.ndarray]:
 
 
 Maker = Callable[[Bytes], dict[str, Any]]
-SHAPE = np.ones((2, 3), np.float32)
+SHAPE, TOKENS = np.ones((2, 3), np.float32), np.ones((2, 1, 2, 3), np.float32)
 CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (cattn.scaled_dot_product_attention, attention),
     (cattn.causal_attention, causal),
@@ -308,7 +299,7 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (draw("set_state"), constant(state=lambda d: cattn.TorchGenerator(2).get_state())),
     (draw("manual_seed"), constant(seed=5)),
     (set_threads, constant(n=2)),
-    (fill_cache, constant(batch_shape=2, num_kv_heads=1, key=SHAPE, value=SHAPE, n=1, dtype="float32")),
+    (fill_cache, constant(batch_shape=2, num_kv_heads=1, key=TOKENS, value=TOKENS, n=1, dtype="float32")),
     (
         run_layer,
         constant(
@@ -318,16 +309,13 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
         ),
     ),
     (load_layer, constant(state_dict=whole, strict=True)),
-    (raw("scaled_dot_product_attention"), raw_attention),
-    (in_time(raw("explain")), raw_attention),
-    (raw("attention_weights"), raw_weights),
-    (raw("attention_backward"), raw_backward),
-    (raw("softmax"), constant(x=SHAPE, axis=-1, where=None, scale=1.0, out=None)),
-    (
-        raw("masked_softmax"),
-        constant(scores=SHAPE, mask=None, is_causal=False, query_offset=0, scale=1.0, method="neg_inf", out=None),
-    ),
-    (raw("softmax_backward"), constant(grad_out=SHAPE, weights=SHAPE, scale=1.0, out=None)),
-    (raw("dropout"), constant(x=SHAPE, p=0.5, training=True, rng=3, return_mask=True, out=None)),
-    (raw("causal_mask"), constant(T_q=3, T_k=4, is_causal=True, query_offset=0, window_size=(-1, -1))),
+    every_argument(cattn.scaled_dot_product_attention, plain_attention),
+    (in_time(cattn.explain), every_argument(cattn.explain, plain_attention)[1]),
+    every_argument(cattn.attention_weights, any_stage),
+    every_argument(cattn.attention_backward, backward),
+    every_argument(cattn.softmax, constant(x=SHAPE)),
+    every_argument(cattn.masked_softmax, constant(scores=SHAPE)),
+    (in_order(_cattn.softmax_backward), constant(grad_out=SHAPE, weights=SHAPE, scale=1.0, out=None)),
+    every_argument(cattn.dropout, constant(x=SHAPE, rng=3, return_mask=True)),
+    every_argument(cattn.causal_mask, constant(T_q=3, T_k=4)),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-/* attention.c -- fuzz target: any attention, forwards and back, computed in two ways.
+/* attention.c -- fuzz target: attention and its gradients, computed in two ways.
  *
- * The second time on another table, path and number of threads, with the arrays elsewhere in memory, and with NaN in
- * all that no query sees: every output must have the same bits.
+ * The second call uses another table, path and number of threads, arrays elsewhere in memory, and NaN in everything
+ * that no query sees. Every output must have the same bits.
  */
 #include <math.h>
 #include <stdio.h>
@@ -25,7 +25,7 @@ static const char *const GRADIENT_NAMES[] = {"grad_query differs", "grad_key dif
 
 enum { HEAD = 1, ROW = 2, COL = 4 };
 
-/* As the binding fills a tensor in. */
+/* Sets a tensor as the binding does. */
 static void to_tensor(struct cattn_tensor *tensor, const struct array *array, bool present, int n_batch_dims,
                       int axes) {
     static uint64_t nothing;
@@ -94,7 +94,7 @@ static void compute(struct problem *problem, const struct cattn_torch_random *to
     struct cattn_attention_params *p = &problem->back.forward;
     problem->torch = *torch;
     fill_params(problem);
-    if (!cattn_attention_path_fits(p)) /* which depends on strides and outputs */
+    if (!cattn_attention_path_fits(p)) /* the tiny path depends on strides and outputs */
         p->path = CATTN_PATH_AUTO;
     if (cattn_attention(p) != CATTN_OK)
         finding("attention failed");
@@ -106,7 +106,7 @@ static void compute(struct problem *problem, const struct cattn_torch_random *to
         finding("attention_backward failed");
 }
 
-/* Numbers of moderate size give finite results. */
+/* Inputs of moderate size must give finite results. */
 static void check_tame(const struct problem *problem) {
     const struct cattn_attention_params *p = &problem->back.forward;
     for (int i = OUT; i <= WEIGHTS; i++)
@@ -134,7 +134,7 @@ static void check_memory(const struct problem *problem) {
         check_untouched(&problem->grad_out, "grad_out was changed");
 }
 
-/* What it was, for whoever reads a finding: CATTN_FUZZ_SAY=1 in the environment. */
+/* Prints the problem if CATTN_FUZZ_SAY is set in the environment. */
 static void say(const struct problem *problem) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct cattn_ranges *r = &p->ranges;
@@ -157,7 +157,7 @@ static void say(const struct problem *problem) {
 
 void fuzz_attention(struct input *in) {
     struct problem problem = {0};
-    const struct input ways[] = {cut_off(in, 3), cut_off(in, 3)}; /* first, so that short inputs have them too */
+    const struct input ways[] = {cut_off(in, 3), cut_off(in, 3)}; /* first, so that short inputs choose them too */
     const bool contiguous = take_chance(in, 3);
     choose_problem(in, &problem);
     const struct cattn_torch_random torch = problem.torch;

@@ -1,9 +1,9 @@
 /* memory.c -- arrays of the fuzz targets, each between two unreadable pages.
  *
- * A slot is a fixed piece of address space with a forbidden page at either end. An array lies at the end of its slot or
- * at the beginning, so that one byte too far faults whoever reads it: masked vector loads too, which AddressSanitizer
- * does not always look into. What is left of the slot is poisoned for AddressSanitizer. Slots are used again by the
- * next execution, which costs no system call.
+ * A slot is a fixed piece of address space with an unreadable page at either end. An array lies at the start or at the
+ * end of its slot, so that a read of one byte too far is a fault. That covers masked vector loads, which
+ * AddressSanitizer does not always check. The rest of the slot is poisoned for AddressSanitizer. The next execution
+ * uses the slots again, without a system call.
  */
 #include <math.h>
 #include <stdio.h>
@@ -71,7 +71,7 @@ enum element stored_element(enum cattn_dtype dtype, enum cattn_storage storage) 
     return storage == CATTN_STORED_F16 ? F16 : storage == CATTN_STORED_BF16 ? BF16 : computed_element(dtype);
 }
 
-/* As float; every one of them is a float16 and a bfloat16 after rounding toward zero, by set_number(). */
+/* Returns a float. set_number() rounds it toward zero for float16 and bfloat16. */
 static double noise_number(struct noise *noise, enum content content) {
     static const double extreme[] = {0.0, -0.0, 1e-40, 6e4, -6e4, 1e30, -1e30, 3e38, (double)INFINITY, (double)NAN};
     const uint64_t word = noise_word(noise);
@@ -98,7 +98,7 @@ static uint16_t to_half(float number, bool is_bfloat) {
     return (uint16_t)(exponent <= 0 ? sign : sign | (uint32_t)exponent << 10 | (as.bits >> 13 & 0x3ff));
 }
 
-/* memcpy of a size that the compiler knows: the sanitizer's own, a call, would be most of an execution. */
+/* memcpy of constant sizes, which the compiler inlines: calls of the sanitizer's memcpy would take most of the time. */
 static inline void copy_element(void *to, const void *from, size_t size) {
     switch (size) {
     case 1:
@@ -169,7 +169,7 @@ double number_at(const struct array *array, int64_t offset) {
         return (double)as.single;
     case F64:
         return as.number;
-    case F16: /* no number is subnormal; what is not finite keeps being so */
+    case F16: /* subnormals do not occur; inf and NaN stay inf and NaN */
         as.bits = (as.half & 0x8000u) << 16 | ((as.half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0) |
                   ((as.half & 0x7fffu) ? (as.half & 0x7fffu) << 13 : 0);
         return (as.bits & 0x7f800000u) == 0x7f800000u ? (double)as.single : (double)as.single * 0x1p112;
@@ -199,7 +199,7 @@ static void measure(struct array *array) {
     array->low = empty ? 0 : array->low;
 }
 
-/* Strides of the axes in the order of memory, the innermost first. */
+/* Sets the strides; `order` lists the axes in memory, the innermost first. */
 static void lay(struct array *array, const int *order, unsigned broadcast, unsigned reversed, int64_t gap) {
     int64_t stride = 1;
     for (int i = 0; i < array->n_axes; i++) {
@@ -227,7 +227,7 @@ static struct array lay_out(struct input *in, enum element element, int n_axes, 
     int order[MAX_AXES];
     for (int i = 0; i < n_axes; i++)
         order[i] = n_axes - 1 - i;
-    for (int i = 0; kind & 3 && i + 1 < n_axes; i++) /* two neighbours change places, or several one after the other */
+    for (int i = 0; kind & 3 && i + 1 < n_axes; i++) /* swaps two neighbours, or all in turn */
         if ((kind & 3) == 3 || i + 1 == (kind & 3)) {
             const int other = order[i];
             order[i] = order[i + 1];
@@ -290,7 +290,7 @@ void move_array(struct array *array, bool contiguous) {
     if (contiguous)
         lay_contiguous(array, 0);
     const size_t size = element_size(array->element);
-    if ((size_t)array->span * size > SLOT_BYTES) { /* a large array that broadcasts stays as it is */
+    if ((size_t)array->span * size > SLOT_BYTES) { /* a large array that broadcasts keeps its strides */
         *array = before;
         contiguous = false;
     }
@@ -305,11 +305,11 @@ void move_array(struct array *array, bool contiguous) {
     renew_sum(array);
 }
 
-/* ---- elements in turn ---- */
+/* ---- walking ---- */
 
 struct cursor walk(const struct array *array) { return (struct cursor){.array = array, .more = array->span > 0}; }
 
-/* The last index stands behind its axis. */
+/* Called when the last index has reached the end of its axis: carries to the axes before it. */
 void step_row(struct cursor *cursor) {
     const struct array *array = cursor->array;
     for (int axis = array->n_axes - 1; axis >= 0; axis--) {

@@ -7,7 +7,7 @@
 
 enum element { F32, F64, F16, BF16, BYTE, INT64 };
 
-/* What the numbers of an array look like. */
+/* Kinds of numbers in an array: ordinary, many equal ones, with infinities and NaN. */
 enum content { PLAIN, TIES, EXTREME, N_CONTENTS };
 
 enum { MAX_AXES = 8, SLOT_BYTES = 1 << 23 };
@@ -17,31 +17,31 @@ struct array {
     enum element element;
     int n_axes;
     int64_t dim[MAX_AXES], stride[MAX_AXES];
-    int64_t low, span; /* elements before the first one in memory; from the lowest to the highest */
-    uint8_t *memory;   /* span elements, nothing readable before or behind */
+    int64_t low, span; /* elements in memory before element 0; from the lowest to the highest address */
+    uint8_t *memory;   /* span elements; memory on both sides is unreadable */
     bool is_input;
-    uint64_t sum; /* of an input's memory */
+    uint64_t sum; /* checksum of an input's memory */
 };
 
 size_t element_size(enum element element);
 enum element stored_element(enum cattn_dtype dtype, enum cattn_storage storage);
 enum element computed_element(enum cattn_dtype dtype);
 
-/* Frees all memory of the arrays of the last execution. */
+/* Frees the arrays of the last execution. */
 void arrays_begin(void);
 
-/* Chooses strides and memory. Inputs may broadcast (bit a of `broadcast`: axis a) and are filled; outputs hold a
+/* Choose strides and memory. Inputs are filled and may broadcast (bit a of `broadcast`: axis a). Outputs hold a
  * pattern. */
 struct array make_input(struct input *in, enum element element, int n_axes, const int64_t *dims, unsigned broadcast,
                         struct noise *noise, enum content content);
 struct array make_output(struct input *in, enum element element, int n_axes, const int64_t *dims);
-/* A contiguous one of zeros. Axes in `broadcast` have size 1 and stride 0. */
+/* Returns a contiguous array of zeros. Axes in `broadcast` have size 1 and stride 0. */
 struct array make_zeros(enum element element, int n_axes, const int64_t *dims, unsigned broadcast);
 
-/* The same contents elsewhere; contiguous, or with the strides that it has. An output is empty again. */
+/* Moves the contents elsewhere in memory, contiguous or with the same strides. An output loses its contents. */
 void move_array(struct array *array, bool contiguous);
 
-/* Walks through the elements in C order: for (struct cursor c = walk(a); c.more; step(&c)) */
+/* Visits the elements in C order: for (struct cursor c = walk(a); c.more; step(&c)) */
 struct cursor {
     const struct array *array;
     int64_t index[MAX_AXES], offset;
@@ -60,19 +60,20 @@ static inline void step(struct cursor *cursor) {
 }
 
 double number_at(const struct array *array, int64_t offset);
-/* Halves by rounding toward zero; subnormals of float16 become 0. */
+/* Rounds halves toward zero; subnormals of float16 become 0. */
 void set_number(struct array *array, int64_t offset, double number);
-/* In an input, after something was written there on purpose. */
+/* Takes the checksum of an input again, after a write on purpose. */
 void renew_sum(struct array *array);
-/* Overwrites with NaN, or with true, every element whose byte in `seen` is 0; seen has `span` bytes. */
+/* Overwrites every element whose byte in `seen` is 0 with NaN, or with true. seen has `span` bytes. */
 void poison(struct array *array, const uint8_t *seen);
 
-/* ---- findings: each aborts with a sentence ---- */
+/* ---- findings ---- */
 
+/* Prints the sentence and aborts. */
 void finding(const char *what);
-/* An input is as it was, an output's memory between its elements too. */
+/* An input, and the memory between the elements of an output, must not have changed. */
 void check_untouched(const struct array *array, const char *name);
-/* Elements one behind the other; free it. */
+/* Returns a contiguous copy of the elements; the caller frees it. */
 void *gathered(const struct array *array);
 void check_same(const struct array *array, const void *expected, const char *name);
 

@@ -1,16 +1,16 @@
-/* problem.c -- from bytes to a problem of attention: sizes around every boundary, options, arrays. */
+/* problem.c -- turns bytes into a problem of attention: sizes around every boundary, options, arrays. */
 #include <math.h>
 #include <string.h>
 
 #include "problem.h"
 
-/* Multiply-adds of a call. */
+/* Limits of the multiply-adds of a call. */
 static const int64_t BUDGETS[] = {2000, 2000, 5000, 5000, 10000, 10000, 30000, 30000};
-enum { LARGE_BUDGET = 250000 }; /* several blocks of queries and of keys; rare, for it takes as long as all others */
+enum { LARGE_BUDGET = 250000 }; /* several blocks of queries and keys; rare, because it takes so long */
 
 /* ---- sizes ---- */
 
-/* Around a vector, a micro-tile, a tile; the chains of a sum; a block and a chunk. */
+/* Sizes around those of a vector, a micro-tile, a tile, the chains of a sum, a block and a chunk. */
 static const int64_t ROWS[] = {1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 31, 32, 33, 64, 95, 96, 97, 193};
 static const int64_t KEYS[] = {0,  1,  2,  3,  5,   7,   8,   9,   13,  16,  17,  31,   32,   33,
                                63, 65, 95, 97, 127, 128, 191, 192, 193, 385, 577, 1535, 1537, 3073};
@@ -86,7 +86,7 @@ int axes_of(const struct cattn_attention_params *p, int64_t row, int64_t col, in
 
 static void add_input(struct input *in, struct problem *problem, int which, enum element element, int n_axes,
                       const int64_t *dims, struct noise *noise, enum content content) {
-    /* a bit for each axis, most of them 0 */
+    /* one bit for each axis; most bits are 0 */
     const unsigned broadcast = (unsigned)(take_byte(in) & take_byte(in)) >> 1 & ((1u << n_axes) - 1);
     problem->inputs[which] = make_input(in, element, n_axes, dims, broadcast, noise, content);
     problem->has_input[which] = true;
@@ -94,7 +94,7 @@ static void add_input(struct input *in, struct problem *problem, int which, enum
         problem->bias_broadcast = broadcast;
 }
 
-/* Every number of `array` becomes one of those from `least` to `most`. */
+/* Fills the array with integers from `least` to `most`. */
 static void set_integers(struct array *array, struct noise *noise, int64_t least, int64_t most) {
     for (int64_t i = 0; i < array->span; i++) {
         const int64_t number = least + (int64_t)(noise_word(noise) % (uint64_t)(most - least + 1));
@@ -131,7 +131,7 @@ static void choose_ranges(struct input *in, struct problem *problem, struct nois
     }
 }
 
-/* -inf here and there. */
+/* Sets one number in `one_in` to -inf. */
 static void hide_some(struct array *bias, struct noise *noise, uint64_t one_in) {
     for (int64_t i = 0; i < bias->span; i++)
         if (noise_word(noise) % one_in == 0)
@@ -149,7 +149,7 @@ static void choose_score_options(struct input *in, struct problem *problem, stru
     if (take_chance(in, 4)) {
         add_input(in, problem, SLOPES, element, p->n_batch_dims + 1, dims, noise, TIES);
         struct array *slopes = &problem->inputs[SLOPES];
-        for (int64_t i = 0; i < slopes->span; i++) /* above 0 */
+        for (int64_t i = 0; i < slopes->span; i++) /* slopes are positive */
             set_number(slopes, i - slopes->low, (double)(1 + noise_word(noise) % 64) / 64);
         renew_sum(slopes);
     }
@@ -220,7 +220,7 @@ static void add_gradient(struct problem *problem, int which, int n_axes, const i
     problem->has_gradient[which] = true;
 }
 
-/* As py_backward.c makes them: the bias's in its own shape, or summed over rows or columns. */
+/* Makes the gradients as the binding does: the bias's in its own shape, or summed over rows or columns. */
 static void make_gradients(struct problem *problem) {
     struct cattn_attention_params *p = &problem->back.forward;
     int64_t dims[MAX_AXES];
@@ -267,7 +267,7 @@ void choose_problem(struct input *in, struct problem *problem) {
     choose_ranges(in, problem, &noise);
     choose_masks(in, problem, &noise, content);
     choose_score_options(in, problem, &noise, content);
-    if (p->store_scores && take_chance(in, 2)) { /* stages before the softmax leave out what comes later */
+    if (p->store_scores && take_chance(in, 2)) { /* stages before the softmax have no mask or sinks */
         problem->has_input[MASK] = false;
         problem->has_input[SINKS] = false;
     }

@@ -3,13 +3,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "torch_random.h"
 #include "memory.h"
 #include "targets.h"
+#include "torch_random.h"
 
 static const int64_t COLS[] = {0, 1, 2, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 127, 129, 511, 512, 513, 1023, 1025, 2050};
 
-/* Rows of any array: its last axis is the columns. */
+/* The rows of an array: its last axis is the columns. */
 struct rows {
     enum cattn_dtype dtype;
     enum cattn_storage storage;
@@ -41,7 +41,7 @@ static struct rows choose_rows(struct input *in, bool halves) {
     return rows;
 }
 
-/* As the binding fills a tensor in. */
+/* Returns a tensor as the binding makes it. */
 static struct cattn_tensor to_tensor(const struct array *array) {
     struct cattn_tensor tensor = {.data = array->memory + array->low * (int64_t)element_size(array->element)};
     const int last = array->n_axes - 1;
@@ -110,7 +110,7 @@ void fuzz_softmax(struct input *in) {
     check_untouched(&out, "written between the elements of out");
     if (rows.content != EXTREME && p.method == CATTN_SOFTMAX_PLAIN)
         check_weights(&out, &p);
-    if (p.method != CATTN_SOFTMAX_PLAIN) /* the order of its sums is no contract */
+    if (p.method != CATTN_SOFTMAX_PLAIN) /* the bit contract leaves out its sums */
         return;
     void *const right = gathered(&out);
     move_array(&x, true);
@@ -156,7 +156,7 @@ void fuzz_softmax_backward(struct input *in) {
     for (int i = 0; i < 2; i++)
         move_array(&arrays[i], true);
     move_array(&out, false);
-    const int place = (int)take_below(in, 3); /* in place of the one, of the other, or of none */
+    const int place = (int)take_below(in, 3); /* out is the first array, the second, or neither */
     p.grad = to_tensor(&arrays[0]);
     p.weights = to_tensor(&arrays[1]);
     p.out = to_tensor(place < 2 ? &arrays[place] : &out);
@@ -184,7 +184,7 @@ static void choose_dropout(struct input *in, struct cattn_dropout_spec *spec, st
     spec->torch = serial ? torch : NULL;
 }
 
-/* Dropped elements are +0, whatever they were. */
+/* Dropped elements must be +0, also NaN and negative ones. */
 static void check_dropped(const struct array *out, const struct array *mask) {
     for (struct cursor c = walk(out); c.more; step(&c)) {
         const double kept = number_at(mask, offset_of(mask, c.index)), x = number_at(out, c.offset);

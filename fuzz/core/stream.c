@@ -1,13 +1,13 @@
-/* stream.c -- fuzz target: PyTorch's random numbers. What is drawn in pieces is what is drawn at once, through any
- * state that is taken out and put back; numbers lie where they should; bytes that are no state change nothing.
+/* stream.c -- fuzz target: PyTorch's random numbers. A generator whose state was exported and imported draws the same
+ * numbers. Numbers are inside their bounds. Importing bytes that are no state changes nothing.
  */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "torch_random.h"
 #include "memory.h"
 #include "targets.h"
+#include "torch_random.h"
 
 static struct cattn_torch_fill choose_fill(struct input *in, enum cattn_torch_distribution distribution) {
     static const double lows[] = {0, -1, 0.25, -3e38};
@@ -58,14 +58,14 @@ static void draw(struct cattn_torch_random *random, const struct cattn_torch_fil
         finding("fill failed");
 }
 
-/* Bytes that may be a state, or nearly one. */
+/* Imports a state of which some bytes were changed. */
 static void import_bytes(struct input *in, struct cattn_torch_random *random) {
     uint8_t bytes[CATTN_TORCH_STATE_BYTES], before[CATTN_TORCH_STATE_BYTES], after[CATTN_TORCH_STATE_BYTES];
     cattn_torch_export(random, before);
     memcpy(bytes, before, sizeof bytes);
     for (int i = (int)take_below(in, 4); i > 0; i--)
         bytes[take_word(in) % sizeof bytes] = take_byte(in);
-    for (int i = (int)take_below(in, 3); i > 0; i--) /* the numbers in front of and behind the twister's words */
+    for (int i = (int)take_below(in, 3); i > 0; i--) /* the numbers before and after the twister's words */
         bytes[take_chance(in, 2) ? take_byte(in) % 32 : sizeof bytes - 1 - take_byte(in) % 48] = take_byte(in);
     const bool imported = cattn_torch_import(random, bytes);
     cattn_torch_export(random, after);
@@ -85,7 +85,7 @@ void fuzz_stream(struct input *in) {
         struct array numbers = make_zeros(element, 1, &fill.n, 0), again = make_zeros(element, 1, &fill.n, 0);
         struct array p = make_zeros(computed_element(fill.dtype), 1, &fill.n, 0);
         if (fill.distribution == CATTN_TORCH_BERNOULLI && take_chance(in, 2))
-            fill.probabilities = p.memory; /* all 0 */
+            fill.probabilities = p.memory; /* zeros */
         uint8_t state[CATTN_TORCH_STATE_BYTES];
         cattn_torch_export(&random, state);
         struct cattn_torch_random copy = random;

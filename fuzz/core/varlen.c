@@ -1,4 +1,4 @@
-/* varlen.c -- fuzz target: attention of packed sequences has the bits of each sequence on its own. */
+/* varlen.c -- fuzz target: attention of packed sequences has the bits of each sequence alone. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,7 +34,7 @@ static void bound_work(struct sequences *q, const struct sequences *k, const str
             q->lengths[b] /= 2;
 }
 
-/* Lengths and starts as arrays of their own. */
+/* Returns lengths or starts as an array. */
 static struct array int64_array(struct input *in, const int64_t *numbers, int64_t n) {
     struct noise noise = {0};
     struct array array = make_input(in, INT64, 1, &n, 0, &noise, PLAIN);
@@ -44,7 +44,7 @@ static struct array int64_array(struct input *in, const int64_t *numbers, int64_
     return array;
 }
 
-/* (total, heads, col) from row `start` on, without leading dimensions. */
+/* Returns the tensor (rows from `start` on, heads, col), without batch dimensions. */
 static struct cattn_tensor rows_from(const struct array *array, int64_t start) {
     static uint64_t nothing;
     struct cattn_tensor tensor = {.data = &nothing, .row = array->stride[0], .head = array->stride[1]};

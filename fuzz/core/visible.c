@@ -1,15 +1,15 @@
-/* visible.c -- who sees whom in a problem, as reference.py says it and not as mask.c does. */
+/* visible.c -- which keys a query sees, computed as in cattn.reference and not as in csrc/core. */
 #include <math.h>
 #include <stdlib.h>
 
 #include "problem.h"
 #include "visible.h"
 
-/* A row of scores: what the ranges say of its query, and where its masks begin. */
+/* A row of scores: the ranges of its query, and the offsets of its masks. */
 struct row {
     const struct problem *problem;
     int64_t query, n_queries, n_keys;
-    double position; /* of the query among the keys; beyond 2^62 rounded, far from any key */
+    double position; /* of the query among the keys; rounded beyond 2^62, far from any key */
     int64_t mask, bias[2];
 };
 
@@ -18,7 +18,7 @@ static int64_t number_of(const struct problem *problem, int which, const int64_t
     return problem->has_input[which] ? (int64_t)number_at(numbers, offset_of(numbers, batch)) : common;
 }
 
-/* index: of its first score. */
+/* index: of the first score of the row */
 static struct row row_at(const struct problem *problem, const int64_t *index) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct cattn_ranges *r = &p->ranges;
@@ -41,7 +41,7 @@ static bool sees(const struct row *row, int64_t k) {
     const struct problem *problem = row->problem;
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct cattn_ranges *r = &p->ranges;
-    const double before = row->position - (double)k; /* keys between this one and its own */
+    const double before = row->position - (double)k; /* distance from this key to the query's position */
     if (!r->all_visible &&
         (row->query >= row->n_queries || k >= row->n_keys || (r->left != CATTN_UNBOUNDED && before > (double)r->left) ||
          (r->right != CATTN_UNBOUNDED && -before > (double)r->right)))
@@ -57,7 +57,7 @@ static bool sees(const struct row *row, int64_t k) {
     return true;
 }
 
-/* In C order; the array is for its shape. */
+/* Visits the rows in C order. `shape` must live as long as the cursor. */
 static struct cursor walk_rows(const struct problem *problem, struct array *shape) {
     const struct cattn_attention_params *p = &problem->back.forward;
     *shape = (struct array){.n_axes = p->n_batch_dims + 2, .span = p->n_batch * p->num_heads * p->seqlen_q};
@@ -65,7 +65,7 @@ static struct cursor walk_rows(const struct problem *problem, struct array *shap
     return walk(shape);
 }
 
-/* A row of a tensor. Rows are marked whole, and two that share memory share all of it: one look tells. */
+/* Marks a row of a tensor. Rows that share memory share all of it, so the first byte shows if it is marked. */
 static void mark(const struct array *array, uint8_t *seen, int64_t first) {
     const int col = array->n_axes - 1;
     uint8_t *at = seen + array->low + first;
@@ -75,12 +75,12 @@ static void mark(const struct array *array, uint8_t *seen, int64_t first) {
         at[d * array->stride[col]] = 1;
 }
 
-/* What the query of this row sees, and the query itself if it sees anything. */
+/* Marks the keys and values that this row sees, and its query if it sees any. */
 static void mark_seen(const struct problem *problem, uint8_t *const *seen, const int64_t *index) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct array *inputs = problem->inputs;
     const struct row row = row_at(problem, index);
-    int64_t first_key[MAX_AXES] = {0}; /* of its key-value head */
+    int64_t first_key[MAX_AXES] = {0}; /* of the row's key-value head */
     for (int axis = 0; axis < p->n_batch_dims; axis++)
         first_key[axis] = index[axis];
     first_key[p->n_batch_dims] = index[p->n_batch_dims] / p->group_size;
@@ -105,7 +105,7 @@ void poison_hidden(struct problem *problem) {
     struct array shape;
     for (struct cursor c = walk_rows(problem, &shape); c.more; step(&c))
         mark_seen(problem, seen, c.index);
-    for (int b = BIAS_0; b < BIAS_0 + problem->back.forward.n_bias; b++) /* what hides must go on hiding */
+    for (int b = BIAS_0; b < BIAS_0 + problem->back.forward.n_bias; b++) /* -inf must stay: it hides keys */
         for (int64_t i = 0; i < problem->inputs[b].span; i++)
             seen[b][i] |= number_at(&problem->inputs[b], i - problem->inputs[b].low) == (double)-INFINITY;
     for (size_t i = 0; i < sizeof poisoned / sizeof *poisoned; i++) {

@@ -4,10 +4,10 @@
 
 struct problem;
 
-/* NaN wherever it must not matter: in keys and values that nobody sees, in queries that see nothing, and in a bias
+/* Writes NaN where it must not matter: to keys and values that no query sees, to queries that see no key, and to a bias
  * where something else hides the key. */
 void poison_hidden(struct problem *problem);
-/* What explain counts is what there is. */
+/* The counts of cattn_explain must be those of the visible keys. */
 void check_explanation(const struct problem *problem);
 
 #endif
