@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn.nn import _chapter
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.random, _chapter, cattn.cache]
+MODULES = [cattn, cattn.random, cattn.cache]  # tests/test_nn.py has the modules of cattn.nn
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:
