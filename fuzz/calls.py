@@ -38,10 +38,10 @@ class Shapes:
         self.data = data
         self.dtype = data.pick(FLOATS)
         self.compute = np.float64 if self.dtype is np.float64 else np.float32
-        self.lead = tuple(data.pick((1, 2, 2, 3, 0)) for _ in range(data.below(3)))
+        self.batch_dims = tuple(data.pick((1, 2, 2, 3, 0)) for _ in range(data.below(3)))
         self.groups, self.kv_heads = 1 + data.below(2), 1 + data.below(2)
         self.T_q, self.T_k, self.D, self.D_v = (data.pick(SIZES) for _ in range(4))
-        self.with_heads = len(self.lead) > 0 and data.chance(2)
+        self.with_heads = len(self.batch_dims) > 0 and data.chance(2)
         self.heads = (self.groups * self.kv_heads,) if self.with_heads else ()
 
     def make(self, *shape: int, dtype: Any = None) -> np.ndarray:
@@ -64,14 +64,14 @@ class Shapes:
     def attention(self) -> dict[str, Any]:
         kv = (self.kv_heads,) if self.with_heads else ()
         call = {
-            "query": self.make(*self.lead, *self.heads, self.T_q, self.D),
-            "key": self.make(*self.lead, *kv, self.T_k, self.D),
-            "value": self.make(*self.lead, *kv, self.T_k, self.D_v),
+            "query": self.make(*self.batch_dims, *self.heads, self.T_q, self.D),
+            "key": self.make(*self.batch_dims, *kv, self.T_k, self.D),
+            "value": self.make(*self.batch_dims, *kv, self.T_k, self.D_v),
         }
         data = self.data
-        one_head = not self.with_heads and len(self.lead) < 2
-        shape = (*self.lead, *self.heads, self.T_q, self.T_k)
-        heads = (1,) if one_head else ((self.heads or self.lead[-1:])[-1],)
+        one_head = not self.with_heads and len(self.batch_dims) < 2
+        shape = (*self.batch_dims, *self.heads, self.T_q, self.T_k)
+        heads = (1,) if one_head else ((self.heads or self.batch_dims[-1:])[-1],)
         options: dict[str, Callable[[], Any]] = {
             "attn_mask": lambda: self.make(*shape, dtype=np.float32) > 0,
             "bias": lambda: self.make(*shape[-2:], dtype=self.compute),
@@ -92,7 +92,7 @@ class Shapes:
         return call
 
     def outputs(self, d: int | None = None) -> np.ndarray:
-        return self.out(*self.lead, *self.heads, self.T_q, self.D_v if d is None else d)
+        return self.out(*self.batch_dims, *self.heads, self.T_q, self.D_v if d is None else d)
 
 
 def attention(data: Bytes) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def attention(data: Bytes) -> dict[str, Any]:
     if data.chance(3):
         call["out"] = s.outputs()
     elif call["return_lse"] and data.chance(2):
-        call["out"] = cattn.AttentionOutput(lse=s.out(*s.lead, *s.heads, s.T_q, dtype=np.float64))
+        call["out"] = cattn.AttentionOutput(lse=s.out(*s.batch_dims, *s.heads, s.T_q, dtype=np.float64))
     return call
 
 
@@ -132,8 +132,8 @@ def backward(data: Bytes) -> dict[str, Any]:
     call = s.attention()
     if "dropout_p" in call:
         call["rng"] = data.pick((5, cattn.TorchGenerator(3)))
-    lse = s.make(*s.lead, *s.heads, s.T_q, dtype=np.float64 if data.chance(3) else s.compute)
-    shape = (*s.lead, *s.heads, s.T_q, s.D_v)
+    lse = s.make(*s.batch_dims, *s.heads, s.T_q, dtype=np.float64 if data.chance(3) else s.compute)
+    shape = (*s.batch_dims, *s.heads, s.T_q, s.D_v)
     return call | {"grad_out": s.make(*shape), "out": s.make(*shape), "lse": lse}
 
 
@@ -157,7 +157,7 @@ def packed(data: Bytes) -> dict[str, Any]:
 def rowwise(name: str, **more: Callable[[Bytes], Any]) -> Callable[[Bytes], dict[str, Any]]:
     def make(data: Bytes) -> dict[str, Any]:
         s = Shapes(data)
-        shape = (*s.lead, s.T_q, s.T_k)
+        shape = (*s.batch_dims, s.T_q, s.T_k)
         call = {name: s.make(*shape)} | {key: value(data) for key, value in more.items() if data.chance(2)}
         if "mask" in call or "where" in call:
             key = "mask" if "mask" in call else "where"
@@ -175,7 +175,7 @@ def axis(data: Bytes) -> int:
 
 def merging(data: Bytes) -> dict[str, Any]:
     s, n = Shapes(data), 1 + data.below(3)
-    shape = (*s.lead, s.T_q)
+    shape = (*s.batch_dims, s.T_q)
     return {
         "outs": [s.make(*shape, s.D_v) for _ in range(n)],
         "lses": [s.make(*shape, dtype=s.compute) for _ in range(n)],

@@ -147,8 +147,8 @@ def test_attend_names_the_file_that_has_no_room(
     save((5, 4), (6, 4), (6, 3))
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert attend_files() == 1
-    assert "No space left on device" in (told := capsys.readouterr().err)
-    assert "out.npy" in told
+    assert "No space left on device" in (message := capsys.readouterr().err)
+    assert "out.npy" in message
 
 
 @pytest.mark.parametrize("option", ["--output", "--weights", "--lse"])

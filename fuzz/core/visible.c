@@ -119,8 +119,8 @@ void check_explanation(const struct problem *problem) {
     const struct cattn_attention_params *p = &problem->back.forward;
     if (problem->has_input[MASK] || p->n_bias > 0)
         return;
-    struct cattn_explanation told;
-    if (cattn_attention_explain(p, &told) != CATTN_OK)
+    struct cattn_explanation explanation;
+    if (cattn_attention_explain(p, &explanation) != CATTN_OK)
         finding("explain was interrupted");
     struct array shape;
     int64_t n = 0;
@@ -129,6 +129,6 @@ void check_explanation(const struct problem *problem) {
         for (int64_t k = 0; k < p->seqlen_k; k++)
             n += sees(&row, k);
     }
-    if (n != told.n_keys)
+    if (n != explanation.n_keys)
         finding("explain counts other keys");
 }

@@ -150,7 +150,7 @@ class KVCache:
         Raises
         ------
         TypeError
-            The cache's dtype cannot hold theirs.
+            The dtype of the cache cannot hold the dtype of the arguments.
         ValueError
             Another shape, or more tokens than fit. The cache is unchanged then.
         """

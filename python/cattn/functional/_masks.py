@@ -249,9 +249,9 @@ def _batch_dims(mask_batch_dims: tuple[int, ...], **batches: tuple[int, ...]) ->
         n = len(mask_batch_dims) - 1 if len(mask_batch_dims) > max(len(batch), 1) else len(mask_batch_dims)
         return (*broadcast_shapes(mask_batch_dims[:n], batch), *mask_batch_dims[n:])
     except ValueError:
-        told = ", ".join(f"{name} has shape {shape}" for name, shape in batches.items() if shape)
+        shapes = ", ".join(f"{name} has shape {shape}" for name, shape in batches.items() if shape)
         mask = f", attn_mask leading dimensions {mask_batch_dims}" if mask_batch_dims else ""
-        raise ValueError(f"{told}{mask}: they do not broadcast to one batch") from None
+        raise ValueError(f"{shapes}{mask}: they do not broadcast to one batch") from None
 
 
 def _show(visible: NDArray[np.bool_], T_q: int) -> str:
