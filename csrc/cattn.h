@@ -275,7 +275,5 @@ bool cattn_release(void);
 /* Number of forks between the process that loaded this library and this one. A lock or condition that was made at
  * another count may be held, or waited at, by a thread that this process does not have. */
 unsigned cattn_fork_count(void);
-/* Whether `thread`, a pthread_t of the time when there had been fork_count forks, was lost in a fork since. */
-bool cattn_left_behind(unsigned long thread, unsigned fork_count);
 
 #endif

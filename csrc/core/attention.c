@@ -23,7 +23,7 @@ struct forward_job {
     const struct cattn_attention_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_plan plan;
-    struct cattn_call call;
+    struct cattn_call_shape call;
     /* split path: the partial results of the tasks of a wave, which starts at first_task */
     int64_t first_task;
     char *partials;
@@ -309,7 +309,7 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     job.params = params;
     job.kernels = cattn_kernels_for(params->dtype);
     job.plan = cattn_plan(params, job.kernels);
-    cattn_call(params, &job.call);
+    cattn_call_shape(params, &job.call);
     job.dropout_stream = NULL;
     if (job.plan.uses_stream) {
         cattn_dropout_stream_begin(&dropout_stream, params->dropout.torch, params->dropout.keep_probability);

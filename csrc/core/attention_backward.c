@@ -2,9 +2,7 @@
  *
  * A step is one block of queries of one head against all keys that it sees. The steps of a unit (the query heads that
  * read one key-value head) add to the same gradients of keys and values, in the order of heads and blocks. The steps
- * that share a gradient of the bias do the same. A step does its own work on a key block, waits for its ticket at that
- * place, adds its part and passes the place on. So every sum has one order, whatever the number of threads. Blocks
- * start at multiples of CATTN_TILE_ROWS queries and CATTN_BLOCK_KEYS keys: the order depends on the lengths alone.
+ * that share a gradient of the bias do the same. Tickets keep that order whatever the number of threads.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -22,7 +20,7 @@ struct backward_job {
     const struct cattn_backward_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_backward_plan plan;
-    struct cattn_call scores, grads, keys;       /* of the views */
+    struct cattn_call_shape scores, grads, keys; /* of the views */
     struct cattn_tickets *tickets;               /* NULL: nobody has to wait */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
     double *sinks;                               /* [batch][head][block], or NULL */
@@ -45,8 +43,9 @@ static struct step find_step(const struct backward_job *job, int64_t unit, int64
 /* ---- from tensors to a step ---- */
 
 /* The view for grad_out V^T: plain products, since the masks were applied to the scores. */
-static struct cattn_call call_of_grads(const struct cattn_backward_params *params, const struct cattn_call *scores) {
-    struct cattn_call call = *scores;
+static struct cattn_call_shape call_of_grads(const struct cattn_backward_params *params,
+                                             const struct cattn_call_shape *scores) {
+    struct cattn_call_shape call = *scores;
     call.query_col = params->grad_out.col;
     call.head_dim = scores->d_v;
     call.scale = scores->keep_scale;
@@ -59,8 +58,8 @@ static struct cattn_call call_of_grads(const struct cattn_backward_params *param
 }
 
 /* The view for dQ = dS K: the keys take the place of the values. */
-static struct cattn_call call_of_keys(const struct cattn_call *scores) {
-    struct cattn_call call = *scores;
+static struct cattn_call_shape call_of_keys(const struct cattn_call_shape *scores) {
+    struct cattn_call_shape call = *scores;
     call.value_row = scores->key_row;
     call.value_col = scores->key_col;
     call.d_v = scores->head_dim;
@@ -68,7 +67,7 @@ static struct cattn_call call_of_keys(const struct cattn_call *scores) {
     return call;
 }
 
-static void set_up_view(struct cattn_rows *view, const struct cattn_call *call, const struct cattn_rows *scores,
+static void set_up_view(struct cattn_rows *view, const struct cattn_call_shape *call, const struct cattn_rows *scores,
                         const void *key, const void *value) {
     view->call = *call;
     view->n_rows = scores->n_rows;
@@ -308,7 +307,7 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
     const struct cattn_attention_params *p = &params->forward;
     struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype)};
     job.plan = cattn_backward_plan(params, job.kernels);
-    cattn_call(p, &job.scores);
+    cattn_call_shape(p, &job.scores);
     job.grads = call_of_grads(params, &job.scores);
     job.keys = call_of_keys(&job.scores);
     if (job.plan.n_units * job.plan.steps_per_unit == 0)

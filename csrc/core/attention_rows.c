@@ -46,7 +46,7 @@ void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct c
 }
 
 /* Flags are set from the tensors that are present: kernels test a flag, never a pointer. */
-void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call) {
+void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_shape *call) {
     call->head_dim = p->head_dim;
     call->d_v = p->d_v;
     call->acc_cols = cattn_plan_acc_cols(p);
@@ -118,8 +118,10 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
     /* positions count from key 0 of the batch entry, so they include the offset of the queries */
-    for (int k = 0; k < n && p->slopes.data; k++)
+    for (int k = 0; k < n && p->slopes.data; k++) {
         at->position[r + k] = i + k + batch->batch_range.offset;
+        at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
+    }
     for (int k = 0; k < n && p->dropout.enabled; k++) {
         at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
         at->drop_head[r + k] = (uint32_t)head;
@@ -142,8 +144,6 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         for (int k = 0; k < n; k++)
             at->bias[b][r + k] = bias + k * tensor->row * element;
     }
-    for (int k = 0; k < n && p->slopes.data; k++)
-        at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
     for (int k = 0; k < n && p->sinks.data; k++)
         at->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
 

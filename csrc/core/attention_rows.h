@@ -23,7 +23,7 @@ void *cattn_tensor_at(const struct cattn_attention_params *p, const struct cattn
 void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
 
 /* Fills *call, which every task of the call reads. */
-void cattn_call(const struct cattn_attention_params *p, struct cattn_call *call);
+void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_shape *call);
 
 /* Fills what the rows of a task share: keys, values and dropout of one batch entry and key-value head. n_rows and the
  * scratch must be set. */

@@ -30,7 +30,6 @@ static void check_batch(int n_batch_dims, const int64_t *batch_shape, int64_t co
         product *= (uint64_t)batch_shape[d];
     }
     assert(product == (uint64_t)count);
-    (void)product, (void)count;
 }
 
 static void check_type(enum cattn_dtype dtype, enum cattn_storage storage) {
@@ -42,12 +41,20 @@ static void check_type(enum cattn_dtype dtype, enum cattn_storage storage) {
 /* An element's address is a multiple of its size. */
 static void check_aligned(const struct cattn_tensor *tensor, size_t element) {
     assert((uintptr_t)tensor->data % element == 0);
-    (void)tensor, (void)element;
 }
 
 static void check_present(const struct cattn_tensor *tensor, size_t element) {
     assert(tensor->data);
     check_aligned(tensor, element);
+}
+
+/* The sizes and types of independent rows. Beside columns of length 0, the number of rows means nothing. */
+static void check_rows(enum cattn_dtype dtype, enum cattn_storage storage, int n_batch_dims, const int64_t *batch_shape,
+                       int64_t n_rows, int64_t n_cols) {
+    check_type(dtype, storage);
+    assert(n_cols >= 0);
+    if (n_cols > 0)
+        check_batch(n_batch_dims, batch_shape, n_rows);
 }
 
 static void check_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
@@ -56,11 +63,9 @@ static void check_number(const struct cattn_tensor *numbers, int64_t common, int
     for (int64_t index = 0; index < count && index < MOST_ENTRIES; index++) {
         const int64_t number = cattn_batch_number(numbers, common, n_batch_dims, batch_shape, index);
         assert(least <= number && number <= most);
-        (void)number;
         if (!numbers->data)
             return;
     }
-    (void)least, (void)most;
 }
 
 static void check_ranges(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t count,
@@ -115,7 +120,6 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
 static void check_gradient(const struct cattn_tensor *tensor, size_t element, int64_t cols) {
     check_present(tensor, element);
     assert(tensor->col == 1 || cols <= 1); /* NumPy gives an axis of one element any stride */
-    (void)cols;
 }
 
 void cattn_check_backward(const struct cattn_backward_params *params) {
@@ -137,11 +141,9 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
 
 void cattn_check_softmax(const struct cattn_softmax_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
-    check_type(p->dtype, p->storage);
-    if (p->n_cols > 0)
-        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
+    check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
     assert(p->method == CATTN_SOFTMAX_PLAIN || p->method == CATTN_SOFTMAX_RENORMALIZE);
-    assert(p->n_cols >= 0 && isfinite(p->scale));
+    assert(isfinite(p->scale));
     check_present(&p->x, stored);
     check_present(&p->out, stored);
     if (!p->is_causal || p->n_cols == 0)
@@ -153,10 +155,8 @@ void cattn_check_softmax(const struct cattn_softmax_params *p) {
 
 void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *p) {
     const size_t element = cattn_element_size(p->dtype);
-    check_type(p->dtype, CATTN_STORED_PLAIN);
-    if (p->n_cols > 0)
-        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
-    assert(p->n_cols >= 0 && isfinite(p->scale));
+    check_rows(p->dtype, CATTN_STORED_PLAIN, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
+    assert(isfinite(p->scale));
     check_present(&p->grad, element);
     check_present(&p->weights, element);
     check_present(&p->out, element);
@@ -164,10 +164,7 @@ void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *p)
 
 void cattn_check_dropout(const struct cattn_dropout_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
-    check_type(p->dtype, p->storage);
-    if (p->n_cols > 0)
-        check_batch(p->n_batch_dims, p->batch_shape, p->n_rows);
-    assert(p->n_cols >= 0);
+    check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
     check_dropout_spec(&p->dropout);
     check_present(&p->x, stored);
     check_present(&p->out, stored);

@@ -11,24 +11,24 @@
 #include <cpuid.h>
 #endif
 
-static struct cattn_cpu cpu;
+static unsigned features;
 static pthread_once_t cpu_once = PTHREAD_ONCE_INIT;
 
 static void detect(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_cpu_init();
-    cpu.avx2 = __builtin_cpu_supports("avx2");
-    cpu.fma = __builtin_cpu_supports("fma");
-    cpu.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        features |= CATTN_CPU_AVX512;
     /* Older clangs do not know f16c. It uses AVX's registers, so if AVX is usable, the system saves what f16c needs. */
     unsigned eax, ebx, ecx, edx;
-    cpu.f16c = __builtin_cpu_supports("avx") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+        (ecx & bit_F16C) != 0)
+        features |= CATTN_CPU_AVX2;
 #endif
 }
 
-const struct cattn_cpu *cattn_cpu(void) {
+unsigned cattn_cpu(void) {
     pthread_once(&cpu_once, detect);
-    return &cpu;
+    return features;
 }

@@ -5,14 +5,10 @@
 #ifndef CATTN_CPU_FEATURES_H
 #define CATTN_CPU_FEATURES_H
 
-#include <stdbool.h>
+#define CATTN_CPU_AVX2 1u   /* with FMA and F16C */
+#define CATTN_CPU_AVX512 2u /* F, BW, DQ and VL together */
 
-struct cattn_cpu {
-    bool avx2, fma, f16c;
-    bool avx512; /* F, BW, DQ and VL together */
-};
-
-/* The same answer at any time, on any thread. */
-const struct cattn_cpu *cattn_cpu(void);
+/* The sum of this processor's features; the same at any time, on any thread. */
+unsigned cattn_cpu(void);
 
 #endif

@@ -10,20 +10,9 @@
 
 #include "cpu_features.h"
 
-static bool any_cpu(const struct cattn_cpu *cpu) {
-    (void)cpu;
-    return true;
-}
-#if defined(CATTN_HAVE_AVX2) || defined(CATTN_HAVE_GNU512)
-static bool cpu_avx2(const struct cattn_cpu *cpu) { return cpu->avx2 && cpu->fma && cpu->f16c; }
-#endif
-#ifdef CATTN_HAVE_AVX512
-static bool cpu_avx512(const struct cattn_cpu *cpu) { return cpu->avx512; }
-#endif
-
 struct table {
     const struct cattn_kernels *kernels[2]; /* by dtype */
-    bool (*usable)(const struct cattn_cpu *cpu);
+    unsigned needs;                         /* features of the processor */
     bool test_only;
 };
 
@@ -31,18 +20,18 @@ struct table {
 
 /* From worst to best: the last usable one is selected. */
 static const struct table tables[] = {
-    {TABLE(scalar), any_cpu, false},
+    {TABLE(scalar), 0, false},
 #ifdef CATTN_HAVE_GNU128
-    {TABLE(gnu128), any_cpu, false},
+    {TABLE(gnu128), 0, false},
 #endif
 #ifdef CATTN_HAVE_GNU512
-    {TABLE(gnu512), cpu_avx2, true},
+    {TABLE(gnu512), CATTN_CPU_AVX2, true},
 #endif
 #ifdef CATTN_HAVE_AVX2
-    {TABLE(avx2), cpu_avx2, false},
+    {TABLE(avx2), CATTN_CPU_AVX2, false},
 #endif
 #ifdef CATTN_HAVE_AVX512
-    {TABLE(avx512), cpu_avx512, false},
+    {TABLE(avx512), CATTN_CPU_AVX512, false},
 #endif
 };
 
@@ -60,7 +49,7 @@ struct cattn_isa_info cattn_isa_info(int index) {
     const struct cattn_kernels *k = t->kernels[CATTN_F32];
     return (struct cattn_isa_info){
         .name = k->name,
-        .usable = t->usable(cattn_cpu()),
+        .usable = (cattn_cpu() & t->needs) == t->needs,
         .has_fma = k->has_fma,
         .test_only = t->test_only,
         .lanes_f32 = k->lanes,

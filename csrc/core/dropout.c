@@ -37,8 +37,10 @@ struct dropout_job {
     struct cattn_drop drop;
     int n_batch_dims; /* after merging */
     int64_t n_rows, n_cols;
-    int64_t rows_per_task; /* 1 where rows are cut */
-    int64_t pieces;        /* of a row */
+    int64_t rows_per_task;              /* 1 where rows are cut */
+    int64_t pieces;                     /* of a row */
+    double scale;                       /* of the elements that are kept */
+    struct cattn_torch_dropout *cursor; /* PyTorch's generator, or NULL */
 };
 
 /* Whether the rows of batch dimension `last` follow each other without a gap. */
@@ -62,10 +64,19 @@ static void merge_rows(struct dropout_job *job) {
 /* Halves are widened, computed and narrowed in pieces of this; whole runs of Philox counters. */
 #define WIDE_PIECE 1024
 
-static void dropout_row(const struct dropout_job *job, const struct cattn_dropout_row *row) {
+/* A run of a row in the type of the computation. drawn: its mask from PyTorch's generator; NULL: Philox. */
+static void drop_plain(const struct dropout_job *job, const struct cattn_dropout_row *row, const uint8_t *drawn) {
+    if (drawn)
+        job->kernels->torch_drop(row->n, row->x, row->x_stride, drawn, row->keep_scale, row->out, row->out_stride);
+    else
+        job->kernels->dropout_row(row);
+}
+
+/* The same in any storage. */
+static void drop_stored(const struct dropout_job *job, const struct cattn_dropout_row *row, const uint8_t *drawn) {
     const enum cattn_storage storage = job->params->storage;
     if (storage == CATTN_STORED_PLAIN) {
-        job->kernels->dropout_row(row);
+        drop_plain(job, row, drawn);
         return;
     }
     float wide[WIDE_PIECE];
@@ -76,7 +87,7 @@ static void dropout_row(const struct dropout_job *job, const struct cattn_dropou
         const int64_t to_boundary = WIDE_PIECE - (int64_t)(piece.first % WIDE_PIECE);
         piece.n = row->n - done < to_boundary ? row->n - done : to_boundary;
         job->kernels->widen_row(storage, (const uint16_t *)row->x + done * row->x_stride, row->x_stride, piece.n, wide);
-        job->kernels->dropout_row(&piece);
+        drop_plain(job, &piece, drawn ? drawn + done : NULL);
         job->kernels->narrow_row(storage, wide, piece.n, (uint16_t *)row->out + done * row->out_stride,
                                  row->out_stride);
         piece.first += (uint64_t)piece.n;
@@ -84,8 +95,8 @@ static void dropout_row(const struct dropout_job *job, const struct cattn_dropou
     }
 }
 
-/* Columns begin .. end-1 of one row. */
-static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begin, int64_t end) {
+/* Columns begin .. end-1 of one row; `drawn` as above. */
+static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begin, int64_t end, const uint8_t *drawn) {
     const struct cattn_dropout_params *p = job->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
     const char *x = cattn_row_at(&p->x, job->n_batch_dims, p->batch_shape, row, element);
@@ -100,10 +111,12 @@ static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begi
         .out_stride = p->out.col,
         .mask = mask ? mask + begin * p->mask.col : NULL,
         .mask_stride = p->mask.data ? p->mask.col : 0,
-        .keep_scale = p->dropout.keep_scale,
+        .keep_scale = job->scale,
         .drop = job->drop,
     };
-    dropout_row(job, &args);
+    drop_stored(job, &args, drawn);
+    for (int64_t i = 0; drawn && mask && i < args.n; i++)
+        args.mask[i * args.mask_stride] = drawn[i];
 }
 
 static void dropout_task(void *context, int64_t task, struct cattn_worker *worker) {
@@ -111,12 +124,12 @@ static void dropout_task(void *context, int64_t task, struct cattn_worker *worke
     (void)worker; /* a task is too short to be interrupted */
     if (job->pieces > 1) {
         const int64_t begin = task % job->pieces * DROPOUT_PIECE, end = begin + DROPOUT_PIECE;
-        dropout_one(job, task / job->pieces, begin, end < job->n_cols ? end : job->n_cols);
+        dropout_one(job, task / job->pieces, begin, end < job->n_cols ? end : job->n_cols, NULL);
         return;
     }
     const int64_t first = task * job->rows_per_task, left = job->n_rows - first;
     for (int64_t i = 0; i < job->rows_per_task && i < left; i++)
-        dropout_one(job, first + i, 0, job->n_cols);
+        dropout_one(job, first + i, 0, job->n_cols, NULL);
 }
 
 /* ---- PyTorch's generator: one thread, since the bits come in sequence ---- */
@@ -124,79 +137,42 @@ static void dropout_task(void *context, int64_t task, struct cattn_worker *worke
 /* Elements of the mask that are drawn at a time. */
 #define TORCH_PIECE 4096
 
-struct torch_job {
-    const struct dropout_job *rows;
-    struct cattn_torch_dropout cursor;
-    double scale; /* 1 / keep_probability, divided in the precision of the data as PyTorch does */
-};
-
-static void torch_apply_halves(const struct torch_job *job, int64_t n, const uint16_t *x, const uint8_t *mask,
-                               uint16_t *out) {
-    const struct cattn_dropout_params *p = job->rows->params;
-    const struct cattn_kernels *kernels = job->rows->kernels;
-    float wide[WIDE_PIECE];
-    for (int64_t done = 0; done < n; done += WIDE_PIECE) {
-        const int64_t piece = n - done < WIDE_PIECE ? n - done : WIDE_PIECE;
-        kernels->widen_row(p->storage, x + done * p->x.col, p->x.col, piece, wide);
-        kernels->torch_drop(piece, wide, 1, mask + done, job->scale, wide, 1);
-        kernels->narrow_row(p->storage, wide, piece, out + done * p->out.col, p->out.col);
-    }
-}
-
-/* n columns of one row, from `begin` on. */
-static void torch_apply(const struct torch_job *job, int64_t row, int64_t begin, int64_t n, const uint8_t *mask) {
-    const struct dropout_job *rows = job->rows;
-    const struct cattn_dropout_params *p = rows->params;
-    const size_t element = cattn_stored_size(p->dtype, p->storage);
-    const char *x = cattn_row_at(&p->x, rows->n_batch_dims, p->batch_shape, row, element);
-    char *out = cattn_row_at(&p->out, rows->n_batch_dims, p->batch_shape, row, element);
-    x += begin * p->x.col * (int64_t)element;
-    out += begin * p->out.col * (int64_t)element;
-    if (p->storage != CATTN_STORED_PLAIN)
-        torch_apply_halves(job, n, (const uint16_t *)x, mask, (uint16_t *)out);
-    else
-        rows->kernels->torch_drop(n, x, p->x.col, mask, job->scale, out, p->out.col);
-    if (p->mask.data) {
-        uint8_t *to = cattn_row_at(&p->mask, rows->n_batch_dims, p->batch_shape, row, 1);
-        for (int64_t i = 0; i < n; i++)
-            to[(begin + i) * p->mask.col] = mask[i];
-    }
-}
-
 static void torch_task(void *context, int64_t task, struct cattn_worker *worker) {
-    struct torch_job *job = context;
-    const struct cattn_dropout_params *p = job->rows->params;
+    struct dropout_job *job = context;
+    const struct cattn_dropout_params *p = job->params;
     const double q = p->dropout.keep_probability;
-    const int64_t n_cols = job->rows->n_cols, total = job->rows->n_rows * n_cols;
+    const int64_t n_cols = job->n_cols, total = job->n_rows * n_cols;
+    /* 1 / q, divided in the precision of the data as PyTorch does */
     job->scale = p->dtype == CATTN_F32 ? (double)(1.0f / (float)q) : 1.0 / q;
     if (p->storage != CATTN_STORED_PLAIN) {
         float scale = (float)job->scale;
         uint16_t half;
-        job->rows->kernels->narrow_row(p->storage, &scale, 1, &half, 1);
-        job->rows->kernels->widen_row(p->storage, &half, 1, 1, &scale);
+        job->kernels->narrow_row(p->storage, &scale, 1, &half, 1);
+        job->kernels->widen_row(p->storage, &half, 1, 1, &scale);
         job->scale = (double)scale;
     }
     uint8_t mask[TORCH_PIECE];
     (void)task; /* there is one */
     for (int64_t done = 0; done < total && !cattn_should_stop(worker); done += TORCH_PIECE) {
         const int64_t ready = total - done < TORCH_PIECE ? total - done : TORCH_PIECE;
-        cattn_torch_dropout_next(&job->cursor, ready, mask);
+        cattn_torch_dropout_next(job->cursor, ready, mask);
         for (int64_t used = 0; used < ready;) {
             const int64_t row = (done + used) / n_cols, begin = (done + used) % n_cols;
             const int64_t n = n_cols - begin < ready - used ? n_cols - begin : ready - used;
-            torch_apply(job, row, begin, n, mask + used);
+            dropout_one(job, row, begin, begin + n, mask + used);
             used += n;
         }
     }
 }
 
-static enum cattn_status torch_dropout(const struct dropout_job *rows) {
-    const struct cattn_dropout_params *p = rows->params;
-    struct torch_job job = {.rows = rows};
-    cattn_torch_dropout_begin(&job.cursor, p->dropout.torch, p->dropout.keep_probability);
-    const enum cattn_status status = cattn_parallel_for(1, 1, 0, torch_task, &job, &p->poll);
+static enum cattn_status torch_dropout(struct dropout_job *job) {
+    const struct cattn_dropout_params *p = job->params;
+    struct cattn_torch_dropout cursor;
+    job->cursor = &cursor;
+    cattn_torch_dropout_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
+    const enum cattn_status status = cattn_parallel_for(1, 1, 0, torch_task, job, &p->poll);
     if (status == CATTN_OK)
-        cattn_torch_dropout_end(&job.cursor, p->dropout.torch);
+        cattn_torch_dropout_end(&cursor, p->dropout.torch);
     return status;
 }
 
@@ -210,6 +186,7 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
         .n_batch_dims = p->n_batch_dims,
         .n_rows = p->n_rows,
         .n_cols = p->n_cols,
+        .scale = p->dropout.keep_scale,
     };
     cattn_drop(&p->dropout, 0, &job.drop);
     merge_rows(&job);

@@ -10,8 +10,7 @@ void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed) {
     mt->next = 0;
 }
 
-/* n words go to `words`; NULL skips them. */
-static void advance(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
+void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
     const struct cattn_kernels *kernels = cattn_kernels_for(CATTN_F32);
     while (n > 0) {
         if (mt->next == 0 || mt->next == CATTN_MT19937_WORDS) {
@@ -27,7 +26,3 @@ static void advance(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
         n -= count;
     }
 }
-
-void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) { advance(mt, n, words); }
-
-void cattn_mt19937_skip(struct cattn_mt19937 *mt, int64_t n) { advance(mt, n, NULL); }

@@ -9,9 +9,7 @@
 #include "../torch_random.h"
 
 void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed);
-/* The next n words. */
+/* The next n words; words: NULL skips them. */
 void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words);
-/* As if n words had been drawn. */
-void cattn_mt19937_skip(struct cattn_mt19937 *mt, int64_t n);
 
 #endif

@@ -73,9 +73,7 @@ static struct {
     cpu_set_t placed; /* the processors that workers may use, once avoided_cpu is known */
 #endif
     bool quit;
-    unsigned fork_count;     /* see cattn_fork_count */
-    pthread_t survivor;      /* the thread that made the last fork */
-    unsigned survivor_since; /* fork_count when that thread started */
+    unsigned fork_count; /* see cattn_fork_count */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .avoided_cpu = AVOIDS_NONE};
 
 static pthread_once_t pool_once = PTHREAD_ONCE_INIT;
@@ -125,16 +123,8 @@ static void after_fork_parent(void) { pthread_mutex_unlock(&pool.lock); }
 /* The other threads are gone, and with them the pool's owner. This thread holds the mutex and unlocks it. The condition
  * variables count waiters that no longer exist, so they are made anew. The scratch is kept for the next workers. */
 static void after_fork_child(void) {
-    /* the system may give a new thread the pthread_t of a lost one, so remember when this thread started */
-    static _Thread_local bool survived; /* an earlier fork */
-    static _Thread_local unsigned since;
-    if (!survived)
-        since = pool.fork_count;
-    survived = true;
     if (pool.job != NULL)
         atomic_store_explicit(&pool.job->stop, true, memory_order_relaxed);
-    pool.survivor = pthread_self();
-    pool.survivor_since = since;
     pool.n_workers = 0;
     pool.job = NULL;
     pool.open_seats = 0;
@@ -154,11 +144,6 @@ static void init_pool(void) {
 unsigned cattn_fork_count(void) {
     pthread_once(&pool_once, init_pool);
     return pool.fork_count;
-}
-
-bool cattn_left_behind(unsigned long thread, unsigned fork_count) {
-    const bool survivor = thread == (unsigned long)pool.survivor && fork_count >= pool.survivor_since;
-    return fork_count != cattn_fork_count() && !survivor;
 }
 
 /* ---- the pool's owner ---- */

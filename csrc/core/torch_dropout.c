@@ -50,7 +50,7 @@ void cattn_torch_dropout_next(struct cattn_torch_dropout *cursor, int64_t n, uin
 
 void cattn_torch_dropout_skip(struct cattn_torch_dropout *cursor, int64_t n) {
     if (!cursor->is_mkl) {
-        cattn_mt19937_skip(&cursor->mt, 2 * n);
+        cattn_mt19937_draw(&cursor->mt, 2 * n, NULL);
         return;
     }
     uint32_t power = MCG_MULTIPLIER; /* to the 2^k */

@@ -150,7 +150,7 @@ static void fill_normal(const struct fill_job *job, struct cattn_worker *worker)
                 ((double *)f->out)[i] = x;
         }
     } else if (fill_range(job, 0, f->n - rest, worker) && rest > 0) {
-        cattn_mt19937_skip(&job->random->mt, rest * words_each(f));
+        cattn_mt19937_draw(&job->random->mt, rest * words_each(f), NULL);
         fill_range(job, f->n - 16, f->n, worker);
     }
 }

@@ -6,11 +6,8 @@
  *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = scale dS^T Q
  *
  * Everything is stored transposed, [key][query]. score_panel computes S and dO V^T, value_block computes dQ; only the
- * sums over queries (dK, dV) are new here. For S and dO V^T, scale and 1/(1-p) are multiplied into Q and dO once. The
- * other sums are multiplied with them afterwards, so that subnormal terms are added with all their digits.
- *
- * Hidden pairs have P and dS exactly 0, by selection. In the products, 0 * NaN would leak what a hidden query or key
- * holds: vectors that are not finite are computed again without their hidden pairs.
+ * sums over queries (dK, dV) are new here. csrc/README.md ("Gradients") has the order of operations and the treatment
+ * of hidden pairs.
  */
 
 /* Adds a block's part to the first n <= LANES elements. Any NaN is written as the canonical one. */
@@ -49,8 +46,7 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
     const int n = (int)max64(0, min64(LANES, rows->call.d_v - c));
     if (rows->call.storage == CATTN_STORED_PLAIN && n == LANES && r + LANES <= rows->n_rows && out_col == 1 &&
         grad_col == 1) {
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
+        UNROLLED(i, LANES)
             v[i] =
                 vf_loadu((const real *)grads->query[r + i] + c) * vf_loadu((const real *)rows->per_row->out[r + i] + c);
     } else {
@@ -70,16 +66,14 @@ static void sum_deltas(const struct cattn_backward *b) {
     const int step = LANES > CATTN_SUM_CHAINS ? LANES : CATTN_SUM_CHAINS;
     for (int r = 0; r < b->scores.n_rows; r += LANES) {
         vf sum[CATTN_SUM_CHAINS];
-#pragma GCC unroll 8
-        for (int i = 0; i < CATTN_SUM_CHAINS; i++)
+        UNROLLED(i, CATTN_SUM_CHAINS)
             sum[i] = vf_set1(0);
         for (int64_t c = 0; c < b->scores.call.d_v; c += step)
 #pragma GCC unroll 8
             for (int part = 0; part < step; part += LANES) {
                 vf v[LANES];
                 delta_products(b, r, c + part, v);
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
+                UNROLLED(i, LANES)
                     sum[(part + i) % CATTN_SUM_CHAINS] = sum[(part + i) % CATTN_SUM_CHAINS] + v[i];
             }
         vf_storeu((real *)b->delta + r, SUM_TREE(sum));
@@ -335,10 +329,8 @@ INLINE void sum_over_queries_tile(int mr, int nr, const struct tile *t, const st
                              (int)min64(LANES, left - n * LANES));
         return;
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
             add_gradient(to + m * row + n * LANES, sum[m][n] * factor, LANES);
 }
 
@@ -365,10 +357,7 @@ static void sum_over_queries_block(const struct tile *t, const struct query_sum 
         if (!narrow(t, k, height, &first, &last))
             continue;
         for (int64_t c = 0; c < q->cols; c += PANEL)
-            if (NR == 1 || q->cols - c > LANES)
-                AT_HEIGHT(MR, height, sum_over_queries_tile, NR, t, q, k, c, first, last);
-            else
-                AT_HEIGHT(MR, height, sum_over_queries_tile, 1, t, q, k, c, first, last);
+            AT_SIZE(MR, height, q->cols - c > LANES, sum_over_queries_tile, t, q, k, c, first, last);
     }
 }
 

@@ -6,9 +6,8 @@
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is a sum of chains of FMAs, and the chains are added in order. A chain starts at +0 and takes
- * CATTN_CHAIN_TERMS terms in ascending order. Chains are cut at multiples of CATTN_CHAIN_TERMS, wherever the sum itself
- * begins or ends: the bit contract requires that.
+ * Every element is a sum of chains of FMAs (csrc/README.md, "The bit contract", 1). Chains are cut at multiples of
+ * CATTN_CHAIN_TERMS, wherever the sum itself begins or ends.
  */
 
 #define PANEL (NR * LANES) /* width of a packed panel */
@@ -30,6 +29,15 @@ INLINE int tile_height(int tallest, int64_t n_rows) {
             tile(tallest, __VA_ARGS__);                                                                                \
     } while (0)
 
+/* AT_HEIGHT with the width nr as a constant too: NR vectors, or 1 where the second one would be unused. */
+#define AT_SIZE(tallest, height, needs_all, tile, ...)                                                                 \
+    do {                                                                                                               \
+        if (NR == 1 || (needs_all))                                                                                    \
+            AT_HEIGHT(tallest, height, tile, NR, __VA_ARGS__);                                                         \
+        else                                                                                                           \
+            AT_HEIGHT(tallest, height, tile, 1, __VA_ARGS__);                                                          \
+    } while (0)
+
 /* Rows of a tile of scores. A row is a key that is read from memory: few enough that memory keeps up with all rows of K
  * that are read at the same time. */
 #define SCORE_MR (MR > 6 ? 6 : MR)
@@ -38,42 +46,33 @@ INLINE int tile_height(int tallest, int64_t n_rows) {
  * or a plain loop GCC keeps them in memory instead of registers. */
 INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_row, int64_t a_col, const real *b,
                        int64_t b_row, vf acc[MR][NR]) {
-#pragma GCC unroll 16
-    for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
             acc[m][n] = vf_set1(0);
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k++) {
         vf b_k[NR];
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+        UNROLLED(n, nr)
             b_k[n] = vf_loadu(b + k * b_row + n * LANES);
-#pragma GCC unroll 16
-        for (int m = 0; m < mr; m++) {
+        UNROLLED(m, mr) {
             vf a_mk = vf_set1(a[m * a_row + k * a_col]);
-#pragma GCC unroll 2
-            for (int n = 0; n < nr; n++)
+            UNROLLED(n, nr)
                 acc[m][n] = vf_fma(a_mk, b_k[n], acc[m][n]);
         }
     }
 }
 
 INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
-#pragma GCC unroll 16
-    for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
             sum[m][n] = sum[m][n] + chain[m][n];
 }
 
 /* Whether every element of a tile is finite: x * 0 is NaN otherwise. Four sums, so that the FMAs overlap. */
 INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][NR]) {
     vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
-#pragma GCC unroll 16
-    for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
             zero[(m * NR + n) % 4] = vf_fma(tile[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
     return !vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3]))));
 }
@@ -109,15 +108,13 @@ INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, 
  * overlap. OPAQUE keeps the row addresses scalar: GCC would build a vector of them and unpack it again. */
 INLINE void pack_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, real *panel) {
     vf v[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
+    UNROLLED(i, LANES) {
         const void *from = query[i];
         OPAQUE(from);
         v[i] = load_stored(storage, from, d, 1, LANES) * scale;
     }
     vf_transpose(v);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
+    UNROLLED(i, LANES)
         vf_storeu(panel + i * PANEL, v[i]);
 }
 
@@ -181,8 +178,7 @@ static struct source value_run(const struct cattn_rows *rows, struct source valu
         return from;
     real *panel = rows->scratch.value_panel;
     for (int k = 0; k < end - begin; k++)
-#pragma GCC unroll 2
-        for (int i = 0; i < NR; i++) {
+        UNROLLED(i, NR) {
             const int64_t left = n - i * LANES;
             const real *v = from.first + k * from.row + i * LANES;
             vf_storeu(panel + k * PANEL + i * LANES,

@@ -12,9 +12,8 @@
  * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch. A
  * pointer to void points at the table's own element type. All strides count elements.
  *
- * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (csrc/README.md), because
- * the order of every sum depends on them: never change one for speed. 192 is a multiple of every table's micro-tile
- * height and of the 64 keys that share Philox counters.
+ * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (csrc/README.md): never
+ * change one for speed. 192 is a multiple of every micro-tile's height and of the 64 keys that share Philox counters.
  */
 #ifndef CATTN_KERNELS_H
 #define CATTN_KERNELS_H
@@ -53,7 +52,7 @@ struct cattn_drop {
 };
 
 /* What all tasks of a call share; kernels only read it. Fields announced by a flag are uninitialised without it. */
-struct cattn_call {
+struct cattn_call_shape {
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
     int64_t seqlen_k; /* length of the weights' last axis */
@@ -104,7 +103,7 @@ struct cattn_row_scratch {
 
 /* A block of rows: the argument of the kernels. */
 struct cattn_rows {
-    struct cattn_call call; /* a copy: the inner loops need no second pointer */
+    struct cattn_call_shape call; /* a copy: the inner loops need no second pointer */
     struct cattn_per_row *per_row;
     const void **query; /* per_row->query, except in a view for gradients */
     int n_rows;

@@ -21,21 +21,24 @@ static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     return true;
 }
 
+/* The first n <= LANES bytes of a mask: -inf where 0, +0 elsewhere and in the lanes from n on. */
+INLINE vf load_mask(const uint8_t *mask, int64_t stride, int n) {
+    uint8_t lanes[LANES];
+    if (stride != 1) {
+        for (int i = 0; i < n; i++)
+            lanes[i] = mask[i * stride];
+        mask = lanes;
+    }
+    return n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
+}
+
 /* The element-wise masks of n keys of row r from `key` on, as one bias: the sum of the biases, or -inf where one of
  * them or the boolean mask hides the key. The lanes from n on are 0. */
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
     vf total = vf_set1(0);
-    if (rows->call.has_mask) {
-        const uint8_t *mask = rows->per_row->mask[r] + key * rows->call.mask_col;
-        uint8_t lanes[LANES];
-        if (rows->call.mask_col != 1) {
-            for (int i = 0; i < n; i++)
-                lanes[i] = mask[i * rows->call.mask_col];
-            mask = lanes;
-        }
-        total = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
-    }
+    if (rows->call.has_mask)
+        total = load_mask(rows->per_row->mask[r] + key * rows->call.mask_col, rows->call.mask_col, n);
     vm hidden = vf_eq(total, neg_inf);
     /* -inf is remembered apart from the sum: +inf in another bias would turn the sum into NaN */
     for (int b = 0; b < rows->call.n_bias; b++) {
@@ -69,13 +72,13 @@ INLINE bool key_drop_bit(const struct cattn_rows *rows, int r, int64_t key) {
 }
 
 /* softcap * tanh(score / softcap). Not inlined: it is long and rarely used. */
-static __attribute__((noinline)) vf cap_score(vf score, double softcap) {
+NOINLINE vf cap_score(vf score, double softcap) {
     const vf cap = vf_set1((real)softcap);
     return cap * vf_tanh(vf_div(score, cap));
 }
 
 /* The derivative of softcap, from the capped score. */
-static __attribute__((noinline)) vf cap_slope(vf capped, double softcap) {
+NOINLINE vf cap_slope(vf capped, double softcap) {
     const vf t = vf_div(capped, vf_set1((real)softcap));
     return vf_fma(-t, t, vf_set1(1));
 }

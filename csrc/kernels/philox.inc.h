@@ -27,17 +27,11 @@ INLINE void philox_rounds(vw w[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2], i
         w[2] = vw_xor(vw_high(p0), w[3], key[round][1]);
         w[3] = p0;
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
+    UNROLLED(i, 4)
         c[i] = vw_low(w[i]);
 }
 
-INLINE void philox(vu c[4], const uint32_t key[CATTN_PHILOX_ROUNDS][2]) {
-    vw w[4] = {vw_from(c[0]), vw_from(c[1]), vw_from(c[2]), vw_from(c[3])};
-    philox_rounds(w, key, 0, c);
-}
-
-/* philox for lanes that share c1, c2 and c3: half of the first two rounds is scalar work. */
+/* All rounds, for lanes that share c1, c2 and c3: half of the first two rounds is scalar work. */
 INLINE void philox_common(vu c0, uint32_t c1, uint32_t c2, uint32_t c3, const uint32_t key[CATTN_PHILOX_ROUNDS][2],
                           vu c[4]) {
     /* in the first round c2 * M1 is the same in all lanes, in the second what comes from it */
@@ -90,8 +84,8 @@ static void philox_words(const struct cattn_drop *drop, uint64_t base, uint32_t 
 
 /* Drop bits (1 or 0) of LANES elements with both draws. Lane i is element j + i*j_step with the counter words c1[i] and
  * c2[i] or, if j_step is 1, c1[0] and c2[0]. Not inlined: ties are rare. */
-static __attribute__((noinline)) void philox_ties(const struct cattn_drop *drop, uint64_t j, int j_step,
-                                                  const uint32_t *c1, const uint32_t *c2, real drop_bits[LANES]) {
+NOINLINE void philox_ties(const struct cattn_drop *drop, uint64_t j, int j_step, const uint32_t *c1, const uint32_t *c2,
+                          real drop_bits[LANES]) {
     for (int i = 0; i < LANES; i++) {
         int at = j_step ? 0 : i;
         drop_bits[i] = philox_drop_bit(drop, j + (uint64_t)(i * j_step), c1[at], c2[at]) ? 1 : 0;
@@ -112,11 +106,9 @@ INLINE vm philox_decide(const struct cattn_drop *drop, vu digits, uint64_t j, in
 /* First draws of LANES queries for the keys j, j+8 .. j+56, where j is one of the first 8 keys of a run of 64. */
 INLINE void philox_lanes(const struct cattn_drop *drop, uint64_t j, const uint32_t *c1, const uint32_t *c2,
                          vu words[4]) {
-    words[0] = vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7));
-    words[1] = vu_loadu(c1);
-    words[2] = vu_loadu(c2);
-    words[3] = vu_set1(drop->batch_twice);
-    philox(words, drop->key);
+    vw w[4] = {vw_from(vu_set1((uint32_t)((j >> 6) << 3) + (uint32_t)(j & 7))), vw_from(vu_loadu(c1)),
+               vw_from(vu_loadu(c2)), vw_from(vu_set1(drop->batch_twice))};
+    philox_rounds(w, drop->key, 0, words);
 }
 
 /* The drop bits of key j + 8 * d, from the words of philox_lanes. */

@@ -114,15 +114,12 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
                           vf chain[CATTN_FEW_ROWS], vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->call.head_dim;
     const real *query = rows->scratch.packed_query;
-#pragma GCC unroll 16
-    for (int i = 0; i < n; i++)
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++)
+    UNROLLED(i, n)
+        UNROLLED(r, many)
             chain[r] = vf_fma(vf_set1(query[r * depth + d + i]), kt[i], chain[r]);
     if ((d + n) % CATTN_CHAIN_TERMS != 0 && d + n != depth)
         return;
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++) {
+    UNROLLED(r, many) {
         score[r] = score[r] + chain[r];
         chain[r] = vf_set1(0);
     }
@@ -134,8 +131,7 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
     struct rows_ahead next = rows_ahead(key, depth);
     vf kt[LANES], chain[CATTN_FEW_ROWS];
     int64_t d = 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++) {
+    UNROLLED(r, many) {
         chain[r] = vf_set1(0);
         score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x even if x is -0; +0 would change that sign */
     }
@@ -185,8 +181,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         lane[i] = (real)i;
     const vf index = vf_loadu(lane), neg_inf = vf_set1(NEG_INF);
     vf max[CATTN_FEW_ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++)
+    UNROLLED(r, many)
         max[r] = neg_inf;
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
@@ -194,8 +189,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         const struct stored key = find_rows(rows, direct, rows->key, rows->call.key_row, rows->call.key_col, k0 + k, n,
                                             rows->call.head_dim, rows->scratch.key_copy);
         score_keys(rows, many, key, n, acc);
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++) {
+        UNROLLED(r, many) {
             vf s = neg_inf;
             if (n > 0 && r < rows->n_rows)
                 s = mask_keys(rows, r, k0, k, n, acc[r], index);
@@ -203,14 +197,8 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
             vf_storeu(score + r * CATTN_BLOCK_KEYS + k, s);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++) {
-        real lanes[LANES], best = NEG_INF;
-        vf_storeu(lanes, max[r]);
-        for (int i = 0; i < LANES; i++)
-            best = lanes[i] > best ? lanes[i] : best;
-        block_max[r] = best;
-    }
+    UNROLLED(r, many)
+        block_max[r] = largest_lane(max[r]);
 }
 
 /* Replaces one row of scores by exp(score - shift). Returns the block's sum: eight chains by key index, then the tree.
@@ -246,15 +234,15 @@ static void drop_keys_drop_bits(const struct cattn_rows *rows, int r, int64_t k0
 }
 
 /* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. `value` starts at
- * keys.begin; the vector has n columns from c on. */
+ * keys.begin; the vector has n columns from c on. The weight of key k is weights[k * weight_col]. */
 static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
-                               struct key_half keys, int64_t k0) {
+                               struct key_half keys, int64_t k0, const real *weights, int64_t weight_col) {
     vf block = vf_set1(0);
     for (int k = keys.begin; k < keys.end;) {
         vf chain = vf_set1(0);
         for (const int64_t end = chain_end(k, keys.end); k < end; k++)
             if (key_visible(rows, r, k0 + k)) {
-                vf w = vf_set1(((const real *)rows->scratch.score)[r * CATTN_BLOCK_KEYS + k]);
+                const vf w = vf_set1(weights[k * weight_col]);
                 chain = vf_fma(w, load_row(value, k - keys.begin, c, n), chain);
             }
         block = block + chain;
@@ -269,45 +257,34 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
     const real *score = rows->scratch.score;
     /* [row][vector]; only many * vectors <= VALUE_ACCS of them are used */
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
+    UNROLLED(r, many)
+        UNROLLED(v, vectors)
             block[r][v] = vf_set1(0);
     for (int k = keys.begin; k < keys.end;) {
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
+        UNROLLED(r, many)
+            UNROLLED(v, vectors)
                 chain[r][v] = vf_set1(0);
         for (const int end = (int)chain_end(k, keys.end); k < end; k++) {
             vf val[CATTN_FEW_ROWS];
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
+            UNROLLED(v, vectors)
                 val[v] = load_row(value, k - keys.begin, c + v * LANES, v == vectors - 1 ? n : LANES);
             prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
-#pragma GCC unroll 8
-            for (int r = 0; r < many; r++) {
+            UNROLLED(r, many) {
                 vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors; v++)
+                UNROLLED(v, vectors)
                     chain[r][v] = vf_fma(w, val[v], chain[r][v]);
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < many; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
+        UNROLLED(r, many)
+            UNROLLED(v, vectors)
                 block[r][v] = block[r][v] + chain[r][v];
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < many; r++) {
+    UNROLLED(r, many) {
         real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
+        UNROLLED(v, vectors) {
             if (__builtin_expect(vm_any(vm_not(finite_lanes(block[r][v]))), 0) && r < rows->n_rows)
-                block[r][v] =
-                    value_vector_visible(rows, r, value, c + v * LANES, v == vectors - 1 ? n : LANES, keys, k0);
+                block[r][v] = value_vector_visible(rows, r, value, c + v * LANES, v == vectors - 1 ? n : LANES, keys,
+                                                   k0, score + r * CATTN_BLOCK_KEYS, 1);
             fold_block(acc + v * LANES, vf_set1(factor[r]), block[r][v]);
         }
     }

@@ -1,8 +1,6 @@
 /* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
- *
- * A softmax is summed in runs of SUM_RUN columns: each run in eight chains by column index and a fixed tree, and the
- * runs are added in order. Columns out of range add nothing, so a row's bits do not depend on their number. Every
- * weight is divided by the sum, not multiplied with its reciprocal.
+ * csrc/README.md ("The bit contract", 8) has the order of the sums. Columns out of range add nothing, so a row's bits
+ * do not depend on their number.
  */
 
 #define SUM_RUN 512
@@ -13,17 +11,8 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
     static const uint8_t below[2 * 16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const vf neg_inf = vf_set1(NEG_INF);
     vf x = load_strided((const real *)row->x + k * row->x_stride, row->x_stride, n) * vf_set1((real)row->scale);
-    if (masked && row->mask) {
-        uint8_t lanes[LANES];
-        const uint8_t *mask = row->mask + k * row->mask_stride;
-        if (row->mask_stride != 1) {
-            for (int i = 0; i < n; i++)
-                lanes[i] = mask[i * row->mask_stride];
-            mask = lanes;
-        }
-        vf hidden = n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
-        x = vf_select(vf_eq(hidden, neg_inf), neg_inf, x);
-    }
+    if (masked && row->mask)
+        x = vf_select(vf_eq(load_mask(row->mask + k * row->mask_stride, row->mask_stride, n), neg_inf), neg_inf, x);
     if (n < LANES)
         x = vf_select(vf_eq(vf_from_bytes(below + 16 - n), neg_inf), neg_inf, x);
     return x;
@@ -44,12 +33,7 @@ static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t
     }
     for (; k < hi; k += LANES)
         max = vf_max(softmax_load(row, k, (int)min64(LANES, hi - k), masked), max);
-    max = vf_max(odd, max);
-    real lanes[LANES], best = NEG_INF;
-    vf_storeu(lanes, max);
-    for (int i = 0; i < LANES; i++)
-        best = lanes[i] > best ? lanes[i] : best;
-    return best;
+    return largest_lane(vf_max(odd, max));
 }
 
 /* The sum of n values in the fixed order. `at` is the column of the first one, which decides its chain. */
@@ -279,7 +263,7 @@ INLINE vf gradient_load(const struct cattn_softmax_gradient *row, int64_t k, int
 
 /* weights * (grad - sum of weights * grad) * scale, summed in the same order as softmax. */
 static void softmax_gradient(const struct cattn_softmax_gradient *row) {
-    const vf zero = vf_set1(0), nan = vf_set1(CANONICAL_NAN), scale = vf_set1((real)row->scale);
+    const vf zero = vf_set1(0), scale = vf_set1((real)row->scale);
     real buffer[SUM_RUN], total = 0;
     vf weights, grad;
     for (int64_t run = 0; run < row->n; run += SUM_RUN) {
@@ -291,8 +275,8 @@ static void softmax_gradient(const struct cattn_softmax_gradient *row) {
     for (int64_t k = 0; k < row->n; k += LANES) {
         const int n = (int)min64(LANES, row->n - k);
         gradient_load(row, k, n, &weights, &grad);
-        vf v = weights * (grad - vf_set1(total)) * scale;
-        v = vf_select(vf_eq(weights, zero), zero, vf_select(vf_eq(v, v), v, nan));
+        vf v = with_one_nan(weights * (grad - vf_set1(total)) * scale);
+        v = vf_select(vf_eq(weights, zero), zero, v);
         store_strided((real *)row->out + k * row->out_stride, row->out_stride, v, n);
     }
 }

@@ -13,13 +13,19 @@
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
  *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing after p[n-1]
  *   vf_storeu_n(p, v, n)
- *   vf_stream(p, v)    vf_storeu that bypasses the caches; p is aligned to the vector's size. Call stream_end() before
- * the next store that another thread may see. HAS_STREAM is defined if such stores exist vf_fma(a, b, c)    a*b + c,
- * rounded once HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit
- * contract vf_max(a, b)       a > b ? a : b, hence b if either is NaN vf_div(a, b) vf_scale2(x, n)    x * 2^n for an
- * integer n held in a vf; arbitrary if |n| exceeds the exponent range; NaN stays NaN vf_lt(a, b)  vf_eq(a, b)      ->
- * vm, false for NaN vm_and  vm_or  vm_not  vm_any(m) vf_select(m, a, b) m ? a : b, bit for bit vf_transpose(v)    the
- * LANES x LANES matrix in v[0 .. LANES-1], in place vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
+ *   vf_stream(p, v)    vf_storeu that bypasses the caches; p is aligned to the vector's size. HAS_STREAM is defined if
+ *                      such stores exist. Call stream_end() before the next store that another thread may see
+ *   vf_fma(a, b, c)    a*b + c, rounded once
+ *   HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit contract
+ *   vf_max(a, b)       a > b ? a : b, hence b if either is NaN
+ *   vf_div(a, b)
+ *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; arbitrary if |n| exceeds the exponent range; NaN stays
+ *                      NaN
+ *   vf_lt(a, b)  vf_eq(a, b)      -> vm, false for NaN
+ *   vm_and  vm_or  vm_not  vm_any(m)
+ *   vf_select(m, a, b) m ? a : b, bit for bit
+ *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
+ *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
  *   vf_from_bytes_n(p, n)
  *
  *   vh_loadu(p)  vh_loadu_n(p, n)  vh_storeu(p, a)  vh_storeu_n(p, a, n)
@@ -53,12 +59,14 @@ typedef uint32_t real_bits;
 #define REAL_MAX FLT_MAX
 #define REAL_MANT 23
 #define REAL_BIAS 127
+#define REAL_FMA fmaf
 #elif REAL_BITS == 64
 typedef double real;
 typedef uint64_t real_bits;
 #define REAL_MAX DBL_MAX
 #define REAL_MANT 52
 #define REAL_BIAS 1023
+#define REAL_FMA fma
 #else
 #error "REAL_BITS must be 32 or 64"
 #endif
@@ -67,6 +75,19 @@ typedef uint64_t real_bits;
 #define NOINLINE static __attribute__((noinline))
 /* Hides x from the optimiser, so that nothing is computed from it in advance. */
 #define OPAQUE(x) __asm__("" : "+r"(x))
+/* A loop over i = 0 .. n-1 that is unrolled completely: after inlining, n is a constant of at most 16. */
+#define UNROLLED(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++)
+
+INLINE real_bits to_bits(real x) {
+    real_bits bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+INLINE real from_bits(real_bits bits) {
+    real x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 
 /* The index into the words of philox_words of the word that holds the digit of element r (of 128). */
 INLINE int digit_word(int r) { return 16 * (r >> 4 & 3) + 8 * (r >> 6) + (r & 7); }

@@ -3,7 +3,6 @@
 
 #include <immintrin.h>
 
-#define HAS_FMA 1
 /* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 16 floats, and half
  * of one beside 8 doubles. VU_ODD is the blend mask of the odd integers. */
 #if REAL_BITS == 32
@@ -11,9 +10,12 @@
 typedef __m512 vf;
 typedef __mmask16 vm;
 typedef __m512i vu;
+typedef __m256i vh;
 #define VF(op) _mm512_##op##_ps
+#define VF_MASK(op) _mm512_##op##_ps_mask
 #define VU(op) _mm512_##op
 #define VU_BITS(op) _mm512_##op##_si512
+#define VF_OF(integers) _mm512_castsi512_ps(integers)
 #define VU_ODD 0xaaaa
 #else
 #define LANES 8
@@ -21,56 +23,36 @@ typedef __m512d vf;
 typedef __mmask8 vm;
 typedef __m256i vu;
 #define VF(op) _mm512_##op##_pd
+#define VF_MASK(op) _mm512_##op##_pd_mask
 #define VU(op) _mm256_##op
 #define VU_BITS(op) _mm256_##op##_si256
 #define VU_ODD 0xaa
 #endif
 
+#include "simd_x86.h"
+
 /* ---- both element types ---- */
 
 INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
-INLINE vf vf_set1(real x) { return VF(set1)(x); }
-INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
-INLINE void vf_storeu(real *p, vf v) { VF(storeu)(p, v); }
 INLINE void vf_storeu_n(real *p, vf v, int n) { VF(mask_storeu)(p, lanes_below(n), v); }
-#define HAS_STREAM 1
-INLINE void vf_stream(real *p, vf v) { VF(stream)(p, v); }
-INLINE void stream_end(void) { _mm_sfence(); }
-INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
-INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
-INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
 INLINE vf vf_scale2(vf x, vf n) { return VF(scalef)(x, n); }
 INLINE vf vf_select(vm m, vf a, vf b) { return VF(mask_blend)(m, b, a); }
-#if REAL_BITS == 32
-INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
-INLINE vm vf_eq(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-#else
-INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
-INLINE vm vf_eq(vf a, vf b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
-#endif
+INLINE vm vf_lt(vf a, vf b) { return VF_MASK(cmp)(a, b, _CMP_LT_OQ); }
+INLINE vm vf_eq(vf a, vf b) { return VF_MASK(cmp)(a, b, _CMP_EQ_OQ); }
 INLINE vm vm_and(vm a, vm b) { return (vm)(a & b); }
 INLINE vm vm_or(vm a, vm b) { return (vm)(a | b); }
 INLINE vm vm_not(vm a) { return (vm)~a; }
 INLINE bool vm_any(vm m) { return m != 0; }
-
-INLINE vu vu_set1(uint32_t x) { return VU(set1_epi32)((int)x); }
-INLINE vu vu_loadu(const uint32_t *p) { return VU_BITS(loadu)((const void *)p); }
-INLINE void vu_storeu(uint32_t *p, vu a) { VU_BITS(storeu)((void *)p, a); }
-INLINE vu vu_add(vu a, vu b) { return VU(add_epi32)(a, b); }
-INLINE vu vu_xor(vu a, vu b) { return VU_BITS(xor)(a, b); }
-INLINE vu vu_and(vu a, vu b) { return VU_BITS (and)(a, b); }
-INLINE vu vu_shr16(vu a) { return VU(srli_epi32)(a, 16); }
-/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
-typedef struct {
-    vu even, odd;
-} vw;
-INLINE vw vw_from(vu a) { return (vw){a, VU(srli_epi64)(a, 32)}; }
-INLINE vw vw_mul(vw a, uint32_t m) {
-    const vu k = vu_set1(m);
-    return (vw){VU(mul_epu32)(a.even, k), VU(mul_epu32)(a.odd, k)};
+/* -inf where a byte is 0, else +0. */
+INLINE vf masked_where_zero(__m128i bytes) {
+    vm zero = (vm)_mm_testn_epi8_mask(bytes, bytes);
+    return VF(mask_blend)(zero, VF(setzero)(), vf_set1(-(real)INFINITY));
 }
-INLINE vw vw_high(vw a) { return (vw){VU(srli_epi64)(a.even, 32), VU(srli_epi64)(a.odd, 32)}; }
+INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
+    return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
+}
+
 INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     const vu k = vu_set1(c);
     /* 0x96 is the truth table of a ^ b ^ c */
@@ -85,11 +67,7 @@ INLINE vm vu_eq(vu a, vu b) { return VU(cmpeq_epi32_mask)(a, b); }
 INLINE void vf_transpose(vf v[LANES]) {
     __m512 t[16];
     /* 2x2 blocks, then 4x4 inside each 128-bit part, then the parts themselves */
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
-    }
+    unpack_pairs(v, t);
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {
         __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
@@ -99,47 +77,30 @@ INLINE void vf_transpose(vf v[LANES]) {
         v[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
         v[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         t[i] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
         t[i + 8] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         v[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
         v[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
         v[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
         v[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
     }
 }
-/* -inf where a byte is 0, else +0. */
-INLINE vf masked_where_zero(__m128i bytes) {
-    vm zero = _mm_testn_epi8_mask(bytes, bytes);
-    return _mm512_mask_blend_ps(zero, _mm512_setzero_ps(), _mm512_set1_ps(-INFINITY));
-}
 INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadu_si128((const void *)p)); }
-INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
-    return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
-}
 
-typedef __m256i vh;
-#define HALVES_ARE_QUICK
 INLINE vh vh_loadu(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
 INLINE void vh_storeu(uint16_t *p, vh a) { _mm256_storeu_si256((void *)p, a); }
 INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { _mm256_mask_storeu_epi16(p, lanes_below(n), a); }
-INLINE vf vf_from_f16(vh a) { return _mm512_cvtph_ps(a); }
-INLINE vf vf_from_bf16(vh a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16)); }
-INLINE vh vh_f16(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* As in simd_avx2.h: AVX512-BF16 is not required, and its conversion flushes subnormals. */
-INLINE vh vh_bf16(vf v) {
-    const __m512i w = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(w, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+/* maskz with all lanes: without optimisation, GCC's _mm512_cvtps_ph is a macro that warns of a sign conversion. */
+INLINE vh vh_f16(vf v) {
+    return _mm512_maskz_cvtps_ph((__mmask16)0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
 
 INLINE vu vu_digits(const uint32_t *words, int r) {
     /* r is a multiple of 16, so these are the low halves of eight words, then their high halves */
@@ -153,39 +114,20 @@ INLINE vu vu_digits(const uint32_t *words, int r) {
 INLINE void vf_transpose(vf v[LANES]) {
     __m512d t[8];
     /* 2x2 blocks, then the 128-bit quarters in two steps */
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm512_unpacklo_pd(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_pd(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
+    unpack_pairs(v, t);
+    UNROLLED(i, 2) {
         v[i] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88);
         v[i + 2] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
         v[i + 4] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);
         v[i + 6] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    UNROLLED(i, 4) {
         t[i] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0xdd);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
+    UNROLLED(i, 8)
         v[i] = t[i];
 }
-INLINE vf masked_where_zero(__m128i bytes) {
-    vm zero = (vm)_mm_testn_epi8_mask(bytes, bytes);
-    return _mm512_mask_blend_pd(zero, _mm512_setzero_pd(), _mm512_set1_pd(-(double)INFINITY));
-}
 INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadl_epi64((const void *)p)); }
-INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
-    return masked_where_zero(_mm_mask_loadu_epi8(_mm_set1_epi8(1), lanes_below(n), p));
-}
-
-INLINE vu vu_digits(const uint32_t *words, int r) {
-    vu w = vu_loadu(words + digit_word(r));
-    return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
-}
 
 #endif

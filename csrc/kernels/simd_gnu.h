@@ -15,11 +15,9 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 #if REAL_BITS == 32
 typedef int32_t vm __attribute__((vector_size(VECTOR_BYTES))); /* all ones or all zeros per lane */
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
-#define FMA fmaf
 #else
 typedef int64_t vm __attribute__((vector_size(VECTOR_BYTES)));
 typedef int64_t vi __attribute__((vector_size(VECTOR_BYTES)));
-#define FMA fma
 #endif
 typedef uint64_t vu_wide __attribute__((vector_size(LANES * 8)));
 /* Both halves of the 64-bit products, as vectors of the same width. */
@@ -30,17 +28,13 @@ typedef struct {
 #define EACH_LANE(i) for (int i = 0; i < LANES; i++)
 
 INLINE vf vf_set1(real x) { return x - (vf){0}; } /* minus: -0 + 0 would be +0 */
-INLINE vf vf_loadu(const real *p) {
-    vf v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-INLINE void vf_storeu(real *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf vf_loadu_n(const real *p, int n) {
     vf v = {0};
     memcpy(&v, p, (size_t)n * sizeof(real));
     return v;
 }
+INLINE vf vf_loadu(const real *p) { return vf_loadu_n(p, LANES); }
+INLINE void vf_storeu(real *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof(real)); }
 /* fma() without an instruction would be a slow call of libm: such machines get a table outside the bit contract. */
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
@@ -51,7 +45,7 @@ INLINE void vf_storeu_n(real *p, vf v, int n) { memcpy(p, &v, (size_t)n * sizeof
 INLINE vf vf_fma(vf a, vf b, vf c) {
 #if HAS_FMA
     vf r;
-    EACH_LANE(i) r[i] = FMA(a[i], b[i], c[i]);
+    EACH_LANE(i) r[i] = REAL_FMA(a[i], b[i], c[i]);
     return r;
 #else
     return a * b + c;
@@ -94,16 +88,12 @@ INLINE vf vf_from_bytes(const uint8_t *p) { return vf_from_bytes_n(p, LANES); }
 
 #if REAL_BITS == 32
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
-INLINE vh vh_loadu(const uint16_t *p) {
-    vh a;
-    memcpy(&a, p, sizeof a);
-    return a;
-}
 INLINE vh vh_loadu_n(const uint16_t *p, int n) {
     vh a = {0};
     memcpy(&a, p, (size_t)n * sizeof *p);
     return a;
 }
+INLINE vh vh_loadu(const uint16_t *p) { return vh_loadu_n(p, LANES); }
 INLINE void vh_storeu(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
 INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { memcpy(p, &a, (size_t)n * sizeof *p); }
 INLINE vf vf_from_f16(vh a) {
@@ -148,13 +138,8 @@ INLINE vw vw_mul(vw a, uint32_t m) {
 INLINE vw vw_high(vw a) { return (vw){a.high, a.high}; }
 INLINE vw vw_xor(vw a, vw b, uint32_t c) { return (vw){a.low ^ b.low ^ c, a.high}; }
 INLINE vu vw_low(vw a) { return a.low; }
-#if REAL_BITS == 32
-INLINE vm vu_lt(vu a, vu b) { return (vm)(a < b); }
-INLINE vm vu_eq(vu a, vu b) { return (vm)(a == b); }
-#else
 INLINE vm vu_lt(vu a, vu b) { return __builtin_convertvector(a < b, vm); }
 INLINE vm vu_eq(vu a, vu b) { return __builtin_convertvector(a == b, vm); }
-#endif
 INLINE vu vu_digits(const uint32_t *words, int r) {
     vu digits;
     EACH_LANE(i) {

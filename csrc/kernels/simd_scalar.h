@@ -16,21 +16,14 @@ INLINE void vf_storeu_n(real *p, vf v, int n) {
     if (n > 0)
         *p = v;
 }
-#if REAL_BITS == 32
-INLINE vf vf_fma(vf a, vf b, vf c) { return fmaf(a, b, c); }
-#else
-INLINE vf vf_fma(vf a, vf b, vf c) { return fma(a, b, c); }
-#endif
+INLINE vf vf_fma(vf a, vf b, vf c) { return REAL_FMA(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_scale2(vf x, vf n) {
     /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */
     const real limit = (real)REAL_BIAS;
     int e = n > -limit && n <= limit ? (int)n : 0;
-    real_bits bits = (real_bits)(e + REAL_BIAS) << REAL_MANT;
-    real scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return x * scale;
+    return x * from_bits((real_bits)(e + REAL_BIAS) << REAL_MANT);
 }
 INLINE vm vf_lt(vf a, vf b) { return a < b; }
 INLINE vm vf_eq(vf a, vf b) { return a == b; }
@@ -51,16 +44,6 @@ INLINE void vh_storeu(uint16_t *p, vh a) { *p = a; }
 INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
     if (n > 0)
         *p = a;
-}
-INLINE float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-INLINE uint32_t to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
 }
 INLINE vf vf_from_f16(vh a) {
     const uint32_t magnitude = (a & 0x7fffu) << 13, sign = (a & 0x8000u) << 16;

@@ -1,9 +1,8 @@
 /* tile.inc.h -- the tile path: one block of up to CATTN_TILE_ROWS queries against one block of keys.
  *
- * Scores are stored transposed, score[key][query]: softmax runs down the lanes without a horizontal step, and P is
- * already the broadcast operand of P V. Each vector of queries, and each group of MR queries in P V, has an extent: the
- * keys that at least one of its rows may see. Nothing outside the extent is computed. Inside it, a micro-tile is either
- * full (every row sees every key, no mask code) or partial.
+ * Scores are stored transposed, score[key][query] (csrc/README.md, "Attention"). Each vector of queries, and each group
+ * of MR queries in P V, has an extent: the keys that at least one of its rows may see. Nothing outside the extent is
+ * computed. Inside it, a micro-tile is either full (every row sees every key, no mask code) or partial.
  */
 
 #define N_VECTORS (CATTN_TILE_ROWS / LANES)
@@ -106,8 +105,7 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     dot_tile(mr, nr, 0, rows->call.head_dim, key.first, key.row, 1,
              (const real *)rows->scratch.packed_query + v / NR * rows->call.head_dim * PANEL + v % NR * LANES, PANEL,
              acc);
-#pragma GCC unroll 2
-    for (int n = 0; n < nr; n++) {
+    UNROLLED(n, nr) {
         const int r = (v + n) * LANES;
         const bool partial = k < t->vector[v + n].full_begin || k + mr > t->vector[v + n].full_end;
         real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + r;
@@ -115,31 +113,26 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
         vf max = vf_loadu(block_max);
         /* the order is law: softcap, slope, bias; then the range, by selection */
         if (rows->call.softcap > 0)
-#pragma GCC unroll 16
-            for (int m = 0; m < mr; m++)
+            UNROLLED(m, mr)
                 acc[m][n] = cap_score(acc[m][n], rows->call.softcap);
         if (rows->scratch.cap_slope) /* before slope and bias change the capped scores */
             for (int m = 0; m < mr; m++)
                 vf_storeu((real *)rows->scratch.cap_slope + (k + m) * CATTN_TILE_ROWS + r,
                           cap_slope(acc[m][n], rows->call.softcap));
         if (rows->call.has_slopes)
-#pragma GCC unroll 16
-            for (int m = 0; m < mr; m++)
+            UNROLLED(m, mr)
                 acc[m][n] =
                     slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
         if (!rows->call.fully_ranged)
-#pragma GCC unroll 16
-            for (int m = 0; m < mr; m++)
+            UNROLLED(m, mr)
                 acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
         if (partial)
-#pragma GCC unroll 16
-            for (int m = 0; m < mr; m++) {
+            UNROLLED(m, mr) {
                 vf at = vf_set1((real)(k + m));
                 vm inside = vm_and(vf_lt(at, vf_loadu(t->last + r)), vm_not(vf_lt(at, vf_loadu(t->first + r))));
                 acc[m][n] = vf_select(inside, acc[m][n], neg_inf);
             }
-#pragma GCC unroll 16
-        for (int m = 0; m < mr; m++) {
+        UNROLLED(m, mr) {
             vf_storeu(score + m * CATTN_TILE_ROWS, acc[m][n]);
             max = vf_max(acc[m][n], max);
         }
@@ -183,10 +176,7 @@ static void score_panel(const struct tile *t, int v) {
         while (first < last && k < edge) {
             const int height = key_height(SCORE_MR, edge - k);
             const struct source key = key_rows(t->rows, t->key, k, height, t->n_keys);
-            if (NR == 1 || last - first == NR)
-                AT_HEIGHT(SCORE_MR, height, score_tile, NR, t, first, k, key);
-            else
-                AT_HEIGHT(SCORE_MR, height, score_tile, 1, t, first, k, key);
+            AT_SIZE(SCORE_MR, height, last - first == NR, score_tile, t, first, k, key);
             k += height;
         }
         k = edge;
@@ -215,12 +205,10 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
     real *score = (real *)rows->scratch.score + r, *row_sum = (real *)rows->scratch.row_sum + r;
     vf sum[CATTN_SUM_CHAINS];
-#pragma GCC unroll 8
-    for (int c = 0; c < CATTN_SUM_CHAINS; c++)
+    UNROLLED(c, CATTN_SUM_CHAINS)
         sum[c] = vf_set1(0);
     for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS)
-#pragma GCC unroll 8
-        for (int c = 0; c < CATTN_SUM_CHAINS; c++) {
+        UNROLLED(c, CATTN_SUM_CHAINS) {
             real *s = score + (k + c) * CATTN_TILE_ROWS;
             vf w = vf_exp(vf_loadu(s) - shift);
             vf_storeu(s, w);
@@ -287,25 +275,6 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
     }
 }
 
-/* Computes one row of P V again without the row's hidden keys: 0 * NaN must not leak their values. */
-static void value_row_visible(const struct tile *t, int r, int nr, struct key_half keys, struct source value,
-                              vf *block) {
-    const struct cattn_rows *rows = t->rows;
-    for (int n = 0; n < nr; n++) {
-        const real *from = value.first + n * LANES;
-        block[n] = vf_set1(0);
-        for (int k = keys.begin; k < keys.end;) {
-            vf chain = vf_set1(0);
-            for (const int64_t end = chain_end(k, keys.end); k < end; k++, from += value.row)
-                if (key_visible(rows, r, t->k0 + k)) {
-                    vf w = vf_set1(((const real *)rows->scratch.score)[k * CATTN_TILE_ROWS + r]);
-                    chain = vf_fma(w, vf_loadu(from), chain);
-                }
-            block[n] = block[n] + chain;
-        }
-    }
-}
-
 /* acc = acc * factor + P V for mr rows from r on, the columns from c on and the keys of one half of the block. */
 INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half keys,
                        struct source value, const real *factor) {
@@ -315,18 +284,16 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, b
     dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r, 1,
              CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
-        for (int m = 0; m < mr && r + m < rows->n_rows; m++) {
-            vf visible[NR];
-            value_row_visible(t, r + m, nr, keys, value, visible);
+        const struct stored plain = {CATTN_STORED_PLAIN, value.first, value.row};
+        for (int m = 0; m < mr && r + m < rows->n_rows; m++)
             for (int n = 0; n < nr; n++)
-                fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), visible[n]);
-        }
+                fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]),
+                           value_vector_visible(rows, r + m, plain, n * LANES, LANES, keys, t->k0,
+                                                (const real *)rows->scratch.score + r + m, CATTN_TILE_ROWS));
         return;
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < mr; m++)
-#pragma GCC unroll 2
-        for (int n = 0; n < nr; n++)
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
             fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
 }
 
@@ -351,12 +318,8 @@ static void value_block(const struct tile *t) {
                 const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
                 const struct source from = {value.first + (keys.begin - all.begin) * value.row, value.row};
-                if (NR == 1 || rows->call.d_v - c > LANES)
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, NR, t, g * MR, c, partial, keys,
-                              from, factor);
-                else
-                    AT_HEIGHT(MR, tile_height(MR, rows->n_rows - g * MR), value_tile, 1, t, g * MR, c, partial, keys,
-                              from, factor);
+                AT_SIZE(MR, tile_height(MR, rows->n_rows - g * MR), rows->call.d_v - c > LANES, value_tile, t, g * MR,
+                        c, partial, keys, from, factor);
             }
         }
     }

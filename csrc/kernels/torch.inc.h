@@ -39,11 +39,9 @@ static void mt19937_temper(const uint32_t *state, int n, uint32_t *words) {
 /* The number in [0, 1) of one word (float32: 24 bits) or of two (float64: 53 bits). */
 #if REAL_BITS == 32
 #define WORDS_EACH 1
-#define REAL_FMA fmaf
 INLINE real unit(const uint32_t *words) { return (real)(int32_t)(words[0] & 0xffffffu) * 0x1p-24f; }
 #else
 #define WORDS_EACH 2
-#define REAL_FMA fma
 INLINE real unit(const uint32_t *words) {
     const uint64_t bits = (uint64_t)(words[0] & 0x1fffffu) << 32 | words[1];
     return (real)(int64_t)bits * 0x1p-53;
@@ -80,21 +78,8 @@ static void torch_below(const uint32_t *words, int64_t n, uint64_t threshold, ui
 
 #if REAL_BITS == 32
 
-INLINE int32_t bits_of(float x) {
-    union {
-        float f;
-        int32_t i;
-    } u = {.f = x};
-    return u.i;
-}
-
-INLINE float float_of(int32_t bits) {
-    union {
-        int32_t i;
-        float f;
-    } u = {.i = bits};
-    return u.f;
-}
+INLINE int32_t bits_of(float x) { return (int32_t)to_bits(x); }
+INLINE float float_of(int32_t bits) { return from_bits((uint32_t)bits); }
 
 /* Natural logarithm for 2^-24 <= x <= 1, from Moshier's Cephes. Choices are made by masks: a branch would keep
  * compilers from vectors. */
@@ -199,12 +184,6 @@ static void torch_drop(int64_t n, const void *from, int64_t x_stride, const uint
     }
     if (out != x)
         memcpy(out, x, (size_t)n * sizeof *out);
-    for (int64_t i = 0; i < n; i++) {
-        union {
-            real value;
-            real_bits bits;
-        } y = {.value = out[i] * scale};
-        y.bits &= (real_bits)0 - mask[i];
-        out[i] = y.value;
-    }
+    for (int64_t i = 0; i < n; i++)
+        out[i] = from_bits(to_bits(out[i] * scale) & ((real_bits)0 - mask[i]));
 }

@@ -1,0 +1,58 @@
+/* simd_x86.h -- the part of the vocabulary that AVX2 and AVX-512 define alike. The header that includes it has defined
+ * VF, VU and VU_BITS: intrinsics on floats, on 32-bit integers, and on integers as bits. With floats also VF_OF and vh.
+ */
+
+#define HAS_FMA 1
+INLINE vf vf_set1(real x) { return VF(set1)(x); }
+INLINE vf vf_loadu(const real *p) { return VF(loadu)(p); }
+INLINE void vf_storeu(real *p, vf v) { VF(storeu)(p, v); }
+#define HAS_STREAM 1
+INLINE void vf_stream(real *p, vf v) { VF(stream)(p, v); }
+INLINE void stream_end(void) { _mm_sfence(); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
+INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
+
+INLINE vu vu_set1(uint32_t x) { return VU(set1_epi32)((int)x); }
+INLINE vu vu_loadu(const uint32_t *p) { return VU_BITS(loadu)((const void *)p); }
+INLINE void vu_storeu(uint32_t *p, vu a) { VU_BITS(storeu)((void *)p, a); }
+INLINE vu vu_add(vu a, vu b) { return VU(add_epi32)(a, b); }
+INLINE vu vu_xor(vu a, vu b) { return VU_BITS(xor)(a, b); }
+INLINE vu vu_and(vu a, vu b) { return VU_BITS (and)(a, b); }
+INLINE vu vu_shr16(vu a) { return VU(srli_epi32)(a, 16); }
+/* Even and odd lanes apart: the multiplication takes 32-bit factors from the even lanes. */
+typedef struct {
+    vu even, odd;
+} vw;
+INLINE vw vw_from(vu a) { return (vw){a, VU(srli_epi64)(a, 32)}; }
+INLINE vw vw_mul(vw a, uint32_t m) {
+    const vu k = vu_set1(m);
+    return (vw){VU(mul_epu32)(a.even, k), VU(mul_epu32)(a.odd, k)};
+}
+INLINE vw vw_high(vw a) { return (vw){VU(srli_epi64)(a.even, 32), VU(srli_epi64)(a.odd, 32)}; }
+/* The first step of a transposition: the 2 x 2 blocks inside each 128-bit part. */
+INLINE void unpack_pairs(const vf v[LANES], vf t[LANES]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = VF(unpacklo)(v[i], v[i + 1]);
+        t[i + 1] = VF(unpackhi)(v[i], v[i + 1]);
+    }
+}
+#if LANES <= 8
+INLINE vu vu_digits(const uint32_t *words, int r) {
+    vu w = vu_loadu(words + digit_word(r));
+    return (r >> 3) & 1 ? vu_shr16(w) : vu_and(w, vu_set1(0xffff));
+}
+#endif
+
+#if REAL_BITS == 32
+#define HALVES_ARE_QUICK
+INLINE vf vf_from_f16(vh a) { return VF(cvtph)(a); }
+INLINE vf vf_from_bf16(vh a) { return VF_OF(VU(slli_epi32)(VU(cvtepu16_epi32)(a), 16)); }
+/* The bits of v rounded to bfloat16, in the low halves: adds half of the last place that stays, minus one if that place
+ * is even. AVX2 has no conversion, AVX512-BF16 is not required, and its conversion flushes subnormals. */
+INLINE vu bf16_bits(vf v) {
+    const vu w = VU_BITS(castps)(v), odd = vu_and(vu_shr16(w), vu_set1(1));
+    return vu_shr16(vu_add(w, vu_add(odd, vu_set1(0x7fff))));
+}
+#endif
