@@ -226,9 +226,6 @@ class CausalAttention(_Projections, Causal):
         self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
         self._kv_heads, self._head_dim = 1, self.d_out
 
-    def _dropouts(self) -> tuple[Dropout]:
-        return (self.dropout,)
-
     def __repr__(self) -> str:
         return (
             f"CausalAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
@@ -243,18 +240,10 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
-    context_length : int
-        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads. A ``cache`` needs as many, of head_dim ``d_out``.
-    qkv_bias : bool
-        Whether the layers of the heads have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    context_length, dropout, qkv_bias, dtype, rng
+        As for `CausalAttention`.
 
     Attributes
     ----------
@@ -321,20 +310,12 @@ class MultiHeadAttention(_Projections, Causal):
     ----------
     d_in, d_out : int
         Length of a token and of a context vector. d_out is a multiple of num_heads.
-    context_length : int
-        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
-    qkv_bias : bool
-        Whether W_query, W_key and W_value have biases; out_proj always has one.
     num_kv_groups : int, optional
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    context_length, dropout, qkv_bias, dtype, rng
+        As for `CausalAttention`. out_proj always has a bias.
 
     Attributes
     ----------
@@ -390,17 +371,9 @@ class MultiHeadAttention(_Projections, Causal):
         self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        def heads(y: Array, count: int) -> Array:
-            return y.reshape(*x.shape[:2], count, self.head_dim).swapaxes(1, 2)
-
-        return (
-            heads(_forward(self.W_query, x), self.num_heads),
-            heads(_forward(self.W_key, x), self.num_kv_groups),
-            heads(_forward(self.W_value, x), self.num_kv_groups),
-        )
-
-    def _dropouts(self) -> tuple[Dropout]:
-        return (self.dropout,)
+        layers = (self.W_query, self.num_heads), (self.W_key, self.num_kv_groups), (self.W_value, self.num_kv_groups)
+        q, k, v = (_forward(layer, x).reshape(*x.shape[:2], n, self.head_dim).swapaxes(1, 2) for layer, n in layers)
+        return q, k, v
 
     def _finish(self, context: Array) -> Array:
         return _forward(self.out_proj, context)
