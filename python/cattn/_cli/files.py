@@ -3,7 +3,8 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from cattn.nn._files import (
     errors_name,
     needs_pickle,
-    npz_reader,
+    open_npz,
     open_safetensors,
     safetensors_package,
     show_damage,
@@ -44,7 +45,7 @@ def load(spec: str, name: str) -> Array:
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # NumPy's parser of headers raises many types for damaged files
-        raise InputError(f"{file} {_what_is_wrong(error)}") from error
+        raise _damage(file, error) from error
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
@@ -55,25 +56,14 @@ def load_members(file: Path, names: Sequence[str]) -> list[Array]:
             f"{file} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
         )
     try:
-        with open_safetensors(file) if kind == ".safetensors" else _open_npz(file) as (present, read):
+        safetensors = kind == ".safetensors"
+        with open_safetensors(file) if safetensors else open_npz(file, partial(_damage, file)) as (present, read):
             missing = [name for name in names if name not in present]
             if not missing:
                 return [read(name) for name in names]
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from error
     raise InputError(f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}")
-
-
-@contextlib.contextmanager
-def _open_npz(file: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Yield the names of a file's arrays, and a function that reads one of them."""
-    try:
-        with open(file, "rb") as stream, npz_reader(stream) as reader:
-            yield reader
-    except MemoryError:
-        raise
-    except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
-        raise InputError(f"{file} {_what_is_wrong(error)}") from error
 
 
 def _split(spec: str) -> tuple[Path, str | None]:
@@ -104,10 +94,11 @@ def _kind(file: Path) -> str:
     raise InputError(f"{file} is neither a .npy nor a .npz nor a .safetensors file")
 
 
-def _what_is_wrong(error: Exception) -> str:
+def _damage(file: Path, error: Exception) -> InputError:
+    """Return the error to raise for an error of NumPy's."""
     if needs_pickle(error):
-        return "holds Python objects, which only unpickling could read; cattn never does that"
-    return f"is truncated or damaged ({show_damage(error)})"
+        return InputError(f"{file} holds Python objects, which only unpickling could read; cattn never does that")
+    return InputError(f"{file} is truncated or damaged ({show_damage(error)})")
 
 
 class Output:

@@ -17,7 +17,7 @@ from ..cache import KVCache
 from ..functional import causal_attention, scaled_dot_product_attention
 from ..functional._gradients import attention_backward
 from ..random import TorchGenerator
-from ._layers import Dropout
+from ._layers import Dropout, show_dtype
 from ._module import Module
 
 Array = NDArray[Any]
@@ -225,6 +225,13 @@ class Causal(_Attention):
     def _dropouts(self) -> Sequence[Dropout]:
         """Return the layers that drop weights: one for all heads, or one for each."""
         return (self.dropout,)
+
+    def _show(self, name: str, layer: Any, heads: str = "", groups: str = "") -> str:
+        """Return the call that makes such a module. `layer` is the module with the dropout and W_query."""
+        return (
+            f"{name}({self.d_in}, {self.d_out}, context_length={self.context_length}, dropout={layer.dropout.p}, "
+            f"{heads}qkv_bias={layer.W_query.bias is not None}{groups}{show_dtype(self.dtype)})"
+        )
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
         """Return a context vector for each token. A token sees itself and the tokens before it.

@@ -227,10 +227,7 @@ class CausalAttention(_Projections, Causal):
         self._kv_heads, self._head_dim = 1, self.d_out
 
     def __repr__(self) -> str:
-        return (
-            f"CausalAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={self.dropout.p}, qkv_bias={self.W_query.bias is not None}{show_dtype(self.dtype)})"
-        )
+        return self._show("CausalAttention", self)
 
 
 class MultiHeadAttentionWrapper(Causal):
@@ -295,12 +292,7 @@ class MultiHeadAttentionWrapper(Causal):
         return [head.dropout for head in self.heads]
 
     def __repr__(self) -> str:
-        head = self.heads[0]
-        return (
-            f"MultiHeadAttentionWrapper({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={head.dropout.p}, num_heads={self.num_heads}, qkv_bias={head.W_query.bias is not None}"
-            f"{show_dtype(self.dtype)})"
-        )
+        return self._show("MultiHeadAttentionWrapper", self.heads[0], f"num_heads={self.num_heads}, ")
 
 
 class MultiHeadAttention(_Projections, Causal):
@@ -383,8 +375,4 @@ class MultiHeadAttention(_Projections, Causal):
 
     def __repr__(self) -> str:
         groups = "" if self.num_kv_groups == self.num_heads else f", num_kv_groups={self.num_kv_groups}"
-        return (
-            f"MultiHeadAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={self.dropout.p}, num_heads={self.num_heads}, qkv_bias={self.W_query.bias is not None}"
-            f"{groups}{show_dtype(self.dtype)})"
-        )
+        return self._show("MultiHeadAttention", self, f"num_heads={self.num_heads}, ", groups)

@@ -95,16 +95,9 @@ class Linear(Module):
         self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return ``x @ weight.T + bias``, in the common dtype of x and the parameters.
+        """Return ``x @ weight.T + bias`` in the common dtype of x and the parameters.
 
-        Parameters
-        ----------
-        x : array_like, shape (..., d_in)
-            The input.
-
-        Returns
-        -------
-        ndarray, shape (..., d_out)
+        x is array_like of shape (..., d_in); the result has shape (..., d_out).
         """
         self._kept = None
         array = as_array(x, "x")
@@ -187,15 +180,7 @@ class Dropout(Module):
     def __call__(self, x: ArrayLike) -> Array:
         """Return x with elements dropped and the others divided by 1 - p, or a copy in evaluation mode.
 
-        Parameters
-        ----------
-        x : array_like
-            The input, of any shape.
-
-        Returns
-        -------
-        ndarray
-            Has the shape and dtype of x.
+        x has any shape; the result has the shape and dtype of x.
         """
         self._kept = None
         rng = self.draw_from()

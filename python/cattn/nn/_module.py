@@ -328,17 +328,7 @@ class Module:
     def load(self, path: FilePath, strict: bool = True) -> LoadResult:
         """Load the parameters from a ``.npz`` or ``.safetensors`` file.
 
-        Parameters
-        ----------
-        path : path-like
-            The file, with names in any scheme that `load_state_dict` knows.
-        strict : bool
-            As in `load_state_dict`.
-
-        Returns
-        -------
-        LoadResult
-            As `load_state_dict`.
+        Names, `strict` and the result are those of `load_state_dict`.
 
         Raises
         ------

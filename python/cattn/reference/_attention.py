@@ -45,27 +45,13 @@ def scaled_dot_product_attention(
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
 
+    The parameters that are not listed are those of `cattn.scaled_dot_product_attention`.
+
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
-        Batch dimensions broadcast. From four dimensions on, axis -3 counts heads; if the query has a multiple of the
-        heads of key and value, head h reads head ``h // (H_q // H_kv)`` of them. Two or three dimensions have one
-        head, unless three come with ``enable_gqa=True``; ``enable_gqa=False`` forbids groups.
-    attn_mask : array_like of bool (True = keep) or of floats (added to the scores), broadcastable to (..., T_q, T_k)
-    dropout_p : float in [0, 1]; `rng` is a 64-bit seed, or None for a random one; see `dropout_keep`
-    is_causal, query_offset, window_size : see `causal_mask`
-        The offset may be an array that broadcasts to the batch dimensions.
-    query_seq_lengths, key_value_seq_lengths : int, or array_like that broadcasts as query_offset
-        Numbers of queries and keys that exist. "lower_right" aligns the last existing query with the last existing key.
-    softcap : float, replaces scores by ``softcap * tanh(score / softcap)`` before anything is added; None or 0: no cap
-    alibi_slopes : array_like (H,) or (..., H), lowers scores by slope * abs(position - key)
-    sinks : array_like (H,) or (..., H), an extra logit for each head, which enters the softmax denominator only
-    scale : float, default 1 / sqrt(D)
-    bias : array_like of floats, broadcastable to (..., T_q, T_k)
-        Added to the scores; -inf hides a key.
-    need_weights, return_lse, return_dropout_mask : bool
-        Also return the weights before dropout (..., T_q, T_k), the natural logarithm of the sum of the exponentials of
-        the visible scores (..., T_q), and the dropout mask (..., T_q, T_k).
+    rng : int or None
+        A 64-bit seed, or None for a random one; see `dropout_keep`.
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
 
     Returns
