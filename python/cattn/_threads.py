@@ -6,13 +6,13 @@ CATTN_NUM_THREADS, OMP_NUM_THREADS, the CPUs that this process may use. Results 
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from types import TracebackType
 from typing import Any
 
 from . import _cattn
+from ._input.checks import as_size
 from ._version import __version__
 
 __all__ = ["get_num_threads", "num_threads", "set_num_threads"]
@@ -131,12 +131,7 @@ class num_threads:  # noqa: N801 - a function to its users
     """
 
     def __init__(self, n: int) -> None:
-        if isinstance(n, bool) or not hasattr(n, "__index__"):
-            raise TypeError(f"n must be an int, got {type(n).__name__}")
-        self.n = operator.index(n)
-        if not 1 <= self.n < 2**31:
-            bound = "at least 1" if self.n < 1 else f"at most {2**31 - 1}"
-            raise ValueError(f"n must be {bound}, got {self.n}")
+        self.n = as_size(n, "n", maximum=2**31 - 1)
         self._before = _Before()
 
     def __reduce__(self) -> tuple[type[num_threads], tuple[int]]:

@@ -132,18 +132,15 @@ class Output:
         if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
             raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
         with errors_name(self.target):
-            return self._allocate(shape)
-
-    def _allocate(self, shape: tuple[int, ...]) -> Array:
-        if 0 in shape:  # an empty array cannot be mapped
-            self.array = np.empty(shape, self._dtype)
-            with open(self._temporary, "wb") as stream:
-                np.lib.format.write_array(stream, self.array)
-            return self.array
-        mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=self._dtype, shape=shape)
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a bus error later
-            with open(self._temporary, "r+b") as stream:
-                os.posix_fallocate(stream.fileno(), 0, os.path.getsize(self._temporary))
+            if 0 in shape:  # an empty array cannot be mapped
+                self.array = np.empty(shape, dtype)
+                with open(self._temporary, "wb") as stream:  # numpy.save would add .npy to the name
+                    np.save(stream, self.array)
+                return self.array
+            mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=dtype, shape=shape)
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a bus error later
+                with open(self._temporary, "r+b") as stream:
+                    os.posix_fallocate(stream.fileno(), 0, os.path.getsize(self._temporary))
         self.array = np.asarray(mapped)
         self._flush = mapped.flush
         return self.array

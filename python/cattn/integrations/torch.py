@@ -324,12 +324,6 @@ def _is_ours(tensor: Any) -> bool:
     return not _has_tangent(tensor) and not _is_transformed(tensor)
 
 
-def _are_shapes_and_dtypes_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if min(query.ndim, key.ndim, value.ndim) < 2:
-        return False
-    return _dtype_of(query) in _DTYPES and _dtype_of(query) == _dtype_of(key) == _dtype_of(value)
-
-
 class _Dispatcher:
     """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
 
@@ -354,7 +348,13 @@ class _Dispatcher:
         dense = all(isinstance(tensor, Tensor) and not tensor.is_nested for tensor in tensors)
         if dense and has_torch_function(tensors):
             return handle_torch_function(self, tensors, *arguments, **options)
-        if not (dense and all(map(_is_ours, tensors)) and _are_shapes_and_dtypes_ours(query, key, value)):
+        inputs = (query, key, value)
+        ours = (
+            dense
+            and all(map(_is_ours, tensors))
+            and all(x.ndim >= 2 and _dtype_of(x) in _DTYPES and _dtype_of(x) == _dtype_of(query) for x in inputs)
+        )
+        if not ours:
             if bias:  # its method recognises only the function under PyTorch's name
                 return handle_torch_function(self, (attn_mask,), *arguments, **options)
             return _theirs(*arguments, **options)
