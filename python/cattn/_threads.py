@@ -143,10 +143,7 @@ class num_threads:  # noqa: N801 - a function to its users
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._before.counts:
             raise RuntimeError("num_threads was not entered in this thread")

@@ -217,7 +217,8 @@ class Causal(_Attention):
     _head_dim: int
     _one_head = False  # weights without an axis for heads
 
-    def _set_sizes(self, d_in: int, d_out: int, context_length: int, dtype: DTypeLike) -> None:
+    def __init__(self, d_in: int, d_out: int, context_length: int, dtype: DTypeLike) -> None:
+        super().__init__()
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
         self.context_length = as_size(context_length, "context_length")
         self.dtype = as_dtype(dtype)

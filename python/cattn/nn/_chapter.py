@@ -219,8 +219,7 @@ class CausalAttention(_Projections, Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         generator = as_generator(rng)
         self.dropout = Dropout(dropout, rng=generator)
         self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
@@ -268,8 +267,7 @@ class MultiHeadAttentionWrapper(Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         generator = as_generator(rng)
         self.heads = [
@@ -346,8 +344,7 @@ class MultiHeadAttention(_Projections, Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
         if self.d_out % self.num_heads:
