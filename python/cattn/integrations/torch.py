@@ -240,13 +240,9 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query : Tensor, shape (..., T_q, head_dim)
-        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
-        dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
-    key : Tensor, shape (..., T_k, head_dim)
-        Keys.
-    value : Tensor, shape (..., T_k, d_v)
-        Values.
+    query, key, value : Tensor, shapes (..., T_q, head_dim), (..., T_k, head_dim), (..., T_k, d_v)
+        On the CPU, of one dtype: float16, bfloat16 (with ``ml_dtypes``), float32 or float64. ``torch.autocast`` casts
+        all but float64 first, as for PyTorch's own function.
     attn_mask : Tensor, optional
         Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
