@@ -203,21 +203,24 @@ def _is_transformed(tensor: Tensor) -> bool:
     return False
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+def _obstacle(tensor: Tensor, name: str) -> Exception | None:
+    """Return the error for a tensor that cattn cannot read or differentiate, or None."""
+    if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
+        return ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
+    if _has_tangent(tensor):
+        return NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
+    if _is_transformed(tensor):
+        return NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
+    return None
 
 
 def _check(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
-        raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
-    if not _is_dense(tensor):
-        raise TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
-    if _has_tangent(tensor):
-        raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
-    if _is_transformed(tensor):
-        raise NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
+    if (error := _obstacle(tensor, name)) is not None:
+        raise error
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
@@ -314,12 +317,6 @@ def scaled_dot_product_attention(
     return out
 
 
-def _is_ours(tensor: Any) -> bool:
-    if not _is_plain(tensor) or tensor.device.type != "cpu" or not _is_dense(tensor):
-        return False
-    return not _has_tangent(tensor) and not _is_transformed(tensor)
-
-
 class _Dispatcher:
     """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
 
@@ -347,7 +344,7 @@ class _Dispatcher:
         inputs = (query, key, value)
         ours = (
             dense
-            and all(map(_is_ours, tensors))
+            and all(_is_plain(x) and _obstacle(x, "") is None for x in tensors)
             and all(x.ndim >= 2 and _dtype_of(x) in _DTYPES and _dtype_of(x) == _dtype_of(query) for x in inputs)
         )
         if not ours:
