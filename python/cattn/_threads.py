@@ -38,11 +38,8 @@ def _register_threadpoolctl() -> None:
         internal_api = "cattn"
         filename_prefixes = ("_cattn",)
 
-        def get_num_threads(self) -> int:
-            return _cattn.get_num_threads()
-
-        def set_num_threads(self, num_threads: int) -> None:
-            _cattn.set_num_threads(num_threads)
+        get_num_threads = staticmethod(_cattn.get_num_threads)
+        set_num_threads = staticmethod(_cattn.set_num_threads)
 
         def get_version(self) -> str:
             return __version__

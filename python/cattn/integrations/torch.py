@@ -385,10 +385,6 @@ def use_cattn() -> Iterator[None]:
     several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
     must run inside.
 
-    Yields
-    ------
-    None
-
     Examples
     --------
     >>> import torch

@@ -128,10 +128,8 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
         Length of a token and of a context vector.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of the weights. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    dtype, rng
+        As for `Linear`.
 
     Attributes
     ----------
@@ -181,10 +179,8 @@ class CausalAttention(_Projections, Causal):
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    dtype, rng
+        As for `Linear`. The dropout draws from rng, too.
 
     Attributes
     ----------
