@@ -144,6 +144,9 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
 class _Attention(Module, ABC):
     """Base of all attention classes: the backward pass."""
 
+    d_in: int
+    d_out: int
+
     @abstractmethod
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, (B, heads, T, head_dim)."""
@@ -180,9 +183,6 @@ class _Attention(Module, ABC):
 class SelfAttention(_Attention):
     """Base of the two classes without a mask."""
 
-    d_in: int
-    d_out: int
-
     def __call__(self, x: ArrayLike, *, return_weights: bool = False) -> Any:
         """Return a context vector for each token. Every token sees all tokens.
 
@@ -208,8 +208,6 @@ class SelfAttention(_Attention):
 class Causal(_Attention):
     """Base of the classes with a causal mask, which differ in projections and heads."""
 
-    d_in: int
-    d_out: int
     context_length: int
     dtype: np.dtype[Any]
     dropout: Dropout

@@ -33,10 +33,6 @@ def _backward(layer: Linear, x: Array, grad: Array) -> Array:
 class _Projections:
     """Three `Linear` layers for queries, keys and values, of one head unless a class overrides both methods."""
 
-    W_query: Linear
-    W_key: Linear
-    W_value: Linear
-
     def _add_projections(self, d_in: int, d_out: int, d_kv: int, bias: bool, dtype: DTypeLike, rng: Any) -> None:
         self.W_query = Linear(d_in, d_out, bias, dtype=dtype, rng=rng)
         self.W_key = Linear(d_in, d_kv, bias, dtype=dtype, rng=rng)

@@ -90,8 +90,6 @@ class Linear(Module):
         self.d_in = as_size(d_in, "d_in")
         self.d_out = as_size(d_out, "d_out")
         self.dtype = as_dtype(dtype)
-        self.weight: Array
-        self.bias: Array | None
         self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
 
     def __call__(self, x: ArrayLike) -> Array:

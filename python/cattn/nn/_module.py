@@ -44,18 +44,13 @@ class Module:
         Whether dropout is active; True at first.
     """
 
-    training: bool
     _parameters: ClassVar[tuple[str, ...]] = ()  # attributes that hold an array, or None
-
-    # For backward, from the last forward pass in training: a `Kept` or similar. None: no such pass. A str: the error to
-    # raise.
-    _kept: Any
-    _gradients: dict[str, Array]  # of the parameters of this module, not of its children
 
     def __init__(self) -> None:
         self.training = True
-        self._kept = None
-        self._gradients = {}
+        # Of the last forward pass in training: a `Kept` or similar. None: no such pass. A str: the error of `backward`.
+        self._kept: Any = None
+        self._gradients: dict[str, Array] = {}  # of the parameters of this module, not of its children
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles: everything except the arrays kept for `backward`."""
@@ -174,17 +169,6 @@ class Module:
             dtype = as_array(getattr(self, name), name).dtype
             self._gradients[name] = np.array(gradient, dtype=dtype, order="C")
 
-    def _recall(self) -> Any:
-        """Return the arrays that the last forward pass kept."""
-        if self._kept is None:
-            raise RuntimeError(
-                "backward goes back through the last forward pass in training mode, and there was none: "
-                "call train() and the module first"
-            )
-        if isinstance(self._kept, str):
-            raise RuntimeError(self._kept)
-        return self._kept
-
     def backward(self, grad_out: ArrayLike) -> Array:
         """Return the gradient of the last call's x, and add those of the parameters to `grads`.
 
@@ -227,7 +211,14 @@ class Module:
         ...     parameter -= 0.01 * mha.grads[name]
         >>> mha.zero_grad()
         """
-        kept = self._recall()
+        kept = self._kept
+        if kept is None:
+            raise RuntimeError(
+                "backward goes back through the last forward pass in training mode, and there was none: "
+                "call train() and the module first"
+            )
+        if isinstance(kept, str):
+            raise RuntimeError(kept)
         grad = as_array(grad_out, "grad_out")
         if grad.shape != kept.shape:
             raise ValueError(f"grad_out has shape {grad.shape}, wanted {kept.shape}")
