@@ -142,10 +142,8 @@ class KVCache:
 
         Parameters
         ----------
-        key : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``
-            Keys, in the cache's dtype or a narrower one.
-        value : array_like, shape ``(*batch_shape, num_kv_heads, T, v_head_dim)``
-            Values, as key.
+        key, value : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``, or v_head_dim for value
+            In the cache's dtype or a narrower one.
 
         Raises
         ------

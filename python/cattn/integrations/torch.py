@@ -252,12 +252,9 @@ def scaled_dot_product_attention(
     dropout_p : float
         Probability of dropping a weight. The seed of the dropout mask is drawn from PyTorch's default generator, so
         that ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
-    is_causal : bool
-        Query i sees the keys j <= i.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool
-        Heads (axis -3) of query may be a multiple of those of key and value.
+    is_causal, scale, enable_gqa
+        As in PyTorch: query i sees the keys j <= i; a factor of the scores, by default 1 / sqrt(head_dim); heads
+        (axis -3) of query may be a multiple of those of key and value.
 
     Returns
     -------
