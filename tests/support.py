@@ -145,8 +145,9 @@ class Textbook:
     size: float  # the largest score if every term counts with its absolute value
 
 
-def ranges_of(call: Call) -> Ranges:
-    return Ranges(**{"is_causal": False} | {name: call[name] for name in Ranges._fields if name in call})
+def visibility_of(call: Call) -> Call:
+    """Return the options that decide which keys are visible."""
+    return {name: call[name] for name in ("attn_mask", "bias", "enable_gqa", *Ranges._fields) if name in call}
 
 
 def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:
@@ -157,7 +158,7 @@ def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, 
     q, k, v = (np.asarray(call[name]).astype(dtype) for name in ("query", "key", "value"))
     masks = call.get("attn_mask"), call.get("bias")
     gqa = call.get("enable_gqa")
-    problem = score((q, k, v), masks, ranges_of(call), call.get("scale"), gqa)  # for visible keys and positions
+    problem = score((q, k, v), **visibility_of(call), scale=call.get("scale"))  # for visible keys and positions
     rank = max(a.ndim for a in (q, k, v))
     q, k, v = (a.reshape((1,) * (rank - a.ndim) + a.shape) for a in (q, k, v))
     if problem.one_head:

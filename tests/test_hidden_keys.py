@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import cattn
 from attention_strategy import calls
 from cattn.reference._attention import score
-from support import INF, NAN, assert_same_bits, every_way, everything, part, ranges_of
+from support import INF, NAN, assert_same_bits, every_way, everything, part, visibility_of
 
 Call = dict[str, Any]
 Normal = Callable[..., np.ndarray]
@@ -43,10 +43,8 @@ def poison_of(kind: str, dtype: type) -> Any:
 
 def visible(call: Call) -> np.ndarray:
     """Return which keys each query sees, (*batch, H, T_q, T_k), with one head for less than four dimensions."""
-    inputs = call["query"], call["key"], call["value"]
-    masks = call.get("attn_mask"), call.get("bias")
     with np.errstate(all="ignore"):
-        return score(inputs, masks, ranges_of(call), None, None).visible
+        return score((call["query"], call["key"], call["value"]), **visibility_of(call)).visible
 
 
 # ---- keys that no query sees ---------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_layers_keep_the_lse_in_float64() -> None:
     attention = cattn.CausalAttention(4, 4, 5, 0.0, rng=0)
     context = attention(np.random.default_rng(0).standard_normal((5, 4), dtype=np.float32))
     assert context.dtype == np.float32
-    assert attention._recall().attended.lse.dtype == np.float64
+    assert attention._kept.attended.lse.dtype == np.float64
 
 
 def test_the_torch_operator_uses_a_float64_lse() -> None:

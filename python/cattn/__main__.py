@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "attend":
             attend.run(options)
         elif options.command == "info":
-            machine.info()
+            cattn.show_config()
         else:
             walk.run()
             print(machine.measure(), flush=True)

@@ -6,13 +6,13 @@ CATTN_NUM_THREADS, OMP_NUM_THREADS, the CPUs that this process may use. Results 
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from types import TracebackType
 from typing import Any
 
 from . import _cattn
+from ._input.checks import as_size
 from ._version import __version__
 
 __all__ = ["get_num_threads", "num_threads", "set_num_threads"]
@@ -38,11 +38,8 @@ def _register_threadpoolctl() -> None:
         internal_api = "cattn"
         filename_prefixes = ("_cattn",)
 
-        def get_num_threads(self) -> int:
-            return _cattn.get_num_threads()
-
-        def set_num_threads(self, num_threads: int) -> None:
-            _cattn.set_num_threads(num_threads)
+        get_num_threads = staticmethod(_cattn.get_num_threads)
+        set_num_threads = staticmethod(_cattn.set_num_threads)
 
         def get_version(self) -> str:
             return __version__
@@ -131,12 +128,7 @@ class num_threads:  # noqa: N801 - a function to its users
     """
 
     def __init__(self, n: int) -> None:
-        if isinstance(n, bool) or not hasattr(n, "__index__"):
-            raise TypeError(f"n must be an int, got {type(n).__name__}")
-        self.n = operator.index(n)
-        if not 1 <= self.n < 2**31:
-            bound = "at least 1" if self.n < 1 else f"at most {2**31 - 1}"
-            raise ValueError(f"n must be {bound}, got {self.n}")
+        self.n = as_size(n, "n", maximum=2**31 - 1)
         self._before = _Before()
 
     def __reduce__(self) -> tuple[type[num_threads], tuple[int]]:
@@ -148,10 +140,7 @@ class num_threads:  # noqa: N801 - a function to its users
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._before.counts:
             raise RuntimeError("num_threads was not entered in this thread")

@@ -142,10 +142,8 @@ class KVCache:
 
         Parameters
         ----------
-        key : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``
-            Keys, in the cache's dtype or a narrower one.
-        value : array_like, shape ``(*batch_shape, num_kv_heads, T, v_head_dim)``
-            Values, as key.
+        key, value : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``, or v_head_dim for value
+            In the cache's dtype or a narrower one.
 
         Raises
         ------
@@ -157,7 +155,8 @@ class KVCache:
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
         if self._ragged:  # one sequence is written before another is read
-            key, value = (a.copy() if self._shares_memory(a) else a for a in (key, value))
+            own = (self._k, self._v)
+            key, value = (a.copy() if any(np.may_share_memory(a, b) for b in own) else a for a in (key, value))
         if value.shape[-2] != count:
             raise ValueError(f"value has {value.shape[-2]} tokens, key has {count}")
         self._check_room(count)
@@ -171,9 +170,6 @@ class KVCache:
                 self._k[(*row, slice(None), slice(start, start + count))] = key[row]
                 self._v[(*row, slice(None), slice(start, start + count))] = value[row]
         self._set_lengths(self._lengths + count, self._longest + count)
-
-    def _shares_memory(self, array: Array) -> bool:
-        return np.may_share_memory(array, self._k) or np.may_share_memory(array, self._v)
 
     def _check_room(self, count: int) -> None:
         """Raise ValueError unless `count` more tokens fit."""

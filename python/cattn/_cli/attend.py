@@ -126,8 +126,10 @@ class _Job:
             shapes = {"out": self.shape, "weights": self.score_shape, "lse": self.shape[:-1]}
             self.results = {name: (shape, getattr(empty, name).dtype) for name, shape in shapes.items()}
             for name, mask in self.masks.items():
-                if not _broadcasts(mask.shape, self.score_shape):
-                    raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
+                with contextlib.suppress(ValueError):
+                    if broadcast_shapes(mask.shape, self.score_shape) == self.score_shape:
+                        continue
+                raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
             _attention(
                 query[..., :0, :],
                 key,
@@ -170,36 +172,23 @@ class _Job:
             **self.settings,
         )
 
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    try:
-        return broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False
-
-
-class _Slices:
-    """Slices of batch entries and query rows that take about SLICE_SECONDS each on this machine."""
-
-    def __init__(self, job: _Job) -> None:
-        self.batch, self.T_q = job.batch, job.T_q
-        heads = int(np.prod(job.shape[:-2], dtype=np.int64)) // max(job.batch, 1)
-        self.row_cost = max(1, heads * job.T_k * (job.query.shape[-1] + job.value.shape[-1]))
-        self.budget = FIRST_SLICE
-
-    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Yield slices of batch entries and query rows that take about SLICE_SECONDS each on this machine."""
+        heads = int(np.prod(self.shape[:-2], dtype=np.int64)) // max(self.batch, 1)
+        row_cost = max(1, heads * self.T_k * (self.query.shape[-1] + self.value.shape[-1]))
+        budget = FIRST_SLICE
         entry = 0
         while entry < self.batch and self.T_q:
-            count = min(self.batch - entry, max(1, int(self.budget / (self.row_cost * self.T_q))))
+            count = min(self.batch - entry, max(1, int(budget / (row_cost * self.T_q))))
             row = 0
             while row < self.T_q:
-                rows = max(16, int(self.budget / (self.row_cost * count)) // 16 * 16)
+                rows = max(16, int(budget / (row_cost * count)) // 16 * 16)
+                begun = time.perf_counter()
                 yield slice(entry, entry + count), slice(row, min(row + rows, self.T_q))
+                seconds = time.perf_counter() - begun
+                budget *= min(4.0, max(0.25, SLICE_SECONDS / max(seconds, 1e-6)))
                 row += rows
             entry += count
-
-    def took(self, seconds: float) -> None:
-        self.budget *= min(4.0, max(0.25, SLICE_SECONDS / max(seconds, 1e-6)))
 
 
 @contextlib.contextmanager
@@ -252,12 +241,9 @@ def run(options: argparse.Namespace) -> None:
             raise InputError("--output, --weights and --lse must be different files")
         outputs = {name: file.allocate(*job.results[name]) for name, file in files.items()}
 
-        slices = _Slices(job)
         with Progress(job.batch * job.T_q, options.quiet) as progress:
-            for entries, rows in slices:
-                begun = time.perf_counter()
+            for entries, rows in job.slices():
                 job.compute(entries, rows, outputs)
-                slices.took(time.perf_counter() - begun)
                 progress.advance((entries.stop - entries.start) * (rows.stop - rows.start))
         del outputs
         commit(list(files.values()))

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from cattn.nn._files import (
     errors_name,
     needs_pickle,
-    npz_reader,
+    open_npz,
     open_safetensors,
     safetensors_package,
     show_damage,
@@ -44,7 +45,7 @@ def load(spec: str, name: str) -> Array:
     try:
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # NumPy's parser of headers raises many types for damaged files
-        raise InputError(f"{file} {_what_is_wrong(error)}") from error
+        raise _damage(file, error) from error
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
@@ -55,25 +56,14 @@ def load_members(file: Path, names: Sequence[str]) -> list[Array]:
             f"{file} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
         )
     try:
-        with open_safetensors(file) if kind == ".safetensors" else _open_npz(file) as (present, read):
+        safetensors = kind == ".safetensors"
+        with open_safetensors(file) if safetensors else open_npz(file, partial(_damage, file)) as (present, read):
             missing = [name for name in names if name not in present]
             if not missing:
                 return [read(name) for name in names]
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from error
     raise InputError(f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}")
-
-
-@contextlib.contextmanager
-def _open_npz(file: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Yield the names of a file's arrays, and a function that reads one of them."""
-    try:
-        with open(file, "rb") as stream, npz_reader(stream) as reader:
-            yield reader
-    except MemoryError:
-        raise
-    except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
-        raise InputError(f"{file} {_what_is_wrong(error)}") from error
 
 
 def _split(spec: str) -> tuple[Path, str | None]:
@@ -104,10 +94,11 @@ def _kind(file: Path) -> str:
     raise InputError(f"{file} is neither a .npy nor a .npz nor a .safetensors file")
 
 
-def _what_is_wrong(error: Exception) -> str:
+def _damage(file: Path, error: Exception) -> InputError:
+    """Return the error to raise for an error of NumPy's."""
     if needs_pickle(error):
-        return "holds Python objects, which only unpickling could read; cattn never does that"
-    return f"is truncated or damaged ({show_damage(error)})"
+        return InputError(f"{file} holds Python objects, which only unpickling could read; cattn never does that")
+    return InputError(f"{file} is truncated or damaged ({show_damage(error)})")
 
 
 class Output:
@@ -141,18 +132,15 @@ class Output:
         if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
             raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
         with errors_name(self.target):
-            return self._allocate(shape)
-
-    def _allocate(self, shape: tuple[int, ...]) -> Array:
-        if 0 in shape:  # an empty array cannot be mapped
-            self.array = np.empty(shape, self._dtype)
-            with open(self._temporary, "wb") as stream:
-                np.lib.format.write_array(stream, self.array)
-            return self.array
-        mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=self._dtype, shape=shape)
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a bus error later
-            with open(self._temporary, "r+b") as stream:
-                os.posix_fallocate(stream.fileno(), 0, os.path.getsize(self._temporary))
+            if 0 in shape:  # an empty array cannot be mapped
+                self.array = np.empty(shape, dtype)
+                with open(self._temporary, "wb") as stream:  # numpy.save would add .npy to the name
+                    np.save(stream, self.array)
+                return self.array
+            mapped = np.lib.format.open_memmap(self._temporary, mode="w+", dtype=dtype, shape=shape)
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a bus error later
+                with open(self._temporary, "r+b") as stream:
+                    os.posix_fallocate(stream.fileno(), 0, os.path.getsize(self._temporary))
         self.array = np.asarray(mapped)
         self._flush = mapped.flush
         return self.array

@@ -76,10 +76,5 @@ def measure() -> str:
     )
 
 
-def info() -> None:
-    """Print the configuration."""
-    cattn.show_config()
-
-
 if __name__ == "__main__":
     print(json.dumps(compare()))

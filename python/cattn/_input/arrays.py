@@ -82,7 +82,10 @@ def _asarray(obj: Any, name: str) -> Array:
         hasattr(obj, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
     )
     if dlpack_only and not isinstance(obj, (bytes, bytearray, memoryview)):
-        return _from_dlpack(obj, name)
+        try:
+            return np.from_dlpack(obj)
+        except (TypeError, ValueError, BufferError) as error:
+            raise TypeError(f"{name} cannot be read by DLPack: {error}") from error
     try:
         return np.asarray(obj)
     except TypeError as error:
@@ -105,13 +108,6 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
             raise ValueError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
         result.extend(others)
     return tuple(result[::-1])
-
-
-def _from_dlpack(obj: Any, name: str) -> Array:
-    try:
-        return np.from_dlpack(obj)
-    except (TypeError, ValueError, BufferError) as error:
-        raise TypeError(f"{name} cannot be read by DLPack: {error}") from error
 
 
 def _without_repetition(array: Array) -> Array:

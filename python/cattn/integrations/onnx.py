@@ -130,14 +130,8 @@ def attention(
     dtype = np.asarray(Q).dtype
     q, k, v = (_computable(a, name, softmax_precision) for a, name in ((Q, "Q"), (K, "K"), (V, "V")))
     joined = q.ndim == 3
-    q, k, v = (
-        _split_heads(a, count, name, argument)
-        for a, count, name, argument in (
-            (q, q_num_heads, "Q", "q_num_heads"),
-            (k, kv_num_heads, "K", "kv_num_heads"),
-            (v, kv_num_heads, "V", "kv_num_heads"),
-        )
-    )
+    q = _split_heads(q, q_num_heads, "Q", "q_num_heads")
+    k, v = (_split_heads(a, kv_num_heads, name, "kv_num_heads") for a, name in ((k, "K"), (v, "V")))
     offset: Any = 0
     present_key = present_value = None
     if (past_key is None) != (past_value is None):
@@ -145,10 +139,10 @@ def attention(
     if past_key is not None and past_value is not None:
         if nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen must not be given together with past_key and past_value")
-        offset = k.shape[2]
+        offset = -k.shape[2]
         k = _append_to_past(past_key, k, "past_key", softmax_precision)
         v = _append_to_past(past_value, v, "past_value", softmax_precision)
-        offset = k.shape[2] - offset
+        offset += k.shape[2]
         present_key, present_value = k.astype(dtype), v.astype(dtype)
     elif nonpad_kv_seqlen is not None:
         lengths = np.asarray(nonpad_kv_seqlen)

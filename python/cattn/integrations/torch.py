@@ -203,21 +203,24 @@ def _is_transformed(tensor: Tensor) -> bool:
     return False
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+def _obstacle(tensor: Tensor, name: str) -> Exception | None:
+    """Return the error for a tensor that cattn cannot read or differentiate, or None."""
+    if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
+        return ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
+    if _has_tangent(tensor):
+        return NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
+    if _is_transformed(tensor):
+        return NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
+    return None
 
 
 def _check(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
-        raise ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
-    if not _is_dense(tensor):
-        raise TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
-    if _has_tangent(tensor):
-        raise NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
-    if _is_transformed(tensor):
-        raise NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
+    if (error := _obstacle(tensor, name)) is not None:
+        raise error
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
@@ -240,25 +243,18 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query : Tensor, shape (..., T_q, head_dim)
-        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
-        dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
-    key : Tensor, shape (..., T_k, head_dim)
-        Keys.
-    value : Tensor, shape (..., T_k, d_v)
-        Values.
+    query, key, value : Tensor, shapes (..., T_q, head_dim), (..., T_k, head_dim), (..., T_k, d_v)
+        On the CPU, of one dtype: float16, bfloat16 (with ``ml_dtypes``), float32 or float64. ``torch.autocast`` casts
+        all but float64 first, as for PyTorch's own function.
     attn_mask : Tensor, optional
         Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
     dropout_p : float
         Probability of dropping a weight. The seed of the dropout mask is drawn from PyTorch's default generator, so
         that ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
-    is_causal : bool
-        Query i sees the keys j <= i.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool
-        Heads (axis -3) of query may be a multiple of those of key and value.
+    is_causal, scale, enable_gqa
+        As in PyTorch: query i sees the keys j <= i; a factor of the scores, by default 1 / sqrt(head_dim); heads
+        (axis -3) of query may be a multiple of those of key and value.
 
     Returns
     -------
@@ -318,18 +314,6 @@ def scaled_dot_product_attention(
     return out
 
 
-def _is_ours(tensor: Any) -> bool:
-    if not _is_plain(tensor) or tensor.device.type != "cpu" or not _is_dense(tensor):
-        return False
-    return not _has_tangent(tensor) and not _is_transformed(tensor)
-
-
-def _are_shapes_and_dtypes_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if min(query.ndim, key.ndim, value.ndim) < 2:
-        return False
-    return _dtype_of(query) in _DTYPES and _dtype_of(query) == _dtype_of(key) == _dtype_of(value)
-
-
 class _Dispatcher:
     """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
 
@@ -354,7 +338,13 @@ class _Dispatcher:
         dense = all(isinstance(tensor, Tensor) and not tensor.is_nested for tensor in tensors)
         if dense and has_torch_function(tensors):
             return handle_torch_function(self, tensors, *arguments, **options)
-        if not (dense and all(map(_is_ours, tensors)) and _are_shapes_and_dtypes_ours(query, key, value)):
+        inputs = (query, key, value)
+        ours = (
+            dense
+            and all(_is_plain(x) and _obstacle(x, "") is None for x in tensors)
+            and all(x.ndim >= 2 and _dtype_of(x) in _DTYPES and _dtype_of(x) == _dtype_of(query) for x in inputs)
+        )
+        if not ours:
             if bias:  # its method recognises only the function under PyTorch's name
                 return handle_torch_function(self, (attn_mask,), *arguments, **options)
             return _theirs(*arguments, **options)
@@ -391,10 +381,6 @@ def use_cattn() -> Iterator[None]:
     context. The name belongs to the process, so all threads share it; PyTorch's function returns when the last of
     several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
     must run inside.
-
-    Yields
-    ------
-    None
 
     Examples
     --------

@@ -1,12 +1,6 @@
 """The chapter's attention classes, from three bare matrices to many heads, on the fused functions."""
 
-from ._chapter import (
-    CausalAttention,
-    MultiHeadAttention,
-    MultiHeadAttentionWrapper,
-    SelfAttention_v1,
-    SelfAttention_v2,
-)
+from ._chapter import CausalAttention, MultiHeadAttention, MultiHeadAttentionWrapper, SelfAttention_v1, SelfAttention_v2
 from ._layers import Dropout, Linear
 
 __all__ = [

@@ -17,7 +17,7 @@ from ..cache import KVCache
 from ..functional import causal_attention, scaled_dot_product_attention
 from ..functional._gradients import attention_backward
 from ..random import TorchGenerator
-from ._layers import Dropout, as_gradient
+from ._layers import Dropout, show_dtype
 from ._module import Module
 
 Array = NDArray[Any]
@@ -70,9 +70,10 @@ class _Pass(NamedTuple):
 class _Kept(NamedTuple):
     """The part of a forward pass that a class keeps for `backward`."""
 
+    shape: tuple[int, ...]  # of the output, as the caller got it
+    dtype: np.dtype[Any]
     x: Array  # (B, T, d_in)
     attended: _Pass
-    shape: tuple[int, ...]  # of the output, as the caller got it
     batched: bool
 
 
@@ -95,16 +96,11 @@ def _attend(
         parts = [(slice(head, head + 1), dropout) for head, dropout in enumerate(dropouts)]
     for part, dropout in parts:
         out = context.swapaxes(1, 2)[:, part]
-        keywords: dict[str, Any] = {"out": out}
-        if weights is not None or lse is not None:
-            fields = AttentionOutput(
-                out, None if weights is None else weights[:, part], None if lse is None else lse[:, part]
-            )
-            keywords = {"need_weights": need_weights, "return_lse": keep, "out": fields}
-        p, rng = 0.0, None
-        if dropout is not None:
-            p, rng = dropout.active_p, dropout.draw_from()
-            keywords |= {"dropout_p": p, "rng": rng}
+        fields = AttentionOutput(
+            out, None if weights is None else weights[:, part], None if lse is None else lse[:, part]
+        )
+        p, rng = (0.0, None) if dropout is None else (dropout.active_p, dropout.draw_from())
+        keywords: Any = {"need_weights": need_weights, "return_lse": keep, "out": fields, "dropout_p": p, "rng": rng}
         replay: Any = to_replay(rng) if keep and p > 0 and isinstance(rng, TorchGenerator) else None
         if offset is None:
             result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
@@ -148,6 +144,9 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
 class _Attention(Module, ABC):
     """Base of all attention classes: the backward pass."""
 
+    d_in: int
+    d_out: int
+
     @abstractmethod
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, (B, heads, T, head_dim)."""
@@ -169,52 +168,10 @@ class _Attention(Module, ABC):
             return
         if np.may_share_memory(attended.out, output):
             attended = attended._replace(out=attended.out.copy())
-        self._kept = _Kept(x.copy(), attended, output.shape if batched else output.shape[1:], batched)
+        shape = output.shape if batched else output.shape[1:]
+        self._kept = _Kept(shape, attended.out.dtype, x.copy(), attended, batched)
 
-    def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of the last call's x, and add those of the parameters to `grads`.
-
-        Parameters
-        ----------
-        grad_out : array_like, shape (T, width) or (B, T, width)
-            Gradient of the context vectors that the call returned.
-
-        Returns
-        -------
-        ndarray, shape (T, d_in) or (B, T, d_in)
-            In the dtype of the context vectors.
-
-        Raises
-        ------
-        RuntimeError
-            No call was made in training mode, or the last one had a cache.
-        TypeError, ValueError
-            grad_out does not hold real numbers, or has another shape.
-
-        Notes
-        -----
-        A call in training mode keeps x, queries, keys, values, context vectors, and one number for each row of these.
-        `backward` computes the weights again, block by block, and draws the dropout mask again. The next call replaces
-        the kept arrays, `eval` frees them. Change the parameters after `backward`, not before.
-
-        Where dropout comes from a `TorchGenerator`, no other thread may draw from it during the call.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import cattn
-        >>> mha = cattn.MultiHeadAttention(4, 4, context_length=8, dropout=0.1, num_heads=2, rng=123)
-        >>> x = np.random.default_rng(0).standard_normal((3, 4), dtype=np.float32)
-        >>> context = mha(x)
-        >>> mha.backward(2 * context).shape  # of the loss (context**2).sum()
-        (3, 4)
-        >>> for name, parameter in mha.parameters().items():
-        ...     parameter -= 0.01 * mha.grads[name]
-        >>> mha.zero_grad()
-        """
-        kept: _Kept = self._recall()
-        dtype = kept.attended.out.dtype
-        grad = as_gradient(grad_out, kept.shape, dtype)
+    def _propagate(self, kept: _Kept, grad: Array) -> Array:
         grad = grad if kept.batched else grad[None]
         *tokens, heads, width = kept.attended.out.shape
         context = kept.attended.out.reshape(*tokens, heads * width)
@@ -225,9 +182,6 @@ class _Attention(Module, ABC):
 
 class SelfAttention(_Attention):
     """Base of the two classes without a mask."""
-
-    d_in: int
-    d_out: int
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False) -> Any:
         """Return a context vector for each token. Every token sees all tokens.
@@ -254,22 +208,29 @@ class SelfAttention(_Attention):
 class Causal(_Attention):
     """Base of the classes with a causal mask, which differ in projections and heads."""
 
-    d_in: int
-    d_out: int
     context_length: int
     dtype: np.dtype[Any]
+    dropout: Dropout
     _kv_heads: int
     _head_dim: int
     _one_head = False  # weights without an axis for heads
 
-    def _set_sizes(self, d_in: int, d_out: int, context_length: int, dtype: DTypeLike) -> None:
+    def __init__(self, d_in: int, d_out: int, context_length: int, dtype: DTypeLike) -> None:
+        super().__init__()
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
         self.context_length = as_size(context_length, "context_length")
         self.dtype = as_dtype(dtype)
 
-    @abstractmethod
     def _dropouts(self) -> Sequence[Dropout]:
         """Return the layers that drop weights: one for all heads, or one for each."""
+        return (self.dropout,)
+
+    def _show(self, name: str, layer: Any, heads: str = "", groups: str = "") -> str:
+        """Return the call that makes such a module. `layer` is the module with the dropout and W_query."""
+        return (
+            f"{name}({self.d_in}, {self.d_out}, context_length={self.context_length}, dropout={layer.dropout.p}, "
+            f"{heads}qkv_bias={layer.W_query.bias is not None}{groups}{show_dtype(self.dtype)})"
+        )
 
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
         """Return a context vector for each token. A token sees itself and the tokens before it.

@@ -33,10 +33,6 @@ def _backward(layer: Linear, x: Array, grad: Array) -> Array:
 class _Projections:
     """Three `Linear` layers for queries, keys and values, of one head unless a class overrides both methods."""
 
-    W_query: Linear
-    W_key: Linear
-    W_value: Linear
-
     def _add_projections(self, d_in: int, d_out: int, d_kv: int, bias: bool, dtype: DTypeLike, rng: Any) -> None:
         self.W_query = Linear(d_in, d_out, bias, dtype=dtype, rng=rng)
         self.W_key = Linear(d_in, d_kv, bias, dtype=dtype, rng=rng)
@@ -128,10 +124,8 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
         Length of a token and of a context vector.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of the weights. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    dtype, rng
+        As for `Linear`.
 
     Attributes
     ----------
@@ -181,10 +175,8 @@ class CausalAttention(_Projections, Causal):
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    dtype, rng
+        As for `Linear`. The dropout draws from rng, too.
 
     Attributes
     ----------
@@ -219,21 +211,14 @@ class CausalAttention(_Projections, Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         generator = as_generator(rng)
         self.dropout = Dropout(dropout, rng=generator)
         self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
         self._kv_heads, self._head_dim = 1, self.d_out
 
-    def _dropouts(self) -> tuple[Dropout]:
-        return (self.dropout,)
-
     def __repr__(self) -> str:
-        return (
-            f"CausalAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={self.dropout.p}, qkv_bias={self.W_query.bias is not None}{show_dtype(self.dtype)})"
-        )
+        return self._show("CausalAttention", self)
 
 
 class MultiHeadAttentionWrapper(Causal):
@@ -243,18 +228,10 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
-    context_length : int
-        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads. A ``cache`` needs as many, of head_dim ``d_out``.
-    qkv_bias : bool
-        Whether the layers of the heads have biases.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    context_length, dropout, qkv_bias, dtype, rng
+        As for `CausalAttention`.
 
     Attributes
     ----------
@@ -282,8 +259,7 @@ class MultiHeadAttentionWrapper(Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         generator = as_generator(rng)
         self.heads = [
@@ -306,12 +282,7 @@ class MultiHeadAttentionWrapper(Causal):
         return [head.dropout for head in self.heads]
 
     def __repr__(self) -> str:
-        head = self.heads[0]
-        return (
-            f"MultiHeadAttentionWrapper({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={head.dropout.p}, num_heads={self.num_heads}, qkv_bias={head.W_query.bias is not None}"
-            f"{show_dtype(self.dtype)})"
-        )
+        return self._show("MultiHeadAttentionWrapper", self.heads[0], f"num_heads={self.num_heads}, ")
 
 
 class MultiHeadAttention(_Projections, Causal):
@@ -321,20 +292,12 @@ class MultiHeadAttention(_Projections, Causal):
     ----------
     d_in, d_out : int
         Length of a token and of a context vector. d_out is a multiple of num_heads.
-    context_length : int
-        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
-    dropout : float
-        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
-    qkv_bias : bool
-        Whether W_query, W_key and W_value have biases; out_proj always has one.
     num_kv_groups : int, optional
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
-    dtype : dtype
-        float32 or float64.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+    context_length, dropout, qkv_bias, dtype, rng
+        As for `CausalAttention`. out_proj always has a bias.
 
     Attributes
     ----------
@@ -373,8 +336,7 @@ class MultiHeadAttention(_Projections, Causal):
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__()
-        self._set_sizes(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
         if self.d_out % self.num_heads:
@@ -390,17 +352,9 @@ class MultiHeadAttention(_Projections, Causal):
         self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        def heads(y: Array, count: int) -> Array:
-            return y.reshape(*x.shape[:2], count, self.head_dim).swapaxes(1, 2)
-
-        return (
-            heads(_forward(self.W_query, x), self.num_heads),
-            heads(_forward(self.W_key, x), self.num_kv_groups),
-            heads(_forward(self.W_value, x), self.num_kv_groups),
-        )
-
-    def _dropouts(self) -> tuple[Dropout]:
-        return (self.dropout,)
+        layers = (self.W_query, self.num_heads), (self.W_key, self.num_kv_groups), (self.W_value, self.num_kv_groups)
+        q, k, v = (_forward(layer, x).reshape(*x.shape[:2], n, self.head_dim).swapaxes(1, 2) for layer, n in layers)
+        return q, k, v
 
     def _finish(self, context: Array) -> Array:
         return _forward(self.out_proj, context)
@@ -410,8 +364,4 @@ class MultiHeadAttention(_Projections, Causal):
 
     def __repr__(self) -> str:
         groups = "" if self.num_kv_groups == self.num_heads else f", num_kv_groups={self.num_kv_groups}"
-        return (
-            f"MultiHeadAttention({self.d_in}, {self.d_out}, context_length={self.context_length}, "
-            f"dropout={self.dropout.p}, num_heads={self.num_heads}, qkv_bias={self.W_query.bias is not None}"
-            f"{groups}{show_dtype(self.dtype)})"
-        )
+        return self._show("MultiHeadAttention", self, f"num_heads={self.num_heads}, ", groups)

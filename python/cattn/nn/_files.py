@@ -80,37 +80,37 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
 def load_arrays(path: FilePath) -> dict[str, Array]:
     """Read all arrays of a file. Nothing is ever unpickled."""
     source = Path(path)
-    opener = open_safetensors if _suffix(source) == ".safetensors" else _open_npz
-    with opener(source) as (names, read):
+
+    def explain(error: Exception) -> Exception:
+        pickled = needs_pickle(error)  # NumPy's text says how to unpickle it, which is no advice
+        reason = "cattn reads arrays of numbers and never unpickles" if pickled else show_damage(error)
+        return ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}")
+
+    safetensors = _suffix(source) == ".safetensors"
+    with open_safetensors(source) if safetensors else open_npz(source, explain) as (names, read):
         return {name: read(name) for name in names}
 
 
 @contextlib.contextmanager
-def _open_npz(source: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+def open_npz(
+    source: Path, explain: Callable[[Exception], Exception]
+) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+    """Yield the names of a file's arrays, and a function that reads one of them. `explain` makes the error to raise."""
+
+    def read(name: str) -> Array:
+        array = archive[name]
+        if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without its magic number
+            raise ValueError(f"{name} is not in the .npy format")
+        return array
+
     with open(source, "rb") as stream:
         try:
-            with npz_reader(stream) as reader:
-                yield reader
+            with np.load(stream, allow_pickle=False) as archive:
+                yield list(archive.files), read
         except MemoryError:
             raise
         except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
-            pickled = needs_pickle(error)  # NumPy's text says how to unpickle it, which is no advice
-            reason = "cattn reads arrays of numbers and never unpickles" if pickled else show_damage(error)
-            raise ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}") from error
-
-
-@contextlib.contextmanager
-def npz_reader(stream: Any) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Yield the names of the arrays in an open .npz file, and a function that reads one of them."""
-    with np.load(stream, allow_pickle=False) as archive:
-
-        def read(name: str) -> Array:
-            array = archive[name]
-            if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without its magic number
-                raise ValueError(f"{name} is not in the .npy format")
-            return array
-
-        yield list(archive.files), read
+            raise explain(error) from error
 
 
 def needs_pickle(error: Exception) -> bool:

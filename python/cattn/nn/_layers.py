@@ -16,7 +16,7 @@ from .._input.rng import Generator, as_generator, or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
 from ..random import TorchGenerator
-from ._module import Module
+from ._module import Kept, Module
 
 __all__ = ["Dropout", "Linear"]
 
@@ -74,6 +74,11 @@ class Linear(Module):
     >>> layer.weight = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
     >>> layer([[1.0, 2.0, 3.0]])
     array([[1., 5.]])
+    >>> layer.backward([[1.0, 0.0]])
+    array([[1., 0., 0.]])
+    >>> layer.grads["weight"]
+    array([[1., 2., 3.],
+           [0., 0., 0.]])
     """
 
     _parameters = ("weight", "bias")
@@ -85,63 +90,22 @@ class Linear(Module):
         self.d_in = as_size(d_in, "d_in")
         self.d_out = as_size(d_out, "d_out")
         self.dtype = as_dtype(dtype)
-        self.weight: Array
-        self.bias: Array | None
         self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
 
     def __call__(self, x: ArrayLike) -> Array:
-        """Return ``x @ weight.T + bias``, in the common dtype of x and the parameters.
+        """Return ``x @ weight.T + bias`` in the common dtype of x and the parameters.
 
-        Parameters
-        ----------
-        x : array_like, shape (..., d_in)
-            The input.
-
-        Returns
-        -------
-        ndarray, shape (..., d_out)
+        x is array_like of shape (..., d_in); the result has shape (..., d_out).
         """
         self._kept = None
         array = as_array(x, "x")
         result = self._forward(array)
         if self.training:
-            self._kept = array.copy(), result.dtype
+            self._kept = Kept(result.shape, result.dtype, array.copy())
         return result
 
-    def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of the last call's x, and add those of weight and bias to `grads`.
-
-        Parameters
-        ----------
-        grad_out : array_like, shape (..., d_out)
-            Gradient of the output of the call.
-
-        Returns
-        -------
-        ndarray, shape (..., d_in)
-            In the dtype of the output.
-
-        Raises
-        ------
-        RuntimeError
-            No call was made in training mode.
-        TypeError, ValueError
-            grad_out does not hold real numbers, or has another shape.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import cattn
-        >>> layer = cattn.Linear(3, 2, bias=False, rng=123)
-        >>> y = layer(np.array([[1.0, 2.0, 3.0]]))
-        >>> layer.backward([[1.0, 0.0]]).shape
-        (1, 3)
-        >>> layer.grads["weight"]
-        array([[1., 2., 3.],
-               [0., 0., 0.]], dtype=float32)
-        """
-        x, dtype = self._recall()
-        return self._backward(x, as_gradient(grad_out, (*x.shape[:-1], self.d_out), dtype))
+    def _propagate(self, kept: Kept, grad: Array) -> Array:
+        return self._backward(kept.inputs, grad)
 
     def _forward(self, x: Array) -> Array:
         """Return the output without keeping x for the backward pass."""
@@ -167,6 +131,8 @@ class Linear(Module):
 class Dropout(Module):
     """Drop elements in training mode, do nothing in evaluation mode.
 
+    `backward` returns 0 where the last call dropped an element, else grad_out / (1 - p).
+
     Parameters
     ----------
     p : float
@@ -186,6 +152,9 @@ class Dropout(Module):
     >>> import cattn
     >>> drop = cattn.Dropout(0.5, rng=123)
     >>> drop(np.ones((2, 6)))
+    array([[2., 2., 0., 2., 2., 0.],
+           [0., 0., 0., 2., 0., 2.]])
+    >>> drop.backward(np.ones((2, 6)))
     array([[2., 2., 0., 2., 2., 0.],
            [0., 0., 0., 2., 0., 2.]])
     >>> drop.eval()(np.ones(3))
@@ -209,55 +178,19 @@ class Dropout(Module):
     def __call__(self, x: ArrayLike) -> Array:
         """Return x with elements dropped and the others divided by 1 - p, or a copy in evaluation mode.
 
-        Parameters
-        ----------
-        x : array_like
-            The input, of any shape.
-
-        Returns
-        -------
-        ndarray
-            Has the shape and dtype of x.
+        x has any shape; the result has the shape and dtype of x.
         """
         self._kept = None
         rng = self.draw_from()
         replay = to_replay(rng) if self.active_p > 0 else None
         result = dropout(x, self.p, training=self.training, rng=rng)
         if self.training:
-            self._kept = replay, self.p, result.shape, result.dtype
+            self._kept = Kept(result.shape, result.dtype, (replay, self.p))
         return result
 
-    def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of the last call's x: 0 where it dropped an element, else grad_out / (1 - p).
-
-        Parameters
-        ----------
-        grad_out : array_like
-            Gradient of the output of the call.
-
-        Returns
-        -------
-        ndarray
-            Has the shape and dtype of the output.
-
-        Raises
-        ------
-        RuntimeError
-            No call was made in training mode.
-        TypeError, ValueError
-            grad_out does not hold real numbers, or has another shape.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> import cattn
-        >>> drop = cattn.Dropout(0.5, rng=123)
-        >>> y = drop(np.full(6, 10.0))
-        >>> y, drop.backward(np.ones(6))
-        (array([20., 20.,  0., 20., 20.,  0.]), array([2., 2., 0., 2., 2., 0.]))
-        """
-        replay, p, shape, dtype = self._recall()
-        return dropout(as_gradient(grad_out, shape, dtype), p, training=p > 0, rng=to_replay(replay))
+    def _propagate(self, kept: Kept, grad: Array) -> Array:
+        replay, p = kept.inputs
+        return dropout(grad, p, training=p > 0, rng=to_replay(replay))
 
     def __repr__(self) -> str:
         return f"Dropout({self.p})"
@@ -271,14 +204,6 @@ def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Arr
     if bias is None:
         return result
     return np.add(result, bias, out=result if np.result_type(result, bias) == result.dtype else None)
-
-
-def as_gradient(grad_out: ArrayLike, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return grad_out in the given dtype, after a check of its shape."""
-    grad = as_array(grad_out, "grad_out")
-    if grad.shape != shape:
-        raise ValueError(f"grad_out has shape {grad.shape}, wanted {shape}")
-    return grad.astype(dtype, copy=False)
 
 
 def show_dtype(dtype: np.dtype[Any]) -> str:

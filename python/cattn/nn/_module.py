@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_array
 
@@ -27,6 +27,14 @@ class _Slot(NamedTuple):
     attribute: str
 
 
+class Kept(NamedTuple):
+    """The part of a forward pass that `Module.backward` needs."""
+
+    shape: tuple[int, ...]  # of the output
+    dtype: np.dtype[Any]  # of the output
+    inputs: Any  # of the class's own backward pass
+
+
 class Module:
     """Base of the classes: a tree of modules whose leaves hold arrays.
 
@@ -36,16 +44,13 @@ class Module:
         Whether dropout is active; True at first.
     """
 
-    training: bool
     _parameters: ClassVar[tuple[str, ...]] = ()  # attributes that hold an array, or None
-
-    _kept: Any  # for backward, from the last forward pass in training. None: no such pass. A str: the error to raise
-    _gradients: dict[str, Array]  # of the parameters of this module, not of its children
 
     def __init__(self) -> None:
         self.training = True
-        self._kept = None
-        self._gradients = {}
+        # Of the last forward pass in training: a `Kept` or similar. None: no such pass. A str: the error of `backward`.
+        self._kept: Any = None
+        self._gradients: dict[str, Array] = {}  # of the parameters of this module, not of its children
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles: everything except the arrays kept for `backward`."""
@@ -164,16 +169,64 @@ class Module:
             dtype = as_array(getattr(self, name), name).dtype
             self._gradients[name] = np.array(gradient, dtype=dtype, order="C")
 
-    def _recall(self) -> Any:
-        """Return the arrays that the last forward pass kept."""
-        if self._kept is None:
+    def backward(self, grad_out: ArrayLike) -> Array:
+        """Return the gradient of the last call's x, and add those of the parameters to `grads`.
+
+        Parameters
+        ----------
+        grad_out : array_like
+            Gradient of the output of the call, in its shape; for attention, that of the context vectors.
+
+        Returns
+        -------
+        ndarray
+            Has the shape of x and the dtype of the output.
+
+        Raises
+        ------
+        RuntimeError
+            No call was made in training mode, or the last one had a cache.
+        TypeError, ValueError
+            grad_out does not hold real numbers, or has another shape.
+
+        Notes
+        -----
+        A call in training mode keeps the arrays that `backward` needs; the next call replaces them, `eval` frees them.
+        Change the parameters after `backward`, not before.
+
+        Attention keeps x, queries, keys, values, context vectors, and one number for each row of these. `backward`
+        computes the weights again, block by block. Dropout draws its mask again. If it comes from a `TorchGenerator`,
+        no other thread may draw from that during a call of attention.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> mha = cattn.MultiHeadAttention(4, 4, context_length=8, dropout=0.1, num_heads=2, rng=123)
+        >>> x = np.random.default_rng(0).standard_normal((3, 4), dtype=np.float32)
+        >>> context = mha(x)
+        >>> mha.backward(2 * context).shape  # of the loss (context**2).sum()
+        (3, 4)
+        >>> for name, parameter in mha.parameters().items():
+        ...     parameter -= 0.01 * mha.grads[name]
+        >>> mha.zero_grad()
+        """
+        kept = self._kept
+        if kept is None:
             raise RuntimeError(
                 "backward goes back through the last forward pass in training mode, and there was none: "
                 "call train() and the module first"
             )
-        if isinstance(self._kept, str):
-            raise RuntimeError(self._kept)
-        return self._kept
+        if isinstance(kept, str):
+            raise RuntimeError(kept)
+        grad = as_array(grad_out, "grad_out")
+        if grad.shape != kept.shape:
+            raise ValueError(f"grad_out has shape {grad.shape}, wanted {kept.shape}")
+        return self._propagate(kept, grad.astype(kept.dtype, copy=False))
+
+    def _propagate(self, kept: Any, grad: Array) -> Array:
+        """Return the gradient of x, given that of the output. Add to the gradients of the parameters."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Array]:
         """Return the parameters by name, as ``torch.nn.Module.state_dict`` names them.
@@ -266,17 +319,7 @@ class Module:
     def load(self, path: FilePath, strict: bool = True) -> LoadResult:
         """Load the parameters from a ``.npz`` or ``.safetensors`` file.
 
-        Parameters
-        ----------
-        path : path-like
-            The file, with names in any scheme that `load_state_dict` knows.
-        strict : bool
-            As in `load_state_dict`.
-
-        Returns
-        -------
-        LoadResult
-            As `load_state_dict`.
+        Names, `strict` and the result are those of `load_state_dict`.
 
         Raises
         ------

@@ -45,27 +45,13 @@ def scaled_dot_product_attention(
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
 
+    The parameters that are not listed are those of `cattn.scaled_dot_product_attention`.
+
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
-        Batch dimensions broadcast. From four dimensions on, axis -3 counts heads; if the query has a multiple of the
-        heads of key and value, head h reads head ``h // (H_q // H_kv)`` of them. Two or three dimensions have one
-        head, unless three come with ``enable_gqa=True``; ``enable_gqa=False`` forbids groups.
-    attn_mask : array_like of bool (True = keep) or of floats (added to the scores), broadcastable to (..., T_q, T_k)
-    dropout_p : float in [0, 1]; `rng` is a 64-bit seed, or None for a random one; see `dropout_keep`
-    is_causal, query_offset, window_size : see `causal_mask`
-        The offset may be an array that broadcasts to the batch dimensions.
-    query_seq_lengths, key_value_seq_lengths : int, or array_like that broadcasts as query_offset
-        Numbers of queries and keys that exist. "lower_right" aligns the last existing query with the last existing key.
-    softcap : float, replaces scores by ``softcap * tanh(score / softcap)`` before anything is added; None or 0: no cap
-    alibi_slopes : array_like (H,) or (..., H), lowers scores by slope * abs(position - key)
-    sinks : array_like (H,) or (..., H), an extra logit for each head, which enters the softmax denominator only
-    scale : float, default 1 / sqrt(D)
-    bias : array_like of floats, broadcastable to (..., T_q, T_k)
-        Added to the scores; -inf hides a key.
-    need_weights, return_lse, return_dropout_mask : bool
-        Also return the weights before dropout (..., T_q, T_k), the natural logarithm of the sum of the exponentials of
-        the visible scores (..., T_q), and the dropout mask (..., T_q, T_k).
+    rng : int or None
+        A 64-bit seed, or None for a random one; see `dropout_keep`.
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
 
     Returns
@@ -83,16 +69,11 @@ def scaled_dot_product_attention(
            [3.]])
     """
     p = probability(dropout_p, "dropout_p")
-    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
     problem = score(
-        (query, key, value),
-        (attn_mask, bias),
-        ranges,
-        scale,
-        enable_gqa,
-        softcap,
-        alibi_slopes,
-    )
+        (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
+        query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     weights, lse = _normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
     drop_bits = _dropout_bits(p, seed, problem)
@@ -189,25 +170,18 @@ def attention_weights(
     attn_mask: ArrayLike | None = None,
     is_causal: Causal = False,
     *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     dropout_p: float = 0.0,
     rng: int | None = None,
     stage: str = "softmax",
     out: Floats | None = None,
+    **options: Any,
 ) -> Floats:
     """Return scores or weights after a stage of attention, (..., T_q, T_k).
 
     The stages: "qk" (scaled products), "softcap", "bias" (slopes and additive masks), "mask" (hidden scores are -inf),
-    "softmax" (the weights), "dropout" (the weights that multiply the values).
+    "softmax" (the weights), "dropout" (the weights that multiply the values). The other options are those of
+    `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -221,17 +195,8 @@ def attention_weights(
     if stage not in STAGES:
         raise ValueError(f"stage must be one of {STAGES}, got {stage!r}")
     step = STAGES.index(stage)
-    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
-    problem = score(
-        (query, key, key),
-        (attn_mask, bias) if step >= STAGES.index("bias") else (None, None),
-        ranges,
-        scale,
-        enable_gqa,
-        softcap if step >= STAGES.index("softcap") else None,
-        alibi_slopes if step >= STAGES.index("bias") else None,
-    )
-    result = problem.scores
+    problem = score((query, key, key), attn_mask, is_causal, **options)
+    result = {"qk": problem.products, "softcap": problem.capped}.get(stage, problem.scores)
     if stage == "mask":
         result = np.where(problem.visible, result, -np.inf)
     elif step > STAGES.index("mask"):
@@ -252,23 +217,31 @@ def _dropout_bits(p: float, seed: int, problem: Problem) -> Bools:
 
 
 class Problem(NamedTuple):
-    scores: Floats  # (*batch, H, T_q, T_k)
+    query: Floats  # (*batch, H, T_q, D)
+    key: Floats  # (*batch, H, T_k, D)
+    value: Floats  # (*batch, H, T_k, D_v)
+    scale: float
+    products: Floats  # (*batch, H, T_q, T_k): scaled
+    capped: Floats  # the products after the softcap
+    scores: Floats  # after slopes and additive masks
     visible: Bools  # the same shape
     position: NDArray[np.int64]  # (*batch or fewer dimensions, T_q)
-    value: Floats  # (*batch, H, T_k, D_v)
     one_head: bool  # the caller's arrays have no head axis
 
 
 def score(
     inputs: tuple[ArrayLike, ArrayLike, ArrayLike],
-    masks: tuple[ArrayLike | None, ArrayLike | None],
-    ranges: Ranges,
-    scale: float | None,
-    enable_gqa: bool | None,
+    attn_mask: ArrayLike | None = None,
+    is_causal: Causal = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: ArrayLike | None = None,
     softcap: float | None = None,
-    slopes: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    **ranges: Any,
 ) -> Problem:
-    """Return scores and visibility of every pair, with an axis for the heads."""
+    """Return scores and visibility of every pair, with an axis for the heads; `ranges` are those of `Ranges`."""
     arrays = [np.asarray(a, np.float64) for a in inputs]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
@@ -281,15 +254,14 @@ def score(
         raise ValueError(f"value has {v.shape[-2]} rows, key has {k.shape[-2]}")
 
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    scores = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
-    in_range, position = visible_keys(shape[-2], shape[-1], ranges)
+    products = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
+    in_range, position = visible_keys(shape[-2], shape[-1], Ranges(is_causal, **ranges))
     visible = np.array(np.broadcast_to(in_range[..., None, :, :], shape))
-    if softcap:
-        scores = softcap * np.tanh(scores / softcap)
-    if slopes is not None:
+    scores = capped = softcap * np.tanh(products / softcap) if softcap else products
+    if alibi_slopes is not None:
         distance = np.abs(position[..., None, :, None] - np.arange(shape[-1]))
-        scores = scores - np.asarray(slopes, np.float64)[..., None, None] * distance
-    for name, given in zip(("attn_mask", "bias"), masks, strict=True):
+        scores = scores - np.asarray(alibi_slopes, np.float64)[..., None, None] * distance
+    for name, given in (("attn_mask", attn_mask), ("bias", bias)):
         if given is None:
             continue
         term = np.asarray(given)
@@ -303,7 +275,8 @@ def score(
         else:
             raise TypeError(f"bias must hold floats, got {term.dtype}; a boolean mask goes to attn_mask")
 
-    return Problem(scores, visible, position, np.broadcast_to(v, shape[:-2] + v.shape[-2:]), one_head)
+    q, k, v = (np.broadcast_to(a, shape[:-2] + a.shape[-2:]) for a in (q, k, v))
+    return Problem(q, k, v, scale, products, capped, scores, visible, position, one_head)
 
 
 def _normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:

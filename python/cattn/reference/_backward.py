@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._input.types import AttentionGradients, Window
+from cattn._input.types import AttentionGradients
 
-from ._attention import Problem, _dropout_bits, _weighted_sum, match_heads, score
+from ._attention import _dropout_bits, _weighted_sum, score
 from ._dropout import apply_dropout, dropout
-from ._masks import Causal, Ranges
+from ._masks import Causal
 from ._shared import Floats, boolean, deliver, probability, quiet
 
 
@@ -27,17 +27,9 @@ def attention_backward(
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Causal = False,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: int | None = None,
+    **options: Any,
 ) -> AttentionGradients:
     """Return the gradients of the arguments of `scaled_dot_product_attention`, given that of its output.
 
@@ -47,7 +39,7 @@ def attention_backward(
         dQ = scale * dS @ K        dK = scale * dS.T @ Q      d bias = dS        d sink = -sum(P_sink * sum(dO * O))
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
-    summed over the axes along which its argument was broadcast. Arguments are those of the forward pass, and `out` and
+    summed over the axes along which its argument was broadcast. Options are those of the forward pass, and `out` and
     `lse` are its results. Hidden pairs have no influence, even if they are NaN.
 
     Examples
@@ -58,15 +50,12 @@ def attention_backward(
            [0.5, 0.5]])
     """
     p = probability(dropout_p, "dropout_p")
-    ranges = Ranges(is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size)
     inputs = (query, key, value)
-    problem = score(inputs, (attn_mask, bias), ranges, scale, enable_gqa, softcap, alibi_slopes)
-    visible = problem.visible
-    q, k, v = _with_heads(inputs, problem, enable_gqa)
+    problem = score(inputs, attn_mask, is_causal, **options)
+    q, k, v, visible = problem.query, problem.key, problem.value, problem.visible
     grads_out, outs, row_lse = (np.asarray(a, np.float64) for a in (grad_out, out, lse))
     if problem.one_head:
         grads_out, outs, row_lse = grads_out[..., None, :, :], outs[..., None, :, :], row_lse[..., None, :]
-    scale = 1.0 / np.sqrt(max(q.shape[-1], 1)) if scale is None else scale
 
     visible_mass = visible & (problem.scores != -np.inf)  # a score of -inf has weight 0 and gradient 0
     weights = np.where(visible_mass, np.exp(problem.scores - row_lse[..., None]), 0.0)
@@ -76,17 +65,16 @@ def attention_backward(
     delta = (grads_out * outs).sum(axis=-1)
     dP = np.where(factor != 0, factor * (grads_out @ np.swapaxes(v, -1, -2)), 0.0)
     dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
-    dS_scaled = dS * scale
-    if softcap:
-        raw = score(inputs, (None, None), ranges, scale, enable_gqa, softcap).scores
-        dS_scaled = np.where(dS != 0, dS_scaled * (1 - (raw / softcap) ** 2), 0.0)
+    dS_scaled = dS * problem.scale
+    if softcap := options.get("softcap"):
+        dS_scaled = np.where(dS != 0, dS_scaled * (1 - (problem.capped / softcap) ** 2), 0.0)
 
     grad_q = _weighted_sum(dS_scaled, k, visible)
     transposed = np.swapaxes(visible, -1, -2)
     grad_k = _weighted_sum(np.swapaxes(dS_scaled, -1, -2), q, transposed)
     grad_v = _weighted_sum(np.swapaxes(np.where(factor != 0, weights * factor, 0.0), -1, -2), grads_out, transposed)
     grad_bias, grad_sinks = None, None
-    additive = bias if bias is not None else attn_mask
+    additive = attn_mask if options.get("bias") is None else options["bias"]
     if additive is not None and np.asarray(additive).dtype.kind == "f":
         grad_bias = _sum_to(dS[..., 0, :, :] if problem.one_head else dS, np.shape(additive))
     if sinks is not None:
@@ -141,17 +129,6 @@ def dropout_backward(
     else:
         result = apply_dropout(np.asarray(grad_out, np.float64), boolean(mask, "mask"), probability(p, "p"))
     return deliver(result, out)
-
-
-def _with_heads(inputs: tuple[ArrayLike, ...], problem: Problem, enable_gqa: bool | None) -> list[Floats]:
-    """Return the inputs with all batch dimensions and heads of the call. Shared heads are repeated."""
-    arrays = [np.asarray(a, np.float64) for a in inputs]
-    rank = max(a.ndim for a in arrays)
-    arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
-    if problem.one_head:
-        arrays = [np.expand_dims(a, -3) for a in arrays]
-    arrays = list(match_heads(arrays[0], arrays[1], arrays[2], enable_gqa))
-    return [np.broadcast_to(a, problem.visible.shape[:-2] + a.shape[-2:]) for a in arrays]
 
 
 def _sum_groups(grad: Floats, shape: tuple[int, ...]) -> Any:

@@ -61,26 +61,18 @@ def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
 
     Queries and keys at or after their length do not exist: such a query sees no key, such a key is hidden.
     """
-    is_causal, query_offset, query_seq_lengths, key_value_seq_lengths, window_size = ranges
-    left, right = (np.inf if side is None or side == -1 else side for side in window_size or (None, None))
-    queries = _lengths(query_seq_lengths, T_q, "query_seq_lengths")
-    keys = _lengths(key_value_seq_lengths, T_k, "key_value_seq_lengths")
-    windowed = left < np.inf or right < np.inf
-    position = positions(is_causal, query_offset, T_q, T_k, keys - queries, windowed)
+    left, right = (np.inf if side is None or side == -1 else side for side in ranges.window_size or (None, None))
+    queries = _lengths(ranges.query_seq_lengths, T_q, "query_seq_lengths")
+    keys = _lengths(ranges.key_value_seq_lengths, T_k, "key_value_seq_lengths")
+    position = positions(ranges, T_q, T_k, keys - queries, windowed=left < np.inf or right < np.inf)
     i, j, p = np.arange(T_q)[:, None], np.arange(T_k), position[..., None]
     visible = (i < queries[..., None, None]) & (j < keys[..., None, None]) & (j >= p - left) & (j <= p + right)
-    return (visible & (j <= p) if is_causal else visible), position
+    return (visible & (j <= p) if ranges.is_causal else visible), position
 
 
-def positions(
-    is_causal: Causal,
-    query_offset: ArrayLike | None,
-    T_q: int,
-    T_k: int,
-    lower_right: ArrayLike,
-    windowed: bool = False,
-) -> Integers:
+def positions(ranges: Ranges, T_q: int, T_k: int, lower_right: ArrayLike, windowed: bool = False) -> Integers:
     """Return absolute positions of the queries, (*shape of the offset, T_q); `lower_right` is T_k - T_q."""
+    is_causal, query_offset, *_ = ranges
     is_causal = bool(is_causal) if isinstance(is_causal, np.bool_) else is_causal
     if is_causal not in (False, True, "upper_left", "lower_right"):
         raise ValueError(f'is_causal must be False, True, "upper_left" or "lower_right", got {is_causal!r}')

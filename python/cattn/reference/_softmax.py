@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._masks import Causal, positions
+from ._masks import Causal, Ranges, positions
 from ._shared import Floats, boolean, deliver, quiet
 
 Axis = int | tuple[int, ...] | None
@@ -70,7 +70,7 @@ def masked_softmax(
     visible = np.array(np.broadcast_to(True if mask is None else boolean(mask, "mask"), scores.shape))
     if is_causal:
         T_q, T_k = scores.shape[-2:]
-        position = positions(is_causal, query_offset, T_q, T_k, T_k - T_q)
+        position = positions(Ranges(is_causal, query_offset), T_q, T_k, T_k - T_q)
         visible &= np.arange(scores.shape[-1]) <= position[..., None]
 
     if method == "neg_inf":
