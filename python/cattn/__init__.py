@@ -9,8 +9,6 @@ array([[1.  , 0.  ],
        [0.75, 0.75]])
 """
 
-# ruff: noqa: F403, F405 - functional and nn list their public names, and __all__ lists all of them once
-
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +18,34 @@ from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
 from .cache import KVCache
-from .functional import *
-from .nn import *
+from .functional import (
+    Explanation,
+    attention_backward,
+    attention_weights,
+    causal_attention,
+    causal_mask,
+    dropout,
+    dropout_backward,
+    explain,
+    get_alibi_slopes,
+    masked_softmax,
+    merge_attention,
+    scaled_dot_product_attention,
+    show_mask,
+    sliding_window,
+    softmax,
+    softmax_backward,
+    varlen_attention,
+)
+from .nn import (
+    CausalAttention,
+    Dropout,
+    Linear,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    SelfAttention_v1,
+    SelfAttention_v2,
+)
 from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
