@@ -43,6 +43,16 @@ INLINE vm vf_lt(vf a, vf b) { return VF(cmp)(a, b, _CMP_LT_OQ); }
 INLINE vm vf_eq(vf a, vf b) { return VF(cmp)(a, b, _CMP_EQ_OQ); }
 INLINE vm vm_and(vm a, vm b) { return VF (and)(a, b); }
 INLINE vm vm_or(vm a, vm b) { return VF(or)(a, b); }
+INLINE void vf_transpose(vf v[LANES]) {
+    enum { N = LANES / 2 };
+    transpose_parts(v);
+    /* then the 2 x 2 halves themselves */
+    UNROLLED(i, N) {
+        const vf low = v[i], high = v[i + N];
+        v[i] = VF(permute2f128)(low, high, 0x20);
+        v[i + N] = VF(permute2f128)(low, high, 0x31);
+    }
+}
 INLINE vm vm_not(vm a) { return VF(xor)(a, VF(castsi256)(_mm256_set1_epi32(-1))); }
 INLINE bool vm_any(vm m) { return VF(movemask)(m) != 0; }
 
@@ -51,24 +61,6 @@ INLINE bool vm_any(vm m) { return VF(movemask)(m) != 0; }
 INLINE vf vf_scale2(vf x, vf n) {
     __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(REAL_BIAS));
     return x * _mm256_castsi256_ps(_mm256_slli_epi32(e, REAL_MANT));
-}
-INLINE void vf_transpose(vf v[LANES]) {
-    __m256 t[8];
-    /* 2x2 blocks, then 4x4 inside each 128-bit half, then the halves themselves */
-    unpack_pairs(v, t);
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        v[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        v[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-        v[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        v[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-    }
-    UNROLLED(i, 4) {
-        t[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
-        t[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
-    }
-    UNROLLED(i, 8)
-        v[i] = t[i];
 }
 INLINE vf vf_from_bytes(const uint8_t *p) {
     __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
@@ -99,14 +91,6 @@ INLINE vh vh_bf16(vf v) {
 INLINE vf vf_scale2(vf x, vf n) {
     __m256i e = _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_cvtpd_epi32(n), _mm_set1_epi32(REAL_BIAS)));
     return x * _mm256_castsi256_pd(_mm256_slli_epi64(e, REAL_MANT));
-}
-INLINE void vf_transpose(vf v[LANES]) {
-    __m256d t[4];
-    unpack_pairs(v, t);
-    UNROLLED(i, 2) {
-        v[i] = _mm256_permute2f128_pd(t[i], t[i + 2], 0x20);
-        v[i + 2] = _mm256_permute2f128_pd(t[i], t[i + 2], 0x31);
-    }
 }
 INLINE vf vf_from_bytes(const uint8_t *p) {
     int four;

@@ -4,7 +4,8 @@
 #include <immintrin.h>
 
 /* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 16 floats, and half
- * of one beside 8 doubles. VU_ODD is the blend mask of the odd integers. */
+ * of one beside 8 doubles. VU_ODD is the blend mask of the odd integers, VF_OF their bits as floats. VF_PARTS shuffles
+ * the 128-bit parts. */
 #if REAL_BITS == 32
 #define LANES 16
 typedef __m512 vf;
@@ -13,6 +14,7 @@ typedef __m512i vu;
 typedef __m256i vh;
 #define VF(op) _mm512_##op##_ps
 #define VF_MASK(op) _mm512_##op##_ps_mask
+#define VF_PARTS _mm512_shuffle_f32x4
 #define VU(op) _mm512_##op
 #define VU_BITS(op) _mm512_##op##_si512
 #define VF_OF(integers) _mm512_castsi512_ps(integers)
@@ -24,6 +26,7 @@ typedef __mmask8 vm;
 typedef __m256i vu;
 #define VF(op) _mm512_##op##_pd
 #define VF_MASK(op) _mm512_##op##_pd_mask
+#define VF_PARTS _mm512_shuffle_f64x2
 #define VU(op) _mm256_##op
 #define VU_BITS(op) _mm256_##op##_si256
 #define VU_ODD 0xaa
@@ -44,6 +47,24 @@ INLINE vm vm_and(vm a, vm b) { return (vm)(a & b); }
 INLINE vm vm_or(vm a, vm b) { return (vm)(a | b); }
 INLINE vm vm_not(vm a) { return (vm)~a; }
 INLINE bool vm_any(vm m) { return m != 0; }
+INLINE void vf_transpose(vf v[LANES]) {
+    enum { N = LANES / 4 };
+    vf t[LANES];
+    transpose_parts(v);
+    /* the 128-bit parts, 4 x 4 of them, in two steps */
+    UNROLLED(i, N) {
+        t[i] = VF_PARTS(v[i], v[i + N], 0x88);
+        t[i + N] = VF_PARTS(v[i], v[i + N], 0xdd);
+        t[i + 2 * N] = VF_PARTS(v[i + 2 * N], v[i + 3 * N], 0x88);
+        t[i + 3 * N] = VF_PARTS(v[i + 2 * N], v[i + 3 * N], 0xdd);
+    }
+    UNROLLED(i, N) {
+        v[i] = VF_PARTS(t[i], t[i + 2 * N], 0x88);
+        v[i + N] = VF_PARTS(t[i + N], t[i + 3 * N], 0x88);
+        v[i + 2 * N] = VF_PARTS(t[i], t[i + 2 * N], 0xdd);
+        v[i + 3 * N] = VF_PARTS(t[i + N], t[i + 3 * N], 0xdd);
+    }
+}
 /* -inf where a byte is 0, else +0. */
 INLINE vf masked_where_zero(__m128i bytes) {
     vm zero = (vm)_mm_testn_epi8_mask(bytes, bytes);
@@ -64,32 +85,6 @@ INLINE vm vu_eq(vu a, vu b) { return VU(cmpeq_epi32_mask)(a, b); }
 
 #if REAL_BITS == 32 /* ---- 16 floats ---- */
 
-INLINE void vf_transpose(vf v[LANES]) {
-    __m512 t[16];
-    /* 2x2 blocks, then 4x4 inside each 128-bit part, then the parts themselves */
-    unpack_pairs(v, t);
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 1]);
-        __m512d c = _mm512_castps_pd(t[i + 2]), d = _mm512_castps_pd(t[i + 3]);
-        v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-        v[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-        v[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-        v[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
-    }
-    UNROLLED(i, 4) {
-        t[i] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
-    }
-    UNROLLED(i, 4) {
-        v[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
-        v[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
-        v[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
-        v[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
 INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadu_si128((const void *)p)); }
 
 INLINE vh vh_loadu(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
@@ -111,23 +106,6 @@ INLINE vu vu_digits(const uint32_t *words, int r) {
 
 #else /* ---- 8 doubles; 8 integers fit into a __m256i ---- */
 
-INLINE void vf_transpose(vf v[LANES]) {
-    __m512d t[8];
-    /* 2x2 blocks, then the 128-bit quarters in two steps */
-    unpack_pairs(v, t);
-    UNROLLED(i, 2) {
-        v[i] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88);
-        v[i + 2] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
-        v[i + 4] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);
-        v[i + 6] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
-    }
-    UNROLLED(i, 4) {
-        t[i] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_f64x2(v[i], v[i + 4], 0xdd);
-    }
-    UNROLLED(i, 8)
-        v[i] = t[i];
-}
 INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadl_epi64((const void *)p)); }
 
 #endif

@@ -30,13 +30,26 @@ INLINE vw vw_mul(vw a, uint32_t m) {
     return (vw){VU(mul_epu32)(a.even, k), VU(mul_epu32)(a.odd, k)};
 }
 INLINE vw vw_high(vw a) { return (vw){VU(srli_epi64)(a.even, 32), VU(srli_epi64)(a.odd, 32)}; }
-/* The first step of a transposition: the 2 x 2 blocks inside each 128-bit part. */
-INLINE void unpack_pairs(const vf v[LANES], vf t[LANES]) {
-#pragma GCC unroll 16
+/* Transposes the squares inside each 128-bit part: 2 x 2 doubles, or 4 x 4 floats in two steps. */
+INLINE void transpose_parts(vf v[LANES]) {
+    vf t[LANES];
+#pragma GCC unroll 8
     for (int i = 0; i < LANES; i += 2) {
         t[i] = VF(unpacklo)(v[i], v[i + 1]);
         t[i + 1] = VF(unpackhi)(v[i], v[i + 1]);
     }
+#if REAL_BITS == 32
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        v[i] = VF(shuffle)(t[i], t[i + 2], 0x44);
+        v[i + 1] = VF(shuffle)(t[i], t[i + 2], 0xee);
+        v[i + 2] = VF(shuffle)(t[i + 1], t[i + 3], 0x44);
+        v[i + 3] = VF(shuffle)(t[i + 1], t[i + 3], 0xee);
+    }
+#else
+    UNROLLED(i, LANES)
+        v[i] = t[i];
+#endif
 }
 #if LANES <= 8
 INLINE vu vu_digits(const uint32_t *words, int r) {
