@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "dtype.h"
+#include "score_options.h"
 
 enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
 
@@ -111,8 +112,7 @@ struct cattn_attention_params {
     int64_t num_heads;  /* query heads */
     int64_t group_size; /* query heads that read one key-value head */
     int64_t seqlen_q, seqlen_k, head_dim, d_v;
-    double scale;
-    double softcap; /* softcap * tanh(score / softcap), before anything is added to the score; 0: none */
+    struct cattn_score_options score_options;
     struct cattn_dropout_spec dropout;
     struct cattn_poll poll;
 

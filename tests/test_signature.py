@@ -18,7 +18,7 @@ import pytest
 
 import cattn
 from cattn import _cattn
-from cattn._input.types import AttentionOptions
+from cattn.functional._attention import AttentionOptions
 from public_calls import contents
 
 ROOT = Path(__file__).parent.parent

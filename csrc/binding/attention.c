@@ -140,7 +140,7 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
     if (stage < CATTN_STAGE_DROPOUT)
         params->dropout.enabled = false;
     if (stage < CATTN_STAGE_SOFTCAP)
-        params->softcap = 0;
+        params->score_options.softcap = 0;
     if (stage < CATTN_STAGE_BIAS) {
         params->slopes.data = NULL;
         params->n_bias = 0;

@@ -183,9 +183,9 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
 static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     struct cattn_attention_params *params = call->params;
     if (scale != Py_None)
-        return cattn_arg_scale(scale, call->type, &params->scale);
+        return cattn_arg_scale(scale, call->type, &params->score_options.scale);
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
-    params->scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
+    params->score_options.scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
     cattn_fp_leave(mode);
     return true;
 }
@@ -268,14 +268,15 @@ static bool rounds_to_float(double number) { return number > 0x1p-150 && number 
 static bool parse_score_options(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
     if (args[ARG_softcap] != Py_None) {
-        if (!cattn_arg_real(args[ARG_softcap], "softcap", &params->softcap))
+        if (!cattn_arg_real(args[ARG_softcap], "softcap", &params->score_options.softcap))
             return false;
-        if (params->softcap < 0) {
+        if (params->score_options.softcap < 0) {
             PyErr_Format(PyExc_ValueError, "softcap must be positive, or None or 0 for none, got %R",
                          args[ARG_softcap]);
             return false;
         }
-        if (call->type == NPY_FLOAT && params->softcap != 0 && !rounds_to_float(params->softcap)) {
+        if (call->type == NPY_FLOAT && params->score_options.softcap != 0 &&
+            !rounds_to_float(params->score_options.softcap)) {
             PyErr_Format(PyExc_ValueError, "softcap must round to a positive finite float32, got %R",
                          args[ARG_softcap]);
             return false;

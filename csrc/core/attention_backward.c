@@ -48,10 +48,10 @@ static struct cattn_call_shape call_of_grads(const struct cattn_backward_params 
     struct cattn_call_shape call = *scores;
     call.query_col = params->grad_out.col;
     call.head_dim = scores->d_v;
-    call.scale = scores->keep_scale;
+    call.score_options.scale = scores->keep_scale;
     call.key_row = scores->value_row;
     call.key_col = scores->value_col;
-    call.softcap = 0;
+    call.score_options.softcap = 0;
     call.has_slopes = false;
     call.fully_ranged = true;
     return call;

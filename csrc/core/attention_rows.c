@@ -51,9 +51,8 @@ void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_
     call->d_v = p->d_v;
     call->acc_cols = cattn_plan_acc_cols(p);
     call->seqlen_k = p->seqlen_k;
-    call->scale = p->scale;
+    call->score_options = p->score_options;
     call->keep_scale = p->dropout.enabled ? p->dropout.keep_scale : 1;
-    call->softcap = p->softcap;
     call->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
     call->has_slopes = p->slopes.data;
     call->has_sinks = p->sinks.data;

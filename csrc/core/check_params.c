@@ -96,7 +96,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->head_dim >= 0 && p->d_v >= 0);
     assert(cattn_attention_counts_fit(p));
     assert(CATTN_PATH_AUTO <= p->path && p->path <= CATTN_PATH_TINY && cattn_attention_path_fits(p));
-    assert(isfinite(p->scale) && p->softcap >= 0);
+    assert(isfinite(p->score_options.scale) && p->score_options.softcap >= 0);
     check_ranges(&p->ranges, p->n_batch_dims, p->batch_shape, p->n_batch, p->seqlen_q, p->seqlen_k);
     check_present(&p->query, stored);
     check_present(&p->key, stored);

@@ -32,7 +32,7 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
     b->grad_rows = cattn_carve(arena, rows * (size_t)b->grad_cols * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    s->cap_slope = p->softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
+    s->cap_slope = p->score_options.softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
     g->drop_bits = k->drop_bits = NULL;
     g->cap_slope = NULL;
     s->key_copy = g->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);

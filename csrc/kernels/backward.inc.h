@@ -265,7 +265,7 @@ static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
         return;
-    if (b->scores.call.softcap > 0)
+    if (b->scores.call.score_options.softcap > 0)
         for (int v = 0; v < t.n_vectors; v++)
             for (int k = t.vector[v].begin; k < t.vector[v].end; k++) {
                 const int64_t at = k * CATTN_TILE_ROWS + v * LANES;
@@ -369,14 +369,14 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
                                     .rows = b->grad_rows,
                                     .stride = b->grad_cols,
                                     .cols = b->grads.call.head_dim,
-                                    .factor = vf_set1((real)b->grads.call.scale),
+                                    .factor = vf_set1((real)b->grads.call.score_options.scale),
                                     .to = b->grad_value,
                                     .to_row = b->grad_value_row};
     const struct query_sum key = {.weights = b->grads.scratch.score,
                                   .rows = b->query_rows,
                                   .stride = b->query_cols,
                                   .cols = b->scores.call.head_dim,
-                                  .factor = vf_set1((real)b->scores.call.scale),
+                                  .factor = vf_set1((real)b->scores.call.score_options.scale),
                                   .to = b->grad_key,
                                   .to_row = b->grad_key_row};
     sum_over_queries_block(&t, &value);
@@ -404,7 +404,7 @@ static double backward_sink(struct cattn_backward *b) {
 
 static void backward_finish(struct cattn_backward *b) {
     const struct cattn_rows *keys = &b->keys;
-    const vf scale = vf_set1((real)b->scores.call.scale), zero = vf_set1(0);
+    const vf scale = vf_set1((real)b->scores.call.score_options.scale), zero = vf_set1(0);
     for (int r = 0; r < keys->n_rows; r++) {
         const real *acc = (const real *)keys->scratch.acc + r * keys->call.acc_cols;
         for (int64_t c = 0; c < keys->call.d_v; c += LANES) {

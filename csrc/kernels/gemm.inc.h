@@ -136,7 +136,7 @@ NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, in
  */
 static void pack_query_tile(struct cattn_rows *rows) {
     const int64_t depth = rows->call.head_dim, col = rows->call.query_col;
-    const vf scale = vf_set1((real)rows->call.scale);
+    const vf scale = vf_set1((real)rows->call.score_options.scale);
     const int padded = (int)cattn_round_up(rows->n_rows, LANES);
     for (int r0 = 0; r0 < padded; r0 += LANES) {
         real *panel = (real *)rows->scratch.packed_query + (r0 / PANEL) * depth * PANEL + r0 % PANEL;

@@ -23,6 +23,7 @@
 #include <stdint.h>
 
 #include "../dtype.h"
+#include "../score_options.h"
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
@@ -56,9 +57,8 @@ struct cattn_call_shape {
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
     int64_t seqlen_k; /* length of the weights' last axis */
-    double scale;
+    struct cattn_score_options score_options;
     double keep_scale; /* 1; under dropout 1/(1-p) */
-    double softcap;    /* > 0; or 0 for none */
     bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
     bool has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
     bool double_lse;            /* lse is double, otherwise the table's own type */

@@ -77,6 +77,12 @@ NOINLINE vf cap_score(vf score, double softcap) {
     return cap * vf_tanh(vf_div(score, cap));
 }
 
+/* Whether an option changes single scores before slope and bias; and the change. */
+INLINE bool changes_scores(const struct cattn_score_options *options) { return options->softcap > 0; }
+INLINE vf change_score(vf score, const struct cattn_score_options *options) {
+    return cap_score(score, options->softcap);
+}
+
 /* The derivative of softcap, from the capped score. */
 NOINLINE vf cap_slope(vf capped, double softcap) {
     const vf t = vf_div(capped, vf_set1((real)softcap));

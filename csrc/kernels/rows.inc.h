@@ -18,7 +18,7 @@
 
 static void pack_query_rows(struct cattn_rows *rows) {
     const int64_t depth = rows->call.head_dim;
-    const real scale = (real)rows->call.scale;
+    const real scale = (real)rows->call.score_options.scale;
     real *packed = rows->scratch.packed_query;
     /* rows that do not exist are 0: the kernels compute up to CATTN_FEW_ROWS rows */
     for (int r = 0; r < CATTN_FEW_ROWS; r++, packed += depth) {
@@ -157,8 +157,8 @@ NOINLINE vf mask_elements(const struct cattn_rows *rows, int r, int64_t key, int
 /* Applies softcap, slope and masks to one vector of scores: keys k0+k .. of row r, of which n exist. */
 INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int n, vf score, vf index) {
     const vf neg_inf = vf_set1(NEG_INF);
-    if (rows->call.softcap > 0)
-        score = cap_score(score, rows->call.softcap);
+    if (changes_scores(&rows->call.score_options))
+        score = change_score(score, &rows->call.score_options);
     if (rows->call.has_slopes)
         score = slope_score(score, vf_set1((real)rows->per_row->slope[r]),
                             vf_set1((real)(rows->per_row->position[r] - k0)), index + vf_set1((real)k));

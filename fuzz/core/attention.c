@@ -145,7 +145,8 @@ static void say(const struct problem *problem) {
             p->num_threads, p->dtype, p->storage);
     fprintf(stderr, "batch %lld, heads %lld / %lld, T_q %lld, T_k %lld, D %lld, D_v %lld, scale %g, softcap %g\n",
             (long long)p->n_batch, (long long)p->num_heads, (long long)p->group_size, (long long)p->seqlen_q,
-            (long long)p->seqlen_k, (long long)p->head_dim, (long long)p->d_v, p->scale, p->softcap);
+            (long long)p->seqlen_k, (long long)p->head_dim, (long long)p->d_v, p->score_options.scale,
+            p->score_options.softcap);
     fprintf(stderr, "left %lld, right %lld, offset %lld%s, dropout %d, bias_sum %d, outputs of bias axes %x, inputs",
             (long long)r->left, (long long)r->right, (long long)r->offset, r->lower_right ? " lower right" : "",
             p->dropout.enabled, problem->back.bias_sum, problem->bias_broadcast);

@@ -144,7 +144,7 @@ static void choose_score_options(struct input *in, struct problem *problem, stru
     struct cattn_attention_params *p = &problem->back.forward;
     const enum element element = computed_element(p->dtype);
     int64_t dims[MAX_AXES];
-    p->softcap = TAKE_FROM(in, caps);
+    p->score_options.softcap = TAKE_FROM(in, caps);
     axes_of(p, 0, 0, dims);
     if (take_chance(in, 4)) {
         add_input(in, problem, SLOPES, element, p->n_batch_dims + 1, dims, noise, TIES);
@@ -259,7 +259,7 @@ void choose_problem(struct input *in, struct problem *problem) {
     p->dtype = (type & 3) == 1 ? CATTN_F64 : CATTN_F32;
     p->double_lse = type & 4;
     p->storage = (type & 3) == 2 ? CATTN_STORED_F16 : (type & 3) == 3 ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
-    p->scale = TAKE_FROM(in, scales);
+    p->score_options.scale = TAKE_FROM(in, scales);
     const enum content content = TAKE_FROM(in, contents);
     struct noise noise = {take_byte(in)};
     choose_dropout(in, problem);

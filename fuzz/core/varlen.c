@@ -69,8 +69,8 @@ static void choose_options(struct input *in, struct cattn_attention_params *p) {
     p->num_heads = p->group_size * (1 + take_below(in, 2));
     p->head_dim = take_below(in, 20);
     p->d_v = take_below(in, 20);
-    p->scale = 0.3;
-    p->softcap = TAKE_FROM(in, caps);
+    p->score_options.scale = 0.3;
+    p->score_options.softcap = TAKE_FROM(in, caps);
     p->ranges.left = TAKE_FROM(in, sides);
     p->ranges.right = take_chance(in, 2) ? 0 : TAKE_FROM(in, sides);
     p->ranges.lower_right = take_chance(in, 2);

@@ -144,7 +144,7 @@ static void draw_masks(struct attention *a) {
         say(" bias");
     }
     if (chance(25)) {
-        p->softcap = fabs(number());
+        p->score_options.softcap = fabs(number());
         say(" softcap");
     }
     if (chance(25)) {
@@ -292,7 +292,7 @@ static void attention(int64_t index) {
     a.wide = &TYPES[a.type->dtype];
     a.params.forward.dtype = a.type->dtype;
     a.params.forward.storage = a.type->storage;
-    a.params.forward.scale = number() / 8;
+    a.params.forward.score_options.scale = number() / 8;
     a.stage = chance(15);
     a.packed = !a.stage && chance(15);
     draw_sizes(&a);

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,22 +21,6 @@ RNG: TypeAlias = (
     "int | np.integer[Any] | np.random.Generator | np.random.BitGenerator | np.random.SeedSequence"
     " | np.random.RandomState | TorchGenerator | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]] | None"
 )
-
-
-class AttentionOptions(TypedDict, total=False):
-    """The keyword-only options that all forms of attention share, for ``**options: Unpack[AttentionOptions]``."""
-
-    scale: float | None
-    enable_gqa: bool | None
-    bias: ArrayLike | None
-    query_offset: ArrayLike | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    window_size: Window
-    softcap: float | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    rng: RNG
 
 
 class AttentionOutput(NamedTuple):

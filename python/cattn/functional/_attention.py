@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input import arrays
-from .._input.types import RNG, Alignment, AttentionOptions, AttentionOutput, Stage, Window
+from .._input.types import RNG, Alignment, AttentionOutput, Stage, Window
 from ._dropout import keep
 from ._signature import implemented_in_c
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword-only options that all forms of attention share, for ``**options: Unpack[AttentionOptions]``."""
+
+    scale: float | None
+    enable_gqa: bool | None
+    bias: ArrayLike | None
+    query_offset: ArrayLike | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    window_size: Window
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    rng: RNG
 
 
 @overload
