@@ -116,7 +116,7 @@ def coverage(session: nox.Session) -> None:
     session.run("tools/coverage", *session.posargs)
 
 
-# in the order of the table in CONTRIBUTING.md, the quick ones first: a mistake shows early
+# in the order of the table in CONTRIBUTING.md
 LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks", "mutants", "fuzz", "soak", "bench"]
 
 

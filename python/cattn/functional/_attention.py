@@ -1,4 +1,4 @@
-"""Attention in one call, causal or not, and its weights alone: signatures and documentation of what C computes."""
+"""Attention in one call, causal or not, and its weights: signatures, documentation, and two helpers that C calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _cattn
 from .._input import arrays
 from .._input.types import RNG, Alignment, AttentionOptions, AttentionOutput, Stage, Window
-from ._dropout import keep
+from ._dropout import apply_dropout_mask
 from ._signature import implemented_in_c
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
@@ -415,7 +415,7 @@ def widen_for_dropout(query: ArrayLike, key: ArrayLike, out: Any) -> tuple[Any, 
 def drop_weights(result: AttentionOutput, p: float, dtype: Any, out: Any) -> NDArray[Any]:
     """Return the weights of a result after its dropout; dtype and out are those of `widen_for_dropout`."""
     weights: NDArray[Any] = result.weights
-    keep(weights, result.dropout_mask, p)
+    apply_dropout_mask(weights, result.dropout_mask, p)
     if dtype is None:
         return weights
     weights = arrays.cast(weights, "weights", dtype)

@@ -109,12 +109,12 @@ def dropout(  # type: ignore[empty-body]
 
 
 @in_default_mode
-def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
+def apply_dropout_mask(x: NDArray[Any], mask: NDArray[np.bool_], p: float) -> None:
     """Apply a dropout mask in place: divide kept elements by 1 - p, and set the others to 0."""
     wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
     with np.errstate(all="ignore"):
         np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
-    x[~kept] = 0  # not a product: a dropped NaN or infinity becomes 0 too
+    x[~mask] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
 def dropout_backward(
@@ -175,5 +175,5 @@ def dropout_backward(
         raise ValueError(
             f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
         ) from None
-    keep(result, kept, _cattn._probability(p, "p"))
+    apply_dropout_mask(result, kept, _cattn._probability(p, "p"))
     return result if out is None else _cattn._store(result, out)

@@ -266,8 +266,8 @@ class Causal(_Attention):
             _check_cache(cache, batch, dtype, batched, self._kv_heads, self._head_dim)
             before = cache.k.shape[-2]
         if before + tokens > self.context_length:
-            behind = f" behind {before} in the cache" if before else ""
-            raise ValueError(f"x has {tokens} tokens{behind}, context_length is {self.context_length}")
+            cached = f" behind {before} in the cache" if before else ""
+            raise ValueError(f"x has {tokens} tokens{cached}, context_length is {self.context_length}")
         q, k, v = self._project(batch)
         if cache is None:
             context, weights, attended = _attend(q, k, v, 0, self._dropouts(), return_weights, self.training)
