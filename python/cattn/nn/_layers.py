@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def draw_uniform(generator: GeneratorOrNone, d_in: int, d_out: int, dtype: np.dtype[Any]) -> Array:
-    """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand``."""
+    """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand`` draws them."""
     generator = generator_or_default(generator)
     if isinstance(generator, TorchGenerator):
         return generator.rand(d_in, d_out, dtype=dtype)
@@ -57,7 +57,7 @@ class Linear(Module):
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Source of the parameters, which are uniform in +-1/sqrt(d_in). A TorchGenerator draws bit for bit those of
-        ``torch.nn.Linear``. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        ``torch.nn.Linear``. None is the generator of `manual_seed`; an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -138,8 +138,8 @@ class Dropout(Module):
     p : float
         Probability of dropping an element, in [0, 1].
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of the dropout mask. None is the generator of `manual_seed`, an int seeds a TorchGenerator of the layer:
-        unlike an int for the function `dropout`, it drops other elements in each call.
+        Source of the dropout mask. None is the generator of `manual_seed`; an int seeds a TorchGenerator of the layer:
+        unlike an int for the function `dropout`, it drops different elements in each call.
 
     Attributes
     ----------
