@@ -28,7 +28,7 @@ def split(session: nox.Session) -> tuple[bool, list[str]]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests except the slow ones; long: all, with 5,000 examples of each property."""
+    """Run the tests except those marked `long`; long: all, with 5,000 examples of each property."""
     long, words = split(session)
     if long:
         session.run("pytest", "-m", "", *words, env={"HYPOTHESIS_PROFILE": "long"})
@@ -61,7 +61,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Run the kept inputs of both fuzzers and a minute of new ones; long: an hour of each."""
+    """Run the stored inputs of both fuzzers and a minute of new ones; long: an hour of each."""
     session.run("tools/fuzz", *session.posargs)
 
 
@@ -96,9 +96,9 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure small calls beside the peers; long: everything, half an hour on a quiet machine."""
+    """Measure small calls next to the other libraries; long: everything, half an hour on a quiet machine."""
     long, words = split(session)
-    if not words:  # the kept results are written only on request: nox -s bench -- -o benchmarks/results
+    if not words:  # the committed results are written only on request: nox -s bench -- -o benchmarks/results
         words = ["--against", "benchmarks/results"] if long else ["calls", "--laps", "1", "--no-plots"]
         words += ["-o", "build/bench"]
     session.run("python", "-m", "benchmarks", *words)
@@ -112,10 +112,11 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Show the lines of C and Python that the tests run; long: fail below 95 % and 100 %."""
+    """Show the lines of C and Python that the tests run, in twenty minutes; long: fail below 95 % and 100 %."""
     session.run("tools/coverage", *session.posargs)
 
 
+# in the order of the table in CONTRIBUTING.md
 LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks", "mutants", "fuzz", "soak", "bench"]
 
 

@@ -173,7 +173,7 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.promise("fork")
 @pytest.mark.parametrize("name", BUSY)
 def test_a_signal_handler_may_fork_during_a_call(
@@ -482,7 +482,7 @@ print(sum(counts.values()))
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.promise("Ctrl-C")
 def test_ctrl_c_may_come_at_any_moment() -> None:
     """Forty signals, each within 60 ms of the start of a call. Whether they interrupt it or not, the next is right."""

@@ -125,7 +125,7 @@ def hidden_case(name: str, dtype: type) -> tuple[Call, np.ndarray]:
 @pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize(
-    "kind", [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.nightly) for kind in POISONS]
+    "kind", [kind if kind in USUAL else pytest.param(kind, marks=pytest.mark.long) for kind in POISONS]
 )
 def test_keys_hidden_from_all_queries_change_no_bit(isa: str, dtype: type, name: str, kind: str) -> None:
     """Poisoned: the hidden keys and values, and a bias wherever another mask hides the key."""
@@ -214,7 +214,7 @@ def mixed(name: str, normal: Normal, rng: np.random.Generator) -> Call:
 
 @pytest.mark.promise("rows without keys")
 @pytest.mark.parametrize("name", ["causal", "bool", "-inf", "causal, bool, bias, dropout", "offsets", "window"])
-@pytest.mark.parametrize("kind", ["NaN", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("inf", "-1e38"))])
+@pytest.mark.parametrize("kind", ["NaN", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("inf", "-1e38"))])
 def test_rows_that_do_not_see_a_poisoned_key_keep_their_bits(
     isa: str, dtype: type, name: str, kind: str, normal: Normal, rng: np.random.Generator
 ) -> None:

@@ -41,7 +41,7 @@ def few_objects_to_look_through() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.promise("history")
 def test_some_seconds(soak: ModuleType) -> None:
     run = soak.Soak(soak.random_works(60, 2), 4, 2)
@@ -60,7 +60,7 @@ def test_a_wrong_bit_is_found(soak: ModuleType) -> None:
         soak.Soak([Work("wrong at times", wrong_at_times, {})], 4, 1).run(5, say=lambda line: None)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [pytest.param("blocks", marks=own_blocks), "resident"])
 def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
     kept: list[object] = []

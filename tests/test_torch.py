@@ -194,7 +194,7 @@ def check_ratios(isa: str, shapes: Shapes, causal: bool, seeds: int) -> None:
     assert largest <= 2, f"largest error {largest:.3f} times PyTorch's"
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 # Not one query with upper-left alignment: it sees a single key, so nothing is rounded.
 @pytest.mark.parametrize("isa", TABLES)
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_float32_errors_are_like_those_of_pytorch(isa: str, name: str, causal: b
     check_ratios(isa, ACCURACY[name], causal, SEEDS)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", LONG)
 def test_float32_errors_of_long_sequences_are_like_those_of_pytorch(name: str, causal: bool) -> None:

@@ -47,7 +47,7 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
@@ -328,7 +328,7 @@ def test_autocast_converts_as_for_the_function_of_pytorch(
         assert tensor.grad.dtype is tensor.dtype
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.promise("training")
 def test_training_a_small_model_gives_the_losses_of_pytorch() -> None:
     """Two layers, eight steps, without dropout; equal up to rounding."""

@@ -39,12 +39,12 @@ class KVCache:
     Attributes
     ----------
     batch_shape, num_kv_heads, max_len, head_dim, v_head_dim, dtype
-        As given; batch_shape is a tuple.
+        The arguments; batch_shape is a tuple.
 
     Raises
     ------
     TypeError, ValueError
-        A size is not an int or negative, dtype is none of float16, bfloat16, float32 and float64.
+        A size is not an int, or negative, or dtype is none of float16, bfloat16, float32 and float64.
 
     Notes
     -----
@@ -93,7 +93,7 @@ class KVCache:
         self._allocate()
 
     def _allocate(self) -> None:
-        # numpy.zeros gets fresh pages of the operating system, which cost nothing before they are written.
+        # numpy.zeros gets pages from the operating system that cost nothing until they are written.
         rows = (*self.batch_shape, self.num_kv_heads, self.max_len)
         try:
             self._k = np.zeros((*rows, self.head_dim), self.dtype)
@@ -122,12 +122,12 @@ class KVCache:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How many keys each sequence has: a copy, of shape batch_shape."""
+        """The number of keys of each sequence: a copy, of shape batch_shape."""
         return self._lengths.copy()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both arrays; most operating systems provide them as they are filled."""
+        """The bytes of both arrays; most operating systems provide them as they are filled."""
         return self._k.nbytes + self._v.nbytes
 
     def query_offset(self) -> int | NDArray[np.int64]:
@@ -150,7 +150,7 @@ class KVCache:
         TypeError
             The dtype of the cache cannot hold the dtype of the arguments.
         ValueError
-            Another shape, or more tokens than fit. The cache is unchanged then.
+            The shape is wrong, or there are more tokens than fit. The cache is unchanged then.
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
@@ -200,13 +200,13 @@ class KVCache:
         Parameters
         ----------
         n : int or array_like of int, broadcasting to batch_shape
-            An int: no sequence keeps more. An array: the new lengths, for instance of prompts that were padded on the
-            right to one length.
+            With an int, no sequence keeps more tokens. An array holds the new lengths, for instance of prompts that
+            were padded on the right to one length.
 
         Raises
         ------
         TypeError
-            n is no integer.
+            n does not hold integers.
         ValueError
             n is negative, or larger than a length.
         """

@@ -33,7 +33,7 @@ Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
 
 Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
-dimensions on with heads on axis -3. Results are written to a temporary file beside the target and renamed when they
+dimensions on with heads on axis -3. Results are written to a temporary file next to the target and renamed when they
 are complete: an existing file is replaced then, and an interrupted run changes nothing."""
 
 # The arguments are collected at run time, which the overloads of the function do not allow.
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default) or the first with the first (upper_left)",
     )
     add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
-    add("--mask", metavar="FILE", help="bool, True = keep (or floats to add); broadcasts to (..., T_q, T_k)")
+    add("--mask", metavar="FILE", help="bool: True where the key is visible; or floats to add; as (..., T_q, T_k)")
     add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
     add("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight")
     add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")

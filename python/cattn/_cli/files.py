@@ -102,7 +102,7 @@ def _damage(file: Path, error: Exception) -> InputError:
 
 
 class Output:
-    """A result for the file `target`: an array in a temporary file beside it, which `commit` renames.
+    """A result for the file `target`: an array in a temporary file next to it, which `commit` renames.
 
     Used as a context manager, it leaves no temporary file. The array is memory-mapped, so a large result needs no
     memory of its own.

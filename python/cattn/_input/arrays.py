@@ -200,7 +200,7 @@ def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
 
 
 def as_mask(obj: object, name: str, dtype: str) -> Array:
-    """Return a boolean mask (True = keep), or a float mask in dtype."""
+    """Return a boolean mask, True where the key is visible, or a float mask in dtype."""
     array = _asarray(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .types import RNG
 
 # A string, because the attribute access would import numpy.random, which is slow.
-Generator: TypeAlias = "TorchGenerator | np.random.Generator | None"
+GeneratorOrNone: TypeAlias = "TorchGenerator | np.random.Generator | None"
 
 
 def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
@@ -35,7 +35,7 @@ def draw_seed(rng: Any) -> int:
         return int(_numpy_generator(rng, accepted).integers(0, 2**64, dtype=np.uint64))
 
 
-def as_generator(rng: RNG) -> Generator:
+def as_generator(rng: RNG) -> GeneratorOrNone:
     """Return the generator of a class. None stays None: each use draws from the generator of `manual_seed`."""
     if rng is None or isinstance(rng, TorchGenerator):
         return rng
@@ -54,11 +54,11 @@ def as_generator(rng: RNG) -> Generator:
     return _numpy_generator(rng, accepted)
 
 
-def or_default(generator: Generator) -> TorchGenerator | np.random.Generator:
+def generator_or_default(generator: GeneratorOrNone) -> TorchGenerator | np.random.Generator:
     """Return the generator to draw from now."""
     return default_generator() if generator is None else generator
 
 
-def to_replay(generator: Generator) -> Generator:
+def to_replay(generator: GeneratorOrNone) -> GeneratorOrNone:
     """Return a copy, which repeats the next draws of the generator."""
     return copy.deepcopy(generator)

@@ -1,4 +1,4 @@
-"""Attention in one call, causal or not, and its weights alone: signatures and documentation of what C computes."""
+"""Attention in one call, causal or not, and its weights: signatures, documentation, and two helpers that C calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _cattn
 from .._input import arrays
 from .._input.types import RNG, Alignment, AttentionOutput, Stage, Window
-from ._dropout import keep
+from ._dropout import apply_dropout_mask
 from ._signature import implemented_in_c
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
@@ -95,25 +95,25 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        float16, bfloat16 (of ``ml_dtypes``), float32 or float64, as key and value; mixed, all become the wider one, and
-        booleans and integers float64. Halves are computed in float32 and the result is rounded once. Leading
-        dimensions of the three broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim); from four on,
-        axis -3 counts heads.
+        float16, bfloat16 (of ``ml_dtypes``), float32 or float64, as key and value. Mixed dtypes are converted to the
+        widest; booleans and integers to float64. Halves are computed in float32 and the result is rounded once. Leading
+        dimensions of the three arrays broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim). With
+        four or more, axis -3 counts heads.
     key : array_like, shape (..., T_k, head_dim)
         A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
         ``h // (H_q // H_kv)``.
     value : array_like, shape (..., T_k, d_v)
         d_v may differ from head_dim.
     attn_mask : array_like, optional
-        Boolean: True = keep. Float: added to the scores, -inf hides. Broadcasts to (..., T_q, T_k).
+        Boolean: True where the key is visible. Float: added to the scores; -inf hides. Broadcasts to (..., T_q, T_k).
     dropout_p : float
-        Probability of a weight to be dropped, in [0, 1]. The others are divided by 1 - dropout_p. Applied always:
-        pass 0 outside of training.
+        Probability that a weight is dropped, in [0, 1]. The others are divided by 1 - dropout_p. Dropout is
+        always applied: pass 0 outside of training.
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right": the last
         query sees every key), intersected with attn_mask.
     scale : float, optional
-        Default 1 / sqrt(head_dim). Finite; may be negative.
+        Factor of the scores; finite, may be negative. Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
         arrays the heads.
@@ -129,10 +129,11 @@ def scaled_dot_product_attention(
         Number of valid keys, from 0 to T_k, in the same way; those after them are never read. "lower_right" then
         aligns the last valid query with the last valid key.
     window_size : (int, int)
-        The query at position p sees the keys from p - left to p + right, itself among them; -1 or None: no bound on
-        that side. Position p is i + query_offset, and with "lower_right" i + T_k - T_q. Intersected with all else.
+        (left, right): the query at position p sees the keys from p - left to p + right. -1 or None sets no bound on
+        that side. Query i has position i + query_offset, with "lower_right" i + T_k - T_q. Other masks apply too.
     softcap : float, optional
-        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0: as they are.
+        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0 leaves them
+        unchanged.
     alibi_slopes : array_like of float, shape (H,) or (..., H), optional
         ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
         each query head; see `get_alibi_slopes`.
@@ -156,8 +157,8 @@ def scaled_dot_product_attention(
     Returns
     -------
     ndarray, shape (..., T_q, d_v), or AttentionOutput
-        The output; with any of the three extras (or an AttentionOutput as `out`) an `AttentionOutput`, whose
-        other fields are None. A query that sees no key gets output 0, weights 0 and lse -inf (the sink, with sinks).
+        The output; with an extra, or with an AttentionOutput as `out`, an `AttentionOutput` whose other fields are
+        None. A query that sees no key gets output 0, weights 0 and lse -inf; with sinks, its lse is the sink.
 
     Raises
     ------
@@ -165,7 +166,7 @@ def scaled_dot_product_attention(
         An argument has a type or dtype that is not supported: integer masks, complex numbers, ``numpy.ma`` arrays and
         others.
     ValueError
-        Shapes that do not fit, numbers out of range, a read-only out, "lower_right" together with query_offset.
+        Shapes do not fit, a number is out of range, out is read-only, or "lower_right" comes with query_offset.
 
     Warns
     -----
@@ -198,7 +199,7 @@ def scaled_dot_product_attention(
     >>> result.weights.round(3)
     array([[0.333, 0.333, 0.333]])
 
-    A window of the key itself and the one before it, in a batch of two of which the second has two tokens only:
+    Each query sees its own key and the one before it. The second batch entry has two tokens only:
 
     >>> x = np.zeros((2, 4, 1))
     >>> value = np.array([1.0, 2.0, 3.0, 4.0]).reshape(4, 1)
@@ -276,9 +277,9 @@ def causal_attention(
     value : array_like, shape (..., T_k, d_v)
         Values.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (added); intersected with causality.
+        Boolean (True where the key is visible) or float (added); intersected with causality.
     dropout_p : float
-        Probability of a weight to be dropped.
+        Probability that a weight is dropped.
     scale : float, optional
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
@@ -288,13 +289,13 @@ def causal_attention(
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys. The default offset is the difference of the two, for each of the batch.
+        Numbers of valid queries and keys. The default offset is their difference, for each batch entry.
     window_size : (int, int)
-        Keys that a query sees before its own position; the second number has no effect here.
+        Number of keys that a query sees before its own position; the second number has no effect here.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the cost of distance, and one extra logit.
+        One number for each query head: the slope of ALiBi, and one extra logit.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     need_weights, return_lse, return_dropout_mask : bool
@@ -305,12 +306,12 @@ def causal_attention(
     Returns
     -------
     ndarray, shape (..., T_q, d_v), or AttentionOutput
-        As `scaled_dot_product_attention`.
+        As for `scaled_dot_product_attention`.
 
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`.
+        As for `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -357,7 +358,7 @@ def attention_weights(  # type: ignore[empty-body]
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (added).
+        Boolean (True where the key is visible) or float (added).
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
     scale : float, optional
@@ -371,13 +372,13 @@ def attention_weights(  # type: ignore[empty-body]
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
     window_size : (int, int)
-        Keys seen before and after a query's position, -1: no bound.
+        Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the cost of distance, and one extra logit.
+        One number for each query head: the slope of ALiBi, and one extra logit.
     dropout_p : float
-        Probability of a weight to be dropped, for stage "dropout".
+        Probability that a weight is dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
@@ -390,12 +391,12 @@ def attention_weights(  # type: ignore[empty-body]
     Returns
     -------
     ndarray, shape (..., T_q, T_k)
-        Scores, or weights. Rows of weights sum to 1 (less, with sinks); a query that sees no key has a row of 0.
+        Scores, or weights. Rows of weights sum to 1, with sinks to less; a query that sees no key has a row of 0.
 
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`; another stage is a ValueError.
+        As for `scaled_dot_product_attention`; another stage is a ValueError.
 
     Examples
     --------
@@ -414,9 +415,9 @@ def attention_weights(  # type: ignore[empty-body]
 
 
 def widen_for_dropout(query: ArrayLike, key: ArrayLike, out: Any) -> tuple[Any, Any, Any, Any]:
-    """Return query, key, the array to compute in and the dtype of the result, None where that is no half.
+    """Return query, key, the array to compute in and the dtype of the result.
 
-    Weights of halves are computed in float32 and rounded once, after the dropout.
+    The dtype is None unless the inputs are half precision: their weights are rounded once, after the dropout.
     """
     q, k = arrays.as_array(query, "query"), arrays.as_array(key, "key")
     dtype = arrays.common_dtype((q, k), "query and key")
@@ -431,7 +432,7 @@ def widen_for_dropout(query: ArrayLike, key: ArrayLike, out: Any) -> tuple[Any, 
 def drop_weights(result: AttentionOutput, p: float, dtype: Any, out: Any) -> NDArray[Any]:
     """Return the weights of a result after its dropout; dtype and out are those of `widen_for_dropout`."""
     weights: NDArray[Any] = result.weights
-    keep(weights, result.dropout_mask, p)
+    apply_dropout_mask(weights, result.dropout_mask, p)
     if dtype is None:
         return weights
     weights = arrays.cast(weights, "weights", dtype)

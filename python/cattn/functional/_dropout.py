@@ -64,12 +64,12 @@ def dropout(  # type: ignore[empty-body]
     x : array_like
         float16, bfloat16, float32 or float64 of any shape; booleans and integers are converted to float64.
     p : float
-        Probability of an element to be dropped, in [0, 1].
+        Probability that an element is dropped, in [0, 1].
     training : bool
-        False: nothing is dropped, the result is a copy of x.
+        If False, nothing is dropped: the result is a copy of x.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        None draws fresh entropy. An int, 0 <= rng < 2**64, is the key itself: the same int drops the same elements.
-        From a generator one key is drawn, after everything else was checked. A `TorchGenerator` drops the elements
+        None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the same int drops the same elements.
+        From a generator one seed is drawn, after all other checks. A `TorchGenerator` drops the elements
         that ``torch.nn.functional.dropout`` drops in a contiguous tensor; p = 0 and p = 1 draw nothing from it.
     return_mask : bool
         Return (result, mask).
@@ -79,21 +79,21 @@ def dropout(  # type: ignore[empty-body]
     Returns
     -------
     ndarray, or (ndarray, ndarray of bool)
-        Shape and dtype of x; dropped elements are +0, whatever they were. The mask is True where an element was kept.
+        Has the shape and dtype of x; dropped elements, even NaN, are +0. The mask is True where an element was kept.
 
     Raises
     ------
     TypeError
-        x or out has a dtype that is not supported, rng is nothing to draw from.
+        x or out has a dtype that is not supported, or nothing can be drawn from rng.
     ValueError
-        p is outside [0, 1], an int rng outside its range, out has the wrong shape.
+        p is outside [0, 1], an int rng is outside its range, or out has the wrong shape.
 
     Notes
     -----
-    Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the key rng and a counter made of the element's
-    index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in C order
-    too, one after the other and on one thread; PyTorch goes by memory where a tensor is not contiguous, and its dropped
-    elements are x * 0: -0 for negative x, NaN for infinite x.
+    Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the seed as key and a counter made of the
+    element's index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in
+    C order too, one after the other and on one thread. PyTorch draws in memory order if a tensor is not contiguous; its
+    dropped elements are x * 0: -0 for negative x, NaN for infinite x.
 
     Examples
     --------
@@ -109,12 +109,12 @@ def dropout(  # type: ignore[empty-body]
 
 
 @in_default_mode
-def keep(x: NDArray[Any], kept: NDArray[np.bool_], p: float) -> None:
-    """Apply a dropout mask in place: divide kept elements by 1 - p, and set the others to 0."""
+def apply_dropout_mask(x: NDArray[Any], mask: NDArray[np.bool_], p: float) -> None:
+    """Apply a dropout mask in place: divide elements by 1 - p where it is True, and set the others to 0."""
     wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
     with np.errstate(all="ignore"):
         np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
-    x[~kept] = 0  # not a product: a dropped NaN or infinity becomes 0 too
+    x[~mask] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
 def dropout_backward(
@@ -136,7 +136,7 @@ def dropout_backward(
     mask : array_like of bool, optional
         True where an element was kept (``return_mask=True``); broadcasts to grad_out.
     rng : int or TorchGenerator, optional
-        Draws the mask again, instead of mask; as in `attention_backward`.
+        Draws the mask of the forward pass again, as in `attention_backward`; pass either mask or rng.
     out : ndarray, optional
         Takes the result: shape and dtype of grad_out, any strides. It may be grad_out itself.
 
@@ -148,7 +148,7 @@ def dropout_backward(
     Raises
     ------
     TypeError, ValueError
-        As `dropout`; also without, or with both, mask and rng, and for an rng that cannot repeat itself.
+        As for `dropout`; also if neither or both of mask and rng are given, or if rng cannot repeat its draws.
 
     Examples
     --------
@@ -175,5 +175,5 @@ def dropout_backward(
         raise ValueError(
             f"mask has shape {kept.shape}, which does not broadcast to grad_out's {result.shape}"
         ) from None
-    keep(result, kept, _cattn._probability(p, "p"))
+    apply_dropout_mask(result, kept, _cattn._probability(p, "p"))
     return result if out is None else _cattn._store(result, out)

@@ -27,7 +27,7 @@ class Explanation(NamedTuple):
     path : {"tile", "rows", "split", "tiny"}
         The algorithm. All paths give the same bits.
     reason : str
-        Why this path.
+        The reason for this path.
     instruction_set : str
         The kernels in use.
     threads : int
@@ -43,7 +43,7 @@ class Explanation(NamedTuple):
     flops : int
         Floating-point operations of the two products over these pairs.
     scratch_bytes_per_thread : int
-        Scratch memory of a thread. A call allocates nothing else besides the outputs.
+        Scratch memory of a thread. A call allocates nothing else but its outputs.
     """
 
     path: str
@@ -95,16 +95,16 @@ def explain(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument are those of `scaled_dot_product_attention`; those that do not change the
-        plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and weights of
-        float16 or bfloat16 besides the output.
+        plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and returned
+        weights of float16 or bfloat16.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
         Values.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (added).
+        Boolean (True where the key is visible) or float (added).
     dropout_p : float
-        Probability of a weight to be dropped.
+        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
     enable_gqa : bool, optional
@@ -116,17 +116,17 @@ def explain(  # type: ignore[empty-body]
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
     window_size : (int, int)
-        Keys seen before and after a query's position, -1: no bound.
+        Number of keys seen before and after a query's position; -1 sets no bound.
 
     Returns
     -------
     Explanation
-        With the threads and kernels in use now.
+        The plan for the threads and kernels in use now.
 
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`.
+        As for `scaled_dot_product_attention`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Gradients of attention: signature and documentation of what C computes, and the sums over broadcast axes."""
+"""Gradients of attention: signature and documentation of the C function, and the sums over broadcast axes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def attention_backward(  # type: ignore[empty-body]
     grad_out : array_like, shape (..., T_q, d_v)
         Gradient of the output.
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument of `scaled_dot_product_attention` as the forward pass got it.
+        This and every other argument of `scaled_dot_product_attention` must be that of the forward pass.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
@@ -75,12 +75,12 @@ def attention_backward(  # type: ignore[empty-body]
     out : array_like, shape (..., T_q, d_v)
         The output of the forward pass.
     lse : array_like, shape (..., T_q)
-        The log-sum-exp that it returned (``return_lse=True``). In float64, which the forward pass gives where ``out=``
-        has such an array for it, the gradients of float32 and halves are more exact.
+        The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
+        more exact; the forward pass gives it if the lse of its ``out=`` is float64.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (added).
+        Boolean (True where the key is visible) or float (added).
     dropout_p : float
-        Probability of a weight to be dropped.
+        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
     scale : float, optional
@@ -94,36 +94,34 @@ def attention_backward(  # type: ignore[empty-body]
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. Gradients of the others are 0.
     window_size : (int, int)
-        Keys seen before and after a query's position, -1: no bound.
+        Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the cost of distance, and one extra logit.
+        One number for each query head: the slope of ALiBi, and one extra logit.
     rng : int or TorchGenerator
-        What draws the mask of the forward pass again: the int that it was given, or its ``dropout_seed``; or a
-        `TorchGenerator` in the state that the forward pass found it in, which then moves on as it did there. Without
-        dropout it is not looked at.
+        Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
+        `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.
 
     Returns
     -------
     AttentionGradients
-        Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over what was
-        broadcast, key-value heads over their group. Their dtype is that of the output, but float32 for those of bias
-        and sinks beside halves. `bias` is the gradient of the
-        argument bias if that was given, else of a float attn_mask.
+        Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over broadcast
+        axes, and for key-value heads over their group. The dtype is that of the output; for halves, bias and sinks
+        have float32. `bias` is the gradient of the argument bias if that was given, else of a float attn_mask.
 
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`; also for grad_out, out and lse of other shapes than the forward pass has, and
-        for dropout with an rng that cannot repeat itself.
+        As for `scaled_dot_product_attention`; also if grad_out, out or lse has another shape than in the forward pass,
+        or if rng cannot repeat the draws of dropout.
 
     Notes
     -----
-    What a query may not see has no influence on its gradient, nor has the query on the gradient of what it may not see,
-    whatever is stored there: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0; a
-    score of -inf has weight 0 and a gradient of 0, which times an infinite query or key is NaN. The gradients have the
-    same bits for every number of threads and instruction set with FMA.
+    A hidden key and its value have no influence on the gradient of a query, nor has the query on their gradients,
+    whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0. A
+    score of -inf has weight 0 and gradient 0, whose product with an infinite query or key is NaN. The gradients have
+    the same bits for every number of threads and instruction set with FMA.
 
     The method is that of FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
     computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.

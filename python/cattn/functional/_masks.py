@@ -16,8 +16,8 @@ from ._explain import explain
 from ._signature import implemented_in_c
 
 GRID = 64  # masks with more keys are written as ranges
-MOST_ROWS = 64  # the most queries of one mask that are written
-MOST_HEADS = 1 << 16  # hundreds of times those of any model; a larger number is a mistake that would fill the memory
+MOST_ROWS = 64  # the largest number of queries of one mask that are written
+MOST_HEADS = 1 << 16  # hundreds of times the heads of any model: more are a mistake that would fill the memory
 
 
 @implemented_in_c
@@ -29,7 +29,7 @@ def causal_mask(  # type: ignore[empty-body]
     query_offset: int | None = None,
     window_size: Window = (-1, -1),
 ) -> NDArray[np.bool_]:
-    """Return which key each query sees, as a boolean mask.
+    """Return a boolean mask of the keys that each query sees.
 
     Parameters
     ----------
@@ -43,17 +43,17 @@ def causal_mask(  # type: ignore[empty-body]
     query_offset : int, optional
         Position of the first query: query i sees the keys j <= i + query_offset; takes the place of "lower_right".
     window_size : (int, int)
-        The query at position p sees the keys from p - left to p + right only; -1 or None: no bound on that side.
+        The query at position p sees the keys from p - left to p + right only; -1 or None sets no bound there.
 
     Returns
     -------
     ndarray of bool, shape (T_q, T_k)
-        True = keep.
+        True where the key is visible.
 
     Raises
     ------
     TypeError, ValueError
-        A length is not an int, or negative; another is_causal.
+        A length is not an int, or negative; is_causal has another value.
 
     Examples
     --------
@@ -110,8 +110,8 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     Returns
     -------
     ndarray of float64, shape (num_heads,)
-        For ``alibi_slopes=``. With n a power of two they are 2**(-8 h / n), h = 1 .. n; other numbers of heads take the
-        slopes of the power of two below and every other one of the power above.
+        Pass them as ``alibi_slopes=``. If n is a power of two, they are 2**(-8 h / n), h = 1 .. n. Other numbers of
+        heads take the slopes of the next lower power of two, and every other slope of the next higher one.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def show_mask(
     key_value_seq_lengths: ArrayLike | None = None,
     window_size: Window = (-1, -1),
 ) -> str:
-    """Describe which key each query sees, as text, for the masks of `scaled_dot_product_attention`.
+    """Describe as text which keys each query sees under the masks of `scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def show_mask(
     T_k : int, optional
         Number of keys. Default T_q.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (-inf hides).
+        Boolean (True where the key is visible) or float (-inf hides).
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
     query_offset : int or array_like of int, optional
@@ -166,18 +166,18 @@ def show_mask(
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
     window_size : (int, int)
-        Keys seen before and after a query's position, -1: no bound.
+        Number of keys seen before and after a query's position; -1 sets no bound.
 
     Returns
     -------
     str
         A line for each query. Up to 64 keys are drawn, "x" for visible and "." for hidden; more are written as ranges.
-        One block for each mask of a batch.
+        A batch gives a block for each of its masks.
 
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`.
+        As for `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -224,7 +224,7 @@ def _first_queries(
     key_value_seq_lengths: Any,
     window_size: Window,
 ) -> dict[str, Any]:
-    """Return the arguments of a call of the first MOST_ROWS queries that give each of them the same mask."""
+    """Return arguments for a call of the first MOST_ROWS queries, which then have the same masks."""
     queries, keys = (
         np.asarray(default if lengths is None else lengths, np.int64)
         for lengths, default in ((query_seq_lengths, T_q), (key_value_seq_lengths, T_k))
@@ -255,7 +255,7 @@ def _batch_dims(mask_batch_dims: tuple[int, ...], **batches: tuple[int, ...]) ->
 
 
 def _show(visible: NDArray[np.bool_], T_q: int) -> str:
-    """Draw one mask; a wide one as ranges."""
+    """Draw one mask, or write ranges if it has many keys."""
     T_k = visible.shape[-1]
     digits = len(str(max(T_q - 1, 0)))
     lines = []

@@ -16,8 +16,7 @@ from .._input.fp_mode import in_default_mode
 def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Combine attention over parts of the keys into attention over all of them.
 
-    For keys and values that arrive in pieces, or live on several machines: attend to each piece with
-    ``return_lse=True``, then merge.
+    If keys and values arrive in pieces or are on several machines, attend to each piece with ``return_lse=True`` first.
 
     Parameters
     ----------
@@ -30,7 +29,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     -------
     out : ndarray, shape (..., T_q, d_v)
         The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
-        of which a query saw no key (lse -inf) changes no bit.
+        in which a query saw no key (lse -inf) changes no bit of its result.
     lse : ndarray, shape (..., T_q)
         The log-sum-exp over all parts.
 
@@ -39,12 +38,12 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     TypeError
         A part is not an array of numbers.
     ValueError
-        There are no parts, outs and lses are not as many, or shapes differ.
+        There are no parts, the numbers of outs and lses differ, or shapes differ.
 
     Notes
     -----
-    Parts must not share keys. With sinks, give them to one part only. Dropout of each part has to be that of its keys'
-    places, which only the whole call knows: merge outputs without dropout.
+    Parts must not share keys. With sinks, give them to one part only. Merge outputs without dropout: the dropout
+    mask of a key depends on its position in the whole call.
 
     Examples
     --------
@@ -83,7 +82,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
         for share, out in zip(shares, all_outs, strict=True):
             factor = share[..., None]  # one part at a time: all parts with one more axis may exceed 64 dimensions
             np.multiply(factor, out, out=product)
-            np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part does not count
+            np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part has no influence
         merged /= np.where(total == 0, dtype.type(1), total)[..., None]
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)
@@ -91,7 +90,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
 
 
 def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:
-    """Return the parts: one array if they are one, however many it holds, else a list of arrays."""
+    """Return the parts: one array if they were passed as one, else a list of arrays."""
     if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
     if hasattr(parts, "ndim"):
@@ -100,5 +99,5 @@ def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:
 
 
 def _unlike(parts: NDArray[Any] | list[NDArray[Any]]) -> NDArray[Any] | list[NDArray[Any]]:
-    """Return the parts that may differ in shape and dtype: in one array the first stands for all."""
+    """Return the parts whose shape and dtype must be checked: of one array the first is enough."""
     return parts if isinstance(parts, list) else parts[:1]

@@ -36,30 +36,30 @@ def softmax(  # type: ignore[empty-body]
     axis : int, tuple of ints or None
         The axis, or axes, over which the result sums to 1; None means all.
     where : array_like of bool, optional
-        True = the element takes part; broadcasts to x. Elements that do not take part come out as 0, and nothing of
-        their value shows, NaN and inf included.
+        True where the element takes part; broadcasts to x. The result of all others is 0, and their values have no
+        influence, not even NaN and inf.
     scale : float
-        Multiplied into x first. Finite.
+        Factor by which x is multiplied first; finite.
     out : ndarray, optional
         Takes the result: shape and dtype of x, any strides. It may be x itself.
 
     Returns
     -------
     ndarray
-        Shape and dtype of x; `out` if that was given. A slice where nothing takes part is 0; one whose elements are all
-        -inf is NaN, as is one that holds NaN or +inf.
+        Has the shape and dtype of x; it is `out` if that was given. A slice is 0 if no element takes part in it. One
+        that holds NaN, +inf or nothing but -inf is NaN.
 
     Raises
     ------
     TypeError
-        x or out has a dtype that is not supported, where is not boolean, axis is not an int.
+        x or out has a dtype that is not supported, where is not boolean, or axis is not an int.
     ValueError
-        axis is out of bounds, where does not broadcast to x, scale is not finite, out has the wrong shape.
+        axis is out of bounds, where does not broadcast to x, scale is not finite, or out has the wrong shape.
 
     Notes
     -----
-    One axis needs no copy of x, whatever its strides. Several axes are merged into one first: a copy, unless their
-    strides allow a view.
+    One axis needs no copy of x, whatever its strides. Several axes are merged into one first, which copies x
+    unless its strides allow a view.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
             raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
         try:
             index = operator.index(entry)
-        except TypeError:  # an array of anything but one integer
+        except TypeError:  # an array that does not hold exactly one integer
             raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
         if not -max(ndim, 1) <= index < max(ndim, 1):
             raise ValueError(f"axis {index} is out of bounds for x with {ndim} dimensions")
@@ -94,7 +94,7 @@ def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
-    """Return softmax for an axis that is no Python int, or several: merge them into a last one."""
+    """Return softmax over an axis that is no Python int, or over several axes, which it merges into one."""
     array = as_array(x, "x")
     axes = _normalized(axis, array.ndim)
     if len(axes) <= 1 or array.ndim < 2:
@@ -133,7 +133,7 @@ def masked_softmax(  # type: ignore[empty-body]
     scores : array_like, shape (..., T_q, T_k)
         float16, bfloat16, float32 or float64; booleans and integers are converted to float64.
     mask : array_like of bool, optional
-        True = keep; broadcasts to scores.
+        True where the key is visible; broadcasts to scores.
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right"),
         intersected with mask.
@@ -141,25 +141,25 @@ def masked_softmax(  # type: ignore[empty-body]
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions.
     scale : float
-        Multiplied into the scores first. Finite.
+        Factor by which the scores are multiplied first; finite.
     method : {"neg_inf", "renormalize"}
         "neg_inf" fills masked scores with -inf before the softmax. "renormalize" computes the softmax over all scores,
-        zeroes the masked weights and divides by what is left. Both agree to rounding; only the second reads masked
-        scores, and rows whose kept mass is tiny or not finite are computed the first way.
+        sets the masked weights to 0 and divides by the sum of the others. Both agree to rounding. Only the second reads
+        masked scores, and it computes a row in the first way if that sum is tiny or not finite.
     out : ndarray, optional
         Takes the result: shape and dtype of scores, any strides. It may be scores itself.
 
     Returns
     -------
     ndarray
-        Shape and dtype of scores. Masked weights are 0, also in a row without a visible key.
+        Has the shape and dtype of scores. Masked weights are 0, also in a row without a visible key.
 
     Raises
     ------
     TypeError
-        scores or out has a dtype that is not supported, mask is not boolean.
+        scores or out has a dtype that is not supported, or mask is not boolean.
     ValueError
-        mask does not broadcast to scores, another is_causal or method, "lower_right" together with query_offset.
+        mask does not broadcast to scores, is_causal or method has another value, "lower_right" comes with query_offset.
 
     Warns
     -----
@@ -192,13 +192,13 @@ def softmax_backward(
     Parameters
     ----------
     grad_out : array_like
-        Gradient of the weights; shape of weights.
+        Gradient of the weights, in their shape.
     weights : array_like
         The result of softmax.
     axis : int
         The axis over which they sum to 1.
     scale : float
-        That of the softmax.
+        The scale of the softmax.
     out : ndarray, optional
         Takes the result: exact shape and dtype, any strides. It may be grad_out or weights itself.
 
@@ -206,13 +206,13 @@ def softmax_backward(
     -------
     ndarray
         ``scale * weights * (grad_out - (weights * grad_out).sum(axis))``, and exactly 0 where the weight is 0: neither
-        masked elements nor what their gradient holds have any influence. The method of `masked_softmax` does not
+        masked elements nor their gradients have any influence. The method of `masked_softmax` does not
         matter: both are the same function.
 
     Raises
     ------
     TypeError, ValueError
-        Dtypes that are not supported, shapes that differ, an axis out of bounds.
+        A dtype is not supported, shapes differ, or axis is out of bounds.
 
     Examples
     --------

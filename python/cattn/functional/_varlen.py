@@ -40,7 +40,7 @@ def varlen_attention(
 ) -> Any:
     """Return attention of sequences that are packed into the same arrays one after another, without padding.
 
-    Sequence b is what `scaled_dot_product_attention` gives for entry b of a padded batch with lengths, bit for bit.
+    Sequence b gets the bits that `scaled_dot_product_attention` gives batch entry b of a padded call with lengths.
 
     Parameters
     ----------
@@ -51,23 +51,23 @@ def varlen_attention(
     value : array_like, shape (total_k, H_kv, d_v)
         The values.
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
-        The edges of the sequences: b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start with 0,
-        never fall, and end with the number of rows.
+        The edges of the sequences: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start
+        with 0, never decrease, and end with the number of rows.
     max_seqlen_q, max_seqlen_k : int, optional
-        At least the longest of each. Not needed; accepted because others need it.
+        An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
     dropout_p : float
-        Probability of a weight to be dropped.
+        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
         last key.
     scale : float, optional
         Default 1 / sqrt(head_dim).
     window_size : (int, int)
-        Keys seen before and after a query's position, -1: no bound.
+        Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,), optional
-        One number for each query head: the cost of distance, and one extra logit.
+        One number for each query head: the slope of ALiBi, and one extra logit.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool
@@ -83,7 +83,7 @@ def varlen_attention(
     Raises
     ------
     TypeError, ValueError
-        As `scaled_dot_product_attention`; also for cu_seqlens that do not describe the rows.
+        As for `scaled_dot_product_attention`; also if cu_seqlens do not describe the rows.
 
     Warns
     -----
@@ -134,7 +134,7 @@ def pack_sequences(
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
 
-    heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # one head is broadcast
+    heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # a single head is broadcast
     shape = (len(q), heads, v.shape[2])
     if out is None:
         out = np.empty(shape, common_dtype((q, k, v), "query, key and value"))
@@ -155,14 +155,14 @@ def unpack_sequences(result: Any, out: NDArray[Any]) -> Any:
 
 
 def _as_heads(packed: NDArray[Any]) -> NDArray[Any]:
-    """View (total, H, D) as one entry of a batch, (1, H, total, D)."""
+    """View (total, H, D) as one batch entry, (1, H, total, D)."""
     return packed.swapaxes(0, 1)[None]
 
 
 def _sequences(
     cu_seqlens: ArrayLike, total: int, name: str, longest: int | None, longest_name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Return first rows and lengths of the sequences, and the longest."""
+    """Return the first rows and the lengths of the sequences, and the largest length."""
     edges = as_integers(cu_seqlens, name, 0, total)
     if isinstance(edges, int) or edges.ndim != 1 or edges.size == 0:
         raise ValueError(f"{name} must have shape (B + 1,), got {np.shape(cu_seqlens)}")
@@ -177,7 +177,7 @@ def _sequences(
 
 def _warn_alignment(is_causal: bool, window_size: Window) -> None:
     """Warn if the alignment of a sequence's queries and keys is ambiguous."""
-    sides: Any = window_size if isinstance(window_size, (tuple, list)) else ()  # anything else is refused later
+    sides: Any = window_size if isinstance(window_size, (tuple, list)) else ()  # anything else raises later
     windowed = any(side is not None and not (isinstance(side, (int, np.integer)) and side == -1) for side in sides)
     if is_causal or windowed:
         text = "queries and keys of a sequence differ in number, and query i stands at key i: name is_causal "

@@ -75,7 +75,7 @@ def attention(
     K, V : array_like, shape (B, H_kv, T, head_dim) or (B, T, H_kv * head_dim)
         The new keys and values. The rows of V may have another length.
     attn_mask : array_like, optional
-        Boolean (True = keep) or float (added). Broadcasts to (B, H, T_q, T_k); a shorter last axis hides the rest.
+        Boolean (True: visible) or float (added). Broadcasts to (B, H, T_q, T_k); a shorter last axis hides the rest.
     past_key, past_value : array_like, shape (B, H_kv, T_past, head_dim), optional
         The keys and values before K and V. Give both or none.
     nonpad_kv_seqlen : array_like of int, shape (B,), optional

@@ -247,7 +247,7 @@ def scaled_dot_product_attention(
         On the CPU, of one dtype: float16, bfloat16 (with ``ml_dtypes``), float32 or float64. ``torch.autocast`` casts
         all but float64 first, as for PyTorch's own function.
     attn_mask : Tensor, optional
-        Of bool (True = keep) or of floats (added to the scores). It may be combined with is_causal. Also
+        Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
     dropout_p : float
         Probability of dropping a weight. The seed of the dropout mask is drawn from PyTorch's default generator, so

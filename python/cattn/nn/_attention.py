@@ -82,7 +82,7 @@ def _attend(
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
-    There is one of `dropouts` for all heads, or one for each, which draw one after the other. If `keep`, also return
+    `dropouts` has one layer for all heads, or one for each; these draw one after the other. If `keep`, also return
     the `_Pass` for the backward pass; its `out` shares memory with the context.
     """
     batch, heads, tokens, _ = q.shape
@@ -196,7 +196,7 @@ class SelfAttention(_Attention):
         Returns
         -------
         ndarray, shape (T, d_out) or (B, T, d_out), or (ndarray, ndarray)
-            In the common dtype of x and the parameters. The weights are (..., T, T).
+            The dtype is the common one of x and the parameters. The weights are (..., T, T).
         """
         self._kept = None
         batch, batched = _as_batch(x, self.d_in)
@@ -247,7 +247,7 @@ class Causal(_Attention):
         Returns
         -------
         ndarray, shape (T, width) or (B, T, width), or (ndarray, ndarray)
-            In the common dtype of x and the parameters, or in that of a wider cache. The weights are those before
+            The dtype is the common one of x and the parameters, or that of a wider cache. The weights are those before
             dropout: one matrix (T, tokens so far) for each sequence, and for each head if the class has several.
 
         Raises
@@ -266,8 +266,8 @@ class Causal(_Attention):
             _check_cache(cache, batch, dtype, batched, self._kv_heads, self._head_dim)
             before = cache.k.shape[-2]
         if before + tokens > self.context_length:
-            behind = f" behind {before} in the cache" if before else ""
-            raise ValueError(f"x has {tokens} tokens{behind}, context_length is {self.context_length}")
+            cached = f" behind {before} in the cache" if before else ""
+            raise ValueError(f"x has {tokens} tokens{cached}, context_length is {self.context_length}")
         q, k, v = self._project(batch)
         if cache is None:
             context, weights, attended = _attend(q, k, v, 0, self._dropouts(), return_weights, self.training)

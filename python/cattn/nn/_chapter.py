@@ -170,7 +170,7 @@ class CausalAttention(_Projections, Causal):
     d_in, d_out : int
         Length of a token and of a context vector.
     context_length : int
-        Maximal number of tokens of a sequence. Only a limit: no mask of this size is stored.
+        Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
     dropout : float
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
@@ -222,14 +222,14 @@ class CausalAttention(_Projections, Causal):
 
 
 class MultiHeadAttentionWrapper(Causal):
-    """Several `CausalAttention` heads, their context vectors side by side.
+    """Several `CausalAttention` heads, whose context vectors are concatenated.
 
     Parameters
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
     num_heads : int
-        Number of heads. A ``cache`` needs as many, of head_dim ``d_out``.
+        Number of heads. A ``cache`` needs as many heads, of head_dim ``d_out``.
     context_length, dropout, qkv_bias, dtype, rng
         As for `CausalAttention`.
 

@@ -64,7 +64,7 @@ def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
 
 
 def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
-    """Write arrays to path; an existing file is replaced when the new one is complete, and not before."""
+    """Write arrays to path. An existing file is replaced only when the new one is complete."""
     target = Path(os.path.realpath(path))  # replace the file that a link points to, not the link
     suffix = _suffix(target)
     temporary = temporary_beside(target)

@@ -12,7 +12,7 @@ from .. import _cattn
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.fp_mode import in_default_mode
-from .._input.rng import Generator, as_generator, or_default, to_replay
+from .._input.rng import GeneratorOrNone, as_generator, generator_or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
 from ..random import TorchGenerator
@@ -23,9 +23,9 @@ __all__ = ["Dropout", "Linear"]
 Array = NDArray[Any]
 
 
-def draw_uniform(generator: Generator, d_in: int, d_out: int, dtype: np.dtype[Any]) -> Array:
-    """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand``."""
-    generator = or_default(generator)
+def draw_uniform(generator: GeneratorOrNone, d_in: int, d_out: int, dtype: np.dtype[Any]) -> Array:
+    """Return numbers from [0, 1), shape (d_in, d_out), as ``torch.rand`` draws them."""
+    generator = generator_or_default(generator)
     if isinstance(generator, TorchGenerator):
         return generator.rand(d_in, d_out, dtype=dtype)
     return generator.random((d_in, d_out), dtype=dtype.type)
@@ -33,10 +33,10 @@ def draw_uniform(generator: Generator, d_in: int, d_out: int, dtype: np.dtype[An
 
 @in_default_mode
 def _draw_linear(
-    generator: Generator, d_in: int, d_out: int, bias: bool, dtype: np.dtype[Any]
+    generator: GeneratorOrNone, d_in: int, d_out: int, bias: bool, dtype: np.dtype[Any]
 ) -> tuple[Array, Array | None]:
     """Return weight and bias, uniform in +-1/sqrt(d_in), as ``torch.nn.Linear`` draws them."""
-    generator = or_default(generator)
+    generator = generator_or_default(generator)
     if isinstance(generator, TorchGenerator):
         return generator.linear(d_in, d_out, bias, dtype=dtype)
     bound = 1 / math.sqrt(d_in)
@@ -57,7 +57,7 @@ class Linear(Module):
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         Source of the parameters, which are uniform in +-1/sqrt(d_in). A TorchGenerator draws bit for bit those of
-        ``torch.nn.Linear``. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
+        ``torch.nn.Linear``. None is the generator of `manual_seed`; an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -138,8 +138,8 @@ class Dropout(Module):
     p : float
         Probability of dropping an element, in [0, 1].
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of the dropout mask. None is the generator of `manual_seed`, an int seeds a TorchGenerator of the layer:
-        unlike an int for the function `dropout`, it drops other elements in each call.
+        Source of the dropout mask. None is the generator of `manual_seed`; an int seeds a TorchGenerator of the layer:
+        unlike an int for the function `dropout`, it drops different elements in each call.
 
     Attributes
     ----------
@@ -171,9 +171,9 @@ class Dropout(Module):
         """The probability in the present mode: 0 in evaluation mode."""
         return self.p if self.training else 0.0
 
-    def draw_from(self) -> Generator:
+    def draw_from(self) -> GeneratorOrNone:
         """Return the ``rng=`` of the next call of a function."""
-        return or_default(self.rng) if self.active_p > 0 else self.rng
+        return generator_or_default(self.rng) if self.active_p > 0 else self.rng
 
     def __call__(self, x: ArrayLike) -> Array:
         """Return x with elements dropped and the others divided by 1 - p, or a copy in evaluation mode.

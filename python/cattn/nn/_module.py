@@ -48,7 +48,7 @@ class Module:
 
     def __init__(self) -> None:
         self.training = True
-        # Of the last forward pass in training: a `Kept` or similar. None: no such pass. A str: the error of `backward`.
+        # A `Kept` or similar of the last forward pass in training, None without one, or the error text of `backward`.
         self._kept: Any = None
         self._gradients: dict[str, Array] = {}  # of the parameters of this module, not of its children
 
@@ -180,7 +180,7 @@ class Module:
         Returns
         -------
         ndarray
-            Has the shape of x and the dtype of the output.
+            The gradient of x, in the shape of x and the dtype of the output.
 
         Raises
         ------
@@ -194,9 +194,9 @@ class Module:
         A call in training mode keeps the arrays that `backward` needs; the next call replaces them, `eval` frees them.
         Change the parameters after `backward`, not before.
 
-        Attention keeps x, queries, keys, values, context vectors, and one number for each row of these. `backward`
-        computes the weights again, block by block. Dropout draws its mask again. If it comes from a `TorchGenerator`,
-        no other thread may draw from that during a call of attention.
+        Attention keeps x, queries, keys, values, context vectors, and the log-sum-exp of each query. `backward`
+        computes the weights again, block by block. Dropout draws its mask again. If it draws from a `TorchGenerator`,
+        no other thread may draw from that generator during a call of attention.
 
         Examples
         --------
@@ -253,9 +253,9 @@ class Module:
             Arrays or tensors of any floating dtype. The names may share a prefix (``transformer.h.0.attn.``), and are
             those of the book (W_query, W_q), of ``torch.nn.MultiheadAttention`` (in_proj_weight), of GPT-2 (c_attn,
             c_proj), of Llama and others (q_proj, k_proj, v_proj, o_proj; wq, wk, wv, wo; qkv, proj), or those of
-            separate heads (heads.0.W_query). Masks among them are left out.
+            separate heads (heads.0.W_query). Causal masks among them are ignored.
         strict : bool
-            False: parameters without an array keep their values, and arrays without a parameter are ignored.
+            If False, parameters without an array keep their values, and arrays without a parameter are ignored.
 
         Returns
         -------
@@ -324,7 +324,7 @@ class Module:
         Raises
         ------
         TypeError, ValueError
-            As `load_state_dict`; also if the file is damaged or has another ending.
+            As for `load_state_dict`; also if the file is damaged or has another ending.
         ImportError
             safetensors is not installed.
         """

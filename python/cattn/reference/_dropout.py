@@ -36,7 +36,7 @@ def dropout_keep(p: float, seed: int, batch: ArrayLike, head: ArrayLike, positio
 
     `p` is the probability of dropping a weight, `seed` the 64-bit key. `batch`, `head` and `position` are the flat
     index of the batch dimensions, the query head and the absolute query position i + query_offset of each row. They
-    broadcast to a shape S; the result is bool, ``(*S, T_k)``, True = kept.
+    broadcast to a shape S; the result is bool, ``(*S, T_k)``, True where the element is kept.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def dropout(
 
     The factor preserves the expected value of each element, so that no correction is needed after training:
     ``training=False`` returns a copy. `rng` is a 64-bit seed, or None for a random one. With ``return_mask=True`` the
-    result is a pair of the output and the mask, True = kept.
+    result is a pair of the output and the mask, True where the element is kept.
 
     Examples
     --------

@@ -31,7 +31,7 @@ def causal_mask(
     query_offset: int | None = None,
     window_size: Window = (-1, -1),
 ) -> Bools:
-    """Return a causal mask, True = keep.
+    """Return a causal mask, True where the key is visible.
 
     With T_q = T_k this is the lower triangle. Otherwise "upper_left" aligns the first query with the first key,
     "lower_right" (the default: queries are the newest tokens of a longer text) aligns the last query with the last key,

@@ -54,8 +54,8 @@ def masked_softmax(
     ones. Rows whose visible weights sum to less than 2**-100, or to a sum that is not finite, are therefore computed
     again from their visible scores. `textbook_masked_softmax` has no such precaution.
 
-    `scores` is (..., T_q, T_k). `mask` is bool (True = keep) and broadcasts to it. `causal_mask` explains `is_causal`
-    and `query_offset`, and the offset may be an array (...,). Rows without a visible entry are 0.
+    `scores` is (..., T_q, T_k). The boolean `mask`, True where a key is visible, broadcasts to it. `causal_mask`
+    explains `is_causal` and `query_offset`; the offset may be an array (...,). Rows without a visible entry are 0.
 
     Examples
     --------
