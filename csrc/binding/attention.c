@@ -12,9 +12,7 @@
 
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    static const struct {
-        const char *name, *option;
-    } fields[N_OUTPUTS] = {
+    static const char *const fields[N_OUTPUTS][2] = {
         {"out", ""}, {"weights", "need_weights"}, {"lse", "return_lse"}, {"dropout_mask", "return_dropout_mask"}};
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
@@ -30,8 +28,8 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
         if (given[i] == NULL)
             return false;
         if (given[i] != Py_None && !call->wants[i]) {
-            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for", fields[i].name,
-                         fields[i].option);
+            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for", fields[i][0],
+                         fields[i][1]);
             return false;
         }
     }
@@ -66,7 +64,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         if (!made)
             return false;
         cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
-                          cattn_call_axes(call) & ~(i == LSE ? CATTN_AXIS_COL : 0));
+                          call->axes & ~(i == LSE ? CATTN_AXIS_COL : 0));
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -156,8 +154,6 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 /* ---- entry points ---- */
 
 PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
-    static const char *const names[] = {"out", "out.weights", "out.lse", "out.dropout_mask"};
-    static const char *const weights_names[] = {"out", "out", "out.lse", "out.dropout_mask"};
     struct cattn_attention_params params;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
@@ -165,6 +161,7 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     struct cattn_call call = {.state = state, .params = &params, .dims = dims};
     const bool weights_only = variant->stage < CATTN_STAGE_OUT;
     const int single = weights_only ? WEIGHTS : OUT;
+    const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
     call.wants[OUT] = !weights_only;
@@ -182,8 +179,7 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     if (weights_only)
         given[WEIGHTS] = args[ARG_out];
     stop_at(&params, variant->stage);
-    if (!make_outputs(&call, given, weights_only ? weights_names : names) ||
-        (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
+    if (!make_outputs(&call, given, names) || (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
         goto done;
     if (run(&call, args[ARG_rng], &draw))
         result = build_result(&call, single);

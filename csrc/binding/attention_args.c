@@ -1,5 +1,4 @@
-/* attention_args.c -- attention's arguments: shapes, heads, masks, ranges, numbers of each head. See attention_args.h.
- */
+/* attention_args.c -- attention's arguments: shapes, heads, masks, ranges, numbers of heads; see attention_args.h. */
 #include "attention_args.h"
 #include "arrays.h"
 #include "error.h"
@@ -90,6 +89,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     if (!parse_enable_gqa(enable_gqa, &forbidden, &forced))
         return false;
     call->has_heads = call->nd > 3 || (forced && call->nd == 3);
+    call->axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->has_heads ? CATTN_AXIS_HEAD : 0);
     call->n_batch_dims = call->nd - 2 - call->has_heads;
     params->num_heads = params->group_size = call->kv_heads = 1;
     if (!call->has_heads)
@@ -98,43 +98,36 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     const npy_intp value = call->inputs[VALUE] != NULL ? size_from_end(call->inputs[VALUE], 3) : key;
     if (key != value && key != 1 && value != 1)
         return error_sizes("value", value, "key", key, "heads (axis -3):");
-    const npy_intp kv_heads = key == 1 ? value : key;
-    call->kv_heads = kv_heads;
-    if (query == 1 || kv_heads == 1 || query == kv_heads) { /* NumPy's broadcasting */
-        params->num_heads = query == 1 ? kv_heads : query;
-    } else if (kv_heads == 0 || query % kv_heads != 0) {
+    const npy_intp kv_heads = call->kv_heads = key == 1 ? value : key;
+    const bool broadcasts = query == 1 || kv_heads == 1 || query == kv_heads; /* as NumPy does */
+    if (!broadcasts && (kv_heads == 0 || query % kv_heads != 0)) {
         PyErr_Format(PyExc_ValueError,
                      "query has %zd heads (axis -3), key and value have %zd: they must be equal, or query's a multiple",
                      (Py_ssize_t)query, (Py_ssize_t)kv_heads);
         return false;
-    } else if (forbidden) {
+    }
+    if (!broadcasts && forbidden) {
         PyErr_Format(
             PyExc_ValueError,
             "query has %zd heads (axis -3), key and value have %zd, and enable_gqa=False forbids grouped heads",
             (Py_ssize_t)query, (Py_ssize_t)kv_heads);
         return false;
-    } else {
-        params->num_heads = query;
     }
+    params->num_heads = query == 1 ? kv_heads : query;
     if (kv_heads > 0 && params->num_heads > 0)
         params->group_size = params->num_heads / kv_heads;
     call->dims[call->nd - 3] = (npy_intp)params->num_heads;
     return true;
 }
 
-int cattn_call_axes(const struct cattn_call *call) {
-    return CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->has_heads ? CATTN_AXIS_HEAD : 0);
-}
-
 /* Called right after the sizes are read: the checks that follow may run Python code, which might change the arrays. */
 static void fill_inputs(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
-    const int axes = cattn_call_axes(call);
     for (int i = QUERY; i <= VALUE; i++) {
         if (call->inputs[i] == NULL)
             continue;
-        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, axes);
+        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, call->axes);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
@@ -196,9 +189,9 @@ static bool parse_scale(struct cattn_call *call, PyObject *scale) {
 }
 
 /* Called right after the check of the array, for the reason given at fill_inputs. */
-static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
+static void take_bias(struct cattn_call *call, PyArrayObject *bias) {
     struct cattn_attention_params *params = call->params;
-    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, axes);
+    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, call->axes);
     call->bias_nd = PyArray_NDIM(bias);
     for (int axis = 0; call->bias_dims != NULL && axis < call->bias_nd; axis++)
         call->bias_dims[axis] = PyArray_DIM(bias, axis);
@@ -206,7 +199,6 @@ static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
 
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
-    const int axes = cattn_call_axes(call);
     call->bias_nd = -1;
     if (args[ARG_attn_mask] != Py_None) {
         PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY,
@@ -215,9 +207,9 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
-            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, axes);
+            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, call->axes);
         } else {
-            take_bias(call, mask, axes);
+            take_bias(call, mask);
             if (!cattn_arg_warn_binary(mask, "attn_mask"))
                 return false;
         }
@@ -228,7 +220,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
         call->inputs[BIAS] = bias;
         if (bias == NULL)
             return false;
-        take_bias(call, bias, axes);
+        take_bias(call, bias);
     }
     return true;
 }

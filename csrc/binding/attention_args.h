@@ -62,6 +62,7 @@ struct cattn_call {
     bool as_tuple;    /* the result is an AttentionOutput */
     bool has_seed;    /* dropout_seed draws the same mask again */
     bool has_heads;   /* axis -3 of the call is heads */
+    int axes;         /* of query, key, value and masks, for cattn_tensor_from */
     int compute_type; /* NumPy's type number of the computation */
     int stored_type;  /* the same of query, key, value, out and weights */
     int n_batch_dims;
@@ -74,8 +75,6 @@ struct cattn_call {
 
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
-/* The axes of the call's arrays, for cattn_tensor_from. */
-int cattn_call_axes(const struct cattn_call *call);
 /* ValueError for sizes whose products the core cannot count. */
 bool cattn_call_counts_fit(const struct cattn_attention_params *params);
 

@@ -27,7 +27,7 @@ struct forward_job {
     /* split path: the partial results of the tasks of a wave, which starts at first_task */
     int64_t first_task;
     char *partials;
-    size_t partial_size;
+    size_t partial_size, stats_size, acc_size;   /* of a partial result; of its maxima or sums; of its accumulator */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
 };
 
@@ -64,7 +64,7 @@ static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, st
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     job->kernels->chunk_begin(rows);
     for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
-        const int64_t k1 = cattn_key_block_end(k0, rows->n_keys);
+        const int64_t k1 = cattn_block_end(k0, rows->n_keys);
         if (worker && cattn_should_stop(worker))
             return false;
         if (job->plan.path == CATTN_PATH_TILE)
@@ -129,39 +129,21 @@ static void block_task(void *context, int64_t task, struct cattn_worker *worker)
 
 /* ---- split path: tasks are pairs (block of rows, key chunk), whose results are merged in order between waves ---- */
 
-struct partial {
-    void *max, *sum, *acc;
-    size_t stats_size, acc_size;
-};
-
-/* Sets the sizes only. */
-static struct partial size_partial(const struct forward_job *job) {
-    const size_t element = cattn_element_size(job->params->dtype);
-    return (struct partial){
-        .stats_size = (size_t)cattn_plan_row_slots(&job->plan) * element,
-        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(job->params) * element,
-    };
-}
-
-static struct partial find_partial(const struct forward_job *job, int64_t index) {
-    char *memory = job->partials + (size_t)index * job->partial_size;
-    struct partial s = size_partial(job);
-    s.max = memory;
-    s.sum = memory + s.stats_size;
-    s.acc = memory + 2 * s.stats_size;
-    return s;
+/* Copies the running state of a chunk to its place in the wave, or back. */
+static void copy_partial(const struct forward_job *job, int64_t index, const struct cattn_rows *rows, bool back) {
+    void *const arrays[] = {rows->scratch.row_max, rows->scratch.row_sum, rows->scratch.acc};
+    char *place = job->partials + (size_t)index * job->partial_size;
+    const size_t sizes[] = {job->stats_size, job->stats_size, job->acc_size};
+    for (int i = 0; i < 3; place += sizes[i++])
+        memcpy(back ? arrays[i] : place, back ? place : arrays[i], sizes[i]);
 }
 
 static void split_task(void *context, int64_t index, struct cattn_worker *worker) {
     const struct forward_job *job = context;
     const int64_t task = job->first_task + index;
     struct cattn_rows *rows = set_up(job, task / job->plan.n_chunks, cattn_worker_scratch(worker));
-    const struct partial to = find_partial(job, index);
-    if (!run_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
-        return;
-    memcpy(to.max, rows->scratch.row_max, to.stats_size);
-    memcpy(to.sum, rows->scratch.row_sum, to.stats_size);
-    memcpy(to.acc, rows->scratch.acc, to.acc_size);
+    if (run_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
+        copy_partial(job, index, rows, false);
 }
 
 /* Merges the chunks of a wave of n tasks into the totals of their blocks, in order. `rows` keeps the current block and
@@ -169,13 +151,10 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
 static void merge_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
     for (int64_t index = 0; index < n; index++) {
         const int64_t task = job->first_task + index, chunk = task % job->plan.n_chunks;
-        const struct partial from = find_partial(job, index);
         if (chunk == 0)
             *rows = set_up(job, task / job->plan.n_chunks, memory);
         assert(*rows); /* the first wave starts with chunk 0 of a block */
-        memcpy((*rows)->scratch.row_max, from.max, from.stats_size);
-        memcpy((*rows)->scratch.row_sum, from.sum, from.stats_size);
-        memcpy((*rows)->scratch.acc, from.acc, from.acc_size);
+        copy_partial(job, index, *rows, true);
         merge_chunk(job, *rows, chunk == 0);
         if (chunk == job->plan.n_chunks - 1)
             job->kernels->finish(*rows);
@@ -187,8 +166,10 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     struct cattn_plan *plan = &job->plan;
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
-    const struct partial size = size_partial(job);
-    job->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64; /* every array stays aligned */
+    const size_t element = cattn_element_size(p->dtype);
+    job->stats_size = (size_t)cattn_plan_row_slots(plan) * element;
+    job->acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(p) * element;
+    job->partial_size = 2 * job->stats_size + (job->acc_size + 63) / 64 * 64; /* the scratch after them stays aligned */
     const int64_t n_tasks = n_blocks * plan->n_chunks;
     const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
     /* the block that is being merged has scratch of its own, after the partial results */

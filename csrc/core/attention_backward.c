@@ -137,14 +137,12 @@ static int64_t place_of_keys(const struct backward_job *job, const struct step *
     return step->unit * job->plan.n_key_blocks + key_block;
 }
 
-static int64_t matrix_size(const struct cattn_attention_params *p) { return p->seqlen_q * p->seqlen_k; }
-
 /* A shared gradient of the bias is contiguous, so its offset gives the number of its matrix. */
 static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t key_block) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
     const int64_t start = head_start(p, bias, step);
-    const int64_t row = start / matrix_size(p) * job->plan.blocks_per_head + step->block;
+    const int64_t row = start / (p->seqlen_q * p->seqlen_k) * job->plan.blocks_per_head + step->block;
     return (job->plan.n_units + row) * job->plan.n_key_blocks + key_block;
 }
 
@@ -195,7 +193,7 @@ static void pass_ticket(const struct backward_job *job, int64_t place) {
  * false if the call was stopped. */
 static bool run_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
                       struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
-    const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_key_block_end(k0, b->scores.n_keys);
+    const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
     const bool sees = keys.lo < k1 && k0 < keys.hi;
     if (sees)
         job->kernels->backward_scores(b, k0, k1);
@@ -251,17 +249,14 @@ static void unit_task(void *context, int64_t unit, struct cattn_worker *worker) 
     }
 }
 
-/* One step. Consecutive tasks are of different units, so that few threads wait for steps of the same unit. */
+/* One step. A dropout stream and a shared bias require the order of (batch entry, head, block). Otherwise consecutive
+ * tasks are of different units, so that few threads wait for steps of the same unit. */
 static void step_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct backward_job *job = context;
-    const struct step step = find_step(job, task % job->plan.n_units, task / job->plan.n_units);
-    run_step(job, &step, 0, worker);
-}
-
-/* One step, in the order of (batch entry, head, block) that a dropout stream and a shared bias require. */
-static void ordered_step_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct backward_job *job = context;
-    const struct step step = find_step(job, task / job->plan.steps_per_unit, task % job->plan.steps_per_unit);
+    const int64_t n_units = job->plan.n_units, n_steps = job->plan.steps_per_unit;
+    const bool ordered = job->plan.shares_bias || job->plan.uses_stream;
+    const struct step step =
+        find_step(job, ordered ? task / n_steps : task % n_units, ordered ? task % n_steps : task / n_units);
     run_step(job, &step, task, worker);
 }
 
@@ -290,14 +285,13 @@ static enum cattn_status run_steps(struct backward_job *job) {
     const struct cattn_poll *poll = &job->params->forward.poll;
     if (plan->whole_units)
         return cattn_parallel_for(plan->n_units, plan->num_threads, plan->scratch_size, unit_task, job, poll);
-    cattn_task_fn *const task = plan->shares_bias || plan->uses_stream ? ordered_step_task : step_task;
     const int64_t n_steps = plan->n_units * plan->steps_per_unit;
     struct cattn_tickets tickets;
     if (!cattn_tickets_begin(&tickets, count_places(job)))
         return CATTN_NO_MEMORY;
     job->tickets = &tickets;
     const enum cattn_status status =
-        cattn_parallel_for(n_steps, plan->num_threads, plan->scratch_size, task, job, poll);
+        cattn_parallel_for(n_steps, plan->num_threads, plan->scratch_size, step_task, job, poll);
     cattn_tickets_end(&tickets);
     return status;
 }

@@ -45,8 +45,6 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
     }
 }
 
-_Static_assert(sizeof((struct cattn_call_shape *)NULL)->bias_col / sizeof(int64_t) == CATTN_MAX_BIAS, "kernels.h");
-
 /* Flags are set from the tensors that are present: kernels test a flag, never a pointer. */
 void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_call_shape *call) {
     call->head_dim = p->head_dim;
@@ -67,6 +65,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->store_scores = p->store_scores;
     call->storage = p->storage;
     call->n_bias = p->n_bias;
+    _Static_assert(sizeof call->bias_col / sizeof *call->bias_col == CATTN_MAX_BIAS, "kernels.h has as many");
     for (int b = 0; b < p->n_bias; b++)
         call->bias_col[b] = p->bias[b].col;
     call->query_col = p->query.col;

@@ -1,5 +1,4 @@
-/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. In release builds only the static
- * assertions remain. */
+/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Release builds keep the static ones. */
 #include "check_params.h"
 
 /* CATTN_CLEAR walks from the first tensor to the member after the last one. */

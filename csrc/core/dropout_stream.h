@@ -17,9 +17,7 @@ struct cattn_dropout_stream {
 
 /* Keys that are drawn at a time. */
 #define CATTN_STREAM_KEYS 1024
-
-/* Draws the next keys of a row, from k0 on: one byte each, 1 = kept. Returns their number, or 0 if the call was
- * stopped. */
+/* Draws keys k0, k0 + 1, ... of a row: a byte each, 1 = kept. Returns their number, or 0 if the call was stopped. */
 int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0, int64_t n_keys, uint8_t *kept,
                                   struct cattn_worker *worker);
 
@@ -32,8 +30,7 @@ void cattn_dropout_stream_begin(struct cattn_dropout_stream *stream, const struc
 void cattn_dropout_stream_end(struct cattn_dropout_stream *stream, struct cattn_torch_random *random);
 
 /* Waits for this task's ticket, then draws n_rows rows of n_keys bits, lowest bit first, rows
- * cattn_dropout_stream_row_bytes apart. Returns false if the call was stopped. worker: NULL where tasks run one after
- * the other. */
+ * cattn_dropout_stream_row_bytes apart. Returns false if the call was stopped. worker: NULL if nothing is parallel. */
 bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, int n_rows, int64_t n_keys,
                                uint8_t *bits, struct cattn_worker *worker);
 

@@ -19,8 +19,7 @@ struct cattn_tickets {
     unsigned fork_count; /* cattn_fork_count() when the lock was made */
 };
 
-/* Returns false if there is no memory, which cannot happen for one place. The struct may not be moved before
- * cattn_tickets_end. */
+/* Returns false without memory, which one place does not need. Do not move the struct before cattn_tickets_end. */
 bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places);
 void cattn_tickets_end(struct cattn_tickets *tickets);
 /* Returns false if the call was stopped. */

@@ -14,10 +14,8 @@ struct cattn_range {
 
 /* The smallest range that holds both. Empty ranges do not count. */
 static inline struct cattn_range cattn_range_union(struct cattn_range a, struct cattn_range b) {
-    if (b.lo >= b.hi)
-        return a;
-    if (a.lo >= a.hi)
-        return b;
+    if (a.lo >= a.hi || b.lo >= b.hi)
+        return b.lo < b.hi ? b : a;
     return (struct cattn_range){cattn_min(a.lo, b.lo), a.hi > b.hi ? a.hi : b.hi};
 }
 

@@ -96,10 +96,10 @@ struct cattn_row_scratch {
     void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
     void *weight_rows; /* for halves: [row][seqlen_k] */
     void *block_max;
-    void *row_max, *row_sum, *alpha;         /* the running state of the chunk; this block's correction */
-    void *acc;                               /* [row][acc_cols] */
-    void *total_max, *total_sum, *total_acc; /* the merged chunks so far; uninitialised until the driver
-                                                swaps in the first chunk */
+    void *row_max, *row_sum, *alpha; /* the running state of the chunk; this block's correction */
+    void *acc;                       /* [row][acc_cols] */
+    void *total_max, *total_sum,
+        *total_acc; /* the merged chunks so far; uninitialised before the driver swaps in one */
 };
 
 /* A block of rows: the argument of the kernels. */
@@ -127,8 +127,7 @@ struct cattn_rows {
  *     backward_sink             only with sinks
  *     backward_finish           once: writes the gradient of the queries
  *
- * The driver fixes the order of backward_bias and backward_keys among blocks of queries; it is part of the bit
- * contract.
+ * The driver fixes the order of backward_bias and backward_keys among blocks; it is part of the bit contract.
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;

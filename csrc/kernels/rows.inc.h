@@ -201,8 +201,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         block_max[r] = largest_lane(max[r]);
 }
 
-/* Replaces one row of scores by exp(score - shift). Returns the block's sum: eight chains by key index, then the tree.
- */
+/* Replaces one row of scores by exp(score - shift). Returns the block's sum: 8 chains by key index, then the tree. */
 static real softmax_keys(real *score, int begin, int end, real shift) {
     real chain[CATTN_SUM_CHAINS] = {0};
     for (int k = begin; k < end; k += LANES)

@@ -99,8 +99,7 @@ INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage
     }
 }
 
-/* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf if the call wants scores.
- */
+/* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf with store_scores. */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
     real *w = rows->per_row->weights[r];
     const int64_t col = rows->call.weights_col, lo = rows->per_row->lo[r], hi = rows->per_row->hi[r];
@@ -161,8 +160,7 @@ static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]
     for (int r = 0; r < rows->n_rows; r += LANES) {
         vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->call.keep_scale);
         /* the lanes after the last row are arbitrary, so test a partial vector row by row */
-        if (r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0))))
-            may_have_empty_rows = true;
+        may_have_empty_rows |= r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0)));
         if (rows->call.has_sinks)
             f = f * vf_loadu(factor + r);
         vf_storeu(factor + r, f);
