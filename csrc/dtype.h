@@ -25,6 +25,7 @@ static inline size_t cattn_stored_size(enum cattn_dtype dtype, enum cattn_storag
     return storage == CATTN_STORED_PLAIN ? cattn_element_size(dtype) : sizeof(uint16_t);
 }
 
+static inline int64_t cattn_min(int64_t a, int64_t b) { return a < b ? a : b; }
 /* For a >= 0 and b > 0. a + b - 1 could overflow. */
 static inline int64_t cattn_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static inline int64_t cattn_round_up(int64_t n, int64_t multiple) { return cattn_ceil_div(n, multiple) * multiple; }

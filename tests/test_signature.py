@@ -214,11 +214,11 @@ def named(name: str) -> Callable[..., Any]:
     ("arguments", "message"),
     [
         ((print, "", (), (), 0), "no body in C for a function print"),
-        ((named("dropout"), "", tuple("abc"), (1,) * 7, 3), "dropout has 3 parameters, not 7 defaults"),
-        ((named("dropout"), "", ("x", "p"), (1,), 0), "1 defaults and 0 by position"),
-        ((named("dropout"), "", ("x", "p"), (1,), 3), "3 by position"),
+        ((named("dropout"), "", tuple("abc"), (1,) * 7, 3), "dropout: 3 parameters do not fit 7 defaults"),
+        ((named("dropout"), "", ("x", "p"), (1,), 0), "1 defaults and 0 positional"),
+        ((named("dropout"), "", ("x", "p"), (1,), 3), "3 positional"),
         ((named("dropout"), "", ("x", "q"), (1,), 1), "dropout has a parameter q that its table in C lacks"),
-        ((named("softmax"), "", tuple(map(str, range(33))), (), 33), "softmax has 33 parameters"),
+        ((named("softmax"), "", tuple(map(str, range(33))), (), 33), "softmax: 33 parameters"),
     ],
 )
 def test_a_signature_that_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:

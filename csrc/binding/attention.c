@@ -11,12 +11,13 @@
 /* ---- outputs ---- */
 
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
-static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObject **given) {
-    static const char *const asked_by[] = {"", "need_weights", "return_lse", "return_dropout_mask"};
+static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
+    static const char *const fields[N_OUTPUTS][2] = {
+        {"out", ""}, {"weights", "need_weights"}, {"lse", "return_lse"}, {"dropout_mask", "return_dropout_mask"}};
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
-        given[single] = out;
+        given[OUT] = out;
         if (is_tuple == 0 && out != Py_None && !PyArray_Check(out))
             return cattn_error_type("out", "a numpy.ndarray or a cattn.AttentionOutput", out);
         return is_tuple == 0;
@@ -27,8 +28,8 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObj
         if (given[i] == NULL)
             return false;
         if (given[i] != Py_None && !call->wants[i]) {
-            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for",
-                         asked_by[i] + (i == WEIGHTS ? 5 : 7), asked_by[i]);
+            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for", fields[i][0],
+                         fields[i][1]);
             return false;
         }
     }
@@ -39,15 +40,14 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, int single, PyObj
 static int lse_type(struct cattn_call *call, PyObject *given) {
     if (given != NULL && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_DOUBLE)
         call->params->double_lse = true;
-    return call->params->double_lse ? NPY_DOUBLE : call->type;
+    return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
 }
 
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
-    const int head = call->heads ? CATTN_AXIS_HEAD : 0;
     const npy_intp seqlen_k = call->dims[call->nd - 1];
-    const int types[N_OUTPUTS] = {call->stored, call->stored, lse_type(call, given[LSE]), NPY_BOOL};
+    const int types[N_OUTPUTS] = {call->stored_type, call->stored_type, lse_type(call, given[LSE]), NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
@@ -64,7 +64,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         if (!made)
             return false;
         cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
-                          head | CATTN_AXIS_ROW | (i == LSE ? 0 : CATTN_AXIS_COL));
+                          call->axes & ~(i == LSE ? CATTN_AXIS_COL : 0));
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -81,17 +81,17 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
 
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
                     const void *params, struct cattn_draw *draw) {
-    struct cattn_attention_params *own = call->params;
-    struct cattn_dropout_spec *dropout = &own->dropout;
-    own->num_threads = cattn_get_num_threads();
-    if (dropout->enabled && own->n_batch > (int64_t)1 << 31) {
+    struct cattn_attention_params *forward = call->params;
+    struct cattn_dropout_spec *dropout = &forward->dropout;
+    forward->num_threads = cattn_get_num_threads();
+    if (dropout->enabled && forward->n_batch > (int64_t)1 << 31) {
         PyErr_SetString(PyExc_ValueError, "dropout_p: the batch is too large for dropout (more than 2**31)");
         return false;
     }
     if (dropout->enabled && !cattn_draw_begin(call->state, rng, dropout, draw))
         return false;
     call->has_seed = dropout->enabled && !draw->is_torch;
-    const enum cattn_status status = cattn_compute(work < CATTN_GIL_WORK, &own->poll, compute, params);
+    const enum cattn_status status = cattn_compute(work < CATTN_GIL_WORK, &forward->poll, compute, params);
     return cattn_error_status(status);
 }
 
@@ -154,8 +154,6 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 /* ---- entry points ---- */
 
 PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
-    static const char *const names[] = {"out", "out.weights", "out.lse", "out.dropout_mask"};
-    static const char *const weights_names[] = {"out", "out", "out.lse", "out.dropout_mask"};
     struct cattn_attention_params params;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
@@ -163,6 +161,7 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     struct cattn_call call = {.state = state, .params = &params, .dims = dims};
     const bool weights_only = variant->stage < CATTN_STAGE_OUT;
     const int single = weights_only ? WEIGHTS : OUT;
+    const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
     call.wants[OUT] = !weights_only;
@@ -175,13 +174,12 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
     if (variant->stage == CATTN_STAGE_DROPOUT)
         call.as_tuple = call.wants[DROPOUT_MASK] = true;
-    if (!weights_only && !unpack_out(&call, args[ARG_out], single, given))
+    if (!weights_only && !unpack_out(&call, args[ARG_out], given))
         goto done;
     if (weights_only)
         given[WEIGHTS] = args[ARG_out];
     stop_at(&params, variant->stage);
-    if (!make_outputs(&call, given, weights_only ? weights_names : names) ||
-        (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
+    if (!make_outputs(&call, given, names) || (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
         goto done;
     if (run(&call, args[ARG_rng], &draw))
         result = build_result(&call, single);

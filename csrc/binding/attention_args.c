@@ -1,5 +1,4 @@
-/* attention_args.c -- attention's arguments: shapes, heads, masks, ranges, numbers of each head. See attention_args.h.
- */
+/* attention_args.c -- attention's arguments: shapes, heads, masks, ranges, numbers of heads; see attention_args.h. */
 #include "attention_args.h"
 #include "arrays.h"
 #include "error.h"
@@ -13,7 +12,8 @@ static const char *const INPUT_NAMES[] = {"query", "key", "value"};
 
 /* ---- shapes ---- */
 
-static npy_intp dim_back(PyArrayObject *array, int back) {
+/* 1 if the array has no such axis. */
+static npy_intp size_from_end(PyArrayObject *array, int back) {
     const int nd = PyArray_NDIM(array);
     return back <= nd ? PyArray_DIM(array, nd - back) : 1;
 }
@@ -27,13 +27,13 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         if (call->inputs[i] == NULL)
             return false;
     }
-    call->stored = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
-    if (call->stored < 0)
+    call->stored_type = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
+    if (call->stored_type < 0)
         return false;
-    call->type = cattn_arg_compute_type(call->stored);
-    call->params->dtype = cattn_arg_dtype(call->stored);
-    call->params->storage = cattn_arg_storage(call->stored);
-    call->params->double_lse = call->type == NPY_DOUBLE;
+    call->compute_type = cattn_arg_compute_type(call->stored_type);
+    call->params->dtype = cattn_arg_dtype(call->stored_type);
+    call->params->storage = cattn_arg_storage(call->stored_type);
+    call->params->double_lse = call->compute_type == NPY_DOUBLE;
     for (int i = QUERY; i <= VALUE; i++) {
         const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 2;
         if (nd < 2) {
@@ -50,7 +50,7 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     return true;
 }
 
-static bool sizes_differ(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {
+static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {
     PyErr_Format(PyExc_ValueError, "%s has %s %zd, %s has %zd", a, what, (Py_ssize_t)size_a, b, (Py_ssize_t)size_b);
     return false;
 }
@@ -58,16 +58,16 @@ static bool sizes_differ(const char *a, npy_intp size_a, const char *b, npy_intp
 static bool parse_sizes(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
     PyArrayObject *query = call->inputs[QUERY], *key = call->inputs[KEY], *value = call->inputs[VALUE];
-    params->seqlen_q = dim_back(query, 2);
-    params->head_dim = dim_back(query, 1);
-    params->seqlen_k = dim_back(key, 2);
-    params->d_v = value != NULL ? dim_back(value, 1) : 0;
-    if (dim_back(key, 1) != params->head_dim)
-        return sizes_differ("key", dim_back(key, 1), "query", dim_back(query, 1), "head_dim");
-    if (value != NULL && dim_back(value, 2) != params->seqlen_k)
-        return sizes_differ("value", dim_back(value, 2), "key", dim_back(key, 2), "T_k");
-    call->dims[call->nd - 2] = dim_back(query, 2);
-    call->dims[call->nd - 1] = dim_back(key, 2);
+    params->seqlen_q = size_from_end(query, 2);
+    params->head_dim = size_from_end(query, 1);
+    params->seqlen_k = size_from_end(key, 2);
+    params->d_v = value != NULL ? size_from_end(value, 1) : 0;
+    if (size_from_end(key, 1) != params->head_dim)
+        return error_sizes("key", size_from_end(key, 1), "query", size_from_end(query, 1), "head_dim");
+    if (value != NULL && size_from_end(value, 2) != params->seqlen_k)
+        return error_sizes("value", size_from_end(value, 2), "key", size_from_end(key, 2), "T_k");
+    call->dims[call->nd - 2] = size_from_end(query, 2);
+    call->dims[call->nd - 1] = size_from_end(key, 2);
     return true;
 }
 
@@ -88,35 +88,34 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     bool forbidden, forced;
     if (!parse_enable_gqa(enable_gqa, &forbidden, &forced))
         return false;
-    call->heads = call->nd > 3 || (forced && call->nd == 3);
-    call->n_batch_dims = call->nd - 2 - call->heads;
+    call->has_heads = call->nd > 3 || (forced && call->nd == 3);
+    call->axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->has_heads ? CATTN_AXIS_HEAD : 0);
+    call->n_batch_dims = call->nd - 2 - call->has_heads;
     params->num_heads = params->group_size = call->kv_heads = 1;
-    if (!call->heads)
+    if (!call->has_heads)
         return true;
-    const npy_intp query = dim_back(call->inputs[QUERY], 3), key = dim_back(call->inputs[KEY], 3);
-    const npy_intp value = call->inputs[VALUE] != NULL ? dim_back(call->inputs[VALUE], 3) : key;
+    const npy_intp query = size_from_end(call->inputs[QUERY], 3), key = size_from_end(call->inputs[KEY], 3);
+    const npy_intp value = call->inputs[VALUE] != NULL ? size_from_end(call->inputs[VALUE], 3) : key;
     if (key != value && key != 1 && value != 1)
-        return sizes_differ("value", value, "key", key, "heads (axis -3):");
-    const npy_intp both = key == 1 ? value : key;
-    call->kv_heads = both;
-    if (query == 1 || both == 1 || query == both) { /* NumPy's broadcasting */
-        params->num_heads = query == 1 ? both : query;
-    } else if (both == 0 || query % both != 0) {
+        return error_sizes("value", value, "key", key, "heads (axis -3):");
+    const npy_intp kv_heads = call->kv_heads = key == 1 ? value : key;
+    const bool broadcasts = query == 1 || kv_heads == 1 || query == kv_heads; /* as NumPy does */
+    if (!broadcasts && (kv_heads == 0 || query % kv_heads != 0)) {
         PyErr_Format(PyExc_ValueError,
                      "query has %zd heads (axis -3), key and value have %zd: they must be equal, or query's a multiple",
-                     (Py_ssize_t)query, (Py_ssize_t)both);
+                     (Py_ssize_t)query, (Py_ssize_t)kv_heads);
         return false;
-    } else if (forbidden) {
+    }
+    if (!broadcasts && forbidden) {
         PyErr_Format(
             PyExc_ValueError,
             "query has %zd heads (axis -3), key and value have %zd, and enable_gqa=False forbids grouped heads",
-            (Py_ssize_t)query, (Py_ssize_t)both);
+            (Py_ssize_t)query, (Py_ssize_t)kv_heads);
         return false;
-    } else {
-        params->num_heads = query;
     }
-    if (both > 0 && params->num_heads > 0)
-        params->group_size = params->num_heads / both;
+    params->num_heads = query == 1 ? kv_heads : query;
+    if (kv_heads > 0 && params->num_heads > 0)
+        params->group_size = params->num_heads / kv_heads;
     call->dims[call->nd - 3] = (npy_intp)params->num_heads;
     return true;
 }
@@ -125,11 +124,10 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
 static void fill_inputs(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
-    const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
     for (int i = QUERY; i <= VALUE; i++) {
         if (call->inputs[i] == NULL)
             continue;
-        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, axes);
+        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, call->axes);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
@@ -142,7 +140,7 @@ static bool parse_batch_dims(struct cattn_call *call) {
         npy_intp size = 1;
         int owner = QUERY;
         for (int i = QUERY; i <= VALUE; i++) {
-            const npy_intp own = call->inputs[i] != NULL ? dim_back(call->inputs[i], call->nd - axis) : 1;
+            const npy_intp own = call->inputs[i] != NULL ? size_from_end(call->inputs[i], call->nd - axis) : 1;
             if (own == 1 || own == size)
                 continue;
             if (size != 1) {
@@ -183,17 +181,17 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
 static bool parse_scale(struct cattn_call *call, PyObject *scale) {
     struct cattn_attention_params *params = call->params;
     if (scale != Py_None)
-        return cattn_arg_scale(scale, call->type, &params->score_options.scale);
+        return cattn_arg_scale(scale, call->compute_type, &params->score_options.scale);
     const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
     params->score_options.scale = params->head_dim > 0 ? 1.0 / sqrt((double)params->head_dim) : 1.0;
     cattn_fp_leave(mode);
     return true;
 }
 
-/* Called right after the check of the array, as fill_inputs. */
-static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
+/* Called right after the check of the array, for the reason given at fill_inputs. */
+static void take_bias(struct cattn_call *call, PyArrayObject *bias) {
     struct cattn_attention_params *params = call->params;
-    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, axes);
+    cattn_tensor_from(&params->bias[params->n_bias++], bias, call->n_batch_dims, call->axes);
     call->bias_nd = PyArray_NDIM(bias);
     for (int axis = 0; call->bias_dims != NULL && axis < call->bias_nd; axis++)
         call->bias_dims[axis] = PyArray_DIM(bias, axis);
@@ -201,29 +199,28 @@ static void take_bias(struct cattn_call *call, PyArrayObject *bias, int axes) {
 
 static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     struct cattn_attention_params *params = call->params;
-    const int axes = CATTN_AXIS_COL | CATTN_AXIS_ROW | (call->heads ? CATTN_AXIS_HEAD : 0);
     call->bias_nd = -1;
     if (args[ARG_attn_mask] != Py_None) {
-        PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY, call->type,
-                                             call->nd, call->dims);
+        PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY,
+                                             call->compute_type, call->nd, call->dims);
         call->inputs[ATTN_MASK] = mask;
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
-            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, axes);
+            cattn_tensor_from(&params->attn_mask, mask, call->n_batch_dims, call->axes);
         } else {
-            take_bias(call, mask, axes);
+            take_bias(call, mask);
             if (!cattn_arg_warn_binary(mask, "attn_mask"))
                 return false;
         }
     }
     if (args[ARG_bias] != Py_None) {
-        PyArrayObject *bias =
-            cattn_arg_mask(call->state, args[ARG_bias], "bias", CATTN_MASK_BIAS, call->type, call->nd, call->dims);
+        PyArrayObject *bias = cattn_arg_mask(call->state, args[ARG_bias], "bias", CATTN_MASK_BIAS, call->compute_type,
+                                             call->nd, call->dims);
         call->inputs[BIAS] = bias;
         if (bias == NULL)
             return false;
-        take_bias(call, bias, axes);
+        take_bias(call, bias);
     }
     return true;
 }
@@ -246,8 +243,8 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     if (object == Py_None)
         return true;
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
-    PyObject *numbers =
-        PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name, call->type == NPY_FLOAT ? "f" : "d");
+    PyObject *numbers = PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name,
+                                              call->compute_type == NPY_FLOAT ? "f" : "d");
     cattn_fp_leave(mode);
     call->inputs[input] = (PyArrayObject *)numbers;
     if (numbers == NULL)
@@ -275,7 +272,7 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
                          args[ARG_softcap]);
             return false;
         }
-        if (call->type == NPY_FLOAT && params->score_options.softcap != 0 &&
+        if (call->compute_type == NPY_FLOAT && params->score_options.softcap != 0 &&
             !rounds_to_float(params->score_options.softcap)) {
             PyErr_Format(PyExc_ValueError, "softcap must round to a positive finite float32, got %R",
                          args[ARG_softcap]);

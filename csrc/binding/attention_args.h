@@ -1,7 +1,6 @@
 /* attention_args.h -- the table of attention's arguments, and their way into the core's params.
  *
- * Everything that takes attention's arguments in C follows this table: a new option is one more entry here, one member
- * of struct cattn_attention_params, and one line of cattn_call_parse.
+ * Everything that takes attention's arguments in C follows this table. To add an option, see csrc/README.md.
  */
 #ifndef CATTN_ATTENTION_ARGS_H
 #define CATTN_ATTENTION_ARGS_H
@@ -41,6 +40,7 @@
 #define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
 #define BACKWARD_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) BACKWARD_EXTRA(A)
 
+/* The extras take the slots after the shared ones. */
 #define ARG_SLOT(name) ARG_##name,
 enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
@@ -59,11 +59,12 @@ struct cattn_call {
     struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
-    bool as_tuple; /* the result is an AttentionOutput */
-    bool has_seed; /* dropout_seed draws the same mask again */
-    bool heads;    /* axis -3 of the call is heads */
-    int type;      /* NumPy's type number of the computation */
-    int stored;    /* the same of query, key, value, out and weights */
+    bool as_tuple;    /* the result is an AttentionOutput */
+    bool has_seed;    /* dropout_seed draws the same mask again */
+    bool has_heads;   /* axis -3 of the call is heads */
+    int axes;         /* of query, key, value and masks, for cattn_tensor_from */
+    int compute_type; /* NumPy's type number of the computation */
+    int stored_type;  /* the same of query, key, value, out and weights */
     int n_batch_dims;
     npy_intp kv_heads;   /* of key and value, 1 without heads */
     int nd;              /* of dims */

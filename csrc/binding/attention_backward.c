@@ -26,7 +26,7 @@ struct backward {
 /* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case. */
 static bool widen(struct backward *b, int i, const char *name) {
     const struct cattn_call *call = &b->call;
-    const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->type : call->stored;
+    const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->compute_type : call->stored_type;
     if (i == FORWARD_LSE)
         call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
     if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
@@ -62,7 +62,7 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
     if (!widen(b, i, names[i]))
         return false;
     cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
-                      (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | (i == FORWARD_LSE ? 0 : CATTN_AXIS_COL));
+                      call->axes & ~(i == FORWARD_LSE ? CATTN_AXIS_COL : 0));
     if (call->params->d_v == 1 && i != FORWARD_LSE)
         tensors[i]->col = 1;
     return true;
@@ -73,8 +73,8 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
 static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
                           int axes) {
     /* the core writes the gradient of the query once, and adds to the others */
-    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.type)
-                                                        : PyArray_ZEROS(nd, dims, b->call.type, 0));
+    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.compute_type)
+                                                        : PyArray_ZEROS(nd, dims, b->call.compute_type, 0));
     if (b->gradients[i] == NULL)
         return false;
     cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
@@ -87,37 +87,35 @@ static bool make_bias_gradient(struct backward *b) {
     if (call->bias_nd < 0)
         return true;
     const int own = call->bias_nd, nd = call->nd;
-    const int axes = (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | CATTN_AXIS_COL;
     const bool one_row = own < 2 || call->bias_dims[own - 2] == 1, one_col = own < 1 || call->bias_dims[own - 1] == 1;
     if (one_row && call->params->seqlen_q != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_ROWS;
     else if (one_col && call->params->seqlen_k != 1)
         b->params.bias_sum = CATTN_BIAS_SUM_COLS;
     else
-        return make_gradient(b, GRAD_BIAS, own, call->bias_dims, &b->params.grad_bias, axes);
+        return make_gradient(b, GRAD_BIAS, own, call->bias_dims, &b->params.grad_bias, call->axes);
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
     dims[b->params.bias_sum == CATTN_BIAS_SUM_ROWS ? nd - 2 : nd - 1] = 1;
-    return make_gradient(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, axes);
+    return make_gradient(b, GRAD_BIAS, nd, dims, &b->params.grad_bias, call->axes);
 }
 
 static bool make_gradients(struct backward *b) {
     const struct cattn_call *call = &b->call;
     const struct cattn_attention_params *params = call->params;
     const int nd = call->nd;
-    const int axes = (call->heads ? CATTN_AXIS_HEAD : 0) | CATTN_AXIS_ROW | CATTN_AXIS_COL;
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
     dims[nd - 1] = (npy_intp)params->head_dim;
-    if (!make_gradient(b, GRAD_QUERY, nd, dims, &b->params.grad_query, axes))
+    if (!make_gradient(b, GRAD_QUERY, nd, dims, &b->params.grad_query, call->axes))
         return false;
-    if (call->heads)
+    if (call->has_heads)
         dims[nd - 3] = call->kv_heads;
     dims[nd - 2] = (npy_intp)params->seqlen_k;
-    if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, axes))
+    if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, call->axes))
         return false;
     dims[nd - 1] = (npy_intp)params->d_v;
-    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, axes) || !make_bias_gradient(b))
+    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, call->axes) || !make_bias_gradient(b))
         return false;
     memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
     dims[call->n_batch_dims] = (npy_intp)params->num_heads;
@@ -157,7 +155,7 @@ static PyObject *build_result(const struct backward *b) {
     PyArrayObject *const *inputs = b->call.inputs, *bias = inputs[BIAS] != NULL ? inputs[BIAS] : inputs[ATTN_MASK];
     PyArrayObject *const of[N_GRADIENTS] = {inputs[QUERY], inputs[KEY], inputs[VALUE], bias, inputs[SINKS]};
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;
-    PyObject *descr = (PyObject *)PyArray_DescrFromType(b->call.stored);
+    PyObject *descr = (PyObject *)PyArray_DescrFromType(b->call.stored_type);
     bool packed = gradients != NULL && shapes != NULL && descr != NULL;
     for (int i = 0; packed && i < N_GRADIENTS; i++) {
         PyObject *shape = shape_of(of[i]);

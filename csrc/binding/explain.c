@@ -1,5 +1,4 @@
-/* explain.c -- explain(...): how the core would compute a call of attention. Nothing is allocated, drawn or computed.
- */
+/* explain.c -- explain(...): how the core would compute a call of attention. It allocates and draws nothing. */
 #include "attention.h"
 #include "error.h"
 #include "gil.h"

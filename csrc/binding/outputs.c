@@ -1,5 +1,4 @@
-/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs. See outputs.h.
- */
+/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs; see outputs.h */
 #include "outputs.h"
 #include "arrays.h"
 #include "error.h"

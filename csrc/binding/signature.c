@@ -3,8 +3,8 @@
  *
  * Python takes a quarter of a call over six tokens to look up the defaults of fifteen keyword-only arguments. So a
  * public function whose work is done in C is written in Python with a docstring for its body, and `_register` replaces
- * it by a builtin that knows its parameters and defaults. Arguments that bind go on. The rest are errors: they go to
- * the Python function, which raises the TypeError.
+ * it by a builtin that knows its parameters and defaults. If the arguments do not bind, it calls the Python function,
+ * which raises the TypeError.
  */
 #include "signature.h"
 #include "attention_args.h"
@@ -70,7 +70,8 @@ static PyObject *refuse(PyObject *function, PyObject *const *args, Py_ssize_t n_
     bool packed = positional != NULL && named != NULL;
     for (Py_ssize_t i = 0; packed && i < n_args; i++)
         packed = PyTuple_SetItem(positional, i, Py_NewRef(args[i])) == 0;
-    for (Py_ssize_t k = 0; packed && keywords != NULL && k < PyTuple_Size(keywords); k++)
+    const Py_ssize_t n_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0;
+    for (Py_ssize_t k = 0; packed && k < n_keywords; k++)
         packed = PyDict_SetItem(named, PyTuple_GetItem(keywords, k), args[n_args + k]) == 0;
     if (packed)
         result = PyObject_Call(function, positional, named);
@@ -123,9 +124,10 @@ static const struct {
 
 /* The index in KNOWN, or -1 with an exception. */
 static int find_known(PyObject *name) {
-    for (int i = 0; PyUnicode_Check(name) && i < CATTN_N_ENTRY_POINTS; i++)
-        if (PyUnicode_CompareWithASCIIString(name, KNOWN[i].method.ml_name) == 0)
-            return i;
+    if (PyUnicode_Check(name))
+        for (int i = 0; i < CATTN_N_ENTRY_POINTS; i++)
+            if (PyUnicode_CompareWithASCIIString(name, KNOWN[i].method.ml_name) == 0)
+                return i;
     PyErr_Format(PyExc_ValueError, "there is no body in C for a function %S", name);
     return -1;
 }
@@ -149,12 +151,12 @@ static void release(struct cattn_signature *signature) {
     Py_CLEAR(signature->text);
 }
 
-/* Fills in a new signature. False with an exception; the caller releases it. */
+/* Returns false with an exception. All references in it are borrowed until the caller takes its own. */
 static bool read_signature(int which, PyObject *names, PyObject *defaults, struct cattn_signature *signature) {
     const Py_ssize_t n = PyTuple_Size(names), n_defaults = PyTuple_Size(defaults);
     const int n_positional = signature->n_positional;
     if (n > CATTN_MOST_SLOTS || n_defaults > n || n_positional < n - n_defaults || n_positional > n) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd parameters, not %zd defaults and %d by position",
+        PyErr_Format(PyExc_ValueError, "%s: %zd parameters do not fit %zd defaults and %d positional parameters",
                      KNOWN[which].method.ml_name, n, n_defaults, n_positional);
         return false;
     }
@@ -190,8 +192,8 @@ PyObject *cattn_py_register(PyObject *module, PyObject *args) {
         return NULL;
     const char *doc = PyUnicode_AsUTF8AndSize(text, NULL);
     PyObject *name = doc != NULL ? PyObject_GetAttrString(function, "__name__") : NULL;
-    PyObject *home = name != NULL ? PyObject_GetAttrString(function, "__module__") : NULL, *result = NULL;
-    const int which = home != NULL ? find_known(name) : -1;
+    PyObject *module_name = name != NULL ? PyObject_GetAttrString(function, "__module__") : NULL, *result = NULL;
+    const int which = module_name != NULL ? find_known(name) : -1;
     struct cattn_signature made = {.n_positional = n_positional};
     if (which >= 0 && read_signature(which, names, defaults, &made)) {
         made.method = KNOWN[which].method;
@@ -204,9 +206,9 @@ PyObject *cattn_py_register(PyObject *module, PyObject *args) {
         struct cattn_signature old = *signature;
         *signature = made;
         release(&old);
-        result = PyCFunction_NewEx(&signature->method, module, home);
+        result = PyCFunction_NewEx(&signature->method, module, module_name);
     }
     Py_XDECREF(name);
-    Py_XDECREF(home);
+    Py_XDECREF(module_name);
     return result;
 }

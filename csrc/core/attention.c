@@ -27,7 +27,7 @@ struct forward_job {
     /* split path: the partial results of the tasks of a wave, which starts at first_task */
     int64_t first_task;
     char *partials;
-    size_t partial_size;
+    size_t partial_size, stats_size, acc_size;   /* of a partial result; of its maxima or sums; of its accumulator */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
 };
 
@@ -38,14 +38,14 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
     struct cattn_rows *rows = cattn_plan_lay_out(plan, p, job->kernels, memory);
     const struct cattn_row_block at = cattn_plan_block(plan, block);
     struct cattn_batch batch;
-    cattn_batch(p, at.batch, &batch);
+    cattn_batch_fill(p, at.batch, &batch);
     rows->call = job->call;
     rows->n_rows = at.n_rows;
     cattn_rows_of_batch(rows, p, &batch, at.first_head / p->group_size);
     /* a unit of several heads is flattened: a block may hold the end of one head and the start of the next */
     int64_t head = at.first_head + at.first_row / p->seqlen_q, i = at.first_row % p->seqlen_q;
     for (int r = 0, n; r < rows->n_rows; r += n, head++, i = 0) {
-        n = (int)(p->seqlen_q - i < rows->n_rows - r ? p->seqlen_q - i : rows->n_rows - r);
+        n = (int)cattn_min(p->seqlen_q - i, rows->n_rows - r);
         cattn_rows_of_head(rows, p, &batch, r, n, head, i);
     }
     if (plan->path == CATTN_PATH_TILE)
@@ -57,15 +57,14 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
 
 /* Runs the block kernels over the part of `keys` that lies in one chunk. Returns false if the call was stopped. worker
  * is NULL on the tiny path. */
-static bool pass_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
-                       struct cattn_worker *worker) {
-    const int64_t n_keys = rows->n_keys, begin = chunk * CATTN_CHUNK_KEYS;
-    const int64_t end = begin + CATTN_CHUNK_KEYS < keys.hi ? begin + CATTN_CHUNK_KEYS : keys.hi;
-    /* blocks are counted from key 0, even if the first visible key is inside one: the order of sums is law */
+static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
+                      struct cattn_worker *worker) {
+    const int64_t begin = chunk * CATTN_CHUNK_KEYS, end = cattn_min(begin + CATTN_CHUNK_KEYS, keys.hi);
+    /* blocks are counted from key 0, even if the first visible key is inside one: the bit contract fixes the sums */
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     job->kernels->chunk_begin(rows);
     for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
-        const int64_t k1 = k0 + CATTN_BLOCK_KEYS < n_keys ? k0 + CATTN_BLOCK_KEYS : n_keys;
+        const int64_t k1 = cattn_block_end(k0, rows->n_keys);
         if (worker && cattn_should_stop(worker))
             return false;
         if (job->plan.path == CATTN_PATH_TILE)
@@ -83,7 +82,7 @@ static void swap(void **a, void **b) {
 }
 
 /* Merges the finished chunk into the total. The first chunk becomes the total: swapping pointers saves the copy. */
-static void fold_chunk(const struct forward_job *job, struct cattn_rows *rows, bool first) {
+static void merge_chunk(const struct forward_job *job, struct cattn_rows *rows, bool first) {
     if (!first) {
         job->kernels->chunk_merge(rows);
         return;
@@ -94,7 +93,7 @@ static void fold_chunk(const struct forward_job *job, struct cattn_rows *rows, b
 }
 
 /* One block of rows from packing to output. */
-static void pass_keys(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
+static void run_rows(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
     struct cattn_rows *rows = set_up(job, block, memory);
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
                                                           job->params->seqlen_k, rows->scratch.drop_bits, worker))
@@ -103,9 +102,9 @@ static void pass_keys(const struct forward_job *job, int64_t block, void *memory
     const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
     int64_t chunk = first;
     do { /* also without keys: `finish` needs an initialised state */
-        if (!pass_chunk(job, rows, keys, chunk, worker))
+        if (!run_chunk(job, rows, keys, chunk, worker))
             return;
-        fold_chunk(job, rows, chunk == first);
+        merge_chunk(job, rows, chunk == first);
         chunk++;
     } while (chunk * CATTN_CHUNK_KEYS < keys.hi);
     job->kernels->finish(rows);
@@ -118,67 +117,45 @@ static bool is_past_end(const struct forward_job *job, int64_t block) {
         return false;
     const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    cattn_batch(job->params, at.batch, &batch);
+    cattn_batch_fill(job->params, at.batch, &batch);
     return at.first_row >= batch.batch_range.n_queries;
 }
 
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
     if (is_past_end(context, task))
         return;
-    pass_keys(context, task, cattn_worker_scratch(worker), worker);
+    run_rows(context, task, cattn_worker_scratch(worker), worker);
 }
 
 /* ---- split path: tasks are pairs (block of rows, key chunk), whose results are merged in order between waves ---- */
 
-struct partial {
-    void *max, *sum, *acc;
-    size_t stats_size, acc_size;
-};
-
-/* Sets the sizes only. */
-static struct partial size_partial(const struct forward_job *job) {
-    const size_t element = cattn_element_size(job->params->dtype);
-    return (struct partial){
-        .stats_size = (size_t)cattn_plan_row_slots(&job->plan) * element,
-        .acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(job->params) * element,
-    };
-}
-
-static struct partial find_partial(const struct forward_job *job, int64_t index) {
-    char *memory = job->partials + (size_t)index * job->partial_size;
-    struct partial s = size_partial(job);
-    s.max = memory;
-    s.sum = memory + s.stats_size;
-    s.acc = memory + 2 * s.stats_size;
-    return s;
+/* Copies the running state of a chunk to its place in the wave, or back. */
+static void copy_partial(const struct forward_job *job, int64_t index, const struct cattn_rows *rows, bool back) {
+    void *const arrays[] = {rows->scratch.row_max, rows->scratch.row_sum, rows->scratch.acc};
+    char *place = job->partials + (size_t)index * job->partial_size;
+    const size_t sizes[] = {job->stats_size, job->stats_size, job->acc_size};
+    for (int i = 0; i < 3; place += sizes[i++])
+        memcpy(back ? arrays[i] : place, back ? place : arrays[i], sizes[i]);
 }
 
 static void split_task(void *context, int64_t index, struct cattn_worker *worker) {
     const struct forward_job *job = context;
     const int64_t task = job->first_task + index;
     struct cattn_rows *rows = set_up(job, task / job->plan.n_chunks, cattn_worker_scratch(worker));
-    const struct partial to = find_partial(job, index);
-    if (!pass_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
-        return;
-    memcpy(to.max, rows->scratch.row_max, to.stats_size);
-    memcpy(to.sum, rows->scratch.row_sum, to.stats_size);
-    memcpy(to.acc, rows->scratch.acc, to.acc_size);
+    if (run_chunk(job, rows, cattn_rows_keys(rows), task % job->plan.n_chunks, worker))
+        copy_partial(job, index, rows, false);
 }
 
 /* Merges the chunks of a wave of n tasks into the totals of their blocks, in order. `rows` keeps the current block and
  * its total between waves, because the chunks of a block may span several waves. */
-static void fold_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
+static void merge_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
     for (int64_t index = 0; index < n; index++) {
         const int64_t task = job->first_task + index, chunk = task % job->plan.n_chunks;
-        const struct partial from = find_partial(job, index);
         if (chunk == 0)
             *rows = set_up(job, task / job->plan.n_chunks, memory);
         assert(*rows); /* the first wave starts with chunk 0 of a block */
-        memcpy((*rows)->scratch.row_max, from.max, from.stats_size);
-        memcpy((*rows)->scratch.row_sum, from.sum, from.stats_size);
-        if (from.acc_size)
-            memcpy((*rows)->scratch.acc, from.acc, from.acc_size);
-        fold_chunk(job, *rows, chunk == 0);
+        copy_partial(job, index, *rows, true);
+        merge_chunk(job, *rows, chunk == 0);
         if (chunk == job->plan.n_chunks - 1)
             job->kernels->finish(*rows);
     }
@@ -189,13 +166,15 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     struct cattn_plan *plan = &job->plan;
     if (plan->n_chunks == 0)
         plan->n_chunks = 1; /* no keys: one empty chunk */
-    const struct partial size = size_partial(job);
-    job->partial_size = 2 * size.stats_size + (size.acc_size + 63) / 64 * 64; /* every array stays aligned */
+    const size_t element = cattn_element_size(p->dtype);
+    job->stats_size = (size_t)cattn_plan_row_slots(plan) * element;
+    job->acc_size = CATTN_FEW_ROWS * (size_t)cattn_plan_acc_cols(p) * element;
+    job->partial_size = 2 * job->stats_size + (job->acc_size + 63) / 64 * 64; /* the scratch after them stays aligned */
     const int64_t n_tasks = n_blocks * plan->n_chunks;
     const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
     /* the block that is being merged has scratch of its own, after the partial results */
-    const size_t partials = (size_t)wave * job->partial_size;
-    char *memory = malloc(partials + plan->scratch_size + 64); /* 64: room for the alignment */
+    const size_t partials_size = (size_t)wave * job->partial_size;
+    char *memory = malloc(partials_size + plan->scratch_size + 64); /* 64: room for the alignment */
     if (!memory)
         return CATTN_NO_MEMORY;
     job->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
@@ -203,11 +182,11 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     int64_t next_poll = 0;
     enum cattn_status status = CATTN_OK;
     for (job->first_task = 0; job->first_task < n_tasks && status == CATTN_OK; job->first_task += wave) {
-        const int64_t n = n_tasks - job->first_task < wave ? n_tasks - job->first_task : wave;
+        const int64_t n = cattn_min(n_tasks - job->first_task, wave);
         status = cattn_parallel_for(n, plan->num_threads, plan->scratch_size, split_task, job, &p->poll);
         if (status == CATTN_OK) {
             unsigned mode = cattn_fp_enter();
-            fold_wave(job, n, job->partials + partials, &rows);
+            merge_wave(job, n, job->partials + partials_size, &rows);
             cattn_fp_leave(mode);
             if (cattn_poll_between(&p->poll, &next_poll))
                 status = CATTN_INTERRUPTED;
@@ -227,8 +206,8 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     const int64_t head = task % p->num_heads;
     struct cattn_batch batch;
     struct cattn_drop drop;
-    cattn_batch(p, task / p->num_heads, &batch);
-    cattn_drop(&p->dropout, batch.index, &drop);
+    cattn_batch_fill(p, task / p->num_heads, &batch);
+    cattn_drop_fill(&p->dropout, batch.index, &drop);
     uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch.index) + head * mask->head;
     for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
         job->kernels->dropout_mask_row(&drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
@@ -242,18 +221,19 @@ static void stream_mask_task(void *context, int64_t task, struct cattn_worker *w
     const struct cattn_tensor *mask = &p->dropout_mask;
     const int64_t n_rows = p->n_batch * p->num_heads * p->seqlen_q;
     struct cattn_torch_dropout cursor;
-    uint8_t drop_bits[1024];
-    const int64_t most = (int64_t)sizeof drop_bits;
+    uint8_t kept[CATTN_STREAM_KEYS];
+    (void)task; /* there is one */
     cattn_torch_dropout_begin(&cursor, p->dropout.torch, p->dropout.keep_probability);
-    for (int64_t row = task; row < n_rows && !cattn_should_stop(worker); row++) {
+    for (int64_t row = 0; row < n_rows; row++) {
         const int64_t head = row / p->seqlen_q % p->num_heads, batch = row / p->seqlen_q / p->num_heads;
         uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch) + head * mask->head +
                       row % p->seqlen_q * mask->row;
-        for (int64_t k0 = 0; k0 < p->seqlen_k; k0 += most) {
-            const int64_t n = p->seqlen_k - k0 < most ? p->seqlen_k - k0 : most;
-            cattn_torch_dropout_next(&cursor, n, drop_bits);
+        for (int64_t k0 = 0, n; k0 < p->seqlen_k; k0 += n) {
+            n = cattn_dropout_stream_keys(&cursor, k0, p->seqlen_k, kept, worker);
+            if (n == 0)
+                return;
             for (int64_t k = 0; k < n; k++)
-                to[(k0 + k) * mask->col] = drop_bits[k];
+                to[(k0 + k) * mask->col] = kept[k];
         }
     }
 }
@@ -268,10 +248,10 @@ static enum cattn_status run_mask(struct forward_job *job) {
 /* ---- choice of the path ---- */
 
 /* One thread and one floating-point mode for the whole call. */
-static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *memory) {
+static void run_tiny_blocks(const struct forward_job *job, int64_t n_blocks, void *memory) {
     unsigned mode = cattn_fp_enter();
     for (int64_t block = 0; block < n_blocks; block++)
-        pass_keys(job, block, memory, NULL);
+        run_rows(job, block, memory, NULL);
     cattn_fp_leave(mode);
 }
 
@@ -279,13 +259,13 @@ static void pass_tiny(const struct forward_job *job, int64_t n_blocks, void *mem
 static enum cattn_status run_tiny(const struct forward_job *job, int64_t n_blocks) {
     if (job->plan.scratch_size <= CATTN_TINY_STACK) {
         _Alignas(64) char memory[CATTN_TINY_STACK];
-        pass_tiny(job, n_blocks, memory);
+        run_tiny_blocks(job, n_blocks, memory);
         return CATTN_OK;
     }
     struct cattn_scratch scratch;
     if (!cattn_scratch_take(&scratch, job->plan.scratch_size))
         return CATTN_NO_MEMORY;
-    pass_tiny(job, n_blocks, scratch.data);
+    run_tiny_blocks(job, n_blocks, scratch.data);
     cattn_scratch_give_back(&scratch);
     return CATTN_OK;
 }
@@ -309,7 +289,7 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     job.params = params;
     job.kernels = cattn_kernels_for(params->dtype);
     job.plan = cattn_plan(params, job.kernels);
-    cattn_call_shape(params, &job.call);
+    cattn_call_shape_fill(params, &job.call);
     job.dropout_stream = NULL;
     if (job.plan.uses_stream) {
         cattn_dropout_stream_begin(&dropout_stream, params->dropout.torch, params->dropout.keep_probability);
@@ -330,17 +310,14 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
 static struct cattn_range explain_block(const struct forward_job *job, int64_t block, int64_t *n_keys) {
     const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    cattn_batch(job->params, at.batch, &batch);
-    struct cattn_range all = {INT64_MAX, 0};
+    cattn_batch_fill(job->params, at.batch, &batch);
+    struct cattn_range all = {0, 0};
     for (int64_t row = at.first_row; row < at.first_row + at.n_rows; row++) {
         const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, row % job->params->seqlen_q);
-        if (keys.lo >= keys.hi)
-            continue;
-        *n_keys += keys.hi - keys.lo;
-        all.lo = keys.lo < all.lo ? keys.lo : all.lo;
-        all.hi = keys.hi > all.hi ? keys.hi : all.hi;
+        *n_keys += keys.lo < keys.hi ? keys.hi - keys.lo : 0;
+        all = cattn_range_union(all, keys);
     }
-    return all.lo < all.hi ? all : (struct cattn_range){0, 0};
+    return all;
 }
 
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,

@@ -20,7 +20,7 @@ struct backward_job {
     const struct cattn_backward_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_backward_plan plan;
-    struct cattn_call_shape scores, grads, keys; /* of the views */
+    struct cattn_call_shape scores, grads, keys; /* what the rows of each view share */
     struct cattn_tickets *tickets;               /* NULL: nobody has to wait */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
     double *sinks;                               /* [batch][head][block], or NULL */
@@ -104,12 +104,11 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     const struct cattn_attention_params *p = &params->forward;
     struct cattn_backward *b = cattn_backward_lay_out(&job->plan, params, job->kernels, memory);
     struct cattn_batch batch;
-    cattn_batch(p, step->batch, &batch);
+    cattn_batch_fill(p, step->batch, &batch);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
-    const int64_t left = p->seqlen_q - first;
     struct cattn_rows *rows = &b->scores;
     rows->call = job->scores;
-    rows->n_rows = (int)(left < CATTN_TILE_ROWS ? left : CATTN_TILE_ROWS);
+    rows->n_rows = (int)cattn_min(p->seqlen_q - first, CATTN_TILE_ROWS);
     cattn_rows_of_batch(rows, p, &batch, kv_head);
     cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
     set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
@@ -138,14 +137,12 @@ static int64_t place_of_keys(const struct backward_job *job, const struct step *
     return step->unit * job->plan.n_key_blocks + key_block;
 }
 
-static int64_t matrix_size(const struct cattn_attention_params *p) { return p->seqlen_q * p->seqlen_k; }
-
 /* A shared gradient of the bias is contiguous, so its offset gives the number of its matrix. */
 static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t key_block) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
     const int64_t start = head_start(p, bias, step);
-    const int64_t row = start / matrix_size(p) * job->plan.blocks_per_head + step->block;
+    const int64_t row = start / (p->seqlen_q * p->seqlen_k) * job->plan.blocks_per_head + step->block;
     return (job->plan.n_units + row) * job->plan.n_key_blocks + key_block;
 }
 
@@ -180,11 +177,12 @@ static int64_t count_places(const struct backward_job *job) {
 }
 
 /* Without tickets one thread runs all steps of a unit in order, so nobody has to wait. */
-static bool wait_at(const struct backward_job *job, int64_t place, int64_t ticket, struct cattn_worker *worker) {
+static bool wait_for_ticket(const struct backward_job *job, int64_t place, int64_t ticket,
+                            struct cattn_worker *worker) {
     return !job->tickets || cattn_tickets_wait(job->tickets, place, ticket, worker);
 }
 
-static void pass_at(const struct backward_job *job, int64_t place) {
+static void pass_ticket(const struct backward_job *job, int64_t place) {
     if (job->tickets)
         cattn_tickets_pass(job->tickets, place);
 }
@@ -193,37 +191,37 @@ static void pass_at(const struct backward_job *job, int64_t place) {
 
 /* One key block. A step that sees none of its keys still takes its tickets, because later steps wait for them. Returns
  * false if the call was stopped. */
-static bool pass_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
-                       struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
-    const int64_t k0 = key_block * CATTN_BLOCK_KEYS, n_keys = b->scores.n_keys;
-    const int64_t k1 = k0 + CATTN_BLOCK_KEYS < n_keys ? k0 + CATTN_BLOCK_KEYS : n_keys;
+static bool run_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
+                      struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
+    const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
     const bool sees = keys.lo < k1 && k0 < keys.hi;
     if (sees)
         job->kernels->backward_scores(b, k0, k1);
     if (job->params->grad_bias.data) {
         const int64_t place = job->plan.shares_bias ? place_of_bias(job, step, key_block) : 0;
-        if (job->plan.shares_bias && !wait_at(job, place, bias_ticket(job, step), worker))
+        if (job->plan.shares_bias && !wait_for_ticket(job, place, bias_ticket(job, step), worker))
             return false;
         if (sees)
             job->kernels->backward_bias(b, k0, k1);
         if (job->plan.shares_bias)
-            pass_at(job, place);
+            pass_ticket(job, place);
     }
-    /* after backward_bias, because it overwrites dS */
+    /* backward_query overwrites dS, so it comes after backward_bias */
     if (sees)
         job->kernels->backward_query(b, k0, k1);
     const int64_t place = place_of_keys(job, step, key_block);
-    if (!wait_at(job, place, step->index, worker))
+    if (!wait_for_ticket(job, place, step->index, worker))
         return false;
     if (sees)
         job->kernels->backward_keys(b, k0, k1);
-    pass_at(job, place);
+    pass_ticket(job, place);
     return true;
 }
 
-/* A whole step. `ticket` is its place in the order of the dropout stream. Returns false if the call was stopped. */
-static bool pass_step(const struct backward_job *job, const struct step *step, int64_t ticket,
-                      struct cattn_worker *worker) {
+/* A whole step. `ticket` is the step's number in the dropout stream; unused without one. Returns false if the call was
+ * stopped. */
+static bool run_step(const struct backward_job *job, const struct step *step, int64_t ticket,
+                     struct cattn_worker *worker) {
     const struct cattn_attention_params *p = &job->params->forward;
     struct cattn_backward *b = set_up(job, step, cattn_worker_scratch(worker));
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, b->scores.n_rows, p->seqlen_k,
@@ -232,7 +230,7 @@ static bool pass_step(const struct backward_job *job, const struct step *step, i
     job->kernels->backward_begin(b);
     const struct cattn_range keys = cattn_rows_keys(&b->scores);
     for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++)
-        if (cattn_should_stop(worker) || !pass_block(job, step, b, keys, key_block, worker))
+        if (cattn_should_stop(worker) || !run_block(job, step, b, keys, key_block, worker))
             return false;
     if (job->sinks)
         job->sinks[(step->batch * p->num_heads + step->head) * job->plan.blocks_per_head + step->block] =
@@ -246,23 +244,20 @@ static void unit_task(void *context, int64_t unit, struct cattn_worker *worker) 
     const struct backward_job *job = context;
     for (int64_t index = 0; index < job->plan.steps_per_unit; index++) {
         const struct step step = find_step(job, unit, index);
-        if (!pass_step(job, &step, unit * job->plan.steps_per_unit + index, worker))
+        if (!run_step(job, &step, unit * job->plan.steps_per_unit + index, worker))
             return;
     }
 }
 
-/* One step. Consecutive tasks are of different units, so that few threads wait for steps of the same unit. */
+/* One step. A dropout stream and a shared bias require the order of (batch entry, head, block). Otherwise consecutive
+ * tasks are of different units, so that few threads wait for steps of the same unit. */
 static void step_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct backward_job *job = context;
-    const struct step step = find_step(job, task % job->plan.n_units, task / job->plan.n_units);
-    pass_step(job, &step, 0, worker);
-}
-
-/* One step, in the order of (batch entry, head, block) that a dropout stream and a shared bias require. */
-static void ordered_step_task(void *context, int64_t task, struct cattn_worker *worker) {
-    const struct backward_job *job = context;
-    const struct step step = find_step(job, task / job->plan.steps_per_unit, task % job->plan.steps_per_unit);
-    pass_step(job, &step, task, worker);
+    const int64_t n_units = job->plan.n_units, n_steps = job->plan.steps_per_unit;
+    const bool ordered = job->plan.shares_bias || job->plan.uses_stream;
+    const struct step step =
+        find_step(job, ordered ? task / n_steps : task % n_units, ordered ? task % n_steps : task / n_units);
+    run_step(job, &step, task, worker);
 }
 
 /* Adds up the sinks' parts of each head, block by block. The gradient of a sink is minus that sum. */
@@ -290,14 +285,13 @@ static enum cattn_status run_steps(struct backward_job *job) {
     const struct cattn_poll *poll = &job->params->forward.poll;
     if (plan->whole_units)
         return cattn_parallel_for(plan->n_units, plan->num_threads, plan->scratch_size, unit_task, job, poll);
-    cattn_task_fn *const task = plan->shares_bias || plan->uses_stream ? ordered_step_task : step_task;
     const int64_t n_steps = plan->n_units * plan->steps_per_unit;
     struct cattn_tickets tickets;
     if (!cattn_tickets_begin(&tickets, count_places(job)))
         return CATTN_NO_MEMORY;
     job->tickets = &tickets;
     const enum cattn_status status =
-        cattn_parallel_for(n_steps, plan->num_threads, plan->scratch_size, task, job, poll);
+        cattn_parallel_for(n_steps, plan->num_threads, plan->scratch_size, step_task, job, poll);
     cattn_tickets_end(&tickets);
     return status;
 }
@@ -307,7 +301,7 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
     const struct cattn_attention_params *p = &params->forward;
     struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype)};
     job.plan = cattn_backward_plan(params, job.kernels);
-    cattn_call_shape(p, &job.scores);
+    cattn_call_shape_fill(p, &job.scores);
     job.grads = call_of_grads(params, &job.scores);
     job.keys = call_of_keys(&job.scores);
     if (job.plan.n_units * job.plan.steps_per_unit == 0)
@@ -322,8 +316,8 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
         cattn_dropout_stream_begin(&dropout_stream, p->dropout.torch, p->dropout.keep_probability);
         job.dropout_stream = &dropout_stream;
     }
-    /* a call that failed leaves the generator where it was */
     const enum cattn_status status = run_steps(&job);
+    /* a call that failed leaves the generator where it was */
     if (job.dropout_stream)
         cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? p->dropout.torch : NULL);
     if (job.sinks && status == CATTN_OK)

@@ -20,7 +20,7 @@ int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct c
 }
 
 /* Fills *batch in place: returning the struct would copy it, which is measurable in small calls. */
-void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch) {
+void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch) {
     batch->index = index;
     cattn_batch_range(&p->ranges, p->n_batch_dims, p->batch_shape, index, &batch->batch_range);
     batch->query = cattn_batch_start(p, &p->query, index);
@@ -46,7 +46,7 @@ void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct c
 }
 
 /* Flags are set from the tensors that are present: kernels test a flag, never a pointer. */
-void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_shape *call) {
+void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_call_shape *call) {
     call->head_dim = p->head_dim;
     call->d_v = p->d_v;
     call->acc_cols = cattn_plan_acc_cols(p);
@@ -64,6 +64,7 @@ void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_
     call->store_scores = p->store_scores;
     call->storage = p->storage;
     call->n_bias = p->n_bias;
+    _Static_assert(sizeof call->bias_col / sizeof *call->bias_col == CATTN_MAX_BIAS, "kernels.h has as many");
     for (int b = 0; b < p->n_bias; b++)
         call->bias_col[b] = p->bias[b].col;
     call->query_col = p->query.col;
@@ -84,9 +85,11 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
     rows->n_keys = batch->batch_range.n_keys;
     rows->key = cattn_stored_at(p, &p->key, batch->key + kv_head * p->key.head);
     rows->value = p->value.data ? cattn_stored_at(p, &p->value, batch->value + kv_head * p->value.head) : NULL;
-    cattn_drop(&p->dropout, batch->index, &rows->drop);
-    for (int r = 0; r < rows->n_rows && rows->scratch.drop_bits; r++)
-        rows->per_row->drop_bits[r] = rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
+    cattn_drop_fill(&p->dropout, batch->index, &rows->drop);
+    if (rows->scratch.drop_bits)
+        for (int r = 0; r < rows->n_rows; r++)
+            rows->per_row->drop_bits[r] =
+                rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(p->seqlen_k);
 }
 
 /* One number of a tensor that has one a head, in the call's dtype. */
@@ -117,14 +120,16 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
     /* positions count from key 0 of the batch entry, so they include the offset of the queries */
-    for (int k = 0; k < n && p->slopes.data; k++) {
-        at->position[r + k] = i + k + batch->batch_range.offset;
-        at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
-    }
-    for (int k = 0; k < n && p->dropout.enabled; k++) {
-        at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
-        at->drop_head[r + k] = (uint32_t)head;
-    }
+    if (p->slopes.data)
+        for (int k = 0; k < n; k++) {
+            at->position[r + k] = i + k + batch->batch_range.offset;
+            at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
+        }
+    if (p->dropout.enabled)
+        for (int k = 0; k < n; k++) {
+            at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
+            at->drop_head[r + k] = (uint32_t)head;
+        }
     /* addresses are in bytes from here on, because the element type is known at run time only */
     const char *query = cattn_stored_at(p, &p->query, batch->query + head * p->query.head + i * p->query.row);
     for (int k = 0; k < valid; k++)
@@ -143,8 +148,9 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         for (int k = 0; k < n; k++)
             at->bias[b][r + k] = bias + k * tensor->row * element;
     }
-    for (int k = 0; k < n && p->sinks.data; k++)
-        at->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
+    if (p->sinks.data)
+        for (int k = 0; k < n; k++)
+            at->sink[r + k] = number_at(p, &p->sinks, batch->sinks + head * p->sinks.head);
 
     if (p->out.data)
         point_rows(at->out + r, n, valid, cattn_stored_at(p, &p->out, batch->out + head * p->out.head + i * p->out.row),
@@ -167,15 +173,10 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
 
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     const int64_t *lo = rows->per_row->lo, *hi = rows->per_row->hi;
-    struct cattn_range all = {INT64_MAX, 0};
-    /* the first row has the smallest lo, the last row the largest hi; other rows with empty ranges do not count */
-    if (rows->ascending)
-        all = (struct cattn_range){lo[0], hi[rows->n_rows - 1]};
-    else
-        for (int r = 0; r < rows->n_rows; r++)
-            if (lo[r] < hi[r]) {
-                all.lo = lo[r] < all.lo ? lo[r] : all.lo;
-                all.hi = hi[r] > all.hi ? hi[r] : all.hi;
-            }
-    return all.lo < all.hi ? all : (struct cattn_range){0, 0};
+    struct cattn_range all = {0, 0};
+    if (rows->ascending) /* the first row has the smallest lo, the last row the largest hi */
+        return cattn_range_union(all, (struct cattn_range){lo[0], hi[rows->n_rows - 1]});
+    for (int r = 0; r < rows->n_rows; r++)
+        all = cattn_range_union(all, (struct cattn_range){lo[r], hi[r]});
+    return all;
 }

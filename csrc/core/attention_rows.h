@@ -12,7 +12,7 @@ struct cattn_batch {
     int64_t query, key, value, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights, lse;
 };
 
-void cattn_batch(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch);
+void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch);
 
 /* Elements from a tensor's start to its part for one batch entry; 0 if the tensor is absent. */
 int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t index);
@@ -23,7 +23,7 @@ void *cattn_tensor_at(const struct cattn_attention_params *p, const struct cattn
 void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t offset);
 
 /* Fills *call, which every task of the call reads. */
-void cattn_call_shape(const struct cattn_attention_params *p, struct cattn_call_shape *call);
+void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_call_shape *call);
 
 /* Fills what the rows of a task share: keys, values and dropout of one batch entry and key-value head. n_rows and the
  * scratch must be set. */

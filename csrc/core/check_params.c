@@ -1,4 +1,4 @@
-/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Empty in release builds. */
+/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Release builds keep the static ones. */
 #include "check_params.h"
 
 /* CATTN_CLEAR walks from the first tensor to the member after the last one. */
@@ -92,7 +92,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     check_type(p->dtype, p->storage);
     check_batch(p->n_batch_dims, p->batch_shape, p->n_batch);
-    assert(p->num_heads >= 0 && p->group_size >= 0 && p->num_heads % (p->group_size + !p->group_size) == 0);
+    assert(p->num_heads >= 0 && p->group_size >= 0 && (p->group_size == 0 || p->num_heads % p->group_size == 0));
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->head_dim >= 0 && p->d_v >= 0);
     assert(cattn_attention_counts_fit(p));
     assert(CATTN_PATH_AUTO <= p->path && p->path <= CATTN_PATH_TINY && cattn_attention_path_fits(p));

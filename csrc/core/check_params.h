@@ -1,4 +1,4 @@
-/* check_params.h -- what cattn.h demands of its callers, checked at the door in builds with assertions.
+/* check_params.h -- what cattn.h demands of its callers, checked on entry to core/ in builds with assertions.
  *
  * A user's mistake never gets here: the binding raises an error for it. A failed assertion is a bug of the binding.
  */

@@ -11,7 +11,7 @@
 /* Columns of a task of a row that is cut; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
 
-void cattn_drop(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop) {
+void cattn_drop_fill(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop) {
     const uint64_t threshold = spec->enabled ? spec->threshold : (uint64_t)1 << 32; /* keeps all */
     drop->enabled = spec->enabled;
     drop->batch_twice = (uint32_t)(2 * batch);
@@ -188,7 +188,7 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
         .n_cols = p->n_cols,
         .scale = p->dropout.keep_scale,
     };
-    cattn_drop(&p->dropout, 0, &job.drop);
+    cattn_drop_fill(&p->dropout, 0, &job.drop);
     merge_rows(&job);
     if (p->dropout.torch)
         return torch_dropout(&job);

@@ -6,6 +6,6 @@
 #include "../kernels/kernels.h"
 
 /* For one batch entry. A disabled spec keeps every element. */
-void cattn_drop(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop);
+void cattn_drop_fill(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop);
 
 #endif

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* Keys of a long row between two checks for an interrupt; a multiple of those drawn at a time. */
+/* Keys of a long row between two checks for an interrupt; a multiple of CATTN_STREAM_KEYS. */
 #define LOOK_KEYS (1 << 16)
 
 void cattn_dropout_stream_begin(struct cattn_dropout_stream *stream, const struct cattn_torch_random *random,
@@ -18,17 +18,25 @@ void cattn_dropout_stream_end(struct cattn_dropout_stream *stream, struct cattn_
     cattn_tickets_end(&stream->tickets);
 }
 
-/* False: asked to stop. */
+int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0, int64_t n_keys, uint8_t *kept,
+                                  struct cattn_worker *worker) {
+    if (worker && k0 % LOOK_KEYS == 0 && cattn_should_stop(worker))
+        return 0;
+    const int64_t n = cattn_min(n_keys - k0, CATTN_STREAM_KEYS);
+    cattn_torch_dropout_next(cursor, n, kept);
+    return n;
+}
+
+/* Returns false if the call was stopped. */
 static bool draw_row(struct cattn_torch_dropout *cursor, int64_t n_keys, uint8_t *bits, struct cattn_worker *worker) {
-    uint8_t mask[1024];
+    uint8_t kept[CATTN_STREAM_KEYS];
     memset(bits, 0, cattn_dropout_stream_row_bytes(n_keys));
-    for (int64_t k0 = 0; k0 < n_keys; k0 += (int64_t)sizeof mask) {
-        if (worker && k0 % LOOK_KEYS == 0 && cattn_should_stop(worker))
+    for (int64_t k0 = 0, n; k0 < n_keys; k0 += n) {
+        n = cattn_dropout_stream_keys(cursor, k0, n_keys, kept, worker);
+        if (n == 0)
             return false;
-        const int64_t left = n_keys - k0, n = left < (int64_t)sizeof mask ? left : (int64_t)sizeof mask;
-        cattn_torch_dropout_next(cursor, n, mask);
         for (int64_t k = 0; k < n; k++)
-            bits[(k0 + k) >> 3] |= (uint8_t)(mask[k] << (k & 7));
+            bits[(k0 + k) >> 3] |= (uint8_t)(kept[k] << (k & 7));
     }
     return true;
 }

@@ -15,6 +15,12 @@ struct cattn_dropout_stream {
     struct cattn_torch_dropout cursor;
 };
 
+/* Keys that are drawn at a time. */
+#define CATTN_STREAM_KEYS 1024
+/* Draws keys k0, k0 + 1, ... of a row: a byte each, 1 = kept. Returns their number, or 0 if the call was stopped. */
+int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0, int64_t n_keys, uint8_t *kept,
+                                  struct cattn_worker *worker);
+
 /* Bytes of one row of bits. */
 static inline size_t cattn_dropout_stream_row_bytes(int64_t n_keys) { return (size_t)(n_keys / 8 + 1); }
 
@@ -24,7 +30,7 @@ void cattn_dropout_stream_begin(struct cattn_dropout_stream *stream, const struc
 void cattn_dropout_stream_end(struct cattn_dropout_stream *stream, struct cattn_torch_random *random);
 
 /* Waits for this task's ticket, then draws n_rows rows of n_keys bits, lowest bit first, rows
- * cattn_dropout_stream_row_bytes apart. False: asked to stop. worker: NULL where tasks run one after the other. */
+ * cattn_dropout_stream_row_bytes apart. Returns false if the call was stopped. worker: NULL if nothing is parallel. */
 bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, int n_rows, int64_t n_keys,
                                uint8_t *bits, struct cattn_worker *worker);
 

@@ -41,6 +41,10 @@ bool cattn_plan_copies(const struct cattn_attention_params *p, const struct catt
     return tensor->data && (p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
 }
 
+bool cattn_plan_uses_stream(const struct cattn_attention_params *p) {
+    return p->dropout.enabled && p->dropout.torch && p->n_batch * p->num_heads * p->seqlen_q > 0 && p->seqlen_k > 0;
+}
+
 bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
     /* No array in memory has that many elements. With lengths up to it, the scratch of a block of rows is a sum of a
      * few products below 2^59. */
@@ -68,7 +72,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
     s->packed_query = cattn_carve(arena, rows * depth * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    s->cap_slope = NULL; /* only gradients need it */
+    s->cap_derivative = NULL; /* only gradients need it */
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
     s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
     s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
@@ -124,7 +128,7 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
     plan.units_per_batch = p->num_heads / plan.heads_per_unit;
     plan.n_units = p->n_batch * plan.units_per_batch;
     plan.unit_rows = p->seqlen_q * plan.heads_per_unit;
-    plan.uses_stream = p->dropout.enabled && p->dropout.torch && plan.n_units * plan.unit_rows > 0 && p->seqlen_k > 0;
+    plan.uses_stream = cattn_plan_uses_stream(p);
     if (p->path != CATTN_PATH_AUTO) {
         cut(&plan, p, kernels, p->path);
         return plan;
@@ -148,17 +152,16 @@ struct cattn_plan cattn_plan(const struct cattn_attention_params *p, const struc
 struct cattn_row_block cattn_plan_block(const struct cattn_plan *plan, int64_t block) {
     const int64_t unit = block / plan->blocks_per_unit, index = block % plan->blocks_per_unit;
     const int64_t first = (plan->uses_stream ? index : plan->blocks_per_unit - 1 - index) * plan->task_rows;
-    const int64_t left = plan->unit_rows - first;
     return (struct cattn_row_block){.batch = unit / plan->units_per_batch,
                                     .first_head = unit % plan->units_per_batch * plan->heads_per_unit,
                                     .first_row = first,
-                                    .n_rows = (int)(left < plan->task_rows ? left : plan->task_rows)};
+                                    .n_rows = (int)cattn_min(plan->unit_rows - first, plan->task_rows)};
 }
 
 int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t partial_size) {
     const int64_t fitting = (int64_t)(SPLIT_BUDGET / partial_size);
     const int64_t wave = fitting < plan->num_threads ? plan->num_threads : fitting; /* a task for every thread */
-    return wave < n_tasks ? wave : n_tasks;
+    return cattn_min(wave, n_tasks);
 }
 
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {

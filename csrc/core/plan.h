@@ -53,12 +53,17 @@ int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 /* Whether the kernels copy the rows of this tensor (keys or values) before they read them. */
 bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor);
 
+/* Whether the dropout bits come from a serial stream. It draws nothing for an empty call. */
+bool cattn_plan_uses_stream(const struct cattn_attention_params *params);
+
+/* The end of the key block that starts at k0. */
+static inline int64_t cattn_block_end(int64_t k0, int64_t n_keys) { return cattn_min(k0 + CATTN_BLOCK_KEYS, n_keys); }
+
 /* Lays out a task's struct and all its scratch arrays in `memory` of plan->scratch_size bytes. */
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);
 
-/* ---- gradients: a unit is the query heads that read one key-value head, a step one block of queries of one head ----
- */
+/* ---- gradients: a unit is the query heads of one key-value head, a step is one block of queries of one head ---- */
 
 struct cattn_backward_plan {
     int num_threads;

@@ -32,9 +32,9 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
     b->grad_rows = cattn_carve(arena, rows * (size_t)b->grad_cols * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     g->score = k->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    s->cap_slope = p->score_options.softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
+    s->cap_derivative = p->score_options.softcap > 0 ? cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size) : NULL;
     g->drop_bits = k->drop_bits = NULL;
-    g->cap_slope = NULL;
+    g->cap_derivative = NULL;
     s->key_copy = g->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
     s->block_copy = g->block_copy = k->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     s->block_max = g->block_max = cattn_carve(arena, rows * size);
@@ -83,7 +83,7 @@ struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_param
     plan.steps_per_unit = plan.blocks_per_head * p->group_size;
     plan.n_key_blocks = cattn_ceil_div(p->seqlen_k, CATTN_BLOCK_KEYS);
     plan.shares_bias = shares_bias(params);
-    plan.uses_stream = p->dropout.enabled && p->dropout.torch && p->seqlen_k > 0;
+    plan.uses_stream = cattn_plan_uses_stream(p);
     if (cattn_attention_work(p) < POOL_WORK || plan.num_threads < 1)
         plan.num_threads = 1;
     /* a shared bias and a serial stream fix the order of steps across units */

@@ -12,8 +12,7 @@
 bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
     tickets->next = &tickets->single;
     atomic_init(&tickets->single, 0);
-    /* calloc(0) may return NULL, so ask for at least one. Not for more than n_places: ASan sees an index one too large
-     */
+    /* at least one, because calloc(0) may return NULL; no more, so that ASan sees an index that is one too large */
     if (n_places != 1)
         tickets->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *tickets->next);
     if (!tickets->next)
@@ -35,7 +34,7 @@ void cattn_tickets_end(struct cattn_tickets *tickets) {
 }
 
 /* Sleeps until a place is passed on, at most WAIT_NANOSECONDS, then asks whether the call was stopped. The lock is held
- * before and after. False: stopped, and the lock is not held. */
+ * before and after. Returns false if the call was stopped; then the lock is not held. */
 static bool wait_briefly(struct cattn_tickets *tickets, struct cattn_worker *worker) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);

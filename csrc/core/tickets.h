@@ -16,13 +16,13 @@ struct cattn_tickets {
     pthread_cond_t passed;
     atomic_int *next;    /* [n_places]: the ticket that is served now, modulo 2^32 */
     atomic_int single;   /* where there is one place, `next` points here: that needs no memory */
-    unsigned fork_count; /* when lock and condition were made */
+    unsigned fork_count; /* cattn_fork_count() when the lock was made */
 };
 
-/* False: no memory. It cannot fail for one place. The struct may not be moved before cattn_tickets_end. */
+/* Returns false without memory, which one place does not need. Do not move the struct before cattn_tickets_end. */
 bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places);
 void cattn_tickets_end(struct cattn_tickets *tickets);
-/* False: asked to stop. */
+/* Returns false if the call was stopped. */
 bool cattn_tickets_wait(struct cattn_tickets *tickets, int64_t place, int64_t ticket, struct cattn_worker *worker);
 void cattn_tickets_pass(struct cattn_tickets *tickets, int64_t place);
 

@@ -12,6 +12,13 @@ struct cattn_range {
     int64_t lo, hi; /* keys lo <= k < hi */
 };
 
+/* The smallest range that holds both. Empty ranges do not count. */
+static inline struct cattn_range cattn_range_union(struct cattn_range a, struct cattn_range b) {
+    if (a.lo >= a.hi || b.lo >= b.hi)
+        return b.lo < b.hi ? b : a;
+    return (struct cattn_range){cattn_min(a.lo, b.lo), a.hi > b.hi ? a.hi : b.hi};
+}
+
 /* struct cattn_ranges for one batch entry: what its queries share. */
 struct cattn_batch_range {
     int64_t offset, n_queries, n_keys, left, right;

@@ -270,9 +270,9 @@ static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
             for (int k = t.vector[v].begin; k < t.vector[v].end; k++) {
                 const int64_t at = k * CATTN_TILE_ROWS + v * LANES;
                 real *grad = (real *)b->grads.scratch.score + at;
-                /* a hidden pair stays 0, even if its slope is NaN */
-                const vf g = vf_loadu(grad), slope = vf_loadu((const real *)b->scores.scratch.cap_slope + at);
-                vf_storeu(grad, vf_select(vf_eq(g, vf_set1(0)), g, g * slope));
+                /* a hidden pair stays 0, even if its derivative is NaN */
+                const vf g = vf_loadu(grad), derivative = vf_loadu((const real *)b->scores.scratch.cap_derivative + at);
+                vf_storeu(grad, vf_select(vf_eq(g, vf_set1(0)), g, g * derivative));
             }
     t.rows = &b->keys;
     if (b->keys.call.d_v) {

@@ -132,8 +132,7 @@ NOINLINE void pack_part(enum cattn_storage storage, const void *const *query, in
         vf_storeu(panel + i * PANEL, v[i]);
 }
 
-/* Packs Q^T, scaled (rounded once): panels [head_dim][PANEL]. The lanes after the last row are 0, up to a whole vector.
- */
+/* Packs Q^T, scaled (rounded once): panels [head_dim][PANEL]. The last vector's lanes after the last row are 0. */
 static void pack_query_tile(struct cattn_rows *rows) {
     const int64_t depth = rows->call.head_dim, col = rows->call.query_col;
     const vf scale = vf_set1((real)rows->call.score_options.scale);

@@ -34,14 +34,14 @@
 #define CATTN_HALF_BLOCK (CATTN_BLOCK_KEYS / 2)
 /* Rows of one tile: a multiple of every table's 2 * lanes and micro-tile height. */
 #define CATTN_TILE_ROWS 96
-/* Most rows of a task on the row path. */
+/* The largest number of rows of a task on the row path. */
 #define CATTN_FEW_ROWS 8
 /* The sum of a block's weights is this many chains, by key index. */
 #define CATTN_SUM_CHAINS 8
 #define CATTN_PHILOX_ROUNDS 10
 /* Columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors. */
 #define CATTN_PAD 32
-/* most words that torch_normal takes: they and their numbers stay in the nearest cache */
+/* The largest number of words that torch_normal takes: the words and the results stay in the L1 cache. */
 #define CATTN_TORCH_CHUNK 1024
 
 /* The parameters of dropout besides the element's position; see philox.inc.h. */
@@ -52,7 +52,7 @@ struct cattn_drop {
     uint32_t threshold_hi, threshold_lo; /* the threshold's 16-bit halves; hi is 0x10000 if nothing is dropped */
 };
 
-/* What all tasks of a call share; kernels only read it. Fields announced by a flag are uninitialised without it. */
+/* What all tasks of a call share; kernels only read it. */
 struct cattn_call_shape {
     int64_t head_dim, d_v;
     int64_t acc_cols; /* d_v rounded up to CATTN_PAD: row stride of the accumulators */
@@ -69,7 +69,7 @@ struct cattn_call_shape {
     int64_t out_col, weights_col, weights_out_col;
 };
 
-/* One entry a row. */
+/* One entry per row. Fields announced by a flag are uninitialised without it. */
 struct cattn_per_row {
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
@@ -87,18 +87,19 @@ struct cattn_per_row {
 
 /* Scratch arrays of a task, 64-byte aligned. */
 struct cattn_row_scratch {
-    uint8_t *drop_bits; /* the bits of all rows, from a serial stream; NULL: use Philox */
-    void *packed_query; /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
-    void *score;        /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
-    void *cap_slope;    /* the derivative of softcap, laid out as score; NULL except in the backward pass */
-    void *value_panel;  /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
-    void *key_copy;     /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
-    void *block_copy;   /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
-    void *weight_rows;  /* for halves: [row][seqlen_k] */
+    uint8_t *drop_bits;   /* the bits of all rows, from a serial stream; NULL: use Philox */
+    void *packed_query;   /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
+    void *score;          /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
+    void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in the backward pass */
+    void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
+    void *key_copy;    /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
+    void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
+    void *weight_rows; /* for halves: [row][seqlen_k] */
     void *block_max;
-    void *row_max, *row_sum, *alpha;         /* the running state of the chunk; this block's correction */
-    void *acc;                               /* [row][acc_cols] */
-    void *total_max, *total_sum, *total_acc; /* of the chunks before; read from the second chunk on */
+    void *row_max, *row_sum, *alpha; /* the running state of the chunk; this block's correction */
+    void *acc;                       /* [row][acc_cols] */
+    void *total_max, *total_sum,
+        *total_acc; /* the merged chunks so far; uninitialised before the driver swaps in one */
 };
 
 /* A block of rows: the argument of the kernels. */
@@ -126,7 +127,7 @@ struct cattn_rows {
  *     backward_sink             only with sinks
  *     backward_finish           once: writes the gradient of the queries
  *
- * The order of the calls of backward_bias and backward_keys among blocks of queries is the driver's: it is law, too.
+ * The driver fixes the order of backward_bias and backward_keys among blocks; it is part of the bit contract.
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
@@ -216,21 +217,23 @@ struct cattn_kernels {
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
     void (*softmax_row)(const struct cattn_softmax_row *row);
-    /* writes a row past the caches; a fence that orders such rows before later stores. NULL if the instruction set has
-     * no such stores */
+    /* writes a row past the caches; NULL if the instruction set has no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);
+    /* a fence that orders such rows before later stores; NULL as stream_row */
     void (*stream_end)(void);
     void (*softmax_gradient)(const struct cattn_softmax_gradient *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
 
-    /* PyTorch's generator (torch.inc.h). The next block of 624 words, in place; n words of a block as they are drawn */
+    /* PyTorch's generator (torch.inc.h): the next block of 624 words, in place */
     void (*mt19937_block)(uint32_t *state);
+    /* n words of a block as they are drawn */
     void (*mt19937_temper)(const uint32_t *state, int n, uint32_t *words);
-    /* n numbers in the table's type, of one word each (float32) or two (float64): uniform in [low, high), which are
-     * numbers of that type; normal, where n is a multiple of 16 and the words at most CATTN_TORCH_CHUNK */
+    /* n numbers in the table's type, of one word each (float32) or two (float64), uniform in [low, high), which are
+     * numbers of that type */
     void (*torch_uniform)(const uint32_t *words, int64_t n, double low, double high, void *numbers);
+    /* the same, normal; n is a multiple of 16, and there are at most CATTN_TORCH_CHUNK words */
     void (*torch_normal)(const uint32_t *words, int64_t n, void *numbers);
-    /* are 53 bits of 2 words below the threshold? */
+    /* out[i] = 1 if the 53 bits of words 2i, 2i+1 are below the threshold */
     void (*torch_below)(const uint32_t *words, int64_t n, uint64_t threshold, uint8_t *out);
     /* out = x * keep_scale where mask is 1, +0 where it is 0 */
     void (*torch_drop)(int64_t n, const void *x, int64_t x_stride, const uint8_t *mask, double keep_scale, void *out,

@@ -52,7 +52,7 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
     return vf_select(hidden, neg_inf, total);
 }
 
-/* Whether a mask leaves row r any key: decides between 0 and NaN for a row whose sum is 0. */
+/* Whether row r sees any key. If its sum is 0, the result is NaN if it does, else 0. */
 static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
     int64_t key = rows->per_row->lo[r];
     if (rows->call.fully_ranged)
@@ -66,7 +66,7 @@ static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
     return false;
 }
 
-/* The bit of this key in row r of the bits drawn from a serial stream: 1 if its weight stays. */
+/* 1 if the weight of this key in row r is kept. The bits come from a serial stream. */
 INLINE bool key_drop_bit(const struct cattn_rows *rows, int r, int64_t key) {
     return rows->per_row->drop_bits[r][key >> 3] >> (key & 7) & 1;
 }
@@ -84,7 +84,7 @@ INLINE vf change_score(vf score, const struct cattn_score_options *options) {
 }
 
 /* The derivative of softcap, from the capped score. */
-NOINLINE vf cap_slope(vf capped, double softcap) {
+NOINLINE vf cap_derivative(vf capped, double softcap) {
     const vf t = vf_div(capped, vf_set1((real)softcap));
     return vf_fma(-t, t, vf_set1(1));
 }

@@ -201,8 +201,7 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
         block_max[r] = largest_lane(max[r]);
 }
 
-/* Replaces one row of scores by exp(score - shift). Returns the block's sum: eight chains by key index, then the tree.
- */
+/* Replaces one row of scores by exp(score - shift). Returns the block's sum: 8 chains by key index, then the tree. */
 static real softmax_keys(real *score, int begin, int end, real shift) {
     real chain[CATTN_SUM_CHAINS] = {0};
     for (int k = begin; k < end; k += LANES)
@@ -227,7 +226,7 @@ static void drop_keys(const struct cattn_rows *rows, int r, int64_t k0, real *sc
 }
 
 /* drop_keys with the bits of a serial stream. */
-static void drop_keys_drop_bits(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
+static void drop_keys_by_stream(const struct cattn_rows *rows, int r, int64_t k0, real *score, int begin, int end) {
     for (int k = begin; k < end; k++)
         if (!key_drop_bit(rows, r, k0 + k))
             score[k] = 0;
@@ -340,7 +339,7 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         real *s = score + r * CATTN_BLOCK_KEYS;
         sum[r] = softmax_keys(s, begin, end, ((const real *)rows->scratch.block_max)[r]);
         if (r < rows->n_rows && rows->scratch.drop_bits)
-            drop_keys_drop_bits(rows, r, k0, s, begin, (int)min64(end, n_keys));
+            drop_keys_by_stream(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
     }

@@ -99,8 +99,7 @@ INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage
     }
 }
 
-/* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf if the call wants scores.
- */
+/* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf with store_scores. */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
     real *w = rows->per_row->weights[r];
     const int64_t col = rows->call.weights_col, lo = rows->per_row->lo[r], hi = rows->per_row->hi[r];
@@ -154,21 +153,23 @@ static real take_sink(real sink, real *max, real *sum) {
 /* The factor of each row's accumulator. Afterwards total_max and total_sum include the sinks. */
 static void finish_factors(struct cattn_rows *rows, real factor[CATTN_TILE_ROWS]) {
     real *max = rows->scratch.total_max, *sum = rows->scratch.total_sum;
-    for (int r = 0; r < rows->n_rows && rows->call.has_sinks; r++)
-        factor[r] = take_sink((real)rows->per_row->sink[r], &max[r], &sum[r]);
-    bool empty = false;
+    if (rows->call.has_sinks)
+        for (int r = 0; r < rows->n_rows; r++)
+            factor[r] = take_sink((real)rows->per_row->sink[r], &max[r], &sum[r]);
+    bool may_have_empty_rows = false;
     for (int r = 0; r < rows->n_rows; r += LANES) {
         vf f = vf_div(vf_set1(1), vf_loadu(sum + r)) * vf_set1((real)rows->call.keep_scale);
         /* the lanes after the last row are arbitrary, so test a partial vector row by row */
-        empty = empty || r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0)));
+        may_have_empty_rows |= r + LANES > rows->n_rows || vm_any(vf_eq(vf_loadu(sum + r), vf_set1(0)));
         if (rows->call.has_sinks)
             f = f * vf_loadu(factor + r);
         vf_storeu(factor + r, f);
     }
     /* a sum of 0: 0 for a row without visible keys, NaN for one whose visible scores are all -inf */
-    for (int r = 0; r < rows->n_rows && empty; r++)
-        if (sum[r] == 0)
-            factor[r] = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
+    if (may_have_empty_rows)
+        for (int r = 0; r < rows->n_rows; r++)
+            if (sum[r] == 0)
+                factor[r] = row_sees_any_key(rows, r) ? CANONICAL_NAN : 0;
 }
 
 static void finish(struct cattn_rows *rows) {
@@ -181,10 +182,12 @@ static void finish(struct cattn_rows *rows) {
         finish_out(rows, CATTN_STORED_F16, factor);
     else
         finish_out(rows, CATTN_STORED_BF16, factor);
-    for (int r = 0; r < rows->n_rows && rows->call.has_lse; r++)
-        if (rows->per_row->lse[r])
-            store_lse(rows, r, log_sum_exp(max[r], sum[r]));
-    for (int r = 0; r < rows->n_rows && rows->call.has_weights; r++) {
+    if (rows->call.has_lse)
+        for (int r = 0; r < rows->n_rows; r++)
+            if (rows->per_row->lse[r])
+                store_lse(rows, r, log_sum_exp(max[r], sum[r]));
+    const int n_weights = rows->call.has_weights ? rows->n_rows : 0;
+    for (int r = 0; r < n_weights; r++) {
         finish_weights(rows, r, max[r], 1 / sum[r]);
         if (rows->call.storage != CATTN_STORED_PLAIN)
             narrow_row(rows->call.storage, rows->per_row->weights[r], rows->call.seqlen_k,

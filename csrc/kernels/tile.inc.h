@@ -111,14 +111,14 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
         real *score = (real *)rows->scratch.score + k * CATTN_TILE_ROWS + r;
         real *block_max = (real *)rows->scratch.block_max + r;
         vf max = vf_loadu(block_max);
-        /* the order is law: softcap, slope, bias; then the range, by selection */
+        /* in the order of the bit contract: softcap, slope, bias; then the range, by selection */
         if (changes_scores(&rows->call.score_options))
             UNROLLED(m, mr)
                 acc[m][n] = change_score(acc[m][n], &rows->call.score_options);
-        if (rows->scratch.cap_slope) /* before slope and bias change the capped scores */
+        if (rows->scratch.cap_derivative) /* before slope and bias change the capped scores */
             for (int m = 0; m < mr; m++)
-                vf_storeu((real *)rows->scratch.cap_slope + (k + m) * CATTN_TILE_ROWS + r,
-                          cap_slope(acc[m][n], rows->call.score_options.softcap));
+                vf_storeu((real *)rows->scratch.cap_derivative + (k + m) * CATTN_TILE_ROWS + r,
+                          cap_derivative(acc[m][n], rows->call.score_options.softcap));
         if (rows->call.has_slopes)
             UNROLLED(m, mr)
                 acc[m][n] =
