@@ -357,7 +357,7 @@ def unmoved(generator: TorchGenerator, kind: type[BaseException], call: Callable
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_no_memory_for_the_dropout_of_weights(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, x = TorchGenerator(6), Q.astype(dtype)
-    monkeypatch.setattr("cattn.functional._attention.keep", no_memory)
+    monkeypatch.setattr("cattn.functional._attention.apply_dropout_mask", no_memory)
     unmoved(
         generator, MemoryError, lambda: cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=generator)
     )

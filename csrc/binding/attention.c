@@ -23,10 +23,13 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
         return is_tuple == 0;
     }
     call->as_tuple = true;
+    if (PyTuple_Size(out) < N_OUTPUTS) { /* tuple.__new__ makes such an object */
+        PyErr_Format(PyExc_ValueError, "out must have the %d fields of a cattn.AttentionOutput, got %zd", N_OUTPUTS + 1,
+                     PyTuple_Size(out));
+        return false;
+    }
     for (int i = 0; i < N_OUTPUTS; i++) {
         given[i] = PyTuple_GetItem(out, i);
-        if (given[i] == NULL)
-            return false;
         if (given[i] != Py_None && !call->wants[i]) {
             PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for", fields[i][0],
                          fields[i][1]);
