@@ -299,5 +299,5 @@ def test_large_results_of_halves_are_right(normal: Callable[..., np.ndarray]) ->
 def test_an_attention_output_with_too_few_fields_is_refused() -> None:
     x = np.zeros((3, 2))
     short = tuple.__new__(cattn.AttentionOutput, (np.empty((3, 2)),))
-    with pytest.raises(ValueError, match="out must have the 5 fields of a cattn.AttentionOutput, got 1"):
+    with pytest.raises(ValueError, match=r"out must have the 5 fields of a cattn\.AttentionOutput, got 1"):
         cattn.scaled_dot_product_attention(x, x, x, out=short)
