@@ -131,7 +131,21 @@ class TorchGenerator(_cattn.TorchStream):
     def randn(self, *size: Size, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """Draw normal numbers of mean 0 and standard deviation 1, as ``torch.randn``.
 
-        Parameters and errors are those of `rand`.
+        Parameters
+        ----------
+        *size : ints, or one tuple of ints
+            Shape of the result. Without sizes it is a 0-dimensional array.
+        dtype : dtype
+            float32 or float64.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError, ValueError
+            size does not hold ints or is negative, or dtype is another.
 
         Notes
         -----
@@ -153,14 +167,20 @@ class TorchGenerator(_cattn.TorchStream):
         ----------
         low, high : float
             Finite, low <= high.
-        *size, dtype
-            As for `rand`.
+        *size : ints, or one tuple of ints
+            Shape of the result. Without sizes it is a 0-dimensional array.
+        dtype : dtype
+            float32 or float64.
+
+        Returns
+        -------
+        ndarray
 
         Raises
         ------
         TypeError, ValueError
-            As `rand`; also if low or high is not a number, low is above high, or one of them or their difference is not
-            finite in dtype.
+            size does not hold ints or is negative, low or high is not a number, low is above high, one of them or their
+            difference is not finite in dtype, or dtype is another.
 
         Examples
         --------
@@ -239,13 +259,19 @@ class TorchGenerator(_cattn.TorchStream):
         p : float or array_like
             In [0, 1]. A number: as ``tensor.bernoulli_(p)``, 64 random bits for each element. An array: as
             ``torch.bernoulli(p)``, 32 bits in float32 and 64 in float64; integers and lists become float64.
-        *size, dtype
-            As for `rand`, if p is a number.
+        *size : ints, or one tuple of ints
+            Shape of the result, if p is a number.
+        dtype : dtype
+            float32 or float64, the dtype of the result, if p is a number.
+
+        Returns
+        -------
+        ndarray
 
         Raises
         ------
         TypeError, ValueError
-            As `rand`; also if size is given with an array, or p is not in [0, 1].
+            size does not hold ints, is negative or is given with an array, p is not in [0, 1], or dtype is another.
 
         Examples
         --------

@@ -243,18 +243,25 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query, key, value : Tensor, shapes (..., T_q, head_dim), (..., T_k, head_dim), (..., T_k, d_v)
-        On the CPU, of one dtype: float16, bfloat16 (with ``ml_dtypes``), float32 or float64. ``torch.autocast`` casts
-        all but float64 first, as for PyTorch's own function.
+    query : Tensor, shape (..., T_q, head_dim)
+        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
+        dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
+    key : Tensor, shape (..., T_k, head_dim)
+        Keys.
+    value : Tensor, shape (..., T_k, d_v)
+        Values.
     attn_mask : Tensor, optional
         Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
     dropout_p : float
         Probability of dropping a weight. The seed of the dropout mask is drawn from PyTorch's default generator, so
         that ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
-    is_causal, scale, enable_gqa
-        As in PyTorch: query i sees the keys j <= i; a factor of the scores, by default 1 / sqrt(head_dim); heads
-        (axis -3) of query may be a multiple of those of key and value.
+    is_causal : bool
+        Query i sees the keys j <= i.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool
+        Heads (axis -3) of query may be a multiple of those of key and value.
 
     Returns
     -------
@@ -381,6 +388,10 @@ def use_cattn() -> Iterator[None]:
     context. The name belongs to the process, so all threads share it; PyTorch's function returns when the last of
     several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
     must run inside.
+
+    Yields
+    ------
+    None
 
     Examples
     --------

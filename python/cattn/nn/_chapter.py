@@ -124,8 +124,10 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
         Length of a token and of a context vector.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype, rng
-        As for `Linear`.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Source of the weights. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -175,8 +177,10 @@ class CausalAttention(_Projections, Causal):
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
-    dtype, rng
-        As for `Linear`. The dropout draws from rng, too.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -228,10 +232,18 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     d_in, d_out : int
         Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
+    context_length : int
+        Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
+    dropout : float
+        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads. A ``cache`` needs as many heads, of head_dim ``d_out``.
-    context_length, dropout, qkv_bias, dtype, rng
-        As for `CausalAttention`.
+    qkv_bias : bool
+        Whether the layers of the heads have biases.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -292,12 +304,20 @@ class MultiHeadAttention(_Projections, Causal):
     ----------
     d_in, d_out : int
         Length of a token and of a context vector. d_out is a multiple of num_heads.
+    context_length : int
+        Maximum number of tokens of a sequence. It is only a limit: no mask of this size is stored.
+    dropout : float
+        Probability of dropping an attention weight in training mode.
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
+    qkv_bias : bool
+        Whether W_query, W_key and W_value have biases; out_proj always has one.
     num_kv_groups : int, optional
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
-    context_length, dropout, qkv_bias, dtype, rng
-        As for `CausalAttention`. out_proj always has a bias.
+    dtype : dtype
+        float32 or float64.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        Source of weights and dropout. None is the generator of `manual_seed`, an int seeds a TorchGenerator.
 
     Attributes
     ----------

@@ -95,7 +95,14 @@ class Linear(Module):
     def __call__(self, x: ArrayLike) -> Array:
         """Return ``x @ weight.T + bias`` in the common dtype of x and the parameters.
 
-        x is array_like of shape (..., d_in); the result has shape (..., d_out).
+        Parameters
+        ----------
+        x : array_like, shape (..., d_in)
+            The input.
+
+        Returns
+        -------
+        ndarray, shape (..., d_out)
         """
         self._kept = None
         array = as_array(x, "x")
@@ -178,7 +185,15 @@ class Dropout(Module):
     def __call__(self, x: ArrayLike) -> Array:
         """Return x with elements dropped and the others divided by 1 - p, or a copy in evaluation mode.
 
-        x has any shape; the result has the shape and dtype of x.
+        Parameters
+        ----------
+        x : array_like
+            The input, of any shape.
+
+        Returns
+        -------
+        ndarray
+            Has the shape and dtype of x.
         """
         self._kept = None
         rng = self.draw_from()

@@ -319,12 +319,22 @@ class Module:
     def load(self, path: FilePath, strict: bool = True) -> LoadResult:
         """Load the parameters from a ``.npz`` or ``.safetensors`` file.
 
-        Names, `strict` and the result are those of `load_state_dict`.
+        Parameters
+        ----------
+        path : path-like
+            The file, with names in any scheme that `load_state_dict` knows.
+        strict : bool
+            As in `load_state_dict`.
+
+        Returns
+        -------
+        LoadResult
+            As `load_state_dict`.
 
         Raises
         ------
         TypeError, ValueError
-            As for `load_state_dict`; also if the file is damaged or has another ending.
+            As `load_state_dict`; also if the file is damaged or has another ending.
         ImportError
             safetensors is not installed.
         """
