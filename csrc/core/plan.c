@@ -1,4 +1,4 @@
-/* plan.c -- choice of path, cut into tasks, scratch layout, and the tuning numbers behind them; see plan.h. */
+/* plan.c -- choice of path, cut into tasks, scratch layout, and the tuning numbers of all three; see plan.h. */
 #include "plan.h"
 
 #include <assert.h>
