@@ -11,7 +11,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 #include "dtype.h"
 #include "score_options.h"
@@ -44,11 +43,7 @@ struct cattn_tensor {
  * more than a tiny attention. So a struct has its scalars first, then its tensors without a gap, then arrays that are
  * read up to n_batch_dims only. CATTN_CLEAR(params, first tensor, member after the last) zeroes the scalars and makes
  * every tensor absent; the contents of the arrays do not matter. */
-static inline void cattn_clear(void *params, size_t tensors, size_t end) {
-    memset(params, 0, tensors);
-    for (size_t at = tensors; at < end; at += sizeof(struct cattn_tensor))
-        memset((char *)params + at, 0, offsetof(struct cattn_tensor, batch));
-}
+void cattn_clear(void *params, size_t tensors, size_t end);
 #define CATTN_CLEAR(params, tensors, end)                                                                              \
     cattn_clear(params, (size_t)((char *)&(params)->tensors - (char *)(params)),                                       \
                 (size_t)((char *)&(params)->end - (char *)(params)))
