@@ -53,22 +53,18 @@ INLINE vf reduce(vf x, vf *n) {
     return vf_fma(*n, vf_set1(-EXP_LN2_LO), vf_fma(*n, vf_set1(-EXP_LN2_HI), x));
 }
 
-/* exp(x) above EXP_CUT; below it the result is arbitrary, and exp_cut replaces it. */
-INLINE vf exp_uncut(vf x) {
+/* Below the cut the result is +0. That includes x = -inf, for which r is NaN. */
+INLINE vf vf_exp(vf x) {
     vf n, r = reduce(x, &n);
-    return vf_scale2(vf_fma(exp_horner(r), r, vf_set1(1)), n);
+    return vf_scale2_unless(vf_lt(x, vf_set1(EXP_CUT)), vf_fma(exp_horner(r), r, vf_set1(1)), n);
 }
-
-/* Replaces the results below the cut by +0. That includes x = -inf, for which r is NaN. */
-INLINE vf exp_cut(vf x, vf p) { return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), p); }
-
-INLINE vf vf_exp(vf x) { return exp_cut(x, exp_uncut(x)); }
 
 /* exp(a - b + c) * (1 + factor) for a small `factor`. Recovers the digits that rounding a - b loses, provided that |b|
  * is the larger one: `lost` is that rounding error, and exp(lost) is 1 + lost. */
 INLINE vf vf_exp_of_difference(vf a, vf b, vf c, vf factor) {
-    const vf d = a - b, lost = a - (d + b), x = d + c, p = exp_uncut(x);
-    return exp_cut(x, vf_fma(p, lost + factor, p));
+    const vf d = a - b, lost = a - (d + b), x = d + c;
+    vf p = vf_exp(x);
+    return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_fma(p, lost + factor, p));
 }
 
 /* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), because e is accurate there. Farther out it is

@@ -21,6 +21,7 @@
  *   vf_div(a, b)
  *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; arbitrary if |n| exceeds the exponent range; NaN stays
  *                      NaN
+ *   vf_scale2_unless(m, x, n)  vf_scale2(x, n), and +0 where m holds
  *   vf_lt(a, b)  vf_eq(a, b)      -> vm, false for NaN
  *   vm_and  vm_or  vm_not  vm_any(m)
  *   vf_select(m, a, b) m ? a : b, bit for bit

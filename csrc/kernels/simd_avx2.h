@@ -102,6 +102,8 @@ INLINE vf vf_from_bytes(const uint8_t *p) {
 
 #endif
 
+INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return VF(andnot)(m, vf_scale2(x, n)); }
+
 INLINE vw vw_xor(vw a, vw b, uint32_t c) {
     const vu k = vu_set1(c);
     return (vw){vu_xor(vu_xor(a.even, b.even), k), vu_xor(vu_xor(a.odd, b.odd), k)};

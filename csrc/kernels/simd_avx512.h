@@ -40,6 +40,7 @@ INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
 INLINE void vf_storeu_n(real *p, vf v, int n) { VF(mask_storeu)(p, lanes_below(n), v); }
 INLINE vf vf_scale2(vf x, vf n) { return VF(scalef)(x, n); }
+INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return VF(maskz_scalef)((vm)~m, x, n); }
 INLINE vf vf_select(vm m, vf a, vf b) { return VF(mask_blend)(m, b, a); }
 INLINE vm vf_lt(vf a, vf b) { return VF_MASK(cmp)(a, b, _CMP_LT_OQ); }
 INLINE vm vf_eq(vf a, vf b) { return VF_MASK(cmp)(a, b, _CMP_EQ_OQ); }

@@ -73,6 +73,7 @@ INLINE vf vf_scale2(vf x, vf n) {
     vi e = __builtin_convertvector(inside, vi) + REAL_BIAS;
     return x * (vf)(e << REAL_MANT);
 }
+INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return (vf)((vm)vf_scale2(x, n) & ~m); }
 INLINE void vf_transpose(vf v[LANES]) {
     real t[LANES][LANES];
     EACH_LANE(i) vf_storeu(t[i], v[i]);

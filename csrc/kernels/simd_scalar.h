@@ -25,6 +25,7 @@ INLINE vf vf_scale2(vf x, vf n) {
     int e = n > -limit && n <= limit ? (int)n : 0;
     return x * from_bits((real_bits)(e + REAL_BIAS) << REAL_MANT);
 }
+INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return m ? 0 : vf_scale2(x, n); }
 INLINE vm vf_lt(vf a, vf b) { return a < b; }
 INLINE vm vf_eq(vf a, vf b) { return a == b; }
 INLINE vm vm_and(vm a, vm b) { return a && b; }
