@@ -34,7 +34,8 @@ HARDENING = ["-fcf-protection"] if LINUX else []
 HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if LINUX else []
 TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 if X86_64:
-    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": AVX512}
+    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
+    TABLES |= {"avx512_256": AVX512, "avx512": AVX512}
 
 
 def switch(name: str) -> str:

@@ -5,6 +5,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -58,7 +59,14 @@ def pytest_report_header() -> list[str]:
     return [header, f"in use: {_cattn._get_isa()} on {processor()}"]
 
 
-@pytest.fixture(params=table_names())
+def table_params() -> list[Any]:
+    """Return the names of all kernel tables as parameters; `gnu512` is `long` where its twin `avx512` runs."""
+    runs = {table["name"] for table in _cattn._isa_list() if table["usable"]}
+    twin = pytest.mark.long if "avx512" in runs else ()
+    return [pytest.param(name, marks=twin if name == "gnu512" else ()) for name in table_names()]
+
+
+@pytest.fixture(params=table_params())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each kernel table in turn. The previous one is restored after the test."""
     name: str = request.param

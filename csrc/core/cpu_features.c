@@ -25,6 +25,8 @@ static void detect(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
         (ecx & bit_F16C) != 0)
         features |= CATTN_CPU_AVX2;
+    if (__builtin_cpu_is("amdfam19h"))
+        features |= CATTN_CPU_SPLITS_512;
 #endif
 }
 

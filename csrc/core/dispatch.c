@@ -13,25 +13,29 @@
 struct table {
     const struct cattn_kernels *kernels[2]; /* by dtype */
     unsigned needs;                         /* features of the processor */
+    unsigned slow_with;                     /* features with which an earlier table is faster */
     bool test_only;
 };
 
 #define TABLE(name) {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}
 
-/* From worst to best: the last usable one is selected. */
+/* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
-    {TABLE(scalar), 0, false},
+    {TABLE(scalar), 0, 0, false},
 #ifdef CATTN_HAVE_GNU128
-    {TABLE(gnu128), 0, false},
+    {TABLE(gnu128), 0, 0, false},
 #endif
 #ifdef CATTN_HAVE_GNU512
-    {TABLE(gnu512), CATTN_CPU_AVX2, true},
+    {TABLE(gnu512), CATTN_CPU_AVX2, 0, true},
 #endif
 #ifdef CATTN_HAVE_AVX2
-    {TABLE(avx2), CATTN_CPU_AVX2, false},
+    {TABLE(avx2), CATTN_CPU_AVX2, 0, false},
+#endif
+#ifdef CATTN_HAVE_AVX512_256
+    {TABLE(avx512_256), CATTN_CPU_AVX512, 0, false},
 #endif
 #ifdef CATTN_HAVE_AVX512
-    {TABLE(avx512), CATTN_CPU_AVX512, false},
+    {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
 #endif
 };
 
@@ -62,7 +66,8 @@ struct cattn_isa_info cattn_isa_info(int index) {
 bool cattn_isa_select(const char *name) {
     for (int i = N_TABLES - 1; i >= 0; i--) {
         struct cattn_isa_info info = cattn_isa_info(i);
-        bool wanted = name ? strcmp(name, info.name) == 0 : !info.test_only;
+        bool fast = !info.test_only && (cattn_cpu() & tables[i].slow_with) == 0;
+        bool wanted = name ? strcmp(name, info.name) == 0 : fast;
         if (wanted && info.usable) {
             atomic_store(&current, i);
             return true;

@@ -244,6 +244,7 @@ extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_
 extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64;
 extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64;
 extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64;
+extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64;
 extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64;
 
 #endif

@@ -1,8 +1,8 @@
 /* kernels_gnu512.c -- test only: the tile shapes of the AVX-512 table on any CPU with FMA. Compiled twice, with
  * REAL_BITS 32 and 64. */
 #define ISA gnu512
-#define MR 12
-#define NR 1
+#define MR 8
+#define NR 2
 #define VECTOR_BYTES 64
 #include "simd_gnu.h"
 

@@ -9,7 +9,7 @@
 /* The keys of a block are visited in steps of this, so that every table defines the same elements of the scores. */
 #define ROW_STEP 16
 /* Chains of P V in flight: as many as leave registers for the operands. Their sums may be spilled to memory. */
-#define VALUE_ACCS (MR >= 12 ? 16 : 8)
+#define VALUE_ACCS (REGISTERS / 2)
 /* Prefetch distances, in rows of K or V. The far one is a whole half block, because the rows of V are visited several
  * times, a few columns at a time. The near one is a tile of K. */
 #define ROWS_FAR CATTN_HALF_BLOCK

@@ -10,6 +10,8 @@
  *   vu                 LANES unsigned 32-bit integers
  *   vw                 LANES unsigned 64-bit integers, for products of vu
  *
+ *   REGISTERS          number of vector registers
+ *
  *   vf_set1(x)  vf_loadu(p)  vf_storeu(p, v)
  *   vf_loadu_n(p, n)   the first n elements, 0 in the other lanes; reads nothing after p[n-1]
  *   vf_storeu_n(p, v, n)

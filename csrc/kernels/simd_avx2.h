@@ -32,6 +32,7 @@ typedef __m128i vu;
 INLINE __m256i lanes_below(int n) { return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3)); }
 #endif
 
+#define REGISTERS 16
 #include "simd_x86.h"
 
 /* ---- both element types ---- */

@@ -32,6 +32,7 @@ typedef __m256i vu;
 #define VU_ODD 0xaa
 #endif
 
+#define REGISTERS 32
 #include "simd_x86.h"
 
 /* ---- both element types ---- */

@@ -10,6 +10,11 @@
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define LANES (VECTOR_BYTES * 8 / REAL_BITS)
+#if defined(__aarch64__) || VECTOR_BYTES == 64 /* NEON; the twin of AVX-512 */
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
 typedef real vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 #if REAL_BITS == 32

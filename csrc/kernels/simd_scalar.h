@@ -2,6 +2,7 @@
 #include "simd.h"
 
 #define LANES 1
+#define REGISTERS 16
 #define HAS_FMA 1
 typedef real vf;
 typedef bool vm;

@@ -91,5 +91,5 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
             notes += [] if table["usable"] else ["not on this CPU"]
             notes += [] if table["bit_contract"] else ["outside the bit contract"]
             notes += ["for tests only"] if table["test_only"] else []
-            print(f"  {table['name']:8}{', '.join(notes)}")
+            print(f"  {table['name']:12}{', '.join(notes)}")
     return None

@@ -1,0 +1,12 @@
+/* kernels_avx512_256.c -- the AVX-512 table for processors that split 512-bit operations in two (AMD Zen 4). Compiled
+ * twice, with REAL_BITS 32 and 64.
+ *
+ * They do one FMA a cycle, so loads do not limit them. 12 chains and 12 sums fit into 32 registers, which saves the
+ * spills of larger tiles.
+ */
+#define ISA avx512_256
+#define MR 12
+#define NR 1
+#include "simd_avx512.h"
+
+#include "kernels.inc.h"
