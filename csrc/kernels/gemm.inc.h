@@ -84,7 +84,8 @@ INLINE int64_t chain_end(int64_t term, int64_t end) {
 
 /* The terms begin .. end-1 of a sum; a and b point at the term `begin`. In tiles of 12 x 1 vectors both the chain and
  * the sum of each element fit into 32 registers. In larger tiles the sums are spilled to memory, once a chain, which
- * costs less than the loads of smaller tiles. Whole chains have calls of their own because a constant length is faster. */
+ * costs less than the loads of smaller tiles. Whole chains have calls of their own because a constant length is faster.
+ */
 INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, int64_t a_row, int64_t a_col,
                      const real *b, int64_t b_row, vf sum[MR][NR]) {
     const int64_t terms = CATTN_CHAIN_TERMS, n = chain_end(begin, end) - begin, depth = end - begin;

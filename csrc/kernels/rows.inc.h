@@ -100,6 +100,29 @@ INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
     vf_transpose(kt);
 }
 
+#if defined(HALVES_ARE_QUICK) && REGISTERS >= 32
+/* A tile of K in bfloat16, LANES keys by 2 LANES columns from d on, two columns to a lane: this takes half as many
+ * shuffles as transposing converted columns. pairs[i] holds the columns d + 2i and d + 2i + 1 of all keys. */
+INLINE void key_tile_pairs(struct stored key, int64_t d, vf pairs[LANES]) {
+    const uint16_t *first = key.first;
+    int64_t at = d;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++, at += key.row) {
+        OPAQUE(at);
+        pairs[i] = vf_loadu((const real *)(const void *)(first + at));
+    }
+    vf_transpose(pairs);
+}
+
+/* Half a tile of pairs as columns. */
+INLINE void split_pairs(const vf *pairs, vf kt[LANES]) {
+    UNROLLED(i, LANES / 2) {
+        kt[2 * i] = vf_first_bf16(pairs[i]);
+        kt[2 * i + 1] = vf_second_bf16(pairs[i]);
+    }
+}
+#endif
+
 /* key_tile at the edges: only the first n keys and nd columns exist, the rest is 0. Not inlined: its branches would
  * make whole tiles spill registers. */
 NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[LANES]) {
@@ -135,6 +158,17 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
         chain[r] = vf_set1(0);
         score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x even if x is -0; +0 would change that sign */
     }
+#if defined(HALVES_ARE_QUICK) && REGISTERS >= 32 /* with fewer registers the spills cost what the shuffles save */
+    for (; key.storage == CATTN_STORED_BF16 && n == LANES && d + 2 * LANES <= depth; d += 2 * LANES) {
+        vf pairs[LANES];
+        key_tile_pairs(key, d, pairs);
+        prefetch_ahead(&next, 2 * LANES * LANES * stored_size(key.storage));
+        for (int half = 0; half < 2; half++) {
+            split_pairs(pairs + half * LANES / 2, kt);
+            score_columns(rows, many, d + half * LANES, LANES, kt, chain, score);
+        }
+    }
+#endif
     for (; n == LANES && d + LANES <= depth; d += LANES) {
         key_tile(key, d, kt);
         prefetch_ahead(&next, LANES * LANES * stored_size(key.storage));

@@ -33,7 +33,8 @@
  *
  *   vh_loadu(p)  vh_loadu_n(p, n)  vh_storeu(p, a)  vh_storeu_n(p, a, n)
  *   vf_from_f16(a)  vf_from_bf16(a)       exact
- *   HALVES_ARE_QUICK   defined if these conversions take one or two instructions
+ *   HALVES_ARE_QUICK   defined if these conversions take one or two instructions, and then also:
+ *   vf_first_bf16(p)  vf_second_bf16(p)   p holds 2 LANES bfloat16: those with even and those with odd indices
  *   vh_f16(v)  vh_bf16(v)                 rounded to nearest, ties to even; NaN must be the quiet one without a payload
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)

@@ -62,6 +62,9 @@ INLINE vu vu_digits(const uint32_t *words, int r) {
 #define HALVES_ARE_QUICK
 INLINE vf vf_from_f16(vh a) { return VF(cvtph)(a); }
 INLINE vf vf_from_bf16(vh a) { return VF_OF(VU(slli_epi32)(VU(cvtepu16_epi32)(a), 16)); }
+/* Pairs of bfloat16, the first one of each in the low half of a lane: the first ones, and the second ones. */
+INLINE vf vf_first_bf16(vf pairs) { return VF_OF(VU(slli_epi32)(VU_BITS(castps)(pairs), 16)); }
+INLINE vf vf_second_bf16(vf pairs) { return VF_OF(vu_and(VU_BITS(castps)(pairs), vu_set1(0xffff0000))); }
 /* The bits of v rounded to bfloat16, in the low halves: adds half of the last place that stays, minus one if that place
  * is even. AVX2 has no conversion, AVX512-BF16 is not required, and its conversion flushes subnormals. */
 INLINE vu bf16_bits(vf v) {
