@@ -73,13 +73,22 @@ def line(row: Row) -> str:
         parts.append(best(row))
         lines.append("  ".join(contestant(row, name) for name in row["ratios"]))
         if "errors" in row:
-            lines.append(f"largest error of cattn {row['errors']['cattn']:.0e}; * errs more than one rounding explains")
+            star = "; * computes in fewer bits" if row["other_arithmetic"] else ""
+            lines.append(f"largest errors in brackets; cattn's is {row['errors']['cattn']:.0e}{star}")
         if row.get("left_out"):
-            lines.append("left out: " + "; ".join(f"{name} ({reason})" for name, reason in row["left_out"].items()))
+            lines.append(f"left out: {left_out(row['left_out'])}")
     elif "bytes" in row:
         parts.append("  ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in row["bytes"].items()))
     lines.append(targets(row))
     return "\n      ".join(["  ".join(parts), *filter(None, lines)])
+
+
+def left_out(reasons: dict[str, str]) -> str:
+    """Return the peers that are left out, reason by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(found)}: {reason}" for reason, found in names.items())
 
 
 def contestant(row: Row, name: str) -> str:
@@ -90,7 +99,7 @@ def contestant(row: Row, name: str) -> str:
 
 
 def best(row: Row) -> str:
-    """Return the best peer, and those of other arithmetic that take less time than it."""
+    """Return the best peer, and those of fewer bits that take less time than it."""
     name, ratios = row.get("best_peer"), row["ratios"]
     most = ratios[name] if name else math.inf
     others = [f"{other} {ratios[other]:.2f}x*" for other in row.get("other_arithmetic", ()) if ratios[other] < most]
@@ -134,8 +143,8 @@ def markdown(folder: Path) -> str:
     lines = [
         "Time of each peer / time of cattn, on one thread, medians of interleaved rounds. Rows are causal unless all",
         f"keys are visible (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels, "
-        f"{machine['date']}; {versions}). Peers with * round",
-        "more often than the others, and are never the best peer:",
+        f"{machine['date']}; {versions}). Peers with * compute",
+        "in fewer bits than the row's dtype, and are never the best peer:",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * len(head),
