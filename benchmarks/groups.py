@@ -53,53 +53,68 @@ PREFILL: list[tuple[str, tuple[int, ...], dict[str, float]]] = [
     ("float64", (1, 12, 1024, 64), {"percent": 65, "best peer": 2.3}),
     ("float64", (1, 4, 4096, 64), {"best peer": 1.8}),
 ]
+# All keys visible, as in an encoder and in cross-attention: shape of the queries, number of keys.
+ALL_KEYS = [
+    ((1, 12, 512, 64), 512),
+    ((1, 12, 1024, 64), 1024),
+    ((1, 4, 4096, 64), 4096),
+    ((1, 12, 128, 64), 1024),
+    ((1, 12, 1024, 64), 77),
+]
 
 
 def prefill(probe: Probe | None) -> Cases:
-    """Causal attention of a whole sequence, one thread."""
+    """Attention of a whole sequence, one thread: causal, and with all keys visible."""
     for dtype, shape, targets in PREFILL:
         yield prefill_case(dtype, shape, targets)
+    for shape, keys in ALL_KEYS:
+        yield prefill_case("float32", shape, {}, keys)
 
 
-def prefill_case(dtype: str, shape: tuple[int, ...], targets: dict[str, float], causal: bool = True) -> Case:
-    """Return a row of attention over a whole sequence, causal or with all keys visible."""
+def prefill_case(dtype: str, shape: tuple[int, ...], targets: dict[str, float], keys: int | None = None) -> Case:
+    """Return a row of attention over a whole sequence, causal, or with this many keys, all visible."""
     batch, heads, tokens, head_dim = shape
-    flops = causal_flops(*shape) if causal else 4.0 * batch * heads * head_dim * tokens * tokens
+    flops = 4.0 * batch * heads * head_dim * tokens * keys if keys else causal_flops(*shape)
 
     def calls() -> Calls:
-        return attention_calls(*qkv(shape, dtype), matrix=tokens <= 4096, causal=causal)
+        arrays = qkv(shape, dtype, (*shape[:2], keys or tokens, head_dim))
+        return attention_calls(*arrays, matrix=tokens <= 4096, causal=keys is None)
 
-    return Case(f"{dtype} {shape}", calls, dtype, flops, targets, {"dtype": dtype, "shape": shape, "T": tokens})
+    facts = {"dtype": dtype, "shape": shape, "T": tokens, "keys": keys}
+    return Case(f"{dtype} {shape}{all_visible(keys)}", calls, dtype, flops, targets, facts)
+
+
+def all_visible(keys: int | None) -> str:
+    """Return the end of a row's name: nothing if causal."""
+    return f", all {keys} keys visible" if keys else ""
 
 
 def threads(probe: Probe | None) -> Cases:
     """Two threads against one."""
-    torch = torch_or_none()
     for tokens in (64, 128, 256, 512, 1024, 4096):
-        query, key, value = qkv((1, 12 if tokens < 4096 else 4, tokens, 64))
-        out = np.empty_like(query)
-
-        def with_threads(n: int, q: Any = query, k: Any = key, v: Any = value, out: Any = out) -> Any:
-            with cattn.num_threads(n):
-                return cattn.causal_attention(q, k, v, out=out)
-
-        calls: Calls = {
-            "cattn": functools.partial(with_threads, 2),
-            "one thread": functools.partial(with_threads, 1),
-        }
-        if torch is not None:
-            calls["torch"] = functools.partial(_torch_two, torch, [torch.from_numpy(a) for a in (query, key, value)])
         least = 1.9 if tokens >= 512 else 1.0
         targets = {"one thread": least} | ({"torch": 3.0} if tokens == 128 else {})
-        yield Case(f"T={tokens}, two threads", calls, targets=targets, facts={"T": tokens})
+        heads = 12 if tokens < 4096 else 4
+        yield Case(
+            f"T={tokens}, two threads", functools.partial(_two_threads, (1, heads, tokens, 64)), targets=targets,
+            facts={"T": tokens},
+        )  # fmt: skip
+    for shape, keys in (((1, 12, 1024, 64), 1024), ((1, 12, 128, 64), 1024)):
+        calls = functools.partial(_two_threads, shape, keys)
+        yield Case(f"T={shape[2]}{all_visible(keys)}, two threads", calls, facts={"T": shape[2], "keys": keys})
 
 
-def _torch_two(torch: Any, tensors: list[Any]) -> Any:
-    torch.set_num_threads(2)
-    try:
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
-    finally:
-        torch.set_num_threads(1)
+def _two_threads(shape: tuple[int, ...], keys: int | None = None) -> Calls:
+    arrays = qkv(shape, kv_shape=(*shape[:2], keys or shape[2], shape[3]))
+    calls = attention_calls(*arrays, causal=keys is None, threads=2)
+    one_thread = calls["cattn"]
+
+    def two_threads() -> object:
+        with cattn.num_threads(2):
+            return one_thread()
+
+    calls |= {"cattn": two_threads, "one thread": one_thread}
+    return calls
 
 
 def dropout_fused(probe: Probe | None) -> Cases:
@@ -199,10 +214,6 @@ def decode(probe: Probe | None) -> Cases:
 def _decode_calls(probe: Probe | None, kv_shape: tuple[int, ...]) -> Calls:
     query, key, value = qkv((1, 32, 1, 128), kv_shape=kv_shape)
     calls = attention_calls(query, key, value, causal=False)
-    torch = torch_or_none()
-    if torch is not None:  # PyTorch's matrix products read the keys of a group once
-        q, k, v = (torch.from_numpy(a) for a in (query, key, value))
-        calls["torch matmul"] = functools.partial(_grouped_products, torch, q, k, v)
     if probe is not None:
         probe.limits["read"] = probe.read(key, value)
     return calls
@@ -218,36 +229,42 @@ def halves(probe: Probe | None) -> Cases:
     else:
         dtypes.append((np.dtype(ml_dtypes.bfloat16), 1.9))
     for dtype, ratio in dtypes:
-        for shape in ((1, 12, 128, 64), (1, 12, 512, 64), (1, 12, 1024, 64), (1, 4, 4096, 64)):
+        causal = [
+            ((1, 12, 128, 64), None),
+            ((1, 12, 512, 64), None),
+            ((1, 12, 1024, 64), None),
+            ((1, 4, 4096, 64), None),
+        ]
+        for shape, keys in [*causal, ((1, 12, 1024, 64), 1024), ((1, 12, 128, 64), 1024), ((1, 12, 1024, 64), 77)]:
             targets: dict[str, float] = {"float32": 1.0}
-            if shape[2] == 1024:
+            if shape[2] == 1024 and keys is None:
                 targets |= {"GF/s": 70, "torch": ratio}
-            calls = _beside_float32(qkv(shape), dtype, {"is_causal": True})
-            yield Case(f"{dtype} {shape}", calls, "float32", causal_flops(*shape), targets, {"dtype": dtype.name})
+            kv_shape = (*shape[:2], keys or shape[2], shape[3])
+            calls = functools.partial(_beside_float32, shape, kv_shape, dtype, keys is None)
+            flops = 4.0 * float(np.prod(shape)) * keys if keys else causal_flops(*shape)
+            facts = {"dtype": dtype.name, "keys": keys}
+            yield Case(f"{dtype} {shape}{all_visible(keys)}", calls, "float32", flops, targets, facts)
         for kv_heads, tokens in ((32, 1024), (32, 16384), (8, 1024), (8, 16384)):
-            wide = qkv((1, 32, 1, 128), kv_shape=(1, kv_heads, tokens, 128))
-            key, value = (a.astype(dtype) for a in wide[1:])
-            if probe is not None:
-                probe.limits["read"] = probe.read(key.view(np.uint16), value.view(np.uint16))
+            kv_shape = (1, kv_heads, tokens, 128)
             targets = {"float32": 1.0} | ({"GB/s": 12, "torch": 3.0} if tokens == 16384 else {})
+            calls = functools.partial(_beside_float32, (1, 32, 1, 128), kv_shape, dtype, False, probe)
             yield Case(
-                f"{dtype}, T_k={tokens}, {kv_heads} key-value heads of 32", _beside_float32(wide, dtype, {}), "read",
-                float(key.nbytes + value.nbytes), targets, {"dtype": dtype.name},
+                f"{dtype}, T_k={tokens}, {kv_heads} key-value heads of 32", calls, "read",
+                2.0 * dtype.itemsize * float(np.prod(kv_shape)), targets, {"dtype": dtype.name},
             )  # fmt: skip
 
 
-def _beside_float32(wide: list[Any], dtype: Any, options: dict[str, Any]) -> Calls:
+def _beside_float32(
+    shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any, causal: bool, probe: Probe | None = None
+) -> Calls:
+    wide = qkv(shape, kv_shape=kv_shape)
     narrow = [a.astype(dtype) for a in wide]
-    calls = attention_calls(*narrow, matrix=False, causal=bool(options))
+    calls = attention_calls(*narrow, matrix=False, causal=causal)
     out = np.empty(wide[0].shape, np.float32)
-    calls["float32"] = lambda: cattn.scaled_dot_product_attention(*wide, out=out, **options)
+    calls["float32"] = lambda: cattn.scaled_dot_product_attention(*wide, is_causal=causal, out=out)
+    if probe is not None:
+        probe.limits["read"] = probe.read(*(a.view(np.uint16) for a in narrow[1:]))
     return calls
-
-
-def _grouped_products(torch: Any, q: Any, k: Any, v: Any) -> Any:
-    grouped = q.reshape(1, k.shape[1], -1, q.shape[-1])
-    weights = torch.softmax(grouped @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
-    return (weights @ v).reshape(q.shape)
 
 
 def calls(probe: Probe | None) -> Cases:

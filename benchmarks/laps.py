@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import cattn
 
+from .contestants import best_peer
 from .groups import GROUPS, KEEP_MEMORY
 from .machine import Probe, keep_memory
 from .timing import ENOUGH, SETTLED, SHORT, Case, Timing, interleave
@@ -33,13 +34,16 @@ class Measured:
     laps: list[dict[str, Timing]] = field(default_factory=list)
     limit_work: float = 0.0  # flops or bytes of one call of the probe
     quick: float = math.inf  # the canary's best so far
+    notes: dict[str, Any] = field(default_factory=dict)  # of CheckedCalls
 
     def lap(self, case: Case, limits: dict[str, Callable[[], float]], rounds: int | None = None) -> None:
         """Time one case and its limit once more.
 
         `limits` are probes: each call takes a moment and returns the work that it did.
         """
-        contestants = dict(case.contestants() if callable(case.contestants) else case.contestants)
+        prepared = case.contestants() if callable(case.contestants) else case.contestants
+        self.notes = getattr(prepared, "notes", {})
+        contestants = dict(prepared)
         done: list[float] = []
         probe = limits.get(case.limit or "")
         if probe is not None:
@@ -80,10 +84,11 @@ def row_of(case: Case, measured: Measured) -> dict[str, Any]:
     """Return the row to keep: times, ratios, percent of the limit, targets."""
     times = measured.times()
     cattn = times["cattn"]
-    row: dict[str, Any] = {"name": case.name, **case.facts}
+    row: dict[str, Any] = {"name": case.name, **case.facts, **measured.notes}
     row["laps"] = len(measured.laps)
     row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
     row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
+    row["best_peer"] = best_peer(row["ratios"], row.get("other_arithmetic", ()))
     if "limit" in times:
         work = measured.limit_work
         row["limit"] = {"kind": case.limit, "per_second": work / times["limit"].median}
@@ -105,7 +110,7 @@ def judge(name: str, target: float, row: dict[str, Any], ours: float, work: floa
     elif name == "percent":
         measured = row.get("percent")
     elif name == "best peer":
-        measured = min(row["ratios"].values(), default=None)
+        measured = row["ratios"].get(row["best_peer"])
     else:
         measured = row["ratios"].get(name)
     return {"measured": measured, "met": None if measured is None else measured >= target}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,45 @@ def targets(row: Row) -> str:
 
 def line(row: Row) -> str:
     """Return one row for the screen."""
-    parts = [f"{row['name']:<38}"]
+    parts, lines = [f"{row['name']:<38}"], list[str]()
     if "seconds" in row:
         ours = row["seconds"]["cattn"]
         parts.append(f"{duration(ours['median']):>8} ±{ours['spread']:>4.0%} {ours['quiet']:>4.0%} quiet")
         parts.append(f"{row['percent']:>5.0f} %" if "percent" in row else " " * 7)
-        parts.append("  ".join(f"{name} {ratio:.2f}x" for name, ratio in row["ratios"].items()))
+        parts.append(best(row))
+        lines.append("  ".join(contestant(row, name) for name in row["ratios"]))
+        if "errors" in row:
+            star = "; * computes in fewer bits" if row["other_arithmetic"] else ""
+            lines.append(f"largest errors in brackets; cattn's is {row['errors']['cattn']:.0e}{star}")
+        if row.get("left_out"):
+            lines.append(f"left out: {left_out(row['left_out'])}")
     elif "bytes" in row:
         parts.append("  ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in row["bytes"].items()))
-    text = targets(row)
-    return "  ".join(parts) + (f"\n{'':>6}{text}" if text else "")
+    lines.append(targets(row))
+    return "\n      ".join(["  ".join(parts), *filter(None, lines)])
+
+
+def left_out(reasons: dict[str, str]) -> str:
+    """Return the peers that are left out, reason by reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(found)}: {reason}" for reason, found in names.items())
+
+
+def contestant(row: Row, name: str) -> str:
+    """Return the ratio and the largest error of a contestant, with a star if its arithmetic is not the row's."""
+    star = "*" if name in row.get("other_arithmetic", ()) else ""
+    error = f" ({row['errors'][name]:.0e})" if name in row.get("errors", {}) else ""
+    return f"{name} {row['ratios'][name]:.2f}x{star}{error}"
+
+
+def best(row: Row) -> str:
+    """Return the best peer, and those of fewer bits that take less time than it."""
+    name, ratios = row.get("best_peer"), row["ratios"]
+    most = ratios[name] if name else math.inf
+    others = [f"{other} {ratios[other]:.2f}x*" for other in row.get("other_arithmetic", ()) if ratios[other] < most]
+    return "; ".join(([f"best peer {name} {most:.2f}x"] if name else []) + others)
 
 
 def changes(before: Path, now: Path, groups: list[str]) -> list[tuple[str, str, float]]:
@@ -107,22 +137,27 @@ def markdown(folder: Path) -> str:
         raise FileNotFoundError(f"no {folder / 'prefill.json'}: run `python -m benchmarks prefill` first")
     machine, rows = kept["machine"], kept["rows"]
     peers = {name: peer for name, peer in PEERS.items() if any(name in row["ratios"] for row in rows)}
-    versions = ", ".join(
-        f"{peer.title.split()[0]} {machine[peer.package]}" for peer in peers.values() if peer.package in machine
-    )
-    head = ["dtype, (B, H, T, head_dim)", "cattn", "of the FMA peak", *(peer.title for peer in peers.values())]
+    packages = {peer.package: peer.title.split()[0] for peer in peers.values() if peer.package in machine}
+    versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
+    head = ["query", "cattn", "of the FMA peak", "best peer", *(peer.title for peer in peers.values())]
     lines = [
-        f"One thread, causal, medians of interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, "
-        f"{machine['instruction_set']} kernels, {machine['date']}; {versions}):",
+        "Time of each peer / time of cattn, on one thread, medians of interleaved rounds. Rows are causal unless all",
+        f"keys are visible (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels, "
+        f"{machine['date']}; {versions}). Peers with * compute",
+        "in fewer bits than the row's dtype, and are never the best peer:",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * len(head),
     ]
     for row in rows:
-        ratios = [f"{row['ratios'][name]:.1f} times as long" if name in row["ratios"] else "" for name in peers]
+        ratios = [f"{row['ratios'][name]:.2f}" if name in row["ratios"] else "" for name in peers]
+        stars = ["*" if name in row.get("other_arithmetic", ()) else "" for name in peers]
+        ratios = [ratio + star for ratio, star in zip(ratios, stars, strict=True)]
+        first = row.get("best_peer")
+        ratios.insert(0, f"{PEERS[first].title} {row['ratios'][first]:.2f}" if first in PEERS else "")
         share = f"{row['percent']:.0f} %" if "percent" in row else ""
         took = duration(row["seconds"]["cattn"]["median"])
-        lines.append("| " + " | ".join([f"{row['dtype']} {tuple(row['shape'])}", took, share, *ratios]) + " |")
+        lines.append("| " + " | ".join([row["name"], took, share, *ratios]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -169,7 +204,9 @@ def _save_figure(figure: Any, path: Path) -> Path:
 
 def _draw_prefill(folder: Path, results: dict[str, Any]) -> list[Path]:
     rows = [row for row in results["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
-    title = f"{results['machine']['cpu']}, {results['machine']['instruction_set']}, one thread, float32, head_dim 64"
+    rows = [row for row in rows if row.get("keys") is None]  # causal
+    machine = results["machine"]
+    title = f"{machine['cpu']}, {machine['instruction_set']}, one thread, causal float32, head_dim 64"
     lengths = [row["T"] for row in rows]
 
     def plot_peers(ax: Any, style: str, number: Any) -> None:

@@ -21,6 +21,7 @@ SETTLED = 0.025  # laps go on until the standard error of each ratio is this sma
 SHORT = 1e-3  # rows of fewer seconds get the fewest laps and are not compared between runs
 RESTLESS = 1.4  # a round is restless if the canary took more than this many times its best, before or after
 ENOUGH = 5  # quiet rounds of a row; with fewer, all rounds count
+PAUSE = 0.02  # seconds before each measurement, in which threads of the last contestant stop to spin
 NAP = 0.02  # seconds between two canaries while waiting for a quiet moment
 PATIENCE = 2.0  # seconds that one case may wait in a lap
 Name = TypeVar("Name")
@@ -119,10 +120,12 @@ def interleave(
     if rounds is None:
         rounds = min(MOST, max(FEWEST, int(BUDGET / max(total, 1e-6))))
     timings = {name: Timing([]) for name in contestants}
-    before, patience = canary(), PATIENCE
-    quick = min(quick, before)
+    patience = PATIENCE
     for _ in range(rounds):
         for name, call in contestants.items():
+            time.sleep(PAUSE)
+            before = canary()
+            quick = min(quick, before)
             while before > RESTLESS * quick and patience > 0:
                 time.sleep(NAP)
                 patience -= NAP
@@ -130,7 +133,7 @@ def interleave(
             timings[name].rounds.append(_once(call, numbers[name]))
             after = canary()
             timings[name].canary.append(max(before, after))
-            before, quick = after, min(quick, after)
+            quick = min(quick, after)
     for timing in timings.values():
         timing.quick = quick
     return timings
