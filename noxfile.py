@@ -96,7 +96,7 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure small calls next to the other libraries; long: everything, half an hour on a quiet machine."""
+    """Measure small calls next to the other libraries; long: everything, some hours on a quiet machine."""
     long, words = split(session)
     if not words:  # the committed results are written only on request: nox -s bench -- -o benchmarks/results
         words = ["--against", "benchmarks/results"] if long else ["calls", "--laps", "1", "--no-plots"]

@@ -39,24 +39,6 @@ struct cattn_tensor {
     int64_t batch[CATTN_MAX_BATCH_DIMS];
 };
 
-/* The params structs below are up to 10 KB, nearly all of it strides that few calls use: clearing them whole would cost
- * more than a tiny attention. So a struct has its scalars first, then its tensors without a gap, then arrays that are
- * read up to n_batch_dims only. CATTN_CLEAR(params, first tensor, member after the last) zeroes the scalars and makes
- * every tensor absent; the contents of the arrays do not matter. */
-void cattn_clear(void *params, size_t tensors, size_t end);
-#define CATTN_CLEAR(params, tensors, end)                                                                              \
-    cattn_clear(params, (size_t)((char *)&(params)->tensors - (char *)(params)),                                       \
-                (size_t)((char *)&(params)->end - (char *)(params)))
-#define CATTN_CLEAR_ATTENTION(params) CATTN_CLEAR(params, ranges.offsets, batch_shape)
-#define CATTN_CLEAR_SOFTMAX(params) CATTN_CLEAR(params, ranges.offsets, batch_shape)
-#define CATTN_CLEAR_SOFTMAX_BACKWARD(params) CATTN_CLEAR(params, grad, batch_shape)
-#define CATTN_CLEAR_DROPOUT(params) CATTN_CLEAR(params, x, batch_shape)
-#define CATTN_CLEAR_BACKWARD(params)                                                                                   \
-    do {                                                                                                               \
-        CATTN_CLEAR(params, grad_out, forward);                                                                        \
-        CATTN_CLEAR_ATTENTION(&(params)->forward);                                                                     \
-    } while (0)
-
 /* poll() is called on the calling thread every few ten milliseconds; true stops the computation. */
 struct cattn_poll {
     bool (*stop)(void *context);
@@ -208,6 +190,14 @@ struct cattn_dropout_params {
     struct cattn_tensor mask;   /* optional output: bytes, 1 = kept */
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
+
+/* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
+ * The binding begins with it. */
+void cattn_clear_attention(struct cattn_attention_params *params);
+void cattn_clear_backward(struct cattn_backward_params *params);
+void cattn_clear_softmax(struct cattn_softmax_params *params);
+void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
+void cattn_clear_dropout(struct cattn_dropout_params *params);
 
 /* Whether all counts of rows, tasks, pairs and bytes of scratch fit in 64 bits. Memory bounds the sizes of most arrays,
  * but not of those that repeat one element (stride 0). All other functions of attention demand that it is true. */

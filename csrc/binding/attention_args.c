@@ -284,7 +284,7 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
 }
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
-    CATTN_CLEAR_ATTENTION(call->params);
+    cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
            parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
            parse_ranges(call, args) && parse_score_options(call, args) &&

@@ -175,7 +175,7 @@ PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **
     struct backward b;
     PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
-    CATTN_CLEAR_BACKWARD(&b.params);
+    cattn_clear_backward(&b.params);
     b.call = (struct cattn_call){.state = state, .params = &b.params.forward, .dims = b.dims, .bias_dims = b.bias_dims};
     memset(b.given, 0, sizeof b.given);
     memset(b.gradients, 0, sizeof b.gradients);

@@ -20,7 +20,7 @@ struct call {
 /* Called right after the check of x: what follows may run Python code, which might change the array. */
 static void take_x(struct call *call) {
     struct cattn_dropout_params *params = call->params;
-    CATTN_CLEAR_DROPOUT(params);
+    cattn_clear_dropout(params);
     int nd = call->own_nd = PyArray_NDIM(call->x);
     params->n_cols = 1;
     for (int axis = 0; axis < nd; axis++) {

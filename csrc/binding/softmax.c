@@ -22,7 +22,7 @@ struct call {
 };
 
 static bool parse_x(struct call *call, PyObject *object, const char *name) {
-    CATTN_CLEAR_SOFTMAX(call->params);
+    cattn_clear_softmax(call->params);
     PyArrayObject *x = cattn_arg_floats(call->state, object, name);
     call->inputs[X] = x;
     if (x == NULL)

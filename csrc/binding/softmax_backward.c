@@ -16,7 +16,7 @@ static bool run(struct cattn_softmax_backward_params *params, PyArrayObject *out
 /* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. */
 static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
                         const npy_intp *dims) {
-    CATTN_CLEAR_SOFTMAX_BACKWARD(params);
+    cattn_clear_softmax_backward(params);
     params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
     params->n_batch_dims = nd - 1;
     params->n_rows = 1;

@@ -1,7 +1,7 @@
 /* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Release builds keep the static ones. */
 #include "check_params.h"
 
-/* CATTN_CLEAR walks from the first tensor to the member after the last one. */
+/* clear_params.c walks from the first tensor to the member after the last one. */
 #define WHOLE_TENSORS(type, first, end)                                                                                \
     _Static_assert((offsetof(struct type, end) - offsetof(struct type, first)) % sizeof(struct cattn_tensor) == 0,     \
                    #type " has no gap between its tensors")

@@ -115,7 +115,7 @@ static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begi
         .drop = job->drop,
     };
     drop_stored(job, &args, drawn);
-    for (int64_t i = 0; drawn && mask && i < args.n; i++)
+    for (int64_t i = 0; drawn && args.mask && i < args.n; i++)
         args.mask[i * args.mask_stride] = drawn[i];
 }
 
