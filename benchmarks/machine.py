@@ -123,7 +123,7 @@ class Probe:
 
         def work() -> float:
             function(loops)
-            return loops * 16 * lanes * 2.0
+            return loops * self._library.chains() * lanes * 2.0
 
         return work
 
