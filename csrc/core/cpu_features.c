@@ -4,15 +4,14 @@
  * levels (x86-64-v3). On other processors every feature is false: their builds choose at compile time.
  */
 #include "cpu_features.h"
-
-#include <pthread.h>
+#include "os.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 #endif
 
 static unsigned features;
-static pthread_once_t cpu_once = PTHREAD_ONCE_INIT;
+static cattn_once cpu_once = CATTN_ONCE_INIT;
 
 static void detect(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -29,6 +28,6 @@ static void detect(void) {
 }
 
 unsigned cattn_cpu(void) {
-    pthread_once(&cpu_once, detect);
+    cattn_run_once(&cpu_once, detect);
     return features;
 }
