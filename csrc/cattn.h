@@ -251,6 +251,8 @@ struct cattn_isa_info cattn_isa_info(int index);
 int cattn_isa_current(void);
 /* NULL selects the best table. False: there is no table of this name, or this CPU cannot run it. */
 bool cattn_isa_select(const char *name);
+/* Whether the table in use is outside the bit contract although this CPU has an FMA. */
+bool cattn_isa_wastes_fma(void);
 /* Keys of a key block and of a key chunk, constants of the bit contract. */
 int64_t cattn_block_keys(void);
 int64_t cattn_chunk_keys(void);

@@ -1,7 +1,8 @@
 /* cpu_features.c -- detects the vector instructions of an x86 processor, once; see cpu_features.h.
  *
- * The compiler's builtin reads CPUID and XGETBV. Features are tested one by one, since clang does not know the names of
- * levels (x86-64-v3). On other processors every feature is false: their builds choose at compile time.
+ * Reads CPUID and XGETBV itself: the compiler's builtin needs variables of the compiler's runtime library, and where a
+ * library leaves them empty (zig's does) it denies every feature. On other processors every feature is false: their
+ * builds choose at compile time.
  */
 #include "cpu_features.h"
 #include "os.h"
@@ -13,19 +14,49 @@
 static unsigned features;
 static cattn_once cpu_once = CATTN_ONCE_INIT;
 
-static void detect(void) {
 #if defined(__x86_64__) || defined(__i386__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        features |= CATTN_CPU_AVX512;
-    /* Older clangs do not know f16c. It uses AVX's registers, so if AVX is usable, the system saves what f16c needs. */
-    unsigned eax, ebx, ecx, edx;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
-        (ecx & bit_F16C) != 0)
-        features |= CATTN_CPU_AVX2;
-#endif
+
+/* CPUID 1, ecx */
+#define HAS_FMA (1u << 12)
+#define HAS_OSXSAVE (1u << 27) /* the system uses XSAVE, and XGETBV says for which registers */
+#define HAS_AVX (1u << 28)
+#define HAS_F16C (1u << 29)
+/* CPUID 7, ebx */
+#define HAS_AVX2 (1u << 5)
+#define HAS_AVX512 (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* F, DQ, BW, VL */
+/* XCR0: the registers that the system saves */
+#define SAVES_YMM (1u << 1 | 1u << 2)           /* xmm, and the upper halves of ymm */
+#define SAVES_ZMM (1u << 5 | 1u << 6 | 1u << 7) /* mask registers, upper halves of zmm0-15, zmm16-31 */
+
+static bool all_of(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+/* The low half of XCR0. Not the intrinsic: that needs a compiler flag of its own. */
+static unsigned saved_registers(void) {
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
 }
+
+static void detect(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !all_of(ecx, HAS_OSXSAVE | HAS_AVX))
+        return;
+    const unsigned basic = ecx, saved = saved_registers();
+    if (!all_of(saved, SAVES_YMM) || !all_of(basic, HAS_FMA))
+        return;
+    features |= CATTN_CPU_FMA;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !all_of(ebx, HAS_AVX2) || !all_of(basic, HAS_F16C))
+        return;
+    features |= CATTN_CPU_AVX2;
+    if (all_of(ebx, HAS_AVX512) && (all_of(saved, SAVES_ZMM) || CATTN_AVX512_IS_LAZY))
+        features |= CATTN_CPU_AVX512;
+}
+
+#else
+
+static void detect(void) {}
+
+#endif
 
 unsigned cattn_cpu(void) {
     cattn_run_once(&cpu_once, detect);

@@ -5,8 +5,9 @@
 #ifndef CATTN_CPU_FEATURES_H
 #define CATTN_CPU_FEATURES_H
 
-#define CATTN_CPU_AVX2 1u   /* with FMA and F16C */
-#define CATTN_CPU_AVX512 2u /* F, BW, DQ and VL together */
+#define CATTN_CPU_FMA 1u
+#define CATTN_CPU_AVX2 2u   /* with FMA and F16C */
+#define CATTN_CPU_AVX512 4u /* F, BW, DQ and VL together, with AVX2 */
 
 /* The sum of this processor's features; the same at any time, on any thread. */
 unsigned cattn_cpu(void);
