@@ -56,7 +56,9 @@ static inline double cattn_odd_sum(double a, double b) {
 }
 
 /* The product is exact in double, and double has more than two bits more than float. */
-static inline float cattn_own_fmaf(float a, float b, float c) { return (float)cattn_odd_sum((double)a * b, c); }
+static inline float cattn_own_fmaf(float a, float b, float c) {
+    return (float)cattn_odd_sum((double)a * (double)b, (double)c);
+}
 
 static inline double cattn_own_fma(double a, double b, double c) {
     /* Wider than the product's 106 bits and the result's 53: c this far above the product is the result, and c this far
