@@ -241,17 +241,27 @@ struct cattn_isa_info cattn_isa_info(int index);
 int cattn_isa_current(void);
 /* NULL selects the best table. False: there is no table of this name, or this CPU cannot run it. */
 bool cattn_isa_select(const char *name);
+/* Whether the table in use is outside the bit contract although this CPU has an FMA. */
+bool cattn_isa_wastes_fma(void);
 /* Keys of a key block and of a key chunk, constants of the bit contract. */
 int64_t cattn_block_keys(void);
 int64_t cattn_chunk_keys(void);
 
+/* Besides the module's init function, two functions are exported, because threadpoolctl calls them. Windows has an
+ * attribute of its own for that. */
+#if __has_attribute(dllexport)
+#define CATTN_EXPORT __attribute__((dllexport))
+#else
+#define CATTN_EXPORT __attribute__((visibility("default")))
+#endif
+
 /* ---- threads (thread_count.c, parallel.c) ---- */
 /* In order of precedence: the thread's override, the process's setting, the environment's count. */
-int cattn_get_num_threads(void);
+CATTN_EXPORT int cattn_get_num_threads(void);
 /* Whether `text` is a valid value of CATTN_NUM_THREADS. */
 bool cattn_is_thread_count(const char *text);
 /* n >= 1 sets the process's count; 0 returns to the environment's. */
-void cattn_set_num_threads(int n);
+CATTN_EXPORT void cattn_set_num_threads(int n);
 /* Sets this thread's override (the num_threads context): n >= 1, or 0 for none. Returns the previous one. */
 int cattn_override_num_threads(int n);
 /* Stops the workers and frees all scratch; the next call starts new ones. False: another thread is computing. */
@@ -260,5 +270,8 @@ bool cattn_release(void);
 /* Number of forks between the process that loaded this library and this one. A lock or condition that was made at
  * another count may be held, or waited at, by a thread that this process does not have. */
 unsigned cattn_fork_count(void);
+
+/* The calling thread sleeps, or yields its processor where the system's timer is coarser (os_*.c). */
+void cattn_sleep_ns(int64_t nanoseconds);
 
 #endif

@@ -57,6 +57,32 @@ def test_one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
     assert re.findall(hints, code_of(path)) == []
 
 
+# ISO C, and what compilers bring along for their own extensions.
+PORTABLE_HEADERS = (
+    r"(?:assert|fenv|float|inttypes|limits|math|stdarg|stdatomic|stdbool|stddef|stdint|stdio|stdlib|string)\.h|"
+    r"(?:cpuid|immintrin|sanitizer/asan_interface)\.h"
+)
+# Names of operating systems, and functions that ISO C headers declare on some of them only.
+SYSTEM = (
+    r"\b(?:_WIN32|_WIN64|__MINGW\w*|__CYGWIN__|__linux\w*|__APPLE__|__GLIBC\w*|__unix\w*|_GNU_SOURCE|_POSIX_C_SOURCE|"
+    r"_DARWIN_C_SOURCE|pthread_\w+|posix_memalign|aligned_alloc|_aligned_\w+|getline|strtok_r|timespec|environ)\b"
+)
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
+    """A port to another system then concerns core/os.h and one source."""
+    if path.parent.name == "core" and re.fullmatch(r"os(_\w+)?\.[ch]", path.name):
+        assert re.search(SYSTEM, code_of(path))
+        return
+    own = {other.name for other in C_FILES}
+    foreign = [name for name in includes(path) if Path(name).name not in own]
+    known = rf"{PORTABLE_HEADERS}|Python\.h|numpy/\w+\.h"
+    assert [name for name in foreign if not re.fullmatch(known, name)] == []
+    libraries = ["__GLIBC__", "__APPLE__"] if path.name == "fma.h" else []  # whose fma() is right
+    assert re.findall(SYSTEM, code_of(path)) == libraries
+
+
 # ---- circles ---------------------------------------------------------------------------------------------------------
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """Return a circle of the graph, or an empty list."""
@@ -71,14 +97,18 @@ def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
     """Return which modules use which: by includes, and by names of functions that another one defines.
 
     A .c file and the header of the same name are one module. A declaration is no use: headers of interfaces, such as
-    cattn.h, declare functions of several modules.
+    cattn.h, declare functions of several modules. Neither is a macro of a header: the file that expands it uses it.
     """
     modules = defaultdict(set)
     for path in files:
         modules[str(path.relative_to(root).with_suffix(""))].add(path)
     definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
-    declaration = re.compile(r"^[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
-    code = {name: declaration.sub("", "\n".join(map(code_of, sorted(paths)))) for name, paths in modules.items()}
+    declaration = re.compile(r"^(?:CATTN_EXPORT )?[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
+    macro = re.compile(r"^#define (?:.*\\\n)*.*$", re.MULTILINE)
+    text_of = {path: macro.sub("", code_of(path)) if path.suffix == ".h" else code_of(path) for path in files}
+    code = {
+        name: declaration.sub("", "\n".join(text_of[path] for path in sorted(paths))) for name, paths in modules.items()
+    }
     owner = {}
     for name, text in code.items():
         for match in definition.finditer(text):

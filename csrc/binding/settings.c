@@ -137,9 +137,29 @@ PyObject *cattn_py_build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(u
 
 /* ---- environment ---- */
 
+/* Such a table is right on an old processor only. Elsewhere somebody chose it, or the build lacks a better one, and
+ * nothing else would show that results differ from those of other machines. False: the warning is an error. */
+static bool warn_of_isa(bool is_chosen) {
+    if (!cattn_isa_wastes_fma())
+        return true;
+    PyObject *names = usable_names();
+    if (names == NULL)
+        return false;
+    const char *cause = is_chosen ? "CATTN_ISA selects it" : "this build has no better one for this processor";
+    const int failed = PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                                        "the kernel table '%s' is in use because %s (usable: %U). It rounds products "
+                                        "and sums separately, although this "
+                                        "processor has fused multiply-add: it is slower, and the last bits of its "
+                                        "results are not those of other tables",
+                                        cattn_isa_info(cattn_isa_current()).name, cause, names);
+    Py_DECREF(names);
+    return failed == 0;
+}
+
 bool cattn_read_environment(void) {
     const char *isa = getenv("CATTN_ISA");
-    if (!select_isa(isa != NULL && *isa != '\0' ? isa : NULL, PyExc_ImportError, "CATTN_ISA"))
+    const bool is_chosen = isa != NULL && *isa != '\0';
+    if (!select_isa(is_chosen ? isa : NULL, PyExc_ImportError, "CATTN_ISA") || !warn_of_isa(is_chosen))
         return false;
     const char *threads = getenv("CATTN_NUM_THREADS");
     if (threads == NULL || *threads == '\0' || cattn_is_thread_count(threads))

@@ -12,7 +12,6 @@
 #include "numbers.h"
 
 #include <math.h>
-#include <time.h>
 
 /* A waiting thread looks again after a pause, which doubles from the first to the longest. */
 #define FIRST_PAUSE_NS 20000
@@ -41,16 +40,16 @@ static unsigned long my_id(void) {
     return id;
 }
 
-static void pause_for(long nanoseconds) {
+static void pause_for(int64_t nanoseconds) {
     PyThreadState *thread = PyEval_SaveThread();
-    nanosleep(&(struct timespec){.tv_nsec = nanoseconds}, NULL);
+    cattn_sleep_ns(nanoseconds);
     PyEval_RestoreThread(thread);
 }
 
 /* A child of a fork lacks the thread that was drawing, and cannot know how far it had come: such a draw never ends, and
  * only a new seed or state (`replaces`) takes its place. */
 static bool begin(struct stream *self, struct cattn_torch_random *random, bool replaces) {
-    for (long pause = FIRST_PAUSE_NS;; pause = pause < LONGEST_PAUSE_NS ? 2 * pause : pause) {
+    for (int64_t pause = FIRST_PAUSE_NS;; pause = pause < LONGEST_PAUSE_NS ? 2 * pause : pause) {
         const unsigned now = cattn_fork_count() + 1; /* each time: a signal handler may have forked */
         unsigned busy = 0;
         if (atomic_compare_exchange_strong(&self->busy, &busy, now))

@@ -1,36 +1,75 @@
 /* cpu_features.c -- detects the vector instructions of an x86 processor, once; see cpu_features.h.
  *
- * The compiler's builtin reads CPUID and XGETBV. Features are tested one by one, since clang does not know the names of
- * levels (x86-64-v3). On other processors every feature is false: their builds choose at compile time.
+ * Reads CPUID and XGETBV itself: the compiler's builtin needs variables of the compiler's runtime library, and where a
+ * library leaves them empty (zig's does) it denies every feature. On other processors every feature is false: their
+ * builds choose at compile time.
  */
 #include "cpu_features.h"
-
-#include <pthread.h>
+#include "os.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 #endif
 
 static unsigned features;
-static pthread_once_t cpu_once = PTHREAD_ONCE_INIT;
+static cattn_once cpu_once = CATTN_ONCE_INIT;
 
-static void detect(void) {
 #if defined(__x86_64__) || defined(__i386__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        features |= CATTN_CPU_AVX512;
-    /* Older clangs do not know f16c. It uses AVX's registers, so if AVX is usable, the system saves what f16c needs. */
-    unsigned eax, ebx, ecx, edx;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
-        (ecx & bit_F16C) != 0)
-        features |= CATTN_CPU_AVX2;
-    if (__builtin_cpu_is("amdfam19h"))
-        features |= CATTN_CPU_SPLITS_512;
-#endif
+
+/* CPUID 1, ecx */
+#define HAS_FMA (1u << 12)
+#define HAS_OSXSAVE (1u << 27) /* the system uses XSAVE, and XGETBV says for which registers */
+#define HAS_AVX (1u << 28)
+#define HAS_F16C (1u << 29)
+/* CPUID 7, ebx */
+#define HAS_AVX2 (1u << 5)
+#define HAS_AVX512 (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* F, DQ, BW, VL */
+/* XCR0: the registers that the system saves */
+#define SAVES_YMM (1u << 1 | 1u << 2)           /* xmm, and the upper halves of ymm */
+#define SAVES_ZMM (1u << 5 | 1u << 6 | 1u << 7) /* mask registers, upper halves of zmm0-15, zmm16-31 */
+
+static bool all_of(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+/* The low half of XCR0. Not the intrinsic: that needs a compiler flag of its own. */
+static unsigned saved_registers(void) {
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
 }
 
+/* Whether this is AMD's family 25, from CPUID 0 and the eax of CPUID 1. */
+static bool is_amd_25(unsigned signature) {
+    unsigned eax, ebx, ecx, edx;
+    const unsigned family = (signature >> 8 & 15) + (signature >> 20 & 255);
+    /* "AuthenticAMD" in ebx, edx, ecx */
+    return family == 25 && __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == 0x68747541 && edx == 0x69746e65 &&
+           ecx == 0x444d4163;
+}
+
+static void detect(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !all_of(ecx, HAS_OSXSAVE | HAS_AVX))
+        return;
+    const unsigned signature = eax, basic = ecx, saved = saved_registers();
+    if (!all_of(saved, SAVES_YMM) || !all_of(basic, HAS_FMA))
+        return;
+    features |= CATTN_CPU_FMA;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !all_of(ebx, HAS_AVX2) || !all_of(basic, HAS_F16C))
+        return;
+    features |= CATTN_CPU_AVX2;
+    if (all_of(ebx, HAS_AVX512) && (all_of(saved, SAVES_ZMM) || CATTN_AVX512_IS_LAZY))
+        features |= CATTN_CPU_AVX512;
+    if (is_amd_25(signature))
+        features |= CATTN_CPU_SPLITS_512;
+}
+
+#else
+
+static void detect(void) {}
+
+#endif
+
 unsigned cattn_cpu(void) {
-    pthread_once(&cpu_once, detect);
+    cattn_run_once(&cpu_once, detect);
     return features;
 }

@@ -63,6 +63,10 @@ struct cattn_isa_info cattn_isa_info(int index) {
     };
 }
 
+bool cattn_isa_wastes_fma(void) {
+    return (cattn_cpu() & CATTN_CPU_FMA) != 0 && !cattn_isa_info(cattn_isa_current()).has_fma;
+}
+
 bool cattn_isa_select(const char *name) {
     for (int i = N_TABLES - 1; i >= 0; i--) {
         struct cattn_isa_info info = cattn_isa_info(i);

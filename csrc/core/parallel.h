@@ -26,7 +26,7 @@ struct cattn_worker {
     void *scratch;
     atomic_bool *stop;             /* of the whole call */
     const struct cattn_poll *poll; /* NULL on workers, and if the call has no poll */
-    int64_t next_poll;             /* nanoseconds, CLOCK_MONOTONIC */
+    int64_t next_poll;             /* by cattn_now_ns() */
     unsigned fp_saved;             /* the thread's own floating-point mode */
 };
 

@@ -2,10 +2,9 @@
 #include "tickets.h"
 
 #include <stdlib.h>
-#include <time.h>
 
 /* A task that waits asks this often whether the call was stopped. */
-#define WAIT_NANOSECONDS 10000000L
+#define WAIT_NS INT64_C(10000000)
 /* Looks at a place before sleeping: some ten microseconds, about what waking up costs. */
 #define LOOKS 2000
 
@@ -17,8 +16,8 @@ bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
         tickets->next = calloc(n_places > 0 ? (size_t)n_places : 1, sizeof *tickets->next);
     if (!tickets->next)
         return false;
-    pthread_mutex_init(&tickets->lock, NULL);
-    pthread_cond_init(&tickets->passed, NULL);
+    cattn_mutex_init(&tickets->lock);
+    cattn_condition_init(&tickets->passed);
     tickets->fork_count = cattn_fork_count();
     return true;
 }
@@ -26,30 +25,23 @@ bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places) {
 void cattn_tickets_end(struct cattn_tickets *tickets) {
     /* in the child of a fork a thread that is gone may hold the lock: leave it */
     if (tickets->fork_count == cattn_fork_count()) {
-        pthread_cond_destroy(&tickets->passed);
-        pthread_mutex_destroy(&tickets->lock);
+        cattn_condition_destroy(&tickets->passed);
+        cattn_mutex_destroy(&tickets->lock);
     }
     if (tickets->next != &tickets->single)
         free(tickets->next);
 }
 
-/* Sleeps until a place is passed on, at most WAIT_NANOSECONDS, then asks whether the call was stopped. The lock is held
+/* Sleeps until a place is passed on, at most WAIT_NS, then asks whether the call was stopped. The lock is held
  * before and after. Returns false if the call was stopped; then the lock is not held. */
 static bool wait_briefly(struct cattn_tickets *tickets, struct cattn_worker *worker) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += WAIT_NANOSECONDS;
-    if (until.tv_nsec >= 1000000000L) {
-        until.tv_nsec -= 1000000000L;
-        until.tv_sec++;
-    }
-    pthread_cond_timedwait(&tickets->passed, &tickets->lock, &until);
+    cattn_condition_wait_until(&tickets->passed, &tickets->lock, cattn_now_ns() + WAIT_NS);
     /* The poll may run Python: release the lock first. It may fork while another thread holds the lock: if stopped,
      * never touch the lock again. */
-    pthread_mutex_unlock(&tickets->lock);
+    cattn_mutex_unlock(&tickets->lock);
     if (cattn_should_stop(worker))
         return false;
-    pthread_mutex_lock(&tickets->lock);
+    cattn_mutex_lock(&tickets->lock);
     return true;
 }
 
@@ -61,17 +53,17 @@ bool cattn_tickets_wait(struct cattn_tickets *tickets, int64_t place, int64_t ti
     for (int look = 0; look < LOOKS; look++)
         if (has_ticket(tickets, place, ticket))
             return true;
-    pthread_mutex_lock(&tickets->lock);
+    cattn_mutex_lock(&tickets->lock);
     while (!has_ticket(tickets, place, ticket))
         if (!wait_briefly(tickets, worker))
             return false;
-    pthread_mutex_unlock(&tickets->lock);
+    cattn_mutex_unlock(&tickets->lock);
     return true;
 }
 
 void cattn_tickets_pass(struct cattn_tickets *tickets, int64_t place) {
-    pthread_mutex_lock(&tickets->lock);
+    cattn_mutex_lock(&tickets->lock);
     atomic_fetch_add_explicit(&tickets->next[place], 1, memory_order_release);
-    pthread_cond_broadcast(&tickets->passed);
-    pthread_mutex_unlock(&tickets->lock);
+    cattn_condition_broadcast(&tickets->passed);
+    cattn_mutex_unlock(&tickets->lock);
 }

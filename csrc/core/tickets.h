@@ -7,13 +7,12 @@
 #ifndef CATTN_TICKETS_H
 #define CATTN_TICKETS_H
 
-#include <pthread.h>
-
+#include "os.h"
 #include "parallel.h"
 
 struct cattn_tickets {
-    pthread_mutex_t lock;
-    pthread_cond_t passed;
+    cattn_mutex lock;
+    cattn_condition passed;
     atomic_int *next;    /* [n_places]: the ticket that is served now, modulo 2^32 */
     atomic_int single;   /* where there is one place, `next` points here: that needs no memory */
     unsigned fork_count; /* cattn_fork_count() when the lock was made */

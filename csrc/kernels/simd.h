@@ -57,20 +57,22 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "fma.h"
+
 #if REAL_BITS == 32
 typedef float real;
 typedef uint32_t real_bits;
 #define REAL_MAX FLT_MAX
 #define REAL_MANT 23
 #define REAL_BIAS 127
-#define REAL_FMA fmaf
+#define REAL_FMA cattn_fmaf
 #elif REAL_BITS == 64
 typedef double real;
 typedef uint64_t real_bits;
 #define REAL_MAX DBL_MAX
 #define REAL_MANT 52
 #define REAL_BIAS 1023
-#define REAL_FMA fma
+#define REAL_FMA cattn_fma
 #else
 #error "REAL_BITS must be 32 or 64"
 #endif

@@ -1,4 +1,4 @@
-/* simd_scalar.h -- one lane: plain C with libm's fma. Slow, with the same bits: the tests compare against it. */
+/* simd_scalar.h -- one lane: plain C with the fma of fma.h. Slow, with the same bits: the tests compare against it. */
 #include "simd.h"
 
 #define LANES 1

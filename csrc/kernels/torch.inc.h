@@ -93,35 +93,35 @@ INLINE float log_cephes(float x) {
     x = x + once_more;
     const float z = x * x;
     float y = 7.0376836292e-2f;
-    y = fmaf(y, x, -1.1514610310e-1f);
-    y = fmaf(y, x, 1.1676998740e-1f);
-    y = fmaf(y, x, -1.2420140846e-1f);
-    y = fmaf(y, x, 1.4249322787e-1f);
-    y = fmaf(y, x, -1.6668057665e-1f);
-    y = fmaf(y, x, 2.0000714765e-1f);
-    y = fmaf(y, x, -2.4999993993e-1f);
-    y = fmaf(y, x, 3.3333331174e-1f);
-    y = fmaf(y * x, z, e * -2.12194440e-4f);
-    y = fmaf(-z, 0.5f, y);
-    return fmaf(e, 0.693359375f, x + y);
+    y = cattn_fmaf(y, x, -1.1514610310e-1f);
+    y = cattn_fmaf(y, x, 1.1676998740e-1f);
+    y = cattn_fmaf(y, x, -1.2420140846e-1f);
+    y = cattn_fmaf(y, x, 1.4249322787e-1f);
+    y = cattn_fmaf(y, x, -1.6668057665e-1f);
+    y = cattn_fmaf(y, x, 2.0000714765e-1f);
+    y = cattn_fmaf(y, x, -2.4999993993e-1f);
+    y = cattn_fmaf(y, x, 3.3333331174e-1f);
+    y = cattn_fmaf(y * x, z, e * -2.12194440e-4f);
+    y = cattn_fmaf(-z, 0.5f, y);
+    return cattn_fmaf(e, 0.693359375f, x + y);
 }
 
 /* Sine and cosine for 0 <= x < 8192, from the same. */
 INLINE void sincos_cephes(float x, float *sine, float *cosine) {
     const int32_t octant = ((int32_t)(x * 1.27323954473516f) + 1) & ~1;
     const float y = (float)octant;
-    x = fmaf(y, -0.78515625f, x);
-    x = fmaf(y, -2.4187564849853515625e-4f, x);
-    x = fmaf(y, -3.77489497744594108e-8f, x);
+    x = cattn_fmaf(y, -0.78515625f, x);
+    x = cattn_fmaf(y, -2.4187564849853515625e-4f, x);
+    x = cattn_fmaf(y, -3.77489497744594108e-8f, x);
     const float z = x * x;
     float c = 2.443315711809948e-5f;
-    c = fmaf(c, z, -1.388731625493765e-3f);
-    c = fmaf(c, z, 4.166664568298827e-2f);
-    c = fmaf(c * z, z, -(z * 0.5f)) + 1.0f;
+    c = cattn_fmaf(c, z, -1.388731625493765e-3f);
+    c = cattn_fmaf(c, z, 4.166664568298827e-2f);
+    c = cattn_fmaf(c * z, z, -(z * 0.5f)) + 1.0f;
     float s = -1.9515295891e-4f;
-    s = fmaf(s, z, 8.3321608736e-3f);
-    s = fmaf(s, z, -1.6666654611e-1f);
-    s = fmaf(s * z, x, x);
+    s = cattn_fmaf(s, z, 8.3321608736e-3f);
+    s = cattn_fmaf(s, z, -1.6666654611e-1f);
+    s = cattn_fmaf(s * z, x, x);
     const int32_t swap = -(octant >> 1 & 1), differ = (bits_of(s) ^ bits_of(c)) & swap;
     const int32_t sine_sign = (int32_t)((uint32_t)(octant & 4) << 29);
     const int32_t cosine_sign = (int32_t)((uint32_t)(~(octant - 2) & 4) << 29);
