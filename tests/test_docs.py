@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,27 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 @pytest.mark.promise("documentation")
 def test_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 3
-    exec("\n".join(blocks), {})
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
+    results = doctest.DocTestRunner(verbose=False).run(test)
+    assert results.failed == 0
+    assert results.attempted >= 8
+    assert len(text.splitlines()) <= 120, "the README is the first page, not the documentation"
+
+
+@pytest.mark.promise("documentation")
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if not target.startswith("https://")]
+    assert len(targets) >= 5
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_readmes_comparison_holds_for_cattn() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "others.py"))
+    assert all(example["answers"](example["with_cattn"]).values())
+    assert not all(example["answers"](example["with_numpy"]).values())
 
 
 @pytest.mark.promise("documentation")
