@@ -183,9 +183,9 @@ def draw(folder: Path) -> list[Path]:
 def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    figure, ax = plt.subplots(figsize=(8, 4), dpi=110, layout="constrained")
     ax.set(xlabel="T, tokens", ylabel=ylabel, xscale="log")
-    ax.set_title(title, fontsize="medium")
+    ax.set_title(title, fontsize="small")
     ax.set_xticks(lengths, [str(length) for length in lengths])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
@@ -195,7 +195,7 @@ def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
 def _save_figure(figure: Any, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    figure.axes[0].legend()
+    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path)
     plt.close(figure)
     return path
