@@ -141,11 +141,9 @@ def markdown(folder: Path) -> str:
     shown = [name for name in ("torch", "numpy") if any(name in row["ratios"] for row in rows)]
     titles = ["query", "time", "of the FMA peak", "best peer", *(PEERS[name].title for name in shown)]
     lines = [
-        "Other libraries' time in units of cattn's, one thread, medians of interleaved rounds (`python -m benchmarks",
-        f"prefill`; {machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']};",
-        f"{versions}).",
-        "The best peer is the fastest library that computes in the row's dtype. Rows are causal unless all keys are",
-        "visible:",
+        "Other libraries' time in units of cattn's, one thread, causal unless all keys are visible, medians of",
+        f"interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels,",
+        f"{machine['date']}; {versions}):",
         "",
         "| " + " | ".join(titles) + " |",
         "| --- | ---: | ---: | --- |" + " ---: |" * len(shown),
