@@ -1,4 +1,4 @@
-"""``python -m cattn``: a walk through causal attention. ``attend`` computes it on files, ``info`` shows the machine.
+"""``python -m cattn``: a walk through causal attention, and commands: ``attend`` on files, ``info``.
 
 Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import cattn
-from cattn._cli import attend, machine, walk
+from cattn._cli import attend, info, machine, walk
 from cattn._cli.files import InputError
 
 
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    commands.add_parser("info", help="version, instruction sets, threads: quote them in bug reports")
+    commands.add_parser("info", help="system, versions, kernels, threads: quote them in bug reports")
     return parser
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "attend":
             attend.run(options)
         elif options.command == "info":
-            cattn.show_config()
+            info.run()
         else:
             walk.run()
             print(machine.measure(), flush=True)
