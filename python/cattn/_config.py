@@ -98,5 +98,5 @@ def config_lines(config: dict[str, Any]) -> list[str]:
             notes += [] if table["usable"] else ["not on this CPU"]
             notes += [] if table["bit_contract"] else ["outside the bit contract"]
             notes += ["for tests only"] if table["test_only"] else []
-            lines.append(f"  {table['name']:8}{', '.join(notes)}")
+            lines.append(f"  {table['name']:12}{', '.join(notes)}")
     return lines
