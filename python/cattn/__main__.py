@@ -1,4 +1,4 @@
-"""``python -m cattn``: a walk through causal attention, and commands: ``attend`` on files, ``info``.
+"""``python -m cattn``: a walk through causal attention, and commands: ``attend`` and ``plot`` on files, ``info``.
 
 Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import cattn
-from cattn._cli import attend, info, machine, walk
+from cattn._cli import attend, info, machine, plot, walk
 from cattn._cli.files import InputError
 
 
@@ -24,6 +24,14 @@ def _parser() -> argparse.ArgumentParser:
             "attend",
             help="attention of arrays in .npy, .npz or .safetensors files",
             description=attend.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    plot.add_arguments(
+        commands.add_parser(
+            "plot",
+            help="heat maps of the attention weights in a file",
+            description=plot.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
@@ -53,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "attend":
             attend.run(options)
+        elif options.command == "plot":
+            plot.run(options)
         elif options.command == "info":
             info.run()
         else:
