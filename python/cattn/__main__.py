@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             info.run()
         else:
             walk.run()
-            print(machine.measure(), flush=True)
+            print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
     except InputError as error:
         print(f"cattn: error: {error}", file=sys.stderr)
         return 2
