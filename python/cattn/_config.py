@@ -80,16 +80,23 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     config = _config()
     if mode == "dicts":
         return config
+    print("\n".join(config_lines(config)))
+    return None
+
+
+def config_lines(config: dict[str, Any]) -> list[str]:
+    """Return the lines to print for a configuration, one for each entry and for each table."""
+    lines = []
     for key, entry in config.items():
         if key != "tables":
-            print(f"{key + ':':18}{entry}")
+            lines.append(f"{key + ':':18}{entry}")
             continue
-        print("tables:")
+        lines.append("tables:")
         for table in entry:
             rows, cols = table["micro_tile"]
             notes = [f"{table['lanes_float32']:2} lanes, micro-tile {rows}x{cols}, blocks of {table['block_queries']}"]
             notes += [] if table["usable"] else ["not on this CPU"]
             notes += [] if table["bit_contract"] else ["outside the bit contract"]
             notes += ["for tests only"] if table["test_only"] else []
-            print(f"  {table['name']:12}{', '.join(notes)}")
-    return None
+            lines.append(f"  {table['name']:12}{', '.join(notes)}")
+    return lines
