@@ -70,20 +70,20 @@ def run() -> None:
     print(f"{title}\n{'=' * len(title)}")
     print(f'The text is "{" ".join(TOKENS)}". A token is 3 numbers, from')
     print("which three matrices make its query, its key and its value, 2 numbers each.")
-    print("Below, rows ask and columns answer.")
+    print("Below, rows are queries and columns are keys.")
     if has_colours(sys.stdout):
         print("Darker cells hold larger numbers; hidden and dropped cells have no colour.")
 
     print("\n1. Scores: the product of every query with every key")
     print(table(scores, header=True))
-    print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row adds up to 1")
+    print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row sums to 1")
     print(table(weights, header=True))
 
-    print("\n3. The future is hidden: a token may look at itself and back.")
+    print("\n3. The future is hidden: a token sees itself and earlier ones.")
     print("   a) Hidden scores become -inf, then the softmax of step 2 is taken")
     print(table(np.where(visible, scores, -np.inf)))
-    print("   b) Hidden weights of step 2 become 0, then each row is divided by what")
-    print("      it has left")
+    print("   b) Hidden weights of step 2 become 0, then each row is divided by its")
+    print("      sum")
     print(table(weights * visible))
 
     difference = float(np.abs(by_fill - by_division).max())
