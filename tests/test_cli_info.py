@@ -48,7 +48,7 @@ def test_info_has_every_entry_of_show_config(capsys: pytest.CaptureFixture[str])
     assert main(["info"]) == 0
     shown = entries(capsys.readouterr().out)
     for key, value in cattn.show_config("dicts").items():
-        if key != "tables":
+        if key not in ("tables", "platform"):  # the platform is the system and the C library
             assert str(value) in shown[renamed.get(key, key)]
 
 

@@ -82,7 +82,7 @@ def facts() -> dict[str, Any]:
     """Return everything that is printed, the micro-tiles last."""
     config = cattn.show_config(mode="dicts")
     tables, threads = config.pop("tables"), config.pop("num_threads")
-    del config["machine"]  # `system` has it
+    del config["machine"], config["platform"]  # `system` and `libc` have them
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if VARIABLES.match(name)]
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     result = {
