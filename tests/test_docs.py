@@ -17,7 +17,7 @@ import cattn
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.random, cattn.cache]  # tests/test_nn.py has the modules of cattn.nn
+MODULES = [cattn, cattn.random]  # tests/test_nn.py has the modules of cattn.nn
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:
