@@ -6,7 +6,7 @@
 static PyObject *build_result(const struct cattn_call *call, const struct cattn_explanation *plan) {
     static const char *const paths[] = {"auto", "tile", "rows", "split", "tiny"};
     const struct cattn_attention_params *params = call->params;
-    PyObject *depth = Py_BuildValue("(L)", (long long)(params->head_dim + params->d_v)), *result = NULL;
+    PyObject *depth = Py_BuildValue("(L)", (long long)params->head_dim + (long long)params->d_v), *result = NULL;
     PyObject *fields =
         Py_BuildValue("{s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "path", paths[plan->path], "instruction_set",
                       cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)plan->n_tasks, "rows_per_task",

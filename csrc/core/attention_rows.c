@@ -86,6 +86,10 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
     rows->key = cattn_stored_at(p, &p->key, batch->key + kv_head * p->key.head);
     rows->value = p->value.data ? cattn_stored_at(p, &p->value, batch->value + kv_head * p->value.head) : NULL;
     cattn_drop_fill(&p->dropout, batch->index, &rows->drop);
+    /* kernels draw for whole vectors of rows: the lanes after the last row must not be uninitialised */
+    const int64_t n_lanes = p->dropout.enabled ? cattn_round_up(rows->n_rows, CATTN_PAD) : 0;
+    for (int64_t r = rows->n_rows; r < n_lanes; r++)
+        rows->per_row->drop_position[r] = rows->per_row->drop_head[r] = 0;
     if (rows->scratch.drop_bits)
         for (int r = 0; r < rows->n_rows; r++)
             rows->per_row->drop_bits[r] =
