@@ -1,4 +1,4 @@
-"""Pages that the documentation build generates: the gallery of notebooks, the help of ``cattn attend``, the promises.
+"""Pages that the documentation build generates: the gallery of notebooks, the help of the commands, the promises.
 
 Their sources are elsewhere: the notebooks, the command and the tests. Git ignores the generated files.
 """
@@ -26,7 +26,8 @@ HEADER = """\
 # Examples
 
 These notebooks run from top to bottom. They are shown with their committed outputs. Their sources are in `examples/`,
-and `pip install 'cattn[examples]'` installs the packages that they need.
+and `pip install 'cattn[examples]'` installs the packages that they need. Notebooks 2, 3 and 6 also need PyTorch:
+`pip install 'cattn[examples,torch]'`.
 """
 
 
@@ -44,10 +45,11 @@ def write_pages(*_: Any) -> None:
     _write(GALLERY / "index.md", "\n".join([HEADER, gallery, "", toctree]) if notebooks else HEADER)
 
     GENERATED.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    with mock.patch.dict(os.environ, COLUMNS="90", NO_COLOR="1"), contextlib.redirect_stdout(text):
-        command.main(["attend", "--help"])
-    _write(GENERATED / "attend.txt", text.getvalue())
+    for name in ("attend", "plot"):
+        text = io.StringIO()
+        with mock.patch.dict(os.environ, COLUMNS="90", NO_COLOR="1"), contextlib.redirect_stdout(text):
+            command.main([name, "--help"])
+        _write(GENERATED / f"{name}.txt", text.getvalue())
     _write(GENERATED / "promises.txt", _promises.tables())
 
 

@@ -59,6 +59,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_a_group_is_kept_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
     assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
     kept = json.loads((tmp_path / "calls.json").read_text())
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
@@ -264,6 +265,7 @@ def test_the_readme_has_the_marks() -> None:
 
 
 def test_contestants_must_agree() -> None:
+    pytest.importorskip("torch")
     query, key, value = groups.qkv((1, 2, 40, 8))
     calls = contestants.attention_calls(query, key, value)
     assert {"cattn", "torch", "numpy"} <= calls.keys()
