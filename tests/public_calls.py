@@ -158,6 +158,8 @@ CALLS: dict[str, Call] = {
     "softmax": lambda: cattn.softmax(SCORES, axis=(0, 2), where=SCORES_MASK),
     "softmax, half": lambda: cattn.softmax(HALF, axis=1),
     "masked_softmax": lambda: cattn.masked_softmax(SCORES, SCORES_MASK, is_causal="upper_left", method="renormalize"),
+    "masked_softmax, another axis": lambda: cattn.masked_softmax(SCORES, SCORES_MASK, axis=1, is_causal="lower_right"),
+    "masked_softmax, several axes": lambda: cattn.masked_softmax(SCORES, axis=(0, 2), is_causal="upper_left"),
     "masked_softmax, name made at run time": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
     "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
     "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),

@@ -233,6 +233,15 @@ TABLE = [
     wrong_type(ALL_THREE, r"bias has dtype int64.*bias\.astype\(np\.float64\)", bias=ones(5, 6, dtype=int)),
     wrong_type(ALL_THREE, "bias has dtype (longdouble|float128)", bias=ones(5, 6, dtype=np.longdouble)),
     wrong_type(ALL_THREE, r"bias is a masked array.*filled\(-np\.inf\)", bias=np.ma.masked_array(ones(5, 6))),
+    wrong_value(
+        ALL_THREE,
+        r"attn_mask has shape \(2, 6\), .*: to hide keys of whole batch entries pass attn_mask\[:, None, None, :\], or",
+        attn_mask=ones(2, 6) > 0,
+    ),
+    wrong_value(MASKED, r"mask has shape \(2, 6\), .*pass mask\[:, None, :\]$", mask=ones(2, 6) > 0),
+    wrong_value(MASKED, "axis 3 is out of bounds for scores with 3 dimensions", axis=3),
+    wrong_type(MASKED, "axis must be an int, a tuple of ints or None", axis=1.5),
+    wrong_type(ALL_THREE, r"\w+\(\) got an unexpected keyword argument 'seed': did you mean 'rng'\?$", seed=1),
     wrong_value(ALL_THREE, r"bias has shape \(4, 6\), which does not broadcast .*\(2, 4, 5, 6\)", bias=ones(4, 6)),
     # causality
     *[

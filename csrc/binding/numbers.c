@@ -84,11 +84,7 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
     return fits;
 }
 
-bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
-    if (object == Py_False || object == Py_True) {
-        *value = object == Py_True;
-        return true;
-    }
+bool cattn_arg_truth(PyObject *object, const char *name, bool *value) {
     const int truth = PyObject_IsTrue(object);
     *value = truth > 0;
     if (truth < 0 && (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_TypeError))) {

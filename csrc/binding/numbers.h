@@ -13,7 +13,12 @@ bool cattn_arg_probability(PyObject *object, const char *name, double *p);
 /* An int, a new reference. TypeError for a bool, and for anything else that is no integer. */
 PyObject *cattn_arg_index(PyObject *object, const char *name);
 /* The truth of any object, as Python defines it. */
-bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
+bool cattn_arg_truth(PyObject *object, const char *name, bool *value);
+/* The same, inline for the objects that nearly all calls have: a call of attention has four flags. */
+static inline bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
+    *value = object == Py_True;
+    return *value || object == Py_False || object == Py_None || cattn_arg_truth(object, name, value);
+}
 /* An int (no bool) between two bounds. */
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
 /* Is `object` the str `interned`? */

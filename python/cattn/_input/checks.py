@@ -19,6 +19,8 @@ def is_word(value: object, word: str) -> bool:
 
 def as_int(value: object, name: str) -> int:
     """Return value as an int."""
+    if type(value) is int:  # isinstance of a protocol is slow
+        return value
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, SupportsIndex):
         try:
             return operator.index(value)

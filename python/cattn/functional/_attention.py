@@ -180,8 +180,9 @@ def scaled_dot_product_attention(
            [0.33, 0.67],
            [0.75, 0.75]])
 
-    Most calls need query, key, value, and is_causal or attn_mask. Up to `enable_gqa` the signature is that of
-    ``torch.nn.functional.scaled_dot_product_attention``. The matrix of scores is never held as a whole.
+    Most calls need query, key, value, and is_causal or attn_mask; ``return_weights=True`` adds the weights. Up to
+    `enable_gqa` the signature is that of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of scores is
+    never held as a whole.
 
     Parameters
     ----------
@@ -206,9 +207,6 @@ def scaled_dot_product_attention(
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right": the last
         query sees every key), intersected with attn_mask.
-    return_weights : bool
-        Also return the weights, shape (..., T_q, T_k), before dropout. The result is an `AttentionOutput` of five
-        fields then: take ``result.out`` and ``result.weights``, or unpack ``out, weights, *_ = result``.
 
     Returns
     -------
@@ -220,17 +218,11 @@ def scaled_dot_product_attention(
     ----------------
     scale : float, optional
         Factor of the scores; finite, may be negative. Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
+        arrays the heads.
     bias : array_like of float, optional
         Added to the scaled scores, besides attn_mask; -inf hides. Broadcasts to (..., T_q, T_k).
-    softcap : float, optional
-        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0 leaves them
-        unchanged.
-    alibi_slopes : array_like of float, shape (H,) or (..., H), optional
-        ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
-        each query head; see `get_alibi_slopes`.
-    sinks : array_like of float, shape (H,) or (..., H), optional
-        One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
-        rows of weights sum to less than 1.
     query_offset : int or array_like of int, optional
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
@@ -243,13 +235,22 @@ def scaled_dot_product_attention(
     window_size : (int, int)
         (left, right): the query at position p sees the keys from p - left to p + right. -1 or None sets no bound on
         that side. Query i has position i + query_offset, with "lower_right" i + T_k - T_q. Other masks apply too.
-    enable_gqa : bool, optional
-        None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
-        arrays the heads.
+    softcap : float, optional
+        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0 leaves them
+        unchanged.
+    alibi_slopes : array_like of float, shape (H,) or (..., H), optional
+        ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
+        each query head; see `get_alibi_slopes`.
+    sinks : array_like of float, shape (H,) or (..., H), optional
+        One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
+        rows of weights sum to less than 1.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
         drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
+    return_weights : bool
+        Also return the weights, shape (..., T_q, T_k), before dropout. The result is an `AttentionOutput` of five
+        fields then: take ``result.out`` and ``result.weights``, or unpack ``out, weights, *_ = result``.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q), as ``result.lse``.
     return_dropout_mask : bool
@@ -468,8 +469,6 @@ def causal_attention(
         Boolean (True where the key is visible) or float (added); intersected with causality.
     dropout_p : float
         Probability that a weight is dropped.
-    return_weights : bool
-        Also return the weights: the result is an `AttentionOutput` then.
 
     Returns
     -------
@@ -480,22 +479,24 @@ def causal_attention(
     ----------------
     scale : float, optional
         Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
     bias : array_like of float, optional
         Added to the scaled scores.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. The default offset is their difference, for each batch entry.
     window_size : (int, int)
         Number of keys that a query sees before its own position; the second number has no effect here.
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
+    return_weights : bool
+        Also return the weights: the result is an `AttentionOutput` then.
     return_lse, return_dropout_mask, need_weights : bool
         Further extras in the `AttentionOutput`; need_weights is the earlier name of return_weights.
     out : ndarray or AttentionOutput, optional
@@ -562,10 +563,6 @@ def attention_weights(  # type: ignore[empty-body]
         Boolean (True where the key is visible) or float (added).
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
-    stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
-        The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
-        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and
-        "dropout" the weights that multiply the values.
 
     Returns
     -------
@@ -576,24 +573,28 @@ def attention_weights(  # type: ignore[empty-body]
     ----------------
     scale : float, optional
         Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
     bias : array_like of float, optional
         Added to the scaled scores.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
+    stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
+        The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
+        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and
+        "dropout" the weights that multiply the values.
     out : ndarray, optional
         Takes the result: exact shape and dtype, any strides.
 

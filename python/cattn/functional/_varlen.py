@@ -116,11 +116,6 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
         The edges of the sequences: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start
         with 0, never decrease, and end with the number of rows.
-    is_causal : bool or {"upper_left", "lower_right"}
-        Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
-        last key.
-    return_lse : bool
-        Also return the log-sum-exp, shape (H, total_q).
 
     Returns
     -------
@@ -129,22 +124,27 @@ def varlen_attention(
 
     Other Parameters
     ----------------
+    max_seqlen_q, max_seqlen_k : int, optional
+        An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
+    dropout_p : float
+        Probability that a weight is dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
+        last key.
     scale : float, optional
         Default 1 / sqrt(head_dim).
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    dropout_p : float
-        Probability that a weight is dropped.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
+    return_lse : bool
+        Also return the log-sum-exp, shape (H, total_q).
     out : ndarray, optional
         Takes the output: exact shape and dtype, any strides.
-    max_seqlen_q, max_seqlen_k : int, optional
-        An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
 
     Raises
     ------
