@@ -123,6 +123,14 @@ def test_commands_of_the_workflows_exist(path: Path) -> None:
     """A command of a workflow that is renamed would fail only there."""
     for name in re.findall(r"\btools/\w+|\.ci/\w+", path.read_text("utf-8")):
         assert (ROOT / name).exists(), name
+    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
+    assert set(re.findall(r"nox -s (\w+)", path.read_text("utf-8"))) <= set(sessions)
+
+
+def test_the_page_of_platforms_lists_every_wheel() -> None:
+    page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
+    targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "targets.py"))["TARGETS"]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(target.tag for target in targets)
 
 
 @pytest.mark.skipif(not shutil.which("zizmor"), reason="the extra dev has zizmor")
