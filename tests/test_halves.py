@@ -11,7 +11,6 @@ import pytest
 
 import cattn
 from cattn import reference
-from cattn.integrations import onnx
 from support import (
     HALVES,
     INF,
@@ -327,6 +326,9 @@ def test_torch_tensors_of_halves_are_inputs(half: np.dtype) -> None:
 
 
 def test_onnx_attention_of_halves_returns_halves(half: np.dtype, rng: np.random.Generator) -> None:
+    pytest.importorskip("onnx")
+    from cattn.integrations import onnx
+
     q, k, v = (rng.standard_normal((2, 3, 7, 8)).astype(half) for _ in range(3))
     outputs = onnx.attention(q, k, v, is_causal=1, past_key=k, past_value=v, return_qk=True)
     assert {a.dtype for a in outputs} == {half}

@@ -32,7 +32,9 @@ def test_every_table_is_compiled_wherever_it_can_be() -> None:
     names = {table["name"] for table in _cattn._isa_list()}
     assert names >= {"scalar", "gnu128"}
     if platform.machine() in ("x86_64", "AMD64"):
-        assert names >= {"gnu512", "avx2", "avx512_256", "avx512"}, "compiled with CATTN_TABLES?"
+        assert names >= {"avx2", "avx512_256", "avx512"}, "compiled with CATTN_TABLES?"
+        in_place = Path(_cattn.__file__).resolve().is_relative_to(Path(__file__).resolve().parent.parent)
+        assert ("gnu512" in names) == in_place  # for the tests only, not in wheels
 
 
 AVX2 = {"avx2", "fma", "f16c"}
