@@ -132,6 +132,19 @@ def import_library(target: Target, place: Path) -> None:
     run(zig(), "dlltool", "-m", machine, "-D", "python3.dll", "-d", "python3.def", "-l", "python3.lib", cwd=place)
 
 
+def musl_library(target: Target, place: Path) -> Path:
+    """Make a library with the names of musl under the file name that musl's distributions use, to link to.
+
+    zig calls it libc.so. To musl's loader both names mean itself, but auditwheel wants this one.
+    """
+    library = place / f"libc.musl-{target.machine}.so.1"
+    family = {"x86_64": "x86", "aarch64": "aarch64"}[target.machine]
+    defines = ["-DPTR64", f"-DARCH_{target.machine}", f"-DFAMILY_{family}"]
+    flags = ["-target", target.zig, "-nostdlib", "-shared", *defines, f"-Wl,-soname,{library.name}"]
+    run(zig(), "cc", *flags, zig().with_name("lib") / "libc" / "musl" / "libc.S", "-o", library)
+    return library
+
+
 def write_compiler(target: Target, python: Python, work: Path, place: Path) -> Path:
     """Write a script that calls zig for this target, and return its path. Headers of Python and NumPy are in it."""
     headers = [python_headers(target, python, place / "include"), numpy_headers(target, work)]
@@ -196,6 +209,9 @@ def build_wheel(target: Target, python: Python, sdist: Path, dist: Path, work: P
     place = work / f"{target.name}-{'t' if python.free_threaded else 'abi3'}-{dist.name}"
     tree = unpack(sdist, place / "tree")
     compiler = write_compiler(target, python, work, place)
+    linker = f"{compiler} {link_flags(target)}"
+    if target.zig.endswith("musl"):
+        linker += f" {musl_library(target, place)}"
     libraries = ""
     if target.system == "windows":
         import_library(target, place)
@@ -206,15 +222,15 @@ def build_wheel(target: Target, python: Python, sdist: Path, dist: Path, work: P
         "CXX": str(compiler),
         "CFLAGS": "-DNDEBUG -fwrapv",
         "CCSHARED": "" if target.system == "windows" else "-fPIC",
-        "LDSHARED": f"{compiler} {link_flags(target)}",
-        "LDCXXSHARED": f"{compiler} {link_flags(target)}",
+        "LDSHARED": linker,
+        "LDCXXSHARED": linker,
         "Py_ENABLE_SHARED": 0,  # else the directory of this Python is searched for libraries
         "EXT_SUFFIX": ".cp3-win.pyd" if target.system == "windows" else ".cpython-3.so",
     }
     (place / "_sysconfigdata_target.py").write_text(f"build_time_vars = {variables!r}\n")
     (place / "setup.cfg").write_text(
         f"[build]\nbuild_base = {place}/build\n[build_ext]\n{libraries}"
-        f"[bdist_wheel]\nplat_name = {target.tag}\ndist_dir = {dist}\n"
+        f"[bdist_wheel]\nplat_name = {target.tag}\ndist_dir = {place}/dist\n"
     )
     environment: dict[str, str | None] = dict.fromkeys(["CC", "CFLAGS", "CPPFLAGS", "LDFLAGS", "LDSHARED"])
     environment |= {name: None for name in os.environ if name.startswith("CATTN_")}
@@ -227,8 +243,9 @@ def build_wheel(target: Target, python: Python, sdist: Path, dist: Path, work: P
         "_PYTHON_HOST_PLATFORM": target.platform,
         "_PYTHON_SYSCONFIGDATA_NAME": "_sysconfigdata_target",
     }
-    before = set(dist.glob("*.whl"))
     run(python.executable, "setup.py", "-q", "bdist_wheel", cwd=tree, env=environment)
-    (path,) = set(dist.glob("*.whl")) - before
+    dist.mkdir(exist_ok=True)
+    (path,) = (place / "dist").glob("*.whl")
+    path = shutil.move(path, dist / path.name)
     objects = sorted(file for layer in ("core", "kernels") for file in place.glob(f"build/**/csrc/{layer}/*.o*"))
     return Wheel(path, target, python, compiler, objects, tree)

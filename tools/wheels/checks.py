@@ -1,7 +1,9 @@
 """Checks of a built wheel without running it. Each returns a word for the table or raises WheelError."""
 
+import json
 import re
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,15 +107,16 @@ def check_platform(wheel: Wheel) -> str:
     """Check the oldest system that the tag promises: by the versions of symbols on Linux, the header on macOS."""
     target = wheel.target
     if target.system == "linux":
-        said = " ".join(run(sys.executable, "-m", "auditwheel", "show", wheel.path).split())
-        found = re.search(r'consistent with the following platform tag: "(\w+)"', said)
-        if not found:
+        with tempfile.TemporaryDirectory() as empty:  # this machine's libraries are not the target's
+            said = run(sys.executable, "-m", "auditwheel", "show", "--json", "--ldpaths", empty, wheel.path)
+        found = json.loads(said[said.index("{\n") :])["overall_tag"]
+        names = [re.fullmatch(r"([a-z]+)_(\d+)_(\d+)_\w+", tag) for tag in (found, target.tag)]
+        if not names[0] or not names[1] or names[0][1] != names[1][1]:
             raise WheelError(f"auditwheel on {wheel.path.name}: {said}")
-        kind, version = re.match(r"([a-z]+)_(\d+_\d+)_", found[1]).groups()
-        wanted = re.match(r"([a-z]+)_(\d+_\d+)_", target.tag).groups()
-        if kind != wanted[0] or tuple(map(int, version.split("_"))) > tuple(map(int, wanted[1].split("_"))):
-            raise WheelError(f"auditwheel calls {wheel.path.name} {found[1]}")
-        return f"{kind}_{version}"
+        versions = [tuple(map(int, name.groups()[1:])) for name in names if name]
+        if versions[0] > versions[1]:
+            raise WheelError(f"auditwheel calls {wheel.path.name} {found}")
+        return found.removesuffix(f"_{target.machine}")
     if target.system == "macos":
         binary = read_macho(wheel.module)
         if f"macosx_{binary.oldest.replace('.', '_')}" not in target.tag:
