@@ -75,6 +75,12 @@ def machines(session: nox.Session) -> None:
 
 
 @nox.session
+def wheels(session: nox.Session) -> None:
+    """Build and check every wheel, into dist/; long: each twice, all tests. Needs the extra "wheels"."""
+    session.run("python", "tools/wheels", *session.posargs)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Break the C code in ten places, where a test has to fail; long: in 200 places, others every day."""
     session.run("tools/mutate", *session.posargs)
@@ -120,7 +126,8 @@ def coverage(session: nox.Session) -> None:
 
 
 # in the order of the table in CONTRIBUTING.md
-LONG = ["lint", "docs", "tests", "coverage", "machines", "sanitize", "notebooks", "mutants", "fuzz", "soak", "bench"]
+LONG = ["lint", "docs", "tests", "coverage", "machines", "wheels", "sanitize", "notebooks", "mutants", "fuzz", "soak"]
+LONG += ["bench"]
 
 
 @nox.session

@@ -1,5 +1,9 @@
 """Builds the extension module cattn._cattn: kernels once for each instruction set and precision, other files once.
 
+Needs GCC or Clang, whose vector extensions the kernels use. On Windows that is clang-cl, which comes with Visual Studio
+as an option and is found there, or MinGW-w64 (build_ext --compiler=mingw32). The compiler itself is asked which machine
+it compiles for, so that cross compilers work; tools/wheels uses zig.
+
 Switches of the environment:
   CATTN_LIMITED_API=0   build for this Python only (default: one abi3 module for 3.11 and later)
   CATTN_WERROR=1        warnings are errors
@@ -12,10 +16,11 @@ Switches of the environment:
 import contextlib
 import hashlib
 import os
-import platform
+import shutil
 import sys
 import sysconfig
 import tempfile
+from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -27,16 +32,24 @@ from setuptools.errors import CompileError, PlatformError
 
 CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.rglob("*.h")))
-X86_64 = platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
+PLATFORM = sysconfig.get_platform()  # of the target: a cross build sets _PYTHON_HOST_PLATFORM
+ELF = PLATFORM.startswith("linux")
+WINDOWS = PLATFORM.startswith(("win", "mingw"))
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
-LINUX = sys.platform.startswith("linux")
+PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
+# The kernel tables and their flags. Those outside PORTABLE are for x86-64.
+TABLES = PORTABLE | {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
-HARDENING = ["-fcf-protection"] if LINUX else []
-HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if LINUX else []
-TABLES: dict[str, list[str]] = {"scalar": [], "gnu128": []}
-if X86_64:
-    TABLES |= {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
-    TABLES |= {"avx512_256": AVX512, "avx512": AVX512}
+HARDENING = ["-fcf-protection"] if ELF else []
+HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if ELF else []
+# GCC aligns the stack of 64-bit Windows to 16 bytes, yet spills wider vectors by aligned moves (its bug 54412).
+UNALIGNED_SPILLS = ["-Wa,-muse-unaligned-vector-move"] if WINDOWS else []
+MSVC_TARGETS = {"win-amd64": "x86_64-pc-windows-msvc", "win-arm64": "aarch64-pc-windows-msvc"}
+CLANG_CL = ["/clang:-std=gnu11", "/clang:-O3", "/clang:-ffp-contract=off", "/clang:-fno-math-errno", "/clang:-Wextra"]
+NO_CLANG_CL = """\
+cattn does not compile with MSVC's cl, which lacks vector extensions: in the Visual Studio Installer add the component \
+"C++ Clang Compiler for Windows", or set CC to the path of another clang-cl"""
 
 
 def switch(name: str) -> str:
@@ -54,7 +67,8 @@ def compile_flags() -> list[str]:
 
     gnu11: under c11, GCC computes float in double on s390x. -isystem: warnings are for our own code.
     """
-    flags = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+    flags = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+    flags += ["-pthread"] * (not WINDOWS)  # there it would add a library that cattn does not use
     flags += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
     flags += (
@@ -83,6 +97,18 @@ class CompileFirst(build):
     sub_commands = sorted(build.sub_commands, key=lambda command: command[0] != "build_ext")
 
 
+def find_clang_cl(cl: Path) -> str | None:
+    """Return clang-cl: that of the variable CC, or of the Visual Studio that cl.exe belongs to, or of the path."""
+    if "clang-cl" in Path(os.environ.get("CC", "")).name:
+        return os.environ["CC"]
+    # cl.exe is VC/Tools/MSVC/<version>/bin/<host>/<target>/cl.exe
+    for tools in cl.parents[5:6]:
+        for host in ("ARM64", "x64") if "arm64" in cl.parts[-3].lower() else ("x64",):
+            if (found := tools / "Llvm" / host / "bin" / "clang-cl.exe").exists():
+                return str(found)
+    return shutil.which("clang-cl")
+
+
 class BuildTables(build_ext):
     """Compiles all objects in parallel, each kernel stub with the flags of its instruction set in both precisions."""
 
@@ -90,17 +116,10 @@ class BuildTables(build_ext):
         super().finalize_options()
         self.for_tests = bool(self.inplace)  # run() clears inplace while it builds
 
-    def known(self, flags: list[str]) -> list[str]:
-        """Return the flags that this compiler accepts for this machine."""
-        found = []
-        with tempfile.TemporaryDirectory() as work:
-            probe = Path(work, "probe.c")
-            probe.write_text("extern int probe;\n")
-            for flag in flags:
-                with contextlib.suppress(CompileError):
-                    self.compiler.compile([str(probe)], work, extra_postargs=["-Werror", flag])
-                    found.append(flag)
-        return found
+    def get_libraries(self, ext: Extension) -> list[str]:
+        """With MinGW, setuptools links to the library of one Python version."""
+        libraries: list[str] = super().get_libraries(ext)
+        return ["python3" if LIMITED and name.startswith("python3") else name for name in libraries]
 
     def check_compiler(self) -> None:
         """Stop at once, with a cure, where nothing can be compiled."""
@@ -112,15 +131,57 @@ class BuildTables(build_ext):
             except (CompileError, PlatformError) as error:
                 raise CompileError(NO_COMPILER.format(error)) from error
 
-    def build_extension(self, ext: Extension) -> None:
-        self.check_compiler()
-        msvc = self.compiler.compiler_type == "msvc"
-        tables = {"scalar": list[str]()} if msvc else dict(TABLES)
+    def use_clang_cl(self) -> None:
+        """Replace cl, after setuptools has found it: setuptools does not read the variable CC on Windows."""
+        if not self.compiler.initialized:
+            self.compiler.initialize(self.plat_name)
+        found = find_clang_cl(Path(self.compiler.cc))
+        if not found:
+            raise CompileError(NO_CLANG_CL)
+        self.compiler.cc = found
+        self.compiler.compile_options = [flag for flag in self.compiler.compile_options if flag != "/GL"]
+
+    def accepts(self, flags: list[str], code: str = "extern int probe;") -> bool:
+        """Return whether this compiler accepts the flags and the code for its target."""
+        with tempfile.TemporaryDirectory() as work, contextlib.suppress(CompileError):
+            probe = Path(work, "probe.c")
+            probe.write_text(f"{code}\n")
+            error = "/WX" if self.compiler.compiler_type == "msvc" else "-Werror"
+            self.compiler.compile([str(probe)], work, extra_postargs=[error, *flags])
+            return True
+        return False
+
+    def table_flags(self) -> dict[str, list[str]]:
+        """Return the tables of this build and the flags of their stubs.
+
+        A Python for both kinds of Macs compiles every file for both machines. Then the flags are for one of them, and
+        the stubs are empty for the other.
+        """
+        machines = {after for flag, after in pairwise(getattr(self.compiler, "compiler_so", [])) if flag == "-arch"}
+        tables = dict(PORTABLE)
+        if len(machines) > 1:
+            words = {name: [word for flag in isa for word in ("-Xarch_x86_64", flag)] for name, isa in TABLES.items()}
+            tables = words if "x86_64" in machines else tables
+        elif self.accepts([], "#ifndef __x86_64__\n#error not x86-64\n#endif"):
+            tables = dict(TABLES)
         if not (self.for_tests or self.editable_mode):
             tables.pop("gnu512", None)  # for the tests only
         if wanted := switch("TABLES"):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
-        flags = ["/std:c11", "/O2", "/fp:precise"] if msvc else compile_flags() + self.known(HARDENING)
+        return tables
+
+    def build_extension(self, ext: Extension) -> None:
+        msvc = self.compiler.compiler_type == "msvc"
+        if msvc:
+            self.use_clang_cl()
+        self.check_compiler()
+        if msvc:
+            target = f"--target={MSVC_TARGETS.get(self.plat_name, self.plat_name)}"
+            flags = [*CLANG_CL, target, *["/WX"] * bool(switch("WERROR"))]
+        else:
+            flags = compile_flags()
+            flags += [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
+        tables = self.table_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]
         for name, isa in tables.items():

@@ -240,6 +240,14 @@ struct cattn_kernels {
                        int64_t out_stride);
 };
 
+/* A Mac's compiler may compile for two machines at once, with the same macros. Only one of them has these tables. */
+#ifndef __x86_64__
+#undef CATTN_HAVE_GNU512
+#undef CATTN_HAVE_AVX2
+#undef CATTN_HAVE_AVX512_256
+#undef CATTN_HAVE_AVX512
+#endif
+
 extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64;
 extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64;
 extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64;

@@ -3,9 +3,11 @@
  * Such a processor does two loads and two FMAs a cycle, and every broadcast operand is a load: tiles of 8 x 2 vectors
  * load 10 operands for 16 FMAs (scores, 6 x 2: 8 for 12), where 12 x 1 would load 13 for 12.
  */
+#ifdef __x86_64__ /* a Mac's compiler may make one object for two machines */
 #define ISA avx512
 #define MR 8
 #define NR 2
 #include "simd_avx512.h"
 
 #include "kernels.inc.h"
+#endif

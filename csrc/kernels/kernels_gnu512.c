@@ -1,5 +1,6 @@
 /* kernels_gnu512.c -- test only: the tile shapes of the AVX-512 table on any CPU with FMA. Compiled twice, with
  * REAL_BITS 32 and 64. */
+#ifdef __x86_64__ /* a Mac's compiler may make one object for two machines */
 #define ISA gnu512
 #define MR 8
 #define NR 2
@@ -7,3 +8,4 @@
 #include "simd_gnu.h"
 
 #include "kernels.inc.h"
+#endif
