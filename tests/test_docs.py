@@ -65,14 +65,14 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 @pytest.mark.promise("documentation")
 def test_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert len(blocks) >= 3
     exec("\n".join(blocks), {})
 
 
 @pytest.mark.promise("documentation")
 def test_the_readme_has_its_two_commands() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert "pip install . && python -m cattn" in lines
     assert "pip install -e '.[test]' && pytest" in lines
 
