@@ -23,7 +23,7 @@ def save(folder: Path, group: str, rows: list[Row], **extra: Any) -> Path:
     path = folder / f"{group}.json"
     head = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"machine": facts(), **extra}.items()]
     lines = ",\n".join(f"  {json.dumps(_short(row))}" for row in rows)
-    path.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{lines}\n ]']) + "\n}\n")
+    path.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{lines}\n ]']) + "\n}\n", "utf-8")
     return path
 
 
@@ -39,7 +39,7 @@ def _short(value: Any) -> Any:
 def load(folder: Path, group: str) -> dict[str, Any] | None:
     """Return the kept results of a group, if there are any."""
     path = folder / f"{group}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -161,11 +161,11 @@ def markdown(folder: Path) -> str:
 def write_into(path: Path, table: str) -> None:
     """Put the table between the marks of a Markdown file."""
     begin, end = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->"
-    text = path.read_text()
+    text = path.read_text("utf-8")
     if begin not in text or end not in text:
         raise ValueError(f"{path.name} has no marks '{begin.strip()}' and '{end}'")
     before, rest = text.split(begin, 1)
-    path.write_text(before + begin + table + end + rest.split(end, 1)[1])
+    path.write_text(before + begin + table + end + rest.split(end, 1)[1], "utf-8")
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

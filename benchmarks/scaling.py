@@ -122,7 +122,7 @@ def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> d
     for point, measured, model, error in zip(points, seconds, predicted, errors, strict=True):
         lines.append(f"| {point} | {duration(measured)} | {duration(model)} | {error:+.0%} |")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.md").write_text("# Time, measured and predicted\n\n" + "\n".join(lines) + "\n")
+    (folder / "scaling.md").write_text("# Time, measured and predicted\n\n" + "\n".join(lines) + "\n", "utf-8")
     if show:
         print("\n".join(lines))
     return {"constants": dict(zip(TERMS, constants.tolist(), strict=True)), "worst": float(errors[worst])}

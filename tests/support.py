@@ -6,6 +6,8 @@ import ctypes.util
 import dataclasses
 import os
 import platform
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import cattn
 from cattn import _cattn, reference
@@ -27,6 +30,49 @@ INF, NAN = np.inf, np.nan
 UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libasan", "libtsan"))
 # The dtypes whose accuracy can be measured: float64 only where long double is wider.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def press_ctrl_c() -> None:
+    """Interrupt this process from any thread. On Windows os.kill would end it at once."""
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGINT)
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+# A child has a console of its own, without a window. A thread of the child presses Ctrl-C there: the event goes to all
+# processes of a console, and a process cannot send it to another console.
+_ON_WINDOWS = """
+import ctypes, os, runpy, signal, threading
+
+def press():
+    if os.read(0, 1):
+        os.kill(0, signal.CTRL_C_EVENT)
+
+ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(None, False)
+threading.Thread(target=press, daemon=True).start()
+runpy.run_module("cattn", run_name="__main__", alter_sys=True)
+"""
+
+
+def start_command(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``python -m cattn`` so that `interrupt_command` can interrupt it."""
+    command, flags = [sys.executable, "-m", "cattn"], 0
+    if sys.platform == "win32":
+        command, flags = [sys.executable, "-c", _ON_WINDOWS], subprocess.CREATE_NO_WINDOW
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([*command, *arguments], text=True, creationflags=flags, **streams)
+
+
+def interrupt_command(command: subprocess.Popen[str]) -> None:
+    """Press Ctrl-C in a command that `start_command` started."""
+    if sys.platform == "win32":
+        assert command.stdin is not None
+        print(file=command.stdin, flush=True)
+    else:
+        command.send_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -261,13 +307,17 @@ def expected(call: Call, dtype: Any) -> Expected:
 
 
 # ---- the caller's floating-point mode ------------------------------------------------------------------------------
-_libm = ctypes.CDLL(None if sys.platform == "darwin" else ctypes.util.find_library("m"))
-# FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO of <fenv.h>
-_ROUNDING = (
-    {"down": 0x800000, "up": 0x400000, "to zero": 0xC00000}
-    if platform.machine() in ("aarch64", "arm64")
-    else {"down": 0x400, "up": 0x800, "to zero": 0xC00}
-)
+# The C library that has fesetround(), and its FE_DOWNWARD, FE_UPWARD and FE_TOWARDZERO.
+if sys.platform == "win32":
+    _libm = ctypes.CDLL("ucrtbase")
+    _ROUNDING = {"down": 0x100, "up": 0x200, "to zero": 0x300}
+else:
+    _libm = ctypes.CDLL(None if sys.platform == "darwin" else ctypes.util.find_library("m"))
+    _ROUNDING = (
+        {"down": 0x800000, "up": 0x400000, "to zero": 0xC00000}
+        if platform.machine() in ("aarch64", "arm64")
+        else {"down": 0x400, "up": 0x800, "to zero": 0xC00}
+    )
 FP_MODES = (*_ROUNDING, "flush")
 
 

@@ -204,10 +204,10 @@ def test_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
     for only in ("attention float32 6 tokens", "functions float32 1 to 3000", "attention float32 6 tokens"):
         assert accuracy.main(["--only", only, "-o", str(tmp_path), "--into", str(page)]) == 0
-    rows = json.loads((tmp_path / "accuracy.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "accuracy.json").read_text("utf-8"))["rows"]
     assert [row["quantity"] for row in rows] == ["out", "weights", "lse", "dQ", "dK", "dV", "log"]
     assert rows[0]["errors"].keys() >= {"cattn", "numpy"}
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert text.startswith("above\n<!-- benchmarks: begin -->\nVersions: cattn")
     assert text.endswith("<!-- benchmarks: end -->\nbelow\n")
     assert "| 6 tokens, head_dim 8 | out |" in text

@@ -61,7 +61,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_a_group_is_kept_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
-    kept = json.loads((tmp_path / "calls.json").read_text())
+    kept = json.loads((tmp_path / "calls.json").read_text("utf-8"))
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
     assert [row["name"] for row in kept["rows"]] == ["(6, 2)", "(1, 4, 16, 16)", "(8, 12, 64, 64)"]
     for row in kept["rows"]:
@@ -219,7 +219,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             {"name": folder, "seconds": {"cattn": {"median": 0.01}}, "ratios": {"torch": 1.0}},
         ]
         report.save(tmp_path / folder, "decode", rows)
-        assert (tmp_path / folder / "decode.json").read_text().count("\n") == 8  # a line for each row
+        assert (tmp_path / folder / "decode.json").read_text("utf-8").count("\n") == 8  # a line for each row
         return tmp_path / folder
 
     before, now = kept("before", 2.0, 1.0), kept("now", 2.5, 9.0)
@@ -250,7 +250,7 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
     assert suite.main(["report", "-o", str(tmp_path), "--into", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert text.startswith("above\n<!-- benchmarks: begin -->\nOther libraries' time")
     assert text.endswith("<!-- benchmarks: end -->\nbelow\n")
     assert "old" not in text
@@ -260,7 +260,7 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_readme_has_the_marks() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+    text = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
     assert text.index("<!-- benchmarks: begin -->") < text.index("<!-- benchmarks: end -->")
 
 
@@ -407,7 +407,7 @@ def test_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(scaling, "measure", lambda points: np.array([point.terms().sum() for point in points]))
     found = scaling.run(tmp_path, list(scaling.grid())[:9], show=False)
     assert abs(found["worst"]) < 1e-6
-    assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text()
+    assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text("utf-8")
 
 
 def test_a_peer_that_keeps_the_scores_is_left_out_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:

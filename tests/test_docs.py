@@ -91,7 +91,7 @@ def test_the_readmes_comparison_holds_for_cattn() -> None:
 
 @pytest.mark.promise("documentation")
 def test_the_readme_has_its_two_commands() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert "pip install . && python -m cattn" in lines
     assert "pip install -e '.[test]' && pytest" in lines
 

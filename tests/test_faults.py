@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 import cattn
+from alarm import ALARM, set_alarm
 from public_calls import contents
-from support import UNDER_SANITIZER
+from support import UNDER_SANITIZER, needs_fork
 
 HERE = Path(__file__).parent
 
@@ -164,16 +165,17 @@ def on_alarm() -> Iterator[Callable[[Callable[[], None], float], None]]:
     """A function ``on_alarm(action, seconds)``: the action runs once, in a signal handler."""
 
     def arm(action: Callable[[], None], seconds: float) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: action())
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.signal(ALARM, lambda *_: action())
+        set_alarm(seconds)
 
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(ALARM)
     yield arm
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    set_alarm(0)
+    signal.signal(ALARM, before)
 
 
 @pytest.mark.long
+@needs_fork
 @pytest.mark.promise("fork")
 @pytest.mark.parametrize("name", BUSY)
 def test_a_signal_handler_may_fork_during_a_call(
@@ -220,6 +222,7 @@ def test_a_signal_handler_may_fork_during_a_call(
 DRAW, OF_DOUBLES = (1 << 24,), {"dtype": np.float64}
 
 
+@needs_fork
 @pytest.mark.parametrize("forks_again", [False, True])
 def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None:
     """The child, or its child, cannot know how far the draw had come: RuntimeError until the generator is seeded."""
@@ -268,6 +271,7 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
     assert code == 0
 
 
+@needs_fork
 @pytest.mark.promise("fork")
 def test_a_fork_by_a_handler_that_waits_for_a_generator(on_alarm: Callable[[Callable[[], None], float], None]) -> None:
     """The child's wait ends, too, though the thread that drew does not exist there."""
@@ -337,7 +341,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.promise("fork")
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("fork", marks=needs_fork), "spawn", pytest.param("forkserver", marks=needs_fork)]
+)
 def test_multiprocessing_pools_give_the_same_bits(tmp_path: Path, method: str) -> None:
     """The pool starts and ends while a thread computes, as in PyTorch's data loaders."""
     script = tmp_path / "pool.py"

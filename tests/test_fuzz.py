@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("resource")
 FUZZ = Path(__file__).resolve().parent.parent / "fuzz"
 CORPUS = FUZZ / "corpus"
 if not CORPUS.exists():

@@ -17,7 +17,7 @@ FILES = [*C_FILES, *sorted((ROOT / "python").rglob("*.py")), *sorted((ROOT / "te
 
 
 def includes(path: Path) -> list[str]:
-    return re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+    return re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text("utf-8"), re.MULTILINE)
 
 
 def layer_of(path: Path) -> str:
@@ -26,7 +26,7 @@ def layer_of(path: Path) -> str:
 
 def code_of(path: Path) -> str:
     """Return a C file without its comments."""
-    return re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL)
 
 
 def test_every_layer_has_files() -> None:
@@ -39,7 +39,7 @@ def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
     layer = layer_of(path)
     if layer != "binding":
         assert not [name for name in names if re.search(r"Python\.h|numpy/", name)], "Python belongs to binding/"
-        assert "PyObject" not in path.read_text()
+        assert "PyObject" not in path.read_text("utf-8")
         assert not [name for name in names if "binding/" in name], "nothing includes the binding"
     if layer == "binding":
         assert not [name for name in names if "core/" in name], "the binding knows the core by its C API alone"
@@ -136,10 +136,10 @@ def python_modules() -> dict[str, set[str]]:
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     graph: dict[str, set[str]] = {"cattn._cattn": set()}
     for path in (CSRC / "binding").glob("*.c"):
-        graph["cattn._cattn"] |= set(re.findall(r'PyImport_ImportModule\("(cattn[\w.]*)"', path.read_text()))
+        graph["cattn._cattn"] |= set(re.findall(r'PyImport_ImportModule\("(cattn[\w.]*)"', path.read_text("utf-8")))
     for name, path in files.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names if alias.name.split(".")[0] == "cattn"}
             if isinstance(node, ast.ImportFrom):
@@ -174,7 +174,7 @@ def test_modules_of_the_package_form_no_circle() -> None:
 # ---- the map ---------------------------------------------------------------------------------------------------------
 def test_the_map_of_the_c_tree_names_every_file_once() -> None:
     """A table of csrc/README.md for each folder; `name.[ch]` stands for two files."""
-    text = (CSRC / "README.md").read_text()
+    text = (CSRC / "README.md").read_text("utf-8")
     text = text[text.index("## The files") :]
     named: Counter[str] = Counter()
     folder = ""
@@ -191,11 +191,11 @@ def test_the_map_of_the_c_tree_names_every_file_once() -> None:
 # ---- size ------------------------------------------------------------------------------------------------------------
 def lines_of_code(path: Path) -> int:
     """Return the number of lines of a C file, or of a Python file without its docstrings and markers of promises."""
-    lines = path.read_text().splitlines()
+    lines = path.read_text("utf-8").splitlines()
     if path in C_FILES:
         return len(lines)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
+    nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, documented)]
     docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
     left_out = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in docstrings)
     return len(lines) - left_out - sum(line.startswith("@pytest.mark.promise(") for line in lines)
@@ -203,7 +203,7 @@ def lines_of_code(path: Path) -> int:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
-    text = path.read_text()
+    text = path.read_text("utf-8")
     assert lines_of_code(path) <= 500
     if path in C_FILES:
         assert text.startswith(f"/* {path.name} -- "), "the first line names the file and its purpose"
@@ -229,17 +229,17 @@ def functions(text: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_functions_are_short(path: Path) -> None:
-    assert [name for name, length in functions(path.read_text()) if length > 80] == []
+    assert [name for name, length in functions(path.read_text("utf-8")) if length > 80] == []
 
 
 def test_the_parser_finds_functions() -> None:
-    names = [name for name, _ in functions((CSRC / "core" / "attention.c").read_text())]
+    names = [name for name, _ in functions((CSRC / "core" / "attention.c").read_text("utf-8"))]
     assert any("cattn_attention(" in name for name in names)
     assert len(names) > 10
 
 
 def test_no_compiler_flag_changes_arithmetic() -> None:
-    text = (ROOT / "setup.py").read_text()
+    text = (ROOT / "setup.py").read_text("utf-8")
     assert "-ffp-contract=off" in text
     for flag in ("-ffast-math", "-Ofast", "-march=native", "-funsafe-math", "-ffp-contract=fast"):
         assert flag not in text

@@ -11,12 +11,17 @@ from support import UNDER_SANITIZER
 
 measured = pytest.mark.skipif(UNDER_SANITIZER, reason="the sanitizer adds memory of its own to each block")
 GROWTH = """
-import re
+import ctypes, re, sys
 import numpy as np
 import cattn
 
 def peak():
     # in KiB; not by getrusage: a child inherits the maximum of its parent
+    if sys.platform == "win32":
+        counters = (ctypes.c_size_t * 9)()  # two 32-bit numbers, then the maximum of the working set
+        this_process = ctypes.c_void_p(-1)
+        assert ctypes.WinDLL("kernel32").K32GetProcessMemoryInfo(this_process, counters, ctypes.sizeof(counters))
+        return counters[1] // 1024
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 shape, dtype, threads, options = {shape}, np.{dtype}, {threads}, {options}
@@ -85,21 +90,31 @@ import numpy as np
 import cattn
 from cattn import _cattn
 
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 PAGE = mmap.PAGESIZE
 ROOM = 64 * PAGE
+if sys.platform == "win32":
+    kernel = ctypes.WinDLL("kernel32")
+    kernel.VirtualAlloc.restype = ctypes.c_void_p
+    kernel.VirtualAlloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulong, ctypes.c_ulong]
+    kernel.VirtualProtect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulong, ctypes.c_void_p]
+    allocate = lambda size: kernel.VirtualAlloc(None, size, 0x3000, 4)
+    forbid = lambda start, size: kernel.VirtualProtect(start, size, 1, ctypes.byref(ctypes.c_ulong())) != 0
+else:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    allocate = lambda size: libc.mmap(None, size, 3, 0x22, -1, 0)
+    forbid = lambda start, size: libc.mprotect(start, size, 0) == 0
 
 
 class Guarded:
     "Pages of memory between two pages that may not be accessed."
 
     def __init__(self):
-        self.base = libc.mmap(None, ROOM + 2 * PAGE, 3, 0x22, -1, 0)
-        assert libc.mprotect(self.base, PAGE, 0) == 0
-        assert libc.mprotect(self.base + PAGE + ROOM, PAGE, 0) == 0
+        self.base = allocate(ROOM + 2 * PAGE)
+        assert forbid(self.base, PAGE)
+        assert forbid(self.base + PAGE + ROOM, PAGE)
 
     def array(self, shape, dtype, at_end):
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -142,7 +157,9 @@ print("untouched")
 
 
 @pytest.mark.promise("bounds")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mmap and mprotect by Linux's numbers")
+@pytest.mark.skipif(
+    sys.platform not in ("linux", "win32"), reason="memory is protected by the numbers of Linux and Windows"
+)
 def test_nothing_outside_an_array_is_accessed(isa: str) -> None:
     done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"

@@ -69,7 +69,7 @@ def test_the_reference_does_not_use_the_kernels() -> None:
     parts = list(Path(reference.__file__).parent.glob("*.py"))
     assert len(parts) > 3
     for part in parts:
-        assert "_cattn" not in part.read_text().replace("from cattn._input.types", "")
+        assert "_cattn" not in part.read_text("utf-8").replace("from cattn._input.types", "")
 
 
 # ---- softmax -------------------------------------------------------------------------------------------------------

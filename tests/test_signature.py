@@ -115,7 +115,7 @@ def test_signatures_are_those_of_the_source() -> None:
 
 def attention_table() -> list[str]:
     """The names of attention's arguments in C."""
-    text = (ROOT / "csrc/binding/attention_args.h").read_text()
+    text = (ROOT / "csrc/binding/attention_args.h").read_text("utf-8")
     table = text.split("#define ATTENTION_ARGUMENTS(A)")[1].split("\n\n")[0]
     return re.findall(r"\bA\((\w+)\)", table)
 
@@ -125,7 +125,7 @@ def test_one_table_of_attention_arguments() -> None:
     names = attention_table()
     assert names == list(inspect.signature(cattn.scaled_dot_product_attention).parameters)
     assert names == list(inspect.signature(cattn.reference.scaled_dot_product_attention).parameters)
-    page = (ROOT / "docs/semantics.md").read_text()
+    page = (ROOT / "docs/semantics.md").read_text("utf-8")
     assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
     first, last = names.index("scale"), names.index("rng")
     assert list(AttentionOptions.__annotations__) == names[first : last + 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import cattn
-from support import UNDER_SANITIZER
+from support import UNDER_SANITIZER, needs_fork, press_ctrl_c
 
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -119,6 +118,7 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
+@needs_fork
 @pytest.mark.promise("fork")
 def test_fork_after_threads_were_used() -> None:
     query, key, value = work()
@@ -132,6 +132,7 @@ def test_fork_after_threads_were_used() -> None:
         assert bits(cattn.causal_attention(query, key, value)) == expected
 
 
+@needs_fork
 @pytest.mark.promise("fork")
 def test_fork_while_another_thread_computes() -> None:
     query, key, value = work()
@@ -245,7 +246,7 @@ def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
 
             def interrupt(sent: list[float] = sent) -> None:
                 sent.append(time.monotonic())
-                os.kill(os.getpid(), signal.SIGINT)
+                press_ctrl_c()
 
             timer = threading.Timer(0.3, interrupt)
             timer.start()

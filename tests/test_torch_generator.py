@@ -18,6 +18,7 @@ import pytest
 
 import cattn
 import cattn.random
+from alarm import ALARM, set_alarm
 from cattn import TorchGenerator
 from support import assert_same_bits
 
@@ -224,19 +225,18 @@ def test_calls_of_several_threads_draw_the_stream_once(n: int) -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
-    before = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(ALARM)
 
-    def set_alarm(action: Callable[[], None]) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: action())
-        signal.setitimer(signal.ITIMER_REAL, 0.03)
+    def arm(action: Callable[[], None]) -> None:
+        signal.signal(ALARM, lambda *_: action())
+        set_alarm(0.03)
 
-    yield set_alarm
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    yield arm
+    set_alarm(0)
+    signal.signal(ALARM, before)
 
 
 @pytest.mark.promise("failed calls")
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
 def test_an_interrupted_draw_leaves_the_generator_unchanged(alarm: Callable[[Callable[[], None]], None]) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -251,7 +251,6 @@ def test_an_interrupted_draw_leaves_the_generator_unchanged(alarm: Callable[[Cal
     assert generator.rand(3).shape == (3,)  # it is not locked
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs an interval timer")
 def test_a_signal_handler_cannot_use_a_generator_that_is_drawing(alarm: Callable[[Callable[[], None]], None]) -> None:
     other = TorchGenerator(13)
     said = drawn = None
@@ -405,21 +404,21 @@ def test_a_handler_that_raises_during_a_short_call(name: str) -> None:
     }[name]
     duration = min(timeit.repeat(call, number=1, repeat=10))
     before = generator.get_state()
-    handler = signal.signal(signal.SIGALRM, stop)
+    handler = signal.signal(ALARM, stop)
     stopped = 0
     try:
         for step in range(80):
             generator.set_state(before)
             try:
-                signal.setitimer(signal.ITIMER_REAL, duration * (step % 4 + 1) / 6)
+                set_alarm(duration * (step % 4 + 1) / 6)
                 call()
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                set_alarm(0)
             except ZeroDivisionError:
                 stopped += 1
                 np.testing.assert_array_equal(generator.get_state(), before)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        set_alarm(0)
+        signal.signal(ALARM, handler)
     assert stopped > 0
 
 

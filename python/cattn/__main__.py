@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -51,6 +52,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _is_closed_pipe(error: BaseException) -> bool:
+    """Return whether the reader of the output is gone. The C library of Windows calls that an invalid argument."""
+    return isinstance(error, BrokenPipeError) or (
+        sys.platform == "win32" and isinstance(error, OSError) and (error.errno, error.filename) == (errno.EINVAL, None)
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = attend.complete_causal(sys.argv[1:] if argv is None else argv)
@@ -74,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cattn: interrupted; nothing was written", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `python -m cattn | head`: the reader has closed the pipe
-        sys.stderr.close()
-        return 1
     except (OSError, MemoryError) as error:
+        if _is_closed_pipe(error):  # `python -m cattn | head`
+            sys.stderr.close()
+            return 1
         print(f"cattn: error: {str(error) or 'out of memory'}", file=sys.stderr)
         return 1
     return 0

@@ -318,14 +318,16 @@ def run(options: argparse.Namespace) -> None:
             for file in files.values():
                 refuse_inputs(file.option, file.target, job.inputs)
         outputs = {name: file.allocate(*job.results[name]) for name, file in files.items()}
+        stack.callback(outputs.clear)  # before the files are deleted: Windows deletes none that is mapped
 
         with Progress(job.batch * job.T_q, options.quiet) as progress:
             for entries, rows in job.slices():
                 job.compute(entries, rows, outputs)
                 progress.advance((entries.stop - entries.start) * (rows.stop - rows.start))
-        del outputs
-        commit(list(files.values()))
-    if not options.quiet:
         seed = f", dropout seed {job.settings['rng']}" if "rng" in job.settings else ""
         shape, dtype = job.results["out"]
+        outputs.clear()
+        del job  # Windows replaces no file that is mapped, and a result may replace an input
+        commit(list(files.values()))
+    if not options.quiet:
         say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")

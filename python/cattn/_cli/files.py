@@ -3,7 +3,8 @@
 import contextlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +132,7 @@ class Output:
         self.target = Path(os.path.realpath(target))  # replace the file that a link points to, not the link
         self.name = name
         self.array: Array | None = None
+        self._flush: Callable[[], None] | None = None
         if self.target.suffix not in (".npy", *ARCHIVES):
             raise InputError(f"{target}: output files end in .npy, .npz or .safetensors")
         if self.target.is_dir() or not self.target.parent.is_dir():
@@ -165,18 +167,20 @@ class Output:
     def finish(self) -> None:
         """Write everything to the temporary file, in the format of the target."""
         with errors_name(self.target):
-            if self.array is not None and self.array.size:
+            if self._flush is not None:
                 self._flush()
-                del self._flush
-            self.array = None
+            self.array = self._flush = None
             if self.target.suffix in ARCHIVES:
                 mapped, self._temporary = self._temporary, temporary_beside(self.target)
                 try:
                     with open(self._temporary, "xb") as stream:
-                        array = np.load(mapped, mmap_mode="r").view(self._dtype)
-                        write_arrays(stream, self.target.suffix, {self.name: array})
-                finally:
-                    mapped.unlink()
+                        write_arrays(
+                            stream, self.target.suffix, {self.name: np.load(mapped, mmap_mode="r").view(self._dtype)}
+                        )
+                except BaseException as error:
+                    _unlink(mapped, error)
+                    raise
+                _unlink(mapped)
 
     def replace(self, *, revocable: bool) -> None:
         """Put the finished file in its place. If revocable, `restore` can undo it."""
@@ -201,9 +205,10 @@ class Output:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        self._temporary.unlink(missing_ok=True)
+        self.array = self._flush = None
+        _unlink(self._temporary, error)
         if self._former is not None:
             self._former.unlink(missing_ok=True)
 
@@ -216,6 +221,16 @@ def refuse_inputs(option: str, target: Path, inputs: Mapping[str, str]) -> None:
             raise InputError(
                 f"{option}: {target.name} is the input file of {name}; write to another file, or replace it by --force"
             )
+
+
+def _unlink(file: Path, error: BaseException | None = None) -> None:
+    """Delete a temporary file, also while an error is handled.
+
+    Windows does not delete a file that is mapped: the frames that have ended with the error must drop their arrays.
+    """
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+    file.unlink(missing_ok=True)
 
 
 def commit(outputs: Sequence[Output]) -> None:
