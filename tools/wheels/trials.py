@@ -183,7 +183,7 @@ def debian_python(work: Path) -> Path | None:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     run("apt-get", *words, "-q", "update")
-    run("apt-get", *words, "-q", "-y", "--download-only", "--no-install-recommends", "install", "python3")
+    run("apt-get", *words, "-q", "-y", "--download-only", "--no-install-recommends", "install", "python3", "libstdc++6")
     for package in sorted(state.glob("archives/*.deb")):
         run("dpkg-deb", "-x", package, root)
     return root
