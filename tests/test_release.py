@@ -33,7 +33,8 @@ def test_the_version_is_written_in_one_place() -> None:
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "cattn._version.__version__"}
     files = ["setup.py", "pyproject.toml", "noxfile.py", "docs/conf.py", "recipe/recipe.yaml", "RELEASING.md"]
     others = [ROOT / name for name in files]
-    others += [path for pattern in ("csrc/**/*.[ch]", "python/**/*.py", "python/**/*.pyi", "tools/*") for path in ROOT.glob(pattern)]
+    patterns = ("csrc/**/*.[ch]", "python/**/*.py", "python/**/*.pyi", "tools/*")
+    others += [path for pattern in patterns for path in ROOT.glob(pattern)]
     number = re.compile(rf"(?<![\d.]){re.escape(cattn.__version__)}(?![\d.])")
     found = [path.name for path in others if path.is_file() and number.search(path.read_text("utf-8", "replace"))]
     assert found == ["_version.py"]
