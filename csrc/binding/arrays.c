@@ -160,7 +160,7 @@ static void find_mask_hint(char *hint, size_t size, PyArrayObject *mask, const c
     const int own = PyArray_NDIM(mask);
     const npy_intp last = own > 0 ? PyArray_DIM(mask, own - 1) : 1;
     if (own == 2 && nd > 2 && nd <= MOST_AXES && PyArray_DIM(mask, 0) == dims[0] && last == dims[nd - 1]) {
-        const char *between = "None, None, None, " + (MOST_AXES - nd) * (int)strlen("None, ");
+        const char *between = &"None, None, None, "[(size_t)(MOST_AXES - nd) * strlen("None, ")];
         PyOS_snprintf(hint, size, ": to hide keys of whole batch entries pass %s[:, %s:]%s", name, between,
                       kind == CATTN_MASK_ANY ? ", or key_value_seq_lengths" : "");
     } else if (kind != CATTN_MASK_BOOL && nd > 3 && last != dims[nd - 1] && last != 1 && last == dims[nd - 3]) {
