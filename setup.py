@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, PlatformError
 
 CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.rglob("*.h")))
@@ -69,6 +70,19 @@ def compile_flags() -> list[str]:
     return flags
 
 
+NO_COMPILER = (
+    "cattn needs a C compiler and Python's headers ({}): install them by `apt install gcc libc6-dev python3-dev` on "
+    "Debian and Ubuntu, `dnf install gcc python3-devel` on Fedora, `xcode-select --install` on macOS, or the Build "
+    "Tools for Visual Studio with 'Desktop development with C++' on Windows"
+)
+
+
+class CompileFirst(build):
+    """Compiles before it copies files, so that the error for a missing compiler has nothing before it."""
+
+    sub_commands = sorted(build.sub_commands, key=lambda command: command[0] != "build_ext")
+
+
 class BuildTables(build_ext):
     """Compiles all objects in parallel, each kernel stub with the flags of its instruction set in both precisions."""
 
@@ -88,7 +102,18 @@ class BuildTables(build_ext):
                     found.append(flag)
         return found
 
+    def check_compiler(self) -> None:
+        """Stop at once, with a cure, where nothing can be compiled."""
+        with tempfile.TemporaryDirectory() as work:
+            probe = Path(work, "probe.c")
+            probe.write_text("#include <Python.h>\n")
+            try:
+                self.compiler.compile([str(probe)], work)
+            except (CompileError, PlatformError) as error:
+                raise CompileError(NO_COMPILER.format(error)) from error
+
     def build_extension(self, ext: Extension) -> None:
+        self.check_compiler()
         msvc = self.compiler.compiler_type == "msvc"
         tables = {"scalar": list[str]()} if msvc else dict(TABLES)
         if not (self.for_tests or self.editable_mode):
@@ -130,4 +155,4 @@ macros += [("Py_LIMITED_API", "0x030B0000")] if LIMITED else []
 sources = sorted(str(path) for layer in ("binding", "core") for path in (CSRC / layer).glob("*.c"))
 module = Extension("cattn._cattn", sources, define_macros=macros, depends=HEADERS, py_limited_api=LIMITED)
 tag = {"py_limited_api": "cp311" if LIMITED else False}
-setup(ext_modules=[module], cmdclass={"build_ext": BuildTables}, options={"bdist_wheel": tag})
+setup(ext_modules=[module], cmdclass={"build": CompileFirst, "build_ext": BuildTables}, options={"bdist_wheel": tag})

@@ -90,9 +90,13 @@ def row_of(case: Case, measured: Measured) -> dict[str, Any]:
     row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
     row["best_peer"] = best_peer(row["ratios"], row.get("other_arithmetic", ()))
     if "limit" in times:
-        work = measured.limit_work
-        row["limit"] = {"kind": case.limit, "per_second": work / times["limit"].median}
-        row["percent"] = 100 * case.work / work * times["limit"].over(cattn)
+        work, limit = measured.limit_work, times["limit"]
+        if case.limit in ("float32", "float64"):  # a constant of the CPU: other guests can only lower what is measured
+            per_second, percent = work / min(limit.rounds), case.work / work * min(limit.rounds) / cattn.median
+        else:  # a share of the memory's bandwidth, which changes from round to round
+            per_second, percent = work / limit.median, case.work / work * limit.over(cattn)
+        row["limit"] = {"kind": case.limit, "per_second": per_second}
+        row["percent"] = 100 * percent
     ours = cattn.median
     row["targets"] = {
         name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in case.targets.items()

@@ -131,33 +131,30 @@ def agreement(before: Path, now: Path, groups: list[str]) -> str:
 
 
 def markdown(folder: Path) -> str:
-    """Return the table of the README: prefill against the peers, with the machine's name and the date."""
+    """Return the table of the README: prefill against the best peer of each row, PyTorch and NumPy."""
     kept = load(folder, "prefill")
     if kept is None:
         raise FileNotFoundError(f"no {folder / 'prefill.json'}: run `python -m benchmarks prefill` first")
     machine, rows = kept["machine"], kept["rows"]
-    peers = {name: peer for name, peer in PEERS.items() if any(name in row["ratios"] for row in rows)}
-    packages = {peer.package: peer.title.split()[0] for peer in peers.values() if peer.package in machine}
+    packages = {peer.package: peer.title.split()[0] for peer in PEERS.values() if peer.package in machine}
     versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
-    head = ["query", "cattn", "of the FMA peak", "best peer", *(peer.title for peer in peers.values())]
+    shown = [name for name in ("torch", "numpy") if any(name in row["ratios"] for row in rows)]
+    titles = ["query", "time", "of the FMA peak", "best peer", *(PEERS[name].title for name in shown)]
     lines = [
-        "Time of each peer / time of cattn, on one thread, medians of interleaved rounds. Rows are causal unless all",
-        f"keys are visible (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels, "
-        f"{machine['date']}; {versions}). Peers with * compute",
-        "in fewer bits than the row's dtype, and are never the best peer:",
+        "Other libraries' time in units of cattn's, one thread, causal unless all keys are visible, medians of",
+        f"interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels,",
+        f"{machine['date']}; {versions}):",
         "",
-        "| " + " | ".join(head) + " |",
-        "|" + " --- |" * len(head),
+        "| " + " | ".join(titles) + " |",
+        "| --- | ---: | ---: | --- |" + " ---: |" * len(shown),
     ]
     for row in rows:
-        ratios = [f"{row['ratios'][name]:.2f}" if name in row["ratios"] else "" for name in peers]
-        stars = ["*" if name in row.get("other_arithmetic", ()) else "" for name in peers]
-        ratios = [ratio + star for ratio, star in zip(ratios, stars, strict=True)]
         first = row.get("best_peer")
-        ratios.insert(0, f"{PEERS[first].title} {row['ratios'][first]:.2f}" if first in PEERS else "")
+        best = f"{PEERS[first].title} {row['ratios'][first]:.2f}×" if first in PEERS else ""
+        ratios = [f"{row['ratios'][name]:.1f}×" if name in row["ratios"] else "" for name in shown]
         share = f"{row['percent']:.0f} %" if "percent" in row else ""
         took = duration(row["seconds"]["cattn"]["median"])
-        lines.append("| " + " | ".join([row["name"], took, share, *ratios]) + " |")
+        lines.append("| " + " | ".join([row["name"], took, share, best, *ratios]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -184,9 +181,9 @@ def draw(folder: Path) -> list[Path]:
 def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(6.4, 3.6), dpi=110, layout="constrained")
+    figure, ax = plt.subplots(figsize=(8, 4), dpi=110, layout="constrained")
     ax.set(xlabel="T, tokens", ylabel=ylabel, xscale="log")
-    ax.set_title(title, fontsize="medium")
+    ax.set_title(title, fontsize="small")
     ax.set_xticks(lengths, [str(length) for length in lengths])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
@@ -196,7 +193,7 @@ def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
 def _save_figure(figure: Any, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    figure.axes[0].legend()
+    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path)
     plt.close(figure)
     return path

@@ -250,7 +250,7 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     page.write_text("above\n<!-- benchmarks: begin -->\nold\n<!-- benchmarks: end -->\nbelow\n")
     assert suite.main(["report", "-o", str(tmp_path), "--into", str(page)]) == 0
     text = page.read_text("utf-8")
-    assert text.startswith("above\n<!-- benchmarks: begin -->\nTime of each peer")
+    assert text.startswith("above\n<!-- benchmarks: begin -->\nOther libraries' time")
     assert text.endswith("<!-- benchmarks: end -->\nbelow\n")
     assert "old" not in text
     page.write_text("nothing")

@@ -185,10 +185,15 @@ def test_attend_runs_in_a_thread(folder: Path) -> None:
     np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v))
 
 
-def test_attend_replaces_an_input_and_keeps_links(folder: Path) -> None:
+def test_attend_replaces_an_input_only_by_force_and_keeps_links(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     q, k, v = save((6, 4), (6, 4), (6, 4))
     os.symlink("q.npy", "out.npy")
-    assert attend_files("--quiet") == 0
+    assert attend_files("--quiet") == 2
+    assert re.search(r"--output: q\.npy is the input file of query; .*--force", capsys.readouterr().err)
+    np.testing.assert_array_equal(np.load("q.npy"), q)
+    assert attend_files("--quiet", "--force") == 0
     assert os.path.islink("out.npy")
     np.testing.assert_array_equal(np.load("q.npy"), cattn.scaled_dot_product_attention(q, k, v))
 

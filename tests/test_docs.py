@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import cattn
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.random, cattn.cache]  # tests/test_nn.py has the modules of cattn.nn
+MODULES = [cattn, cattn.random]  # tests/test_nn.py has the modules of cattn.nn
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:
@@ -65,9 +66,27 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 @pytest.mark.promise("documentation")
 def test_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    assert len(blocks) >= 3
-    exec("\n".join(blocks), {})
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
+    results = doctest.DocTestRunner(verbose=False).run(test)
+    assert results.failed == 0
+    assert results.attempted >= 8
+    assert len(text.splitlines()) <= 120, "the README is the first page, not the documentation"
+
+
+@pytest.mark.promise("documentation")
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if not target.startswith("https://")]
+    assert len(targets) >= 5
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_readmes_comparison_holds_for_cattn() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "others.py"))
+    assert all(example["answers"](example["with_cattn"]).values())
+    assert not all(example["answers"](example["with_numpy"]).values())
 
 
 @pytest.mark.promise("documentation")
@@ -87,6 +106,8 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
+    if any(">>> import torch" in block for block in blocks):
+        pytest.importorskip("torch")
     if any("cattn.plot_attention(" in block for block in blocks):
         pytest.importorskip("matplotlib")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):

@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import cattn
 from cattn import reference
@@ -247,6 +246,7 @@ def test_dropout_of_halves_is_that_of_pytorch(
     p: float, shape: tuple[int, ...], half: np.dtype, rng: np.random.Generator
 ) -> None:
     """PyTorch first rounds 1 / (1 - p) to the dtype of the tensor."""
+    torch = pytest.importorskip("torch")
     x = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
     x = x.half() if half == np.float16 else x.bfloat16()
     torch.manual_seed(123)
@@ -316,6 +316,7 @@ def test_wrong_dtypes_are_refused(half: np.dtype) -> None:
 
 @pytest.mark.promise("kinds of arrays")
 def test_torch_tensors_of_halves_are_inputs(half: np.dtype) -> None:
+    torch = pytest.importorskip("torch")
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     x = x.half() if half == np.float16 else x.bfloat16()
     array = x.view(torch.int16).numpy().view(half)
@@ -341,11 +342,20 @@ def test_ml_dtypes_is_needed_only_for_bfloat16() -> None:
         "assert cattn.causal_attention(x, x, x).dtype == np.float16\n"
         "try: cattn.KVCache(1, 1, 1, 1, dtype='bfloat16')\n"
         "except TypeError as error: print(error)\n"
-        "import torch\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == "dtype is bfloat16, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')\n"
+    )
+
+
+def test_tensors_of_bfloat16_need_ml_dtypes() -> None:
+    pytest.importorskip("torch")
+    code = (
+        "import sys; sys.modules['ml_dtypes'] = None\n"
+        "import cattn, torch\n"
         "try: cattn.softmax(torch.ones(3, dtype=torch.bfloat16))\n"
         "except TypeError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, second = done.stdout.splitlines()
-    assert first == "dtype is bfloat16, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')"
-    assert second.startswith("x is a tensor of bfloat16, which NumPy does not have: install ml_dtypes")
+    assert done.stdout.startswith("x is a tensor of bfloat16, which NumPy does not have: install ml_dtypes")

@@ -178,7 +178,7 @@ def swapped_axes(x: np.ndarray) -> np.ndarray:
 
 
 def torch_tensor(x: np.ndarray) -> Any:
-    import torch
+    torch = pytest.importorskip("torch")
 
     return torch.from_numpy(x.copy())
 
@@ -217,7 +217,7 @@ def test_objects_without_a_shape_have_gradients_and_explanations(rng: np.random.
 
 
 def test_an_array_that_dlpack_cannot_export_is_refused_by_name() -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     tensor = OnlyDLPack(torch.ones(2, 3, requires_grad=True))
     with pytest.raises(TypeError, match=r"^key cannot be read by DLPack: .*gradient"):
@@ -290,24 +290,35 @@ def test_sliding_windows_give_the_bits_of_copies(dtype: Any, normal: Normal) -> 
 
 
 # ---- no copies -----------------------------------------------------------------------------------------------------
-@pytest.mark.promise("conversions")
-def test_arrays_of_a_supported_dtype_are_not_copied(dtype: Any) -> None:
-    import torch
-
-    x = np.arange(12.0, dtype=dtype).reshape(3, 4)
-    tensor = torch.from_numpy(x)
-    mapping = [x, x.T, x[::-1], x[:, ::2], np.broadcast_to(x, (5, 3, 4)), as_subclass(x), OnlyArray(x), memoryview(x)]
-    for y in [*mapping, OnlyInterface(x), OnlyDLPack(x), tensor, tensor.t(), tensor[1:, ::3], OnlyDLPack(tensor)]:
+def check_not_copied(x: np.ndarray, kinds: list[Any], mask: np.ndarray, masks: list[Any]) -> None:
+    """Check that the kinds of array that hold x are read in place, and those that hold the mask."""
+    for y in kinds:
         assert np.shares_memory(_arrays.as_array(y, "x"), x)
-    mask = x > 3
-    for y in (mask, mask.T, torch.from_numpy(mask), OnlyDLPack(mask)):
+        assert np.shares_memory(_arrays.as_bias(y, "bias", x.dtype.char), x)
+    for y in masks:
         assert np.shares_memory(_arrays.as_mask(y, "attn_mask", "f"), mask)
         assert np.shares_memory(_arrays.as_bool(y, "where", ""), mask)
-    assert np.shares_memory(_arrays.as_bias(tensor, "bias", x.dtype.char), x)
+
+
+@pytest.mark.promise("conversions")
+def test_arrays_of_a_supported_dtype_are_not_copied(dtype: Any) -> None:
+    x = np.arange(12.0, dtype=dtype).reshape(3, 4)
+    views = [x, x.T, x[::-1], x[:, ::2], np.broadcast_to(x, (5, 3, 4)), as_subclass(x), OnlyArray(x), memoryview(x)]
+    mask = x > 3
+    check_not_copied(x, [*views, OnlyInterface(x), OnlyDLPack(x)], mask, [mask, mask.T, OnlyDLPack(mask)])
+
+
+@pytest.mark.promise("conversions")
+def test_tensors_of_a_supported_dtype_are_not_copied(dtype: Any) -> None:
+    torch = pytest.importorskip("torch")
+    x = np.arange(12.0, dtype=dtype).reshape(3, 4)
+    mask, tensor = x > 3, torch.from_numpy(x)
+    kinds = [tensor, tensor.t(), tensor[1:, ::3], OnlyDLPack(tensor)]
+    check_not_copied(x, kinds, mask, [torch.from_numpy(mask), OnlyDLPack(torch.from_numpy(mask))])
 
 
 def test_torch_tensors_give_the_bits_of_arrays(rng: np.random.Generator) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     call = calls(rng)["attention"]
     tensors = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in call[1].items()}

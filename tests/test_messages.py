@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import cattn
 
 X = np.ones((4, 3), np.float32)
 PACKED = np.ones((5, 1, 2), np.float32)
-SEVERAL = {"array": np.ones(4), "tensor": torch.ones(4), "integers": np.arange(4)}
+SEVERAL: dict[str, Callable[[], Any]] = {
+    "array": lambda: np.ones(4),
+    "tensor": lambda: pytest.importorskip("torch").ones(4),
+    "integers": lambda: np.arange(4),
+}
 
 Call = Callable[[Any], object]
 NUMBERS: dict[str, Call] = {
@@ -46,8 +49,9 @@ NUMBERS: dict[str, Call] = {
 def test_an_array_in_the_place_of_one_number_is_refused_by_name(name: str, kind: str) -> None:
     if name == "vmax":
         pytest.importorskip("matplotlib")
+    several = SEVERAL[kind]()
     with pytest.raises(TypeError, match=f"^{name} must be "):
-        NUMBERS[name](SEVERAL[kind])
+        NUMBERS[name](several)
 
 
 PROBABILITIES: list[tuple[str, Call]] = [

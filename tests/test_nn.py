@@ -493,10 +493,12 @@ def test_repr_can_be_evaluated() -> None:
 
 @pytest.mark.parametrize("module", [_chapter, cache, _layers, _module])
 def test_the_examples_of_the_modules_run(module: Any) -> None:
-    """A public class says that it is of ``cattn.nn``, and the methods of such a class are found only one by one."""
+    """The public classes say that they are of ``cattn`` or ``cattn.nn``: doctest finds methods one by one only."""
     finder, runner = doctest.DocTestFinder(exclude_empty=True), doctest.DocTestRunner()
     classes = [
-        x for x in vars(module).values() if isinstance(x, type) and x.__module__ in (module.__name__, "cattn.nn")
+        x
+        for x in vars(module).values()
+        if isinstance(x, type) and x.__module__ in (module.__name__, "cattn", "cattn.nn")
     ]
     for owner in (module, *classes):
         for test in finder.find(owner, owner.__name__, module=module, globs=vars(module).copy()):

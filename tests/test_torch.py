@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cattn
 from support import INF, in_contract, table
+
+torch = pytest.importorskip("torch")
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 Normal = Callable[..., np.ndarray]
 sdpa = torch.nn.functional.scaled_dot_product_attention

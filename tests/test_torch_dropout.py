@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 import cattn
 from cattn import _cattn
+
+torch = pytest.importorskip("torch")
 
 CASES = {
     "2-d": ((6, 2), (6, 2)),

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import cattn
-from cattn.integrations import torch as bridge
+
+torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from cattn.integrations import torch as bridge  # noqa: E402
 
 attention = bridge.scaled_dot_product_attention
 theirs = torch.nn.functional.scaled_dot_product_attention

@@ -4,10 +4,11 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 
-from cattn.integrations import torch as bridge
-from test_torch_integration import attention, tensors, theirs
+torch = pytest.importorskip("torch")
+
+from cattn.integrations import torch as bridge  # noqa: E402
+from test_torch_integration import attention, tensors, theirs  # noqa: E402
 
 
 def causal_bias(which: str, *sizes: int) -> Any:

@@ -126,22 +126,46 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
     return type;
 }
 
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
+static bool broadcasts(PyArrayObject *array, int nd, const npy_intp *dims) {
     const int own = PyArray_NDIM(array);
     const npy_intp *own_dims = PyArray_DIMS(array);
     bool fits = own <= nd;
     for (int back = 1; fits && back <= own; back++)
         fits = own_dims[own - back] == 1 || own_dims[own - back] == dims[nd - back];
-    if (fits)
-        return true;
-    PyObject *shape = cattn_shape_tuple(own, own_dims);
+    return fits;
+}
+
+/* The ValueError for an array that does not broadcast to dims; `hint` ends it. Always false. */
+static bool error_broadcast(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+                            const char *hint) {
+    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
     PyObject *target = cattn_shape_tuple(nd, dims);
     if (shape != NULL && target != NULL)
-        PyErr_Format(PyExc_ValueError, "%s has shape %R, which does not broadcast to %s %R", name, shape, meaning,
-                     target);
+        PyErr_Format(PyExc_ValueError, "%s has shape %R, which does not broadcast to %s %R%s", name, shape, meaning,
+                     target, hint);
     Py_XDECREF(shape);
     Py_XDECREF(target);
     return false;
+}
+
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
+    return broadcasts(array, nd, dims) || error_broadcast(array, name, nd, dims, meaning, "");
+}
+
+/* The two shapes of a mask that people pass in the wrong layout: (batch, keys), and one whose last axis has the size of
+ * axis -3, since query and key are (..., tokens, heads, head_dim). */
+static void find_mask_hint(char *hint, size_t size, PyArrayObject *mask, const char *name, enum cattn_mask_kind kind,
+                           int nd, const npy_intp *dims) {
+    enum { MOST_AXES = 5 };
+    const int own = PyArray_NDIM(mask);
+    const npy_intp last = own > 0 ? PyArray_DIM(mask, own - 1) : 1;
+    if (own == 2 && nd > 2 && nd <= MOST_AXES && PyArray_DIM(mask, 0) == dims[0] && last == dims[nd - 1]) {
+        const char *between = "None, None, None, " + (MOST_AXES - nd) * (int)strlen("None, ");
+        PyOS_snprintf(hint, size, ": to hide keys of whole batch entries pass %s[:, %s:]%s", name, between,
+                      kind == CATTN_MASK_ANY ? ", or key_value_seq_lengths" : "");
+    } else if (kind != CATTN_MASK_BOOL && nd > 3 && last != dims[nd - 1] && last != 1 && last == dims[nd - 3]) {
+        PyOS_snprintf(hint, size, ": " CATTN_LAYOUT_HINT);
+    }
 }
 
 bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims) {
@@ -171,8 +195,12 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
         PyObject *helpers[] = {state->as_mask, state->as_bias, state->as_bool};
         mask = converted(helpers[kind], object, name, floating ? type : NPY_BOOL, boolean ? NPY_BOOL : type);
     }
-    if (mask != NULL && !cattn_arg_broadcasts(mask, name, nd, dims, "the scores' shape"))
+    if (mask != NULL && !broadcasts(mask, nd, dims)) {
+        char hint[256] = "";
+        find_mask_hint(hint, sizeof hint, mask, name, kind, nd, dims);
+        error_broadcast(mask, name, nd, dims, "the scores' shape", hint);
         Py_CLEAR(mask);
+    }
     return mask;
 }
 

@@ -102,8 +102,10 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     const bool broadcasts = query == 1 || kv_heads == 1 || query == kv_heads; /* as NumPy does */
     if (!broadcasts && (kv_heads == 0 || query % kv_heads != 0)) {
         PyErr_Format(PyExc_ValueError,
-                     "query has %zd heads (axis -3), key and value have %zd: they must be equal, or query's a multiple",
-                     (Py_ssize_t)query, (Py_ssize_t)kv_heads);
+                     "query has %zd heads (axis -3), key and value have %zd: they must be equal, or query's a "
+                     "multiple%s",
+                     (Py_ssize_t)query, (Py_ssize_t)kv_heads,
+                     params->seqlen_q == params->seqlen_k ? "; " CATTN_LAYOUT_HINT : "");
         return false;
     }
     if (!broadcasts && forbidden) {

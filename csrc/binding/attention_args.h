@@ -26,9 +26,10 @@
     A(alibi_slopes)                                                                                                    \
     A(sinks)                                                                                                           \
     A(rng)                                                                                                             \
-    A(need_weights)                                                                                                    \
+    A(return_weights)                                                                                                  \
     A(return_lse)                                                                                                      \
     A(return_dropout_mask)                                                                                             \
+    A(need_weights)                                                                                                    \
     A(out)
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */

@@ -66,6 +66,7 @@ struct cattn_signature {
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
     H(softmax_axes)                                                                                                    \
+    H(masked_softmax_axes)                                                                                             \
     H(widen_for_dropout)                                                                                               \
     H(drop_weights)                                                                                                    \
     H(pack_sequences)                                                                                                  \

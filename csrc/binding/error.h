@@ -15,4 +15,7 @@ bool cattn_ready(const struct binding_state *state);
 /* A shape as Python shows it, a new reference. */
 PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
 
+/* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
+#define CATTN_LAYOUT_HINT "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on"
+
 #endif

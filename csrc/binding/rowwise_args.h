@@ -5,7 +5,7 @@
 #define CATTN_ROWWISE_ARGS_H
 
 #define SOFTMAX_ARGUMENTS(A) A(x) A(axis) A(where) A(scale) A(out)
-#define MASKED_SOFTMAX_ARGUMENTS(A) A(scores) A(mask) A(is_causal) A(query_offset) A(scale) A(method) A(out)
+#define MASKED_SOFTMAX_ARGUMENTS(A) A(scores) A(mask) A(axis) A(is_causal) A(query_offset) A(scale) A(method) A(out)
 #define DROPOUT_ARGUMENTS(A) A(x) A(p) A(training) A(rng) A(return_mask) A(out)
 #define CAUSAL_MASK_ARGUMENTS(A) A(T_q) A(T_k) A(is_causal) A(query_offset) A(window_size)
 

@@ -116,12 +116,12 @@ PyObject *cattn_py_release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unus
     return PyBool_FromLong(cattn_release());
 }
 
-#if defined(__clang__)
+#if defined(__apple_build_version__)
+#define COMPILER "Apple Clang " __clang_version__
+#elif defined(__clang__)
 #define COMPILER "Clang " __clang_version__
 #elif defined(__GNUC__)
 #define COMPILER "GCC " __VERSION__
-#elif defined(_MSC_VER)
-#define COMPILER "MSVC"
 #else
 #define COMPILER "unknown"
 #endif
@@ -132,7 +132,18 @@ PyObject *cattn_py_build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(u
 #else
     PyObject *limited = Py_False;
 #endif
-    return Py_BuildValue("{s:s, s:O}", "compiler", COMPILER, "limited_api", limited);
+#ifdef Py_GIL_DISABLED
+    PyObject *free_threaded = Py_True;
+#else
+    PyObject *free_threaded = Py_False;
+#endif
+#ifdef NDEBUG
+    PyObject *assertions = Py_False;
+#else
+    PyObject *assertions = Py_True;
+#endif
+    return Py_BuildValue("{s:s, s:s, s:O, s:O, s:O}", "compiler", COMPILER, "python_headers", PY_VERSION, "limited_api",
+                         limited, "free_threaded", free_threaded, "assertions", assertions);
 }
 
 /* ---- environment ---- */

@@ -65,8 +65,11 @@ static bool parse_mask(struct call *call, PyObject *object, const char *name) {
     return mask != NULL;
 }
 
+/* The queries are on the last axis but the one of the keys, and all axes before these two are batch dimensions. */
 static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *query_offset) {
     struct cattn_softmax_params *params = call->params;
+    npy_intp batch[NPY_MAXDIMS];
+    int n_batch_dims = 0;
     if (!cattn_arg_ranges(call->state, is_causal, query_offset, Py_None, &call->ranges))
         return false;
     params->is_causal = call->ranges.is_causal;
@@ -76,10 +79,15 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
                          "scores must have at least 2 dimensions (..., T_q, T_k) with is_causal, got %d", call->own_nd);
         return !params->is_causal;
     }
-    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
-                                            .seqlen_k = call->dims[call->nd - 1],
-                                            .n_batch_dims = call->nd - 2,
-                                            .batch = call->dims,
+    const int query_axis = call->axis == call->nd - 1 ? call->nd - 2 : call->nd - 1;
+    for (int axis = 0; axis < query_axis; axis++) {
+        if (axis != call->axis)
+            batch[n_batch_dims++] = call->dims[axis];
+    }
+    const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[query_axis],
+                                            .seqlen_k = call->dims[call->axis],
+                                            .n_batch_dims = n_batch_dims,
+                                            .batch = batch,
                                             .query_lengths = Py_None,
                                             .key_lengths = Py_None};
     params->ranges.offsets.batch[sizes.n_batch_dims] = 0; /* the query axis */
@@ -165,15 +173,19 @@ PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args
     struct cattn_softmax_params params;
     npy_intp dims[NPY_MAXDIMS];
     struct call call = {.state = state, .params = &params, .dims = dims};
+    if (!PyLong_CheckExact(args[MASKED_SOFTMAX_axis])) /* as softmax */
+        return PyObject_CallFunctionObjArgs(
+            state->masked_softmax_axes, args[MASKED_SOFTMAX_scores], args[MASKED_SOFTMAX_axis],
+            args[MASKED_SOFTMAX_mask], args[MASKED_SOFTMAX_is_causal], args[MASKED_SOFTMAX_query_offset],
+            args[MASKED_SOFTMAX_scale], args[MASKED_SOFTMAX_method], args[MASKED_SOFTMAX_out], NULL);
     bool parsed = parse_x(&call, args[MASKED_SOFTMAX_scores], "scores");
     if (parsed && call.own_nd == 0) {
         PyErr_SetString(PyExc_ValueError, "scores must have at least 1 dimension (..., T_q, T_k), got 0");
         parsed = false;
     }
-    if (parsed)
-        take_axis(&call, call.nd - 1);
     return finish(&call,
-                  parsed && parse_mask(&call, args[MASKED_SOFTMAX_mask], "mask") &&
+                  parsed && parse_axis(&call, args[MASKED_SOFTMAX_axis], "scores") &&
+                      parse_mask(&call, args[MASKED_SOFTMAX_mask], "mask") &&
                       parse_positions(&call, args[MASKED_SOFTMAX_is_causal], args[MASKED_SOFTMAX_query_offset]) &&
                       cattn_arg_scale(args[MASKED_SOFTMAX_scale], call.type, &params.scale) &&
                       parse_method(state, args[MASKED_SOFTMAX_method], &params.method) &&

@@ -92,9 +92,10 @@ __all__ = [
 ]
 
 
-# Pickles and help name the public place of a class, which stays when the files change.
-for _class in (AttentionGradients, AttentionOutput, CausalAlignmentWarning, Explanation, num_threads):
-    _class.__module__ = __name__
+# Pickles and help name the public place of a function or class, which stays when the files change.
+for _name in __all__:
+    if getattr(globals().get(_name), "__module__", f"{__name__}.nn") != f"{__name__}.nn":
+        globals()[_name].__module__ = __name__
 # Pickles of an earlier layout name these modules.
 sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in ("_explain", "_layers", "_types")})
 
@@ -109,5 +110,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, also those that are imported at their first use."""
-    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})
+    """List the public names and modules, also those that are imported at their first use."""
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *special, "cache", "functional", "nn", "random"})

@@ -1,4 +1,4 @@
-"""``python -m cattn``: a walk through causal attention. ``attend`` computes it on files, ``info`` shows the machine.
+"""``python -m cattn``: a walk through causal attention, and commands: ``attend`` and ``plot`` on files, ``info``.
 
 Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import cattn
-from cattn._cli import attend, machine, walk
+from cattn._cli import attend, info, machine, plot, walk
 from cattn._cli.files import InputError
 
 
@@ -28,7 +28,15 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    commands.add_parser("info", help="version, instruction sets, threads: quote them in bug reports")
+    plot.add_arguments(
+        commands.add_parser(
+            "plot",
+            help="heat maps of the attention weights in a file",
+            description=plot.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    commands.add_parser("info", help="system, versions, kernels, threads: quote them in bug reports")
     return parser
 
 
@@ -61,11 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "attend":
             attend.run(options)
+        elif options.command == "plot":
+            plot.run(options)
         elif options.command == "info":
-            cattn.show_config()
+            info.run()
         else:
             walk.run()
-            print(machine.measure(), flush=True)
+            print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
     except InputError as error:
         print(f"cattn: error: {error}", file=sys.stderr)
         return 2

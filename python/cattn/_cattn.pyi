@@ -24,7 +24,10 @@ class IsaInfo(TypedDict):
 @type_check_only
 class BuildInfo(TypedDict):
     compiler: str
+    python_headers: str
     limited_api: bool
+    free_threaded: bool
+    assertions: bool
 
 @disjoint_base
 class TorchStream:

@@ -1,4 +1,4 @@
-"""The configuration of this build, and the part of it that this machine uses."""
+"""The configuration of this build, how it was installed, and the part of it that this machine uses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ __all__ = ["show_config"]
 
 
 def _config() -> dict[str, Any]:
+    from . import _installation  # it imports many modules that nothing else needs
+
     current = _cattn._get_isa()
     tables = [
         {
@@ -37,8 +39,9 @@ def _config() -> dict[str, Any]:
         "block_keys": _cattn._block_keys(),
         "chunk_keys": _cattn._chunk_keys(),
         "num_threads": _threads.get_num_threads(),
-        "compiler": build["compiler"],
-        "limited_api": build["limited_api"],
+        **build,
+        **_installation.describe(),
+        "platform": platform.platform(),
         "machine": platform.machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -50,7 +53,7 @@ def show_config(mode: Literal["stdout"] = ...) -> None: ...
 @overload
 def show_config(mode: Literal["dicts"]) -> dict[str, Any]: ...
 def show_config(mode: str = "stdout") -> dict[str, Any] | None:
-    """Show the version, the instruction sets built and used, tile sizes, threads and the compiler.
+    """Show the version, the instruction sets built and used, tile sizes, threads, the build and the installation.
 
     Parameters
     ----------
@@ -61,7 +64,11 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     -------
     dict or None
         With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether its results
-        have the bits that all tables with this property share; "tables" lists every table of this build.
+        have the bits that all tables with this property share; "tables" lists every table of this build. "compiler",
+        "python_headers" (the version of Python that the build was for), "limited_api" (whether one build serves all
+        later versions, too), "free_threaded" and "assertions" are facts about the build. "installed" says where the
+        installer found it, "wheel" has the tags of the wheel that it unpacked or built. On Linux,
+        ``manylinux`` or ``musllinux`` in the tag is a wheel for many machines, ``linux`` one for this machine.
 
     Raises
     ------
@@ -80,16 +87,23 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     config = _config()
     if mode == "dicts":
         return config
+    print("\n".join(config_lines(config)))
+    return None
+
+
+def config_lines(config: dict[str, Any]) -> list[str]:
+    """Return the lines to print for a configuration, one for each entry and for each table."""
+    lines = []
     for key, entry in config.items():
         if key != "tables":
-            print(f"{key + ':':18}{entry}")
+            lines.append(f"{key + ':':18}{entry}")
             continue
-        print("tables:")
+        lines.append("tables:")
         for table in entry:
             rows, cols = table["micro_tile"]
             notes = [f"{table['lanes_float32']:2} lanes, micro-tile {rows}x{cols}, blocks of {table['block_queries']}"]
             notes += [] if table["usable"] else ["not on this CPU"]
             notes += [] if table["bit_contract"] else ["outside the bit contract"]
             notes += ["for tests only"] if table["test_only"] else []
-            print(f"  {table['name']:12}{', '.join(notes)}")
-    return None
+            lines.append(f"  {table['name']:12}{', '.join(notes)}")
+    return lines

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._input.arrays import as_array, is_bfloat16
+from ._input.names import with_hints
+from ._input.types import AttentionOutput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +29,9 @@ MOST_NUMBERS = 12  # cells of wider matrices do not show their numbers
 PANELS_IN_A_ROW = 3
 
 
+@with_hints
 def plot_attention(
-    weights: ArrayLike,
+    weights: ArrayLike | AttentionOutput,
     tokens: Sequence[str] | None = None,
     ax: Axes | ArrayLike | None = None,
     *,
@@ -46,9 +49,9 @@ def plot_attention(
 
     Parameters
     ----------
-    weights : array_like, shape (T_q, T_k) or (H, T_q, T_k)
-        Attention weights, or scores. With more than three axes, the first must have length 1. All heads share one scale
-        of colours, which starts at 0 or at the smallest negative number.
+    weights : array_like, shape (T_q, T_k) or (H, T_q, T_k), or AttentionOutput
+        Attention weights, or scores; of an `AttentionOutput`, its weights. With more than three axes, the first must
+        have length 1. All heads share one scale of colours, which starts at 0 or at the smallest negative number.
     tokens : sequence of str, optional
         The T_k tokens, written along both axes. With T_q < T_k the queries are the last T_q of them.
     ax : matplotlib.axes.Axes, or array of them, optional
@@ -91,9 +94,12 @@ def plot_attention(
     >>> [label.get_text() for label in ax.get_xticklabels()]
     ['Your', 'journey', 'starts']
     """
-    panels = _panels(weights)
+    given: Any = weights.weights if isinstance(weights, AttentionOutput) else weights
+    if given is None and weights is not None:
+        raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
+    panels = _panels(given)
     heads, seqlen_q, seqlen_k = panels.shape
-    one = np.ndim(weights) == 2
+    one = np.ndim(given) == 2
     key_labels, query_labels = _labels(tokens, query_tokens, seqlen_q, seqlen_k)
     names = _titles(titles, heads, one)
     mpl = _matplotlib()

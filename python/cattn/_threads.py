@@ -13,6 +13,7 @@ from typing import Any
 
 from . import _cattn
 from ._input.checks import as_size
+from ._input.names import with_hints
 from ._version import __version__
 
 __all__ = ["get_num_threads", "num_threads", "set_num_threads"]
@@ -67,6 +68,7 @@ def get_num_threads() -> int:
     return _cattn.get_num_threads()
 
 
+@with_hints
 def set_num_threads(n: int | None) -> None:
     """Set the number of threads for the whole process.
 
@@ -127,6 +129,7 @@ class num_threads:  # noqa: N801 - a function to its users
     3
     """
 
+    @with_hints
     def __init__(self, n: int) -> None:
         self.n = as_size(n, "n", maximum=2**31 - 1)
         self._before = _Before()

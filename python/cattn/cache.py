@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ._input.arrays import _asarray, as_array
 from ._input.checks import as_dtype, as_size
+from ._input.display import html_table
+from ._input.names import with_hints
 
 __all__ = ["KVCache"]
 
@@ -74,6 +76,7 @@ class KVCache:
     True
     """
 
+    @with_hints
     def __init__(
         self,
         batch_shape: int | tuple[int, ...] | list[int],
@@ -239,6 +242,17 @@ class KVCache:
             f"KVCache({self.batch_shape}, num_kv_heads={self.num_kv_heads}, max_len={self.max_len}, "
             f"head_dim={self.head_dim}{v_head_dim}, dtype={self.dtype}, lengths={self._show_lengths()})"
         )
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "lengths": f"{self._show_lengths()} of max_len={self.max_len}",
+            "batch_shape": self.batch_shape,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim if self.v_head_dim == self.head_dim else (self.head_dim, self.v_head_dim),
+            "dtype": self.dtype,
+            "nbytes": f"{self.nbytes:,}",
+        }
+        return html_table("KVCache", rows.items())
 
     def __getstate__(self) -> dict[str, Any]:
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}

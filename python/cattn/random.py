@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import _cattn
 from ._input.arrays import _asarray, as_array
 from ._input.checks import as_dtype, as_int, as_size
+from ._input.names import with_hints
 
 __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
 
@@ -97,6 +98,7 @@ class TorchGenerator(_cattn.TorchStream):
 
     __slots__ = ()
 
+    @with_hints
     def __init__(self, seed: int, dropout: Literal["aten", "mkl"] = "aten") -> None:
         self._seed(seed, dropout)
 
@@ -469,6 +471,7 @@ def default_generator() -> TorchGenerator:
         return _default
 
 
+@with_hints
 def manual_seed(seed: int) -> TorchGenerator:
     """Seed the generator that all modules share, as ``torch.manual_seed`` does.
 

@@ -1,7 +1,8 @@
 """``python -m cattn attend``: attention of arrays in files. Slices make it possible to report progress and to stop.
 
 The bits of a query do not depend on the other queries and batch entries of a call, so slices do not change the results.
-With dropout only queries are sliced, because the dropout mask depends on the batch index.
+With dropout only queries are sliced, because the dropout mask depends on the batch index. A slice gets the position of
+its first query as query_offset, and lengths that are counted from there.
 """
 
 import argparse
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import cattn
-from cattn._cli.files import Array, InputError, Output, commit, load, load_members
+from cattn._cli.files import Array, InputError, Output, commit, load, load_members, refuse_inputs
+from cattn._cli.messages import plain_warnings, say
 from cattn._cli.progress import Progress
 from cattn._input.arrays import broadcast_shapes
 from cattn._input.types import AttentionOutput
@@ -28,13 +31,15 @@ DESCRIPTION = """\
 Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
 
   cattn attend q.npy k.npy v.npy -o out.npy --causal
-  cattn attend qkv.npz -o out.npz                       (arrays called query, key, value)
+  cattn attend qkv.npz -o out.npz                       (arrays called query, key, value or q, k, v)
   cattn attend qkv.safetensors -o out.safetensors       (needs pip install 'cattn[safetensors]')
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
+  cattn attend qkv.npz -o out.npy --causal --window 255 0 --lengths 512,300
 
 Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
 dimensions on with heads on axis -3. Results are written to a temporary file next to the target and renamed when they
-are complete: an existing file is replaced then, and an interrupted run changes nothing."""
+are complete: an existing file is replaced then, and an interrupted run changes nothing. An input file is replaced only
+with --force."""
 
 # The arguments are collected at run time, which the overloads of the function do not allow.
 _attention: Callable[..., Any] = cattn.scaled_dot_product_attention
@@ -57,14 +62,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hide later keys; where T_q and T_k differ, align the last query with the last key (lower_right, the "
         "default) or the first with the first (upper_left)",
     )
+    add(
+        "--query-offset",
+        type=int,
+        metavar="N",
+        help="position of the first query: with --causal, query i sees the keys j <= i + N. Default: 0, or the "
+        "alignment of --causal",
+    )
+    add(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("L", "R"),
+        help="the query at position p sees the keys from p - L to p + R; -1 sets no bound on that side",
+    )
+    add(
+        "--lengths",
+        metavar="N,N",
+        help="valid keys of each batch entry, and valid queries where T_q = T_k: numbers, or a file of them; one "
+        "number is for all entries. Other keys are not read, and other queries get 0",
+    )
+    add("--query-lengths", metavar="N,N", help="valid queries of each batch entry, if they differ from the keys")
     add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
+    add("--softcap", type=float, metavar="X", help="bound of the scaled scores: X * tanh(score / X)")
     add("--mask", metavar="FILE", help="bool: True where the key is visible; or floats to add; as (..., T_q, T_k)")
     add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
+    add("--alibi", action="store_true", help="subtract ALiBi's slope times the distance of query and key; needs heads")
+    add("--sinks", metavar="FILE", help="one extra logit for each query head, (H,), in the softmax denominator")
+    add("--enable-gqa", action="store_true", help="axis -3 of arrays of three dimensions is heads, not a batch")
     add("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight")
     add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
     add("--weights", metavar="FILE", help="also write the attention weights (..., T_q, T_k), before dropout")
     add("--lse", metavar="FILE", help="also write the log-sum-exp of the scores (..., T_q)")
     add("--threads", type=int, metavar="N", help="default: CATTN_NUM_THREADS, or the number of CPUs")
+    add("--force", action="store_true", help="write also to a file that is an input")
     add("--quiet", action="store_true", help="neither progress nor a closing line")
 
 
@@ -75,6 +106,24 @@ def complete_causal(arguments: Sequence[str]) -> list[str]:
         if argument == "--causal" and i + 1 < len(result) and result[i + 1] not in ALIGNMENTS:
             result[i] = "--causal=lower_right"
     return result
+
+
+def _integers(text: str, option: str) -> NDArray[np.int64]:
+    """Return the lengths of an option: one number, some with commas between them, or the array of a file."""
+    parts = text.split(",")
+    try:
+        if all(part.strip().lstrip("-").isdecimal() for part in parts):
+            numbers = [int(part) for part in parts]
+            return np.array(numbers if len(numbers) > 1 else numbers[0], np.int64)
+    except (OverflowError, ValueError) as error:  # beyond 64 bits, or more digits than Python reads
+        raise InputError(f"{option} must hold numbers below 2**63, got {text[:40]}") from error
+    try:
+        array = load(text, option.strip("-").replace("-", "_"))
+    except InputError as error:
+        raise InputError(f"{option} must be numbers such as 5,3, or a file of them: {error}") from error
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{option} must hold integers, got {array.dtype} ({text})")
+    return array.astype(np.int64)
 
 
 class _Job:
@@ -95,6 +144,19 @@ class _Job:
             if spec is not None:
                 files[name] = spec
                 self.masks[name] = load(spec, name)
+        self.sinks: dict[str, Array] = {}
+        if options.sinks is not None:
+            files["sinks"] = options.sinks
+            self.sinks["sinks"] = load(options.sinks, "sinks")
+        self.inputs = dict(files)
+        lengths = {"key_value_seq_lengths": ("--lengths", options.lengths)}
+        lengths |= {"query_seq_lengths": ("--query-lengths", options.query_lengths)}
+        self.lengths: dict[str, NDArray[np.int64]] = {}
+        for name, (option, text) in lengths.items():
+            if text is not None:
+                self.lengths[name] = _integers(text, option)
+                files[name] = f"{option} {text}"
+                self.inputs[option] = text
         self._files = ", ".join(f"{name}: {spec}" for name, spec in files.items())
 
         if not 0 <= options.dropout <= 1:
@@ -102,19 +164,28 @@ class _Job:
         if options.seed is not None and not 0 <= options.seed < 2**64:
             raise InputError(f"--seed must be in 0 <= N < 2**64, got {options.seed}")
         self.settings: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
-        if options.causal:
-            self.settings["is_causal"] = True
+        self.settings |= {"softcap": options.softcap, "is_causal": options.causal is not None}
+        self.settings |= {"window_size": options.window} if options.window else {}
+        self.settings |= {"enable_gqa": True} if options.enable_gqa else {}
         if options.dropout:
             self.settings["rng"] = secrets.randbits(64) if options.seed is None else options.seed
-        self.query, self.key, self.value = self._check(arrays)
+        self.query, self.key, self.value = self._check(arrays, options)
         self.T_q, self.T_k = self.query.shape[-2], self.key.shape[-2]
-        self.offset = self.T_k - self.T_q if options.causal == "lower_right" else 0
+        self.query_lengths, self.key_lengths = (
+            self.lengths.get(f"{name}_seq_lengths", np.array(default))
+            for name, default in (("query", self.T_q), ("key_value", self.T_k))
+        )
+        self.offset: NDArray[np.int64] = np.array(options.query_offset or 0)
+        if options.query_offset is None and options.causal == "lower_right":
+            self.offset = self.key_lengths - self.query_lengths
         # Arrays of rank 2 have no batch dimensions, and with dropout these must not be sliced.
         self.rank = len(self.shape)
-        self.batch = self.shape[0] if self.rank > 2 and not options.dropout else 1
+        heads = self.rank > 3 or options.enable_gqa
+        self.batch_dims = max(0, self.rank - (3 if heads else 2))
+        self.batch = self.shape[0] if self.batch_dims and not options.dropout else 1
 
-    def _check(self, arrays: list[Array]) -> list[Array]:
-        """Let the library check all arguments, in a call without queries, before the first file is created."""
+    def _check(self, arrays: list[Array], options: argparse.Namespace) -> list[Array]:
+        """Let the library check all arguments, in calls without queries, before the first file is created."""
         query, key, value = arrays
         try:
             empty: AttentionOutput = _attention(
@@ -130,16 +201,29 @@ class _Job:
                     if broadcast_shapes(mask.shape, self.score_shape) == self.score_shape:
                         continue
                 raise ValueError(f"{name} has shape {mask.shape}, which does not broadcast to {self.score_shape}")
+            if options.alibi:
+                if len(self.shape) < 4 and not options.enable_gqa:
+                    raise ValueError(f"--alibi needs heads on axis -3 of four dimensions, the result has {self.shape}")
+                self.settings["alibi_slopes"] = cattn.get_alibi_slopes(self.shape[-3])
             _attention(
                 query[..., :0, :],
                 key,
                 value,
-                query_offset=0,
+                query_offset=0 if options.query_offset is None else options.query_offset,
                 **self._mask_rows(self.masks, slice(0, 0)),
+                **self.sinks,
                 **self.settings,
             )
-            whole: dict[str, Any] = self.masks
-            cattn.explain(query, key, value, query_offset=0, **whole)  # warns about masks that look wrong
+            # This checks the lengths, and warns about masks and alignments that look wrong.
+            whole: dict[str, Any] = {**self.masks, **self.lengths}
+            whole |= {name: self.settings[name] for name in ("window_size", "enable_gqa") if name in self.settings}
+            if options.query_offset is None:
+                whole["is_causal"] = options.causal or False
+            else:
+                whole |= {"is_causal": bool(options.causal), "query_offset": options.query_offset}
+            cattn.explain(query, key, value, **whole)
+            if query.shape[-2] == key.shape[-2] and "key_value_seq_lengths" in self.lengths:
+                self.lengths.setdefault("query_seq_lengths", self.lengths["key_value_seq_lengths"])
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
         # Convert once, not in every slice. Arrays of the right dtype are not copied.
@@ -152,10 +236,16 @@ class _Job:
     def compute(self, entries: slice, rows: slice, outputs: dict[str, Array]) -> None:
         """Compute some batch entries and some queries, into the same places of `outputs`."""
 
-        def cut(array: Array) -> Array:
-            return array[entries] if self.batch > 1 and array.ndim == self.rank and array.shape[0] > 1 else array
+        def cut(array: Array, rank: int = self.rank) -> Array:
+            return array[entries] if self.batch > 1 and array.ndim == rank and array.shape[0] > 1 else array
 
         masks = {name: cut(mask) for name, mask in self._mask_rows(self.masks, rows).items()}
+        options = {name: cut(sinks, self.batch_dims + 1) for name, sinks in self.sinks.items()}
+        if "query_seq_lengths" in self.lengths:
+            lengths = np.clip(self.query_lengths - rows.start, 0, rows.stop - rows.start)
+            options["query_seq_lengths"] = cut(lengths, self.batch_dims)
+        if "key_value_seq_lengths" in self.lengths:
+            options["key_value_seq_lengths"] = cut(self.key_lengths, self.batch_dims)
         parts = {}
         for name, array in outputs.items():
             whole = array[entries] if self.batch > 1 else array
@@ -164,11 +254,12 @@ class _Job:
             cut(self.query[..., rows, :]),
             cut(self.key),
             cut(self.value),
-            query_offset=self.offset + rows.start,
+            query_offset=cut(self.offset, self.batch_dims) + rows.start,
             need_weights="weights" in parts,
             return_lse="lse" in parts,
             out=AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
             **masks,
+            **options,
             **self.settings,
         )
 
@@ -204,29 +295,13 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Print each warning once, in one line without source code."""
-    seen: set[str] = set()
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in seen:
-            seen.add(str(message))
-            print(f"cattn: warning: {message}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = show
-        yield
-
-
 def run(options: argparse.Namespace) -> None:
     """Carry out the command."""
     start = time.perf_counter()
     targets = {"out": options.output, "weights": options.weights, "lse": options.lse}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminable())
-        stack.enter_context(_plain_warnings())
+        stack.enter_context(plain_warnings())
         if options.threads is not None:
             if options.threads < 1:
                 raise InputError(f"--threads must be at least 1, got {options.threads}")
@@ -239,6 +314,9 @@ def run(options: argparse.Namespace) -> None:
         files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path is not None}
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")
+        if not options.force:
+            for file in files.values():
+                refuse_inputs(file.option, file.target, job.inputs)
         outputs = {name: file.allocate(*job.results[name]) for name, file in files.items()}
         stack.callback(outputs.clear)  # before the files are deleted: Windows deletes none that is mapped
 
@@ -252,16 +330,4 @@ def run(options: argparse.Namespace) -> None:
         del job  # Windows replaces no file that is mapped, and a result may replace an input
         commit(list(files.values()))
     if not options.quiet:
-        _say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")
-
-
-def _say(line: str) -> None:
-    """Print a line after the result is written: a failure to print is not a failure of the command."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()  # else Python tries again at exit
-        if not isinstance(error, BrokenPipeError):
-            print(f"cattn: warning: cannot write to standard output: {error.strerror}; {line}", file=sys.stderr)
+        say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import stat
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from cattn.nn._files import (
 
 Array = NDArray[Any]
 ARCHIVES = (".npz", ".safetensors")
+SHORT = {"query": "q", "key": "k", "value": "v", "attn_mask": "mask"}  # names that archives may use as well
 
 
 class InputError(Exception):
@@ -33,14 +34,14 @@ class InputError(Exception):
 
 
 def load(spec: str, name: str) -> Array:
-    """Return the array that `spec` names: ``file.npy``, ``file.npz:name``, or the member `name` of ``file.npz``.
+    """Return the array that `spec` names: ``file.npy``, ``file.npz:name``, or an array of ``file.npz``.
 
-    ``.safetensors`` files are like ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever
-    unpickled.
+    Without a name that is the member `name`, its short form, or the only member. ``.safetensors`` files are like
+    ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever unpickled.
     """
     file, member = _split(spec)
     if _kind(file) in ARCHIVES:
-        return load_members(file, [name if member is None else member])[0]
+        return _read(file, [name], member)[0]
     if member is not None:
         raise InputError(f"{file} is a single array, so {spec!r} cannot name one in it")
     try:
@@ -50,21 +51,36 @@ def load(spec: str, name: str) -> Array:
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
-    """Read the named arrays of a .npz or .safetensors file."""
-    kind = _kind(file)
-    if kind not in ARCHIVES:
+    """Read the named arrays of a .npz or .safetensors file, under these names or their short forms."""
+    if _kind(file) not in ARCHIVES:
         raise InputError(
             f"{file} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
         )
+    return _read(file, names, None)
+
+
+def _read(file: Path, names: Sequence[str], member: str | None) -> list[Array]:
+    """Read arrays of an archive; `member` is the name that the user gave for the only one."""
     try:
-        safetensors = kind == ".safetensors"
+        safetensors = _kind(file) == ".safetensors"
         with open_safetensors(file) if safetensors else open_npz(file, partial(_damage, file)) as (present, read):
-            missing = [name for name in names if name not in present]
+            if member is not None:
+                chosen = [member]
+            elif len(names) == len(present) == 1:
+                chosen = present
+            else:
+                chosen = [SHORT[name] if name not in present and SHORT.get(name) in present else name for name in names]
+            missing = [name for name in chosen if name not in present]
             if not missing:
-                return [read(name) for name in names]
+                return [read(name) for name in chosen]
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from error
-    raise InputError(f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}")
+    text = f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}"
+    if member is None and present:
+        example = " ".join(f"{file}:{name}" for name in (present if len(present) == len(names) else ["NAME"]))
+        short = f", or {', '.join(SHORT[name] for name in names)}" if all(name in SHORT for name in names) else ""
+        text += f". Name arrays {', '.join(names)}{short}; or say which array to read: {example}"
+    raise InputError(text)
 
 
 def _split(spec: str) -> tuple[Path, str | None]:
@@ -110,8 +126,9 @@ class Output:
     """
 
     def __init__(self, target: str, name: str) -> None:
+        self.option = "--output" if name == "out" else f"--{name}"
         if not target:
-            raise InputError(f"{'--output' if name == 'out' else f'--{name}'} must name a file, got ''")
+            raise InputError(f"{self.option} must name a file, got ''")
         self.target = Path(os.path.realpath(target))  # replace the file that a link points to, not the link
         self.name = name
         self.array: Array | None = None
@@ -204,6 +221,16 @@ def _unlink(file: Path, error: BaseException | None = None) -> None:
     if error is not None:
         traceback.clear_frames(error.__traceback__)
     file.unlink(missing_ok=True)
+
+
+def refuse_inputs(option: str, target: Path, inputs: Mapping[str, str]) -> None:
+    """Refuse a target that is one of the input files; `inputs` has the name of each argument and its file."""
+    for name, spec in inputs.items():
+        file, _ = _split(spec)
+        if target.exists() and file.exists() and target.samefile(file):
+            raise InputError(
+                f"{option}: {target.name} is the input file of {name}; write to another file, or replace it by --force"
+            )
 
 
 def commit(outputs: Sequence[Output]) -> None:

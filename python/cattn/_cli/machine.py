@@ -52,7 +52,7 @@ def compare() -> tuple[float, float]:
 
 
 def measure() -> str:
-    """Return two lines about the kernels in use and their speed."""
+    """Return three lines about the kernels in use and their speed."""
     try:  # in a process of its own, so that NumPy's threads can be limited
         done = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -62,16 +62,16 @@ def measure() -> str:
             timeout=60,
         )
         cattn_seconds, numpy_seconds = json.loads(done.stdout)
-        note = "one thread"
+        note = "one thread: "
     except (OSError, subprocess.SubprocessError, ValueError):
         cattn_seconds, numpy_seconds = compare()
-        note = "cattn on one thread, NumPy as configured"
+        note = "cattn on one thread, NumPy as configured:\n"
     threads = cattn.get_num_threads()
     ratio = numpy_seconds / cattn_seconds
     return (
-        f"This machine: {_cattn._get_isa()} kernels, {threads} thread{'s' if threads != 1 else ''}. "
+        f"This machine: {_cattn._get_isa()} kernels, {threads} thread{'s' if threads != 1 else ''}.\n"
         f"Causal attention at T = {SHAPE[-2]}, {SHAPE} float32,\n"
-        f"{note}: {1e3 * cattn_seconds:.1f} ms, {ratio:.1f} times as fast as textbook NumPy "
+        f"{note}{1e3 * cattn_seconds:.1f} ms, {ratio:.1f} times as fast as textbook NumPy "
         f"({1e3 * numpy_seconds:.0f} ms)."
     )
 

@@ -1,9 +1,13 @@
 """The walk through the chapter: causal attention on one sentence of six tokens, step by step, with the numbers."""
 
+import sys
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
 import cattn
+from cattn._cli.colours import has_colours, shade_cell
 
 Floats = NDArray[np.float32]
 
@@ -25,15 +29,28 @@ W_KEY = np.array([[0.405805826, -0.470420539, 0.236805201], [0.213360742, -0.260
 W_VALUE = np.array([[0.252569884, -0.14147827, -0.196181342], [0.519107401, -0.0851675794, -0.204327047]], np.float32)
 
 
-def _table(*blocks: NDArray[np.floating], header: bool = True) -> str:
-    """Return a table with a row for each token and four digits. Several blocks stand side by side."""
-    wide = len(blocks) == 1
-    lines = []
-    if header and wide:
-        lines.append(" " * 9 + "".join(f"{token:>9}" for token in TOKENS))
-    for i, token in enumerate(TOKENS):
-        cells = ["".join(f"{number:9.4f}" if wide else f"{number:7.4f}" for number in block[i]) for block in blocks]
-        lines.append(f"  {token:<7}" + "   |".join(cells))
+NEXT = """\
+What to try next:
+  python -m cattn attend q.npy k.npy v.npy -o out.npy --causal --weights w.npy
+                             attention of your own arrays
+  python -m cattn plot w.npy -o heat.png
+                             the weights as a heat map
+  python -c "import cattn; help(cattn.causal_attention)"
+                             the call that does it all
+  examples/01_chapter.ipynb  this walk as a notebook, in the repository"""
+
+
+def _table(numbers: NDArray[np.floating], *, header: bool = False, shade: bool = False) -> str:
+    """Return a table with a row for each token and four digits; with `shade`, larger numbers on darker cells."""
+    lines = [" " * 9 + "".join(f"{token:>9}" for token in TOKENS)] if header else []
+    seen = np.isfinite(numbers) & (numbers != 0)  # the others are hidden or dropped
+    low, high = min(0.0, float(numbers[seen].min())), float(numbers[seen].max())
+    for token, row, visible in zip(TOKENS, numbers, seen, strict=True):
+        cells = [f"{number:9.4f}" for number in row]
+        if shade:
+            darkness = [(x - low) / (high - low) if show else None for x, show in zip(row, visible, strict=True)]
+            cells = list(map(shade_cell, cells, darkness))
+        lines.append(f"  {token:<7}" + "".join(cells))
     return "\n".join(lines)
 
 
@@ -47,33 +64,42 @@ def run() -> None:
     by_fill = cattn.masked_softmax(scores, visible, scale=scale)
     by_division = cattn.masked_softmax(scores, visible, scale=scale, method="renormalize")
     context = cattn.causal_attention(query, key, value)
+    table = partial(_table, shade=has_colours(sys.stdout))
 
     title = f"cattn {cattn.__version__}: causal attention in six steps"
     print(f"{title}\n{'=' * len(title)}")
-    print(f'The text is "{" ".join(TOKENS)}". A token is 3 numbers, from which three matrices')
-    print("make its query, its key and its value, 2 numbers each. Below, rows ask and columns answer.\n")
+    print(f'The text is "{" ".join(TOKENS)}". A token is 3 numbers, from')
+    print("which three matrices make its query, its key and its value, 2 numbers each.")
+    print("Below, rows are queries and columns are keys.")
+    if has_colours(sys.stdout):
+        print("Darker cells hold larger numbers; hidden and dropped cells have no colour.")
 
-    print("1. Scores: the product of every query with every key")
-    print(_table(scores))
-    print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row adds up to 1")
-    print(_table(weights))
+    print("\n1. Scores: the product of every query with every key")
+    print(table(scores, header=True))
+    print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row sums to 1")
+    print(table(weights, header=True))
 
-    print("\n3. The future is hidden: a token may look at itself and back.")
+    print("\n3. The future is hidden: a token sees itself and earlier ones.")
     print("   a) Hidden scores become -inf, then the softmax of step 2 is taken")
-    print(_table(np.where(visible, scores, -np.inf), header=False))
-    print("   b) Hidden weights of step 2 become 0, then each row is divided by what it has left")
-    print(_table(weights * visible, header=False))
+    print(table(np.where(visible, scores, -np.inf)))
+    print("   b) Hidden weights of step 2 become 0, then each row is divided by its")
+    print("      sum")
+    print(table(weights * visible))
 
     difference = float(np.abs(by_fill - by_division).max())
-    print(f"\n4. What a) and b) come to, side by side; the largest difference is {difference:.1e}")
-    print(_table(by_fill, by_division))
+    print(f"\n4. The weights from a) and from b); the largest difference is {difference:.1e}")
+    print("   a)")
+    print(table(by_fill))
+    print("   b)")
+    print(table(by_division))
 
-    print("\n5. Dropout, while training: each weight is dropped with p = 0.5, or doubled (rng=123)")
-    print(_table(cattn.dropout(by_fill, 0.5, rng=123), header=False))
+    print("\n5. Dropout, while training: each weight is dropped with p = 0.5, or doubled")
+    print("   (rng=123)")
+    print(table(cattn.dropout(by_fill, 0.5, rng=123)))
 
-    print("\n6. Context vectors: the visible values, weighted (no dropout). One call does steps 1 to 6,")
-    print("   cattn.causal_attention(query, key, value):")
-    print(_table(context, header=False))
+    print("\n6. Context vectors: the visible values, weighted (no dropout). One call does")
+    print("   steps 1 to 6, cattn.causal_attention(query, key, value):")
+    print(table(context))
 
     _promises(query, key, value, context)
 
@@ -91,4 +117,5 @@ def _promises(query: Floats, key: Floats, value: Floats, context: NDArray[np.flo
     other_key[-1], other_value[-1] = np.nan, np.inf
     changed = cattn.causal_attention(query, other_key, other_value)
     same = np.array_equal(changed[:-1], context[:-1])
-    print(f'With NaN in place of "{TOKENS[-1]}", the five rows before it are the same to the bit: {same}\n')
+    print(f'With NaN in place of "{TOKENS[-1]}", the five rows before it are')
+    print(f"the same to the bit: {same}\n")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from .. import _cattn
+from .names import add_hint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,6 +18,10 @@ def in_default_mode(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return _cattn._in_default_mode(function, args, kwargs)
+        try:
+            return _cattn._in_default_mode(function, args, kwargs)
+        except TypeError as error:
+            add_hint(error, function)
+            raise
 
     return call

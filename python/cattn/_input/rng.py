@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -19,6 +20,12 @@ GeneratorOrNone: TypeAlias = "TorchGenerator | np.random.Generator | None"
 
 def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
     # NumPy recurses without end into the rows of a numpy.matrix, so pass an exact ndarray.
+    torch: Any = sys.modules.get("torch")  # not imported: there are no generators of PyTorch
+    if torch is not None and isinstance(rng, torch.Generator):
+        raise TypeError(
+            f"rng must be {accepted}, got a torch.Generator: pass cattn.TorchGenerator({rng.initial_seed()}), which "
+            f"draws the same numbers"
+        )
     exact = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
     try:
         return np.random.default_rng(exact)

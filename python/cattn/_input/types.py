@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from .display import fields_html, show_fields
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -26,14 +28,14 @@ RNG: TypeAlias = (
 class AttentionOutput(NamedTuple):
     """The result of attention with extras; also accepted as ``out=``.
 
-    Fields that were not requested are None.
+    Fields that were not requested are None. The repr shows dtypes and shapes.
 
     Attributes
     ----------
     out : ndarray, shape (..., T_q, d_v)
         The attention output.
     weights : ndarray, shape (..., T_q, T_k), or None
-        The softmax weights before dropout (``need_weights=True``). Rows sum to 1, or to 0 where a query sees no key.
+        The softmax weights before dropout (``return_weights=True``). Rows sum to 1, or to 0 where a query sees no key.
     lse : ndarray, shape (..., T_q), or None
         Natural logarithm of the sum of the exponentials of the visible scores (``return_lse=True``); float32 for
         float32 and halves, but float64 where ``out=`` has such an array, with the digits that float32 has no room for.
@@ -47,12 +49,14 @@ class AttentionOutput(NamedTuple):
     >>> import numpy as np
     >>> import cattn
     >>> x = np.eye(2)
-    >>> result = cattn.causal_attention(x, x, x, need_weights=True)
+    >>> result = cattn.causal_attention(x, x, x, return_weights=True)
     >>> result.weights.round(2)
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     >>> result.lse is None
     True
+    >>> result
+    AttentionOutput(out=<float64 (2, 2)>, weights=<float64 (2, 2)>)
     """
 
     out: Any = None
@@ -60,6 +64,12 @@ class AttentionOutput(NamedTuple):
     lse: Any = None
     dropout_mask: Any = None
     dropout_seed: int | None = None
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
 
 
 class AttentionGradients(NamedTuple):
@@ -84,8 +94,8 @@ class AttentionGradients(NamedTuple):
     >>> grads.value.round(2)
     array([[1.  , 0.33],
            [0.  , 0.67]])
-    >>> grads.bias is None
-    True
+    >>> grads
+    AttentionGradients(query=<float64 (2, 2)>, key=<float64 (2, 2)>, value=<float64 (2, 2)>)
     """
 
     query: Any
@@ -93,6 +103,12 @@ class AttentionGradients(NamedTuple):
     value: Any
     bias: Any = None
     sinks: Any = None
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
 
 
 class CausalAlignmentWarning(UserWarning):

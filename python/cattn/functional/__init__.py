@@ -15,7 +15,7 @@ from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
-from ._softmax import masked_softmax, softmax, softmax_axes, softmax_backward
+from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
 from ._varlen import pack_sequences, unpack_sequences, varlen_attention
 
 __all__ = [
@@ -53,6 +53,7 @@ _cattn._register_helpers(
     attention_output=AttentionOutput,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,
+    masked_softmax_axes=masked_softmax_axes,
     widen_for_dropout=widen_for_dropout,
     drop_weights=drop_weights,
     pack_sequences=pack_sequences,
@@ -60,3 +61,8 @@ _cattn._register_helpers(
     sum_gradients=sum_gradients,
     make_explanation=make_explanation,
 )
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -41,9 +41,10 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    need_weights: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
     return_dropout_mask: Literal[False] = ...,
+    need_weights: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
@@ -56,10 +57,91 @@ def scaled_dot_product_attention(
     dropout_p: float = ...,
     is_causal: Alignment = ...,
     *,
-    need_weights: bool = ...,
+    return_weights: Literal[True],
     return_lse: bool = ...,
     return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: Literal[True],
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: Literal[True],
+    need_weights: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: Literal[True],
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: AttentionOutput,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def scaled_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> Any: ...
 @implemented_in_c
@@ -82,43 +164,73 @@ def scaled_dot_product_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: RNG = None,
-    need_weights: bool = False,
+    return_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
+    need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
     """Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
 
-    Up to `enable_gqa` the signature is that of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of
-    scores is never held as a whole.
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> cattn.scaled_dot_product_attention(x, x, x, is_causal=True).round(2)
+    array([[1.  , 0.  ],
+           [0.33, 0.67],
+           [0.75, 0.75]])
+
+    Most calls need query, key, value, and is_causal or attn_mask. Up to `enable_gqa` the signature is that of
+    ``torch.nn.functional.scaled_dot_product_attention``. The matrix of scores is never held as a whole.
 
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
         float16, bfloat16 (of ``ml_dtypes``), float32 or float64, as key and value. Mixed dtypes are converted to the
         widest; booleans and integers to float64. Halves are computed in float32 and the result is rounded once. Leading
-        dimensions of the three arrays broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim). With
-        four or more, axis -3 counts heads.
+        dimensions of the three arrays broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim), and four
+        are (B, H, T, head_dim): with four or more, axis -3 counts heads and axis -2 tokens. Arrays of
+        (B, T, H, head_dim), as JAX, Keras and FlashAttention take them, give wrong numbers without an error: pass
+        ``query.swapaxes(1, 2)``, which copies nothing, for all three, and swap the result back.
     key : array_like, shape (..., T_k, head_dim)
         A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
         ``h // (H_q // H_kv)``.
     value : array_like, shape (..., T_k, d_v)
         d_v may differ from head_dim.
     attn_mask : array_like, optional
-        Boolean: True where the key is visible. Float: added to the scores; -inf hides. Broadcasts to (..., T_q, T_k).
+        Boolean: True where the key is visible. Float: added to the scores; -inf hides. Broadcasts to (..., T_q, T_k):
+        a mask of padding (B, T_k) is ``mask[:, None, None, :]`` for four dimensions, or key_value_seq_lengths.
     dropout_p : float
         Probability that a weight is dropped, in [0, 1]. The others are divided by 1 - dropout_p. Dropout is
         always applied: pass 0 outside of training.
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right": the last
         query sees every key), intersected with attn_mask.
+    return_weights : bool
+        Also return the weights, shape (..., T_q, T_k), before dropout. The result is an `AttentionOutput` of five
+        fields then: take ``result.out`` and ``result.weights``, or unpack ``out, weights, *_ = result``.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, d_v), or AttentionOutput
+        The output; with an extra, or with an AttentionOutput as `out`, an `AttentionOutput` whose other fields are
+        None. A query that sees no key gets output 0, weights 0 and lse -inf; with sinks, its lse is the sink.
+
+    Other Parameters
+    ----------------
     scale : float, optional
         Factor of the scores; finite, may be negative. Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
-        arrays the heads.
     bias : array_like of float, optional
         Added to the scaled scores, besides attn_mask; -inf hides. Broadcasts to (..., T_q, T_k).
+    softcap : float, optional
+        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0 leaves them
+        unchanged.
+    alibi_slopes : array_like of float, shape (H,) or (..., H), optional
+        ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
+        each query head; see `get_alibi_slopes`.
+    sinks : array_like of float, shape (H,) or (..., H), optional
+        One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
+        rows of weights sum to less than 1.
     query_offset : int or array_like of int, optional
         Position of the first query: with is_causal, query i sees the keys j <= i + query_offset. An array broadcasts to
         the leading dimensions before the heads.
@@ -131,34 +243,23 @@ def scaled_dot_product_attention(
     window_size : (int, int)
         (left, right): the query at position p sees the keys from p - left to p + right. -1 or None sets no bound on
         that side. Query i has position i + query_offset, with "lower_right" i + T_k - T_q. Other masks apply too.
-    softcap : float, optional
-        Scaled scores become ``softcap * tanh(score / softcap)``, before masks and bias. None or 0 leaves them
-        unchanged.
-    alibi_slopes : array_like of float, shape (H,) or (..., H), optional
-        ALiBi: ``slope * abs(p - j)`` is subtracted from the score of the query at position p with key j, one slope for
-        each query head; see `get_alibi_slopes`.
-    sinks : array_like of float, shape (H,) or (..., H), optional
-        One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
-        rows of weights sum to less than 1.
+    enable_gqa : bool, optional
+        None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
+        arrays the heads.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
         drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
-    need_weights : bool
-        Also return the weights, shape (..., T_q, T_k), before dropout.
     return_lse : bool
-        Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
+        Also return the logarithm of each row's sum of exponentials, shape (..., T_q), as ``result.lse``.
     return_dropout_mask : bool
-        Also return the dropout mask, True where a weight was kept, bool of shape (..., T_q, T_k).
+        Also return the dropout mask, True where a weight was kept, bool of shape (..., T_q, T_k), as
+        ``result.dropout_mask``.
+    need_weights : bool
+        The earlier name of return_weights, and PyTorch's; either asks for the weights.
     out : ndarray or AttentionOutput, optional
         Takes the result: exact shape and dtype, any strides. If it overlaps an input, the result is computed in a
         temporary array. An AttentionOutput takes the extras as well; its lse may be float64 whatever the dtype.
-
-    Returns
-    -------
-    ndarray, shape (..., T_q, d_v), or AttentionOutput
-        The output; with an extra, or with an AttentionOutput as `out`, an `AttentionOutput` whose other fields are
-        None. A query that sees no key gets output 0, weights 0 and lse -inf; with sinks, its lse is the sink.
 
     Raises
     ------
@@ -195,7 +296,7 @@ def scaled_dot_product_attention(
     array([[6.]])
     >>> cattn.scaled_dot_product_attention(query, key, value, attn_mask=[True, True, False])
     array([[4.5]])
-    >>> result = cattn.scaled_dot_product_attention(query, key, value, need_weights=True)
+    >>> result = cattn.scaled_dot_product_attention(query, key, value, return_weights=True)
     >>> result.weights.round(3)
     array([[0.333, 0.333, 0.333]])
 
@@ -219,9 +320,10 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    need_weights: Literal[False] = ...,
+    return_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
     return_dropout_mask: Literal[False] = ...,
+    need_weights: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
@@ -233,10 +335,86 @@ def causal_attention(
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
-    need_weights: bool = ...,
+    return_weights: Literal[True],
     return_lse: bool = ...,
     return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: Literal[True],
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: Literal[True],
+    need_weights: bool = ...,
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: Literal[True],
+    out: NDArray[Any] | AttentionOutput | None = ...,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: AttentionOutput,
+    **options: Unpack[AttentionOptions],
+) -> AttentionOutput: ...
+@overload
+def causal_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    attn_mask: ArrayLike | None = ...,
+    dropout_p: float = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    return_dropout_mask: bool = ...,
+    need_weights: bool = ...,
+    out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> Any: ...
 @implemented_in_c
@@ -258,12 +436,22 @@ def causal_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: RNG = None,
-    need_weights: bool = False,
+    return_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
+    need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
     """Return attention where no query sees a later key.
+
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> result = cattn.causal_attention(x, x, x, return_weights=True)
+    >>> result.weights.round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.33, 0.67, 0.  ],
+           [0.25, 0.25, 0.5 ]])
 
     `scaled_dot_product_attention` with ``is_causal="lower_right"``: the last query sees every key, so that it is right
     with a cache too, where T_q < T_k. With query_offset, query i sees the keys j <= i + query_offset instead.
@@ -280,33 +468,38 @@ def causal_attention(
         Boolean (True where the key is visible) or float (added); intersected with causality.
     dropout_p : float
         Probability that a weight is dropped.
+    return_weights : bool
+        Also return the weights: the result is an `AttentionOutput` then.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, d_v), or AttentionOutput
+        As for `scaled_dot_product_attention`.
+
+    Other Parameters
+    ----------------
     scale : float, optional
         Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     bias : array_like of float, optional
         Added to the scaled scores.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. The default offset is their difference, for each batch entry.
     window_size : (int, int)
         Number of keys that a query sees before its own position; the second number has no effect here.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
-    need_weights, return_lse, return_dropout_mask : bool
-        Extras to return in an `AttentionOutput`.
+    return_lse, return_dropout_mask, need_weights : bool
+        Further extras in the `AttentionOutput`; need_weights is the earlier name of return_weights.
     out : ndarray or AttentionOutput, optional
         Takes the result.
-
-    Returns
-    -------
-    ndarray, shape (..., T_q, d_v), or AttentionOutput
-        As for `scaled_dot_product_attention`.
 
     Raises
     ------
@@ -349,6 +542,14 @@ def attention_weights(  # type: ignore[empty-body]
 ) -> NDArray[Any]:
     """Return the attention weights, or the scores of one of the steps before them.
 
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((3, 2))
+    >>> cattn.attention_weights(x, x, is_causal=True).round(3)
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]])
+
     The fused functions never hold this matrix. This one is for inspection, plots and checks of single steps.
 
     Parameters
@@ -361,37 +562,40 @@ def attention_weights(  # type: ignore[empty-body]
         Boolean (True where the key is visible) or float (added).
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
+    stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
+        The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
+        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and
+        "dropout" the weights that multiply the values.
+
+    Returns
+    -------
+    ndarray, shape (..., T_q, T_k)
+        Scores, or weights. Rows of weights sum to 1, with sinks to less; a query that sees no key has a row of 0.
+
+    Other Parameters
+    ----------------
     scale : float, optional
         Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     bias : array_like of float, optional
         Added to the scaled scores.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
     query_offset : int or array_like of int, optional
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
-    stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
-        The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
-        and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and
-        "dropout" the weights that multiply the values.
     out : ndarray, optional
         Takes the result: exact shape and dtype, any strides.
-
-    Returns
-    -------
-    ndarray, shape (..., T_q, T_k)
-        Scores, or weights. Rows of weights sum to 1, with sinks to less; a query that sees no key has a row of 0.
 
     Raises
     ------
@@ -400,13 +604,6 @@ def attention_weights(  # type: ignore[empty-body]
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import cattn
-    >>> x = np.zeros((3, 2))
-    >>> cattn.attention_weights(x, x, is_causal=True).round(3)
-    array([[1.   , 0.   , 0.   ],
-           [0.5  , 0.5  , 0.   ],
-           [0.333, 0.333, 0.333]])
     >>> cattn.attention_weights(x, x, is_causal=True, stage="mask")
     array([[  0., -inf, -inf],
            [  0.,   0., -inf],

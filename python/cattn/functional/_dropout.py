@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _cattn
 from .._input.arrays import as_array, as_bool
 from .._input.fp_mode import in_default_mode
+from .._input.names import with_hints
 from .._input.types import RNG
 from ..random import TorchGenerator
 from ._signature import implemented_in_c
@@ -117,6 +118,7 @@ def apply_dropout_mask(x: NDArray[Any], mask: NDArray[np.bool_], p: float) -> No
     x[~mask] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
+@with_hints
 def dropout_backward(
     grad_out: ArrayLike,
     p: float = 0.5,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
+from .._input.display import html_table
 from .._input.types import Alignment, Window
 from ._signature import implemented_in_c
 
@@ -20,7 +21,7 @@ REASONS = {
 
 
 class Explanation(NamedTuple):
-    """The result of `explain`; ``print`` it.
+    """The result of `explain`. An interpreter and a notebook show it as text.
 
     Attributes
     ----------
@@ -58,19 +59,26 @@ class Explanation(NamedTuple):
     flops: int
     scratch_bytes_per_thread: int
 
-    def __str__(self) -> str:
+    def _rows(self) -> dict[str, str]:
         blocks = self.key_blocks_visited + self.key_blocks_skipped
         used = min(self.threads, self.tasks)
-        return "\n".join(
-            [
-                f"path      {self.path}: {self.reason}",
-                f"kernels   {self.instruction_set}",
-                f"tasks     {self.tasks} of at most {self.rows_per_task} queries, {used} at a time",
-                f"keys      {self.key_blocks_visited} of {blocks} blocks of 192 keys visited, the others skipped",
-                f"work      {self.flops:.3g} floating-point operations",
-                f"memory    {self.scratch_bytes_per_thread:,} bytes a thread, beyond the outputs",
-            ]
-        )
+        return {
+            "path": f"{self.path}: {self.reason}",
+            "kernels": self.instruction_set,
+            "tasks": f"{self.tasks} of at most {self.rows_per_task} queries, {used} at a time",
+            "keys": f"{self.key_blocks_visited} of {blocks} blocks of 192 keys visited, the others skipped",
+            "work": f"{self.flops:.3g} floating-point operations",
+            "memory": f"{self.scratch_bytes_per_thread:,} bytes a thread, beyond the outputs",
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<10}{text}" for name, text in self._rows().items())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table("Explanation", self._rows().items())
 
 
 @implemented_in_c

@@ -83,22 +83,6 @@ def attention_backward(  # type: ignore[empty-body]
         Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys. Gradients of the others are 0.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.
@@ -109,6 +93,25 @@ def attention_backward(  # type: ignore[empty-body]
         Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over broadcast
         axes, and for key-value heads over their group. The dtype is that of the output; for halves, bias and sinks
         have float32. `bias` is the gradient of the argument bias if that was given, else of a float attn_mask.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    bias : array_like of float, optional
+        Added to the scaled scores.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
+    query_offset : int or array_like of int, optional
+        Position of the first query.
+    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        Numbers of valid queries and keys. Gradients of the others are 0.
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them.
 
     Raises
     ------

@@ -9,7 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_mask, broadcast_shapes, shape_of
 from .._input.checks import as_size, is_word
+from .._input.display import Text
 from .._input.fp_mode import in_default_mode
+from .._input.names import with_hints
 from .._input.types import Alignment, Window
 from ._attention import attention_weights
 from ._explain import explain
@@ -69,6 +71,7 @@ def causal_mask(  # type: ignore[empty-body]
     """
 
 
+@with_hints
 def sliding_window(total: int) -> tuple[int, int]:
     """Return the window_size of a causal window that counts the token itself.
 
@@ -138,6 +141,7 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     return np.concatenate([powers(below), powers(2 * below)[::2][: num_heads - below]])
 
 
+@with_hints
 def show_mask(
     T_q: int,
     T_k: int | None = None,
@@ -172,7 +176,7 @@ def show_mask(
     -------
     str
         A line for each query. Up to 64 keys are drawn, "x" for visible and "." for hidden; more are written as ranges.
-        A batch gives a block for each of its masks.
+        A batch gives a block for each of its masks. An interpreter and a notebook show the text as ``print`` does.
 
     Raises
     ------
@@ -182,7 +186,7 @@ def show_mask(
     Examples
     --------
     >>> import cattn
-    >>> print(cattn.show_mask(3, 5, is_causal="lower_right", window_size=(2, 0)))
+    >>> cattn.show_mask(3, 5, is_causal="lower_right", window_size=(2, 0))
     key      01234
     query 0  xxx..
     query 1  .xxx.
@@ -209,9 +213,9 @@ def show_mask(
         query, options = query[..., :MOST_ROWS, :], _first_queries(T_q, T_k, **options)
     visible = ~np.isneginf(attention_weights(query, key, **options, stage="mask"))
     if not batch_dims:
-        return _show(visible, T_q)
+        return Text(_show(visible, T_q))
     blocks = (f"{list(index)}:\n{_show(visible[index], T_q)}" for index in np.ndindex(*batch_dims))
-    return "\n\n".join(blocks)
+    return Text("\n\n".join(blocks))
 
 
 def _first_queries(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .. import _cattn
+from .._input.names import with_hints
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -14,7 +15,7 @@ def implemented_in_c(function: _F) -> _F:
     """Return the builtin that takes the place of `function`, whose body is empty.
 
     The builtin has the name, signature and documentation of `function`. It calls `function` only if the arguments do
-    not bind, for the TypeError that Python raises then.
+    not bind, for the TypeError that Python raises then, with a hint.
     """
     python: Any = function
     code = python.__code__
@@ -27,4 +28,6 @@ def implemented_in_c(function: _F) -> _F:
     if code.co_kwonlyargcount:
         listed.insert(code.co_argcount, "*")
     text = f"{python.__name__}({', '.join(listed)})\n--\n\n{python.__doc__}"
-    return _cattn._register(function, text, names, defaults, code.co_argcount)
+    refusing: Any = with_hints(function)
+    builtin: _F = _cattn._register(refusing, text, names, defaults, code.co_argcount)
+    return builtin

@@ -72,8 +72,8 @@ def softmax(  # type: ignore[empty-body]
     """
 
 
-def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Return axis as sorted, non-negative, distinct ints."""
+def _normalized(axis: Any, ndim: int, name: str) -> tuple[int, ...]:
+    """Return axis as sorted, non-negative, distinct ints. name is that of the array in errors."""
     if axis is None:
         return tuple(range(ndim))
     given = axis if isinstance(axis, tuple) else (axis,)
@@ -86,33 +86,47 @@ def _normalized(axis: Any, ndim: int) -> tuple[int, ...]:
         except TypeError:  # an array that does not hold exactly one integer
             raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
         if not -max(ndim, 1) <= index < max(ndim, 1):
-            raise ValueError(f"axis {index} is out of bounds for x with {ndim} dimensions")
+            raise ValueError(f"axis {index} is out of bounds for {name} with {ndim} dimensions")
         axes.append(index % max(ndim, 1))
     if not axes or len(set(axes)) != len(axes):
         raise ValueError(f"axis must name at least one axis, and each once, got {axis!r}")
     return tuple(sorted(axes))
 
 
-def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
-    """Return softmax over an axis that is no Python int, or over several axes, which it merges into one."""
-    array = as_array(x, "x")
-    axes = _normalized(axis, array.ndim)
+def _over_axes(function: Any, array: NDArray[Any], axes: tuple[int, ...], out: Any, **options: Any) -> NDArray[Any]:
+    """Return the function over several axes of array, which are merged into one, the last. `where` or `mask` fits."""
     if len(axes) <= 1 or array.ndim < 2:
-        return softmax(array, axes[0] if axes else -1, where=where, scale=scale, out=out)
+        return function(array, axis=axes[0] if axes else -1, out=out, **options)  # type: ignore[no-any-return]
     order = (*(i for i in range(array.ndim) if i not in axes), *axes)
     moved = array.transpose(order)
     merged = (*moved.shape[: -len(axes)], int(np.prod(moved.shape[-len(axes) :])))
-    if where is not None:
-        where = as_bool(where, "where", "")
-        try:
-            where = np.broadcast_to(where, array.shape)
-        except ValueError:
-            message = f"where has shape {where.shape}, which does not broadcast to the scores' shape {array.shape}"
-            raise ValueError(message) from None
-        where = where.transpose(order).reshape(merged)
-    result = softmax(moved.reshape(merged), where=where, scale=scale)
+    for name in {"where", "mask"} & options.keys():
+        if options[name] is not None:
+            mask = as_bool(options[name], name, "")
+            try:
+                mask = np.broadcast_to(mask, array.shape)
+            except ValueError:
+                message = f"{name} has shape {mask.shape}, which does not broadcast to the scores' shape {array.shape}"
+                raise ValueError(message) from None
+            options[name] = mask.transpose(order).reshape(merged)
+    result = function(moved.reshape(merged), **options)
     result = result.reshape(moved.shape).transpose(np.argsort(order))
     return np.ascontiguousarray(result) if out is None else _cattn._store(result, out)
+
+
+def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
+    """Return softmax over an axis that is no Python int, or over several axes, which it merges into one."""
+    array = as_array(x, "x")
+    return _over_axes(softmax, array, _normalized(axis, array.ndim, "x"), out, where=where, scale=scale)
+
+
+def masked_softmax_axes(
+    scores: ArrayLike, axis: Any, mask: Any, is_causal: Any, query_offset: Any, scale: Any, method: Any, out: Any
+) -> NDArray[Any]:
+    """Return masked_softmax over an axis that is no Python int, or over several axes, which it merges into one."""
+    array = as_array(scores, "scores")
+    options = {"mask": mask, "is_causal": is_causal, "query_offset": query_offset, "scale": scale, "method": method}
+    return _over_axes(masked_softmax, array, _normalized(axis, array.ndim, "scores"), out, **options)
 
 
 @implemented_in_c
@@ -120,6 +134,7 @@ def masked_softmax(  # type: ignore[empty-body]
     scores: ArrayLike,
     mask: ArrayLike | None = None,
     *,
+    axis: int | tuple[int, ...] | None = -1,
     is_causal: Alignment = False,
     query_offset: ArrayLike | None = None,
     scale: float = 1.0,
@@ -134,6 +149,9 @@ def masked_softmax(  # type: ignore[empty-body]
         float16, bfloat16, float32 or float64; booleans and integers are converted to float64.
     mask : array_like of bool, optional
         True where the key is visible; broadcasts to scores.
+    axis : int, tuple of ints or None
+        The axis, or axes, of the keys, over which the weights sum to 1; None means all. The queries are on the last of
+        the other axes. Several axes count their keys together, in row-major order.
     is_causal : bool or {"upper_left", "lower_right"}
         Query i sees the keys j <= i ("upper_left", the meaning of True) or j <= i + T_k - T_q ("lower_right"),
         intersected with mask.
@@ -157,9 +175,10 @@ def masked_softmax(  # type: ignore[empty-body]
     Raises
     ------
     TypeError
-        scores or out has a dtype that is not supported, or mask is not boolean.
+        scores or out has a dtype that is not supported, mask is not boolean, or axis is not an int.
     ValueError
-        mask does not broadcast to scores, is_causal or method has another value, "lower_right" comes with query_offset.
+        axis is out of bounds, mask does not broadcast to scores, is_causal or method has another value, or
+        "lower_right" comes with query_offset.
 
     Warns
     -----
@@ -175,6 +194,10 @@ def masked_softmax(  # type: ignore[empty-body]
     array([[1.   , 0.   , 0.   ],
            [0.25 , 0.75 , 0.   ],
            [0.125, 0.25 , 0.625]])
+    >>> cattn.masked_softmax(scores.T, axis=0, is_causal=True).round(3)  # keys on axis 0, queries on axis 1
+    array([[1.   , 0.25 , 0.125],
+           [0.   , 0.75 , 0.25 ],
+           [0.   , 0.   , 0.625]])
     """
 
 

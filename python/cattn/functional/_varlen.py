@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,69 @@ from ._signature import implemented_in_c
 __all__ = ["varlen_attention"]
 
 
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    scale: float | None = ...,
+    window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    rng: RNG = ...,
+    return_lse: Literal[False] = ...,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any]: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    scale: float | None = ...,
+    window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    rng: RNG = ...,
+    return_lse: Literal[True],
+    out: NDArray[Any] | None = ...,
+) -> AttentionOutput: ...
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    scale: float | None = ...,
+    window_size: Window = ...,
+    softcap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    rng: RNG = ...,
+    return_lse: bool,
+    out: NDArray[Any] | None = ...,
+) -> NDArray[Any] | AttentionOutput: ...
 @implemented_in_c
 def varlen_attention(
     query: ArrayLike,
@@ -53,32 +116,35 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
         The edges of the sequences: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start
         with 0, never decrease, and end with the number of rows.
-    max_seqlen_q, max_seqlen_k : int, optional
-        An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
-    dropout_p : float
-        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
         last key.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
-        The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool
         Also return the log-sum-exp, shape (H, total_q).
-    out : ndarray, optional
-        Takes the output: exact shape and dtype, any strides.
 
     Returns
     -------
     ndarray, shape (total_q, H, d_v), or AttentionOutput
         The output; with return_lse an `AttentionOutput`.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
+    dropout_p : float
+        Probability that a weight is dropped.
+    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+        The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
+    out : ndarray, optional
+        Takes the output: exact shape and dtype, any strides.
+    max_seqlen_q, max_seqlen_k : int, optional
+        An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
 
     Raises
     ------

@@ -16,3 +16,8 @@ __all__ = [
 # Pickles and help name the public place of a class, which stays when the files change.
 for _name in __all__:
     globals()[_name].__module__ = __name__
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
+from .._input.names import with_hints
 from .._input.rng import to_replay
 from .._input.types import AttentionOutput
 from ..cache import KVCache
@@ -78,7 +79,7 @@ class _Kept(NamedTuple):
 
 
 def _attend(
-    q: Array, k: Array, v: Array, offset: Any, dropouts: Sequence[Dropout], need_weights: bool, keep: bool = False
+    q: Array, k: Array, v: Array, offset: Any, dropouts: Sequence[Dropout], return_weights: bool, keep: bool = False
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
@@ -88,7 +89,7 @@ def _attend(
     batch, heads, tokens, _ = q.shape
     dtype = np.result_type(q, k, v)
     context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # in the memory order of the output
-    weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if need_weights else None
+    weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if return_weights else None
     lse = np.empty((batch, heads, tokens), np.float64) if keep else None  # for the gradients
     replays = []
     parts = [(slice(None), dropouts[0] if dropouts else None)]
@@ -100,7 +101,13 @@ def _attend(
             out, None if weights is None else weights[:, part], None if lse is None else lse[:, part]
         )
         p, rng = (0.0, None) if dropout is None else (dropout.active_p, dropout.draw_from())
-        keywords: Any = {"need_weights": need_weights, "return_lse": keep, "out": fields, "dropout_p": p, "rng": rng}
+        keywords: Any = {
+            "return_weights": return_weights,
+            "return_lse": keep,
+            "out": fields,
+            "dropout_p": p,
+            "rng": rng,
+        }
         replay: Any = to_replay(rng) if keep and p > 0 and isinstance(rng, TorchGenerator) else None
         if offset is None:
             result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
@@ -183,6 +190,13 @@ class _Attention(Module, ABC):
 class SelfAttention(_Attention):
     """Base of the two classes without a mask."""
 
+    @overload
+    def __call__(self, x: ArrayLike, *, return_weights: Literal[False] = ...) -> Array: ...
+    @overload
+    def __call__(self, x: ArrayLike, *, return_weights: Literal[True]) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(self, x: ArrayLike, *, return_weights: bool) -> Array | tuple[Array, Array]: ...
+    @with_hints
     def __call__(self, x: ArrayLike, *, return_weights: bool = False) -> Any:
         """Return a context vector for each token. Every token sees all tokens.
 
@@ -232,6 +246,17 @@ class Causal(_Attention):
             f"{heads}qkv_bias={layer.W_query.bias is not None}{groups}{show_dtype(self.dtype)})"
         )
 
+    @overload
+    def __call__(self, x: ArrayLike, *, return_weights: Literal[False] = ..., cache: KVCache | None = ...) -> Array: ...
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, return_weights: Literal[True], cache: KVCache | None = ...
+    ) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, return_weights: bool, cache: KVCache | None = ...
+    ) -> Array | tuple[Array, Array]: ...
+    @with_hints
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
         """Return a context vector for each token. A token sees itself and the tokens before it.
 
@@ -280,7 +305,7 @@ class Causal(_Attention):
         return _result(output, weights, batched, self._one_head)
 
     def _attend_cached(
-        self, q: Array, k: Array, v: Array, cache: KVCache, need_weights: bool
+        self, q: Array, k: Array, v: Array, cache: KVCache, return_weights: bool
     ) -> tuple[Array, Array | None]:
         """Append, attend to the whole cache, and finish. After an error the cache is as it was."""
         before, offset = (cache.lengths, cache.k.shape[-2]), cache.query_offset()
@@ -288,7 +313,7 @@ class Causal(_Attention):
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
             all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
-            context, weights, _ = _attend(q, all_k, all_v, offset, self._dropouts(), need_weights)
+            context, weights, _ = _attend(q, all_k, all_v, offset, self._dropouts(), return_weights)
             return self._finish(context), weights
         except BaseException:
             cache._set_lengths(*before)

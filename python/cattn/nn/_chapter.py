@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .._input.checks import as_dtype, as_size
+from .._input.names import with_hints
 from .._input.rng import as_generator
 from .._input.types import RNG
 from ._attention import Causal, SelfAttention
@@ -88,6 +89,7 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
 
     _parameters = ("W_query", "W_key", "W_value")
 
+    @with_hints
     def __init__(self, d_in: int, d_out: int, *, dtype: DTypeLike = np.float32, rng: RNG = None) -> None:
         super().__init__()
         self.d_in, self.d_out, self.dtype = as_size(d_in, "d_in"), as_size(d_out, "d_out"), as_dtype(dtype)
@@ -151,6 +153,7 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
            [-0.0754,  0.0693]], dtype=float32)
     """
 
+    @with_hints
     def __init__(
         self, d_in: int, d_out: int, qkv_bias: bool = False, *, dtype: DTypeLike = np.float32, rng: RNG = None
     ) -> None:
@@ -204,6 +207,7 @@ class CausalAttention(_Projections, Causal):
 
     _one_head = True
 
+    @with_hints
     def __init__(
         self,
         d_in: int,
@@ -259,6 +263,7 @@ class MultiHeadAttentionWrapper(Causal):
     (2, 6, 4)
     """
 
+    @with_hints
     def __init__(
         self,
         d_in: int,
@@ -343,6 +348,7 @@ class MultiHeadAttention(_Projections, Causal):
     ((1, 8), array(5))
     """
 
+    @with_hints
     def __init__(
         self,
         d_in: int,

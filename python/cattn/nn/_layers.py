@@ -12,6 +12,7 @@ from .. import _cattn
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.fp_mode import in_default_mode
+from .._input.names import with_hints
 from .._input.rng import GeneratorOrNone, as_generator, generator_or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
@@ -83,6 +84,7 @@ class Linear(Module):
 
     _parameters = ("weight", "bias")
 
+    @with_hints
     def __init__(
         self, d_in: int, d_out: int, bias: bool = True, *, dtype: DTypeLike = np.float32, rng: RNG = None
     ) -> None:
@@ -168,6 +170,7 @@ class Dropout(Module):
     array([1., 1., 1.])
     """
 
+    @with_hints
     def __init__(self, p: float = 0.5, *, rng: RNG = None) -> None:
         super().__init__()
         self.p = _cattn._probability(p, "dropout probability")

@@ -303,6 +303,17 @@ class _Loader:
                 new[own] = self.cast(entry, entry.array.T if name.bare else entry.array, self.own[own].dtype)
         return new, missing
 
+    def bias_hint(self, missing: list[str], unexpected: list[str]) -> str:
+        """Return how to make the class if its biases of query, key and value are all missing, or unexpected, or ""."""
+        layers = [key for key, name in self.names.items() if name.role in _FUSED_ROLES and not name.bare]
+        own = [key for key in layers if self.names[key].part == "bias"]
+        if own and set(own) <= set(missing):
+            return "; make the class with qkv_bias=False"
+        parsed = [name for key in unexpected if (name := self.name(key)) is not None and name.part == "bias"]
+        if layers and not own and any(name.role in (*_FUSED_ROLES, _FUSED) for name in parsed):
+            return "; make the class with qkv_bias=True"
+        return ""
+
 
 def match(
     state: Mapping[str, Any], own: Mapping[str, Array], *, strict: bool, what: str
@@ -320,9 +331,9 @@ def match(
     unexpected = sorted({*loader.unexpected, *(entry.key for entry in loader.found.values())})
     problems = loader.problems
     if strict and missing:
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {_listed(missing)}{loader.bias_hint(missing, [])}")
     if strict and unexpected:
-        problems.append(f"unexpected: {_listed(unexpected)}")
+        problems.append(f"unexpected: {_listed(unexpected)}{loader.bias_hint([], unexpected)}")
     if problems:
         raise loader.error(problems)
     return new, LoadResult(missing, unexpected)

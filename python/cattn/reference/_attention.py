@@ -38,9 +38,10 @@ def scaled_dot_product_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: int | None = None,
-    need_weights: bool = False,
+    return_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
+    need_weights: bool = False,
     out: Floats | AttentionOutput | None = None,
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
@@ -69,6 +70,7 @@ def scaled_dot_product_attention(
            [3.]])
     """
     p = probability(dropout_p, "dropout_p")
+    return_weights |= need_weights  # the earlier name
     problem = score(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
@@ -84,11 +86,11 @@ def scaled_dot_product_attention(
         drop_bits, lse = drop_bits[..., 0, :, :], lse[..., 0, :]
     given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
     result = deliver(result, given.out)
-    if not (need_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
+    if not (return_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
         return result
     return AttentionOutput(
         result,
-        deliver(weights, given.weights) if need_weights else None,
+        deliver(weights, given.weights) if return_weights else None,
         deliver(lse, given.lse) if return_lse else None,
         deliver(drop_bits, given.dropout_mask) if return_dropout_mask else None,
         seed if p > 0 else None,

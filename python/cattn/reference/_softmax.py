@@ -1,5 +1,7 @@
 """Softmax, and masked softmax by both methods."""
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -40,13 +42,14 @@ def masked_softmax(
     scores: ArrayLike,
     mask: ArrayLike | None = None,
     *,
+    axis: Axis = -1,
     is_causal: Causal = False,
     query_offset: ArrayLike | None = None,
     scale: float = 1.0,
     method: str = "neg_inf",
     out: Floats | None = None,
 ) -> Floats:
-    """Return softmax over the last axis of `scores`, of the visible entries only, by one of two methods.
+    """Return softmax over `axis` of `scores`, of the visible entries only, by one of two methods.
 
     ``"neg_inf"`` sets hidden scores to -inf and takes the softmax. ``"renormalize"`` takes the softmax of everything,
     sets hidden weights to 0 and divides each row by its sum. In exact arithmetic both are the same, because the first
@@ -57,6 +60,9 @@ def masked_softmax(
     `scores` is (..., T_q, T_k). The boolean `mask`, True where a key is visible, broadcasts to it. `causal_mask`
     explains `is_causal` and `query_offset`; the offset may be an array (...,). Rows without a visible entry are 0.
 
+    With another `axis`, or several, these are the axes of the keys, counted together in row-major order. The result is
+    that of an array with the keys moved to the end.
+
     Examples
     --------
     >>> masked_softmax(np.zeros((3, 3)), is_causal=True).round(4)
@@ -66,8 +72,14 @@ def masked_softmax(
     >>> masked_softmax([0.0, 2000.0], [True, False], method="renormalize")
     array([1., 0.])
     """
-    scores = np.asarray(scores, np.float64)
-    visible = np.array(np.broadcast_to(True if mask is None else boolean(mask, "mask"), scores.shape))
+    given = np.asarray(scores, np.float64)
+    visible = np.array(np.broadcast_to(True if mask is None else boolean(mask, "mask"), given.shape))
+    axes = np.sort(np.arange(given.ndim) if axis is None else np.atleast_1d(axis) % given.ndim)
+    order = [*(i for i in range(given.ndim) if i not in axes), *axes]
+    moved = given.transpose(order)
+    rows = moved.shape[: -len(axes)]
+    keys = math.prod(moved.shape[-len(axes) :])
+    scores, visible = moved.reshape(*rows, keys), visible.transpose(order).reshape(*rows, keys)
     if is_causal:
         T_q, T_k = scores.shape[-2:]
         position = positions(Ranges(is_causal, query_offset), T_q, T_k, T_k - T_q)
@@ -83,7 +95,7 @@ def masked_softmax(
         weights = np.where(sound, weights, softmax(scores, where=visible, scale=scale))
     else:
         raise ValueError(f'method must be "neg_inf" or "renormalize", got {method!r}')
-    return deliver(weights, out)
+    return deliver(weights.reshape(moved.shape).transpose(np.argsort(order)), out)
 
 
 @quiet

@@ -1,0 +1,90 @@
+"""Draw the pictures of the first page and of docs/pictures.md into docs/_static.
+
+Run it after a change: python docs/draw_pictures.py. It needs cattn with its extra "plot".
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import cattn
+
+FOLDER = Path(__file__).parent / "_static"
+TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
+Panel = tuple[str, Any]  # title and matrix
+
+
+def draw(name: str, panels: Sequence[Panel], queries: Sequence[str] | None = None, **options: Any) -> None:
+    """Draw panels side by side."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.7 * len(panels), 3.9), layout="constrained", dpi=150)
+    for index, (ax, (title, matrix)) in enumerate(zip(axes, panels, strict=True)):
+        labels = {"query_tokens": queries} if queries and index == len(panels) - 1 else {}
+        cattn.plot_attention(matrix, TOKENS, ax, titles=title, label="", **labels, **options)
+        ax.set_ylabel("query" if index == 0 else "")
+    figure.savefig(FOLDER / name, facecolor="white")
+    plt.close(figure)
+
+
+def main() -> None:
+    """Draw all pictures."""
+    rng = np.random.default_rng(4)
+    query, key = rng.standard_normal((2, 6, 4))
+
+    def weights(**options: Any) -> Any:
+        return cattn.attention_weights(query, key, **options)
+
+    draw(
+        "hero.png",
+        [
+            ("scores: query · key", weights(stage="qk", is_causal=True)),
+            ("later tokens hidden: −inf", weights(stage="mask", is_causal=True)),
+            ("softmax: the weights", weights(is_causal=True)),
+        ],
+    )
+    draw(
+        "masks.png",
+        [
+            ("causal", weights(is_causal=True)),
+            ("window of three tokens", weights(is_causal=True, window_size=(2, 0))),
+            ("two tokens of padding", weights(key_value_seq_lengths=4)),
+        ],
+    )
+    draw(
+        "options.png",
+        [
+            ("scale four times as large", weights(is_causal=True, scale=2.0)),
+            ("ALiBi: nearby tokens count more", head_weights(query, key, alibi_slopes=[1.0])),
+            ("a sink takes a share of each row", head_weights(query, key, sinks=[1.0])),
+        ],
+    )
+    draw(
+        "dropout.png",
+        [
+            ("weights", weights(is_causal=True)),
+            ("dropped, or divided by 0.7", weights(is_causal=True, dropout_p=0.3, rng=1, stage="dropout")),
+        ],
+    )
+    draw(
+        "decoding.png",
+        [
+            ("the full pass", weights(is_causal=True)),
+            ("the last token alone", cattn.attention_weights(query[-1:], key)),
+        ],
+        queries=TOKENS[-1:],
+    )
+
+
+def head_weights(query: Any, key: Any, **options: Any) -> Any:
+    """Return the weights of one head, for options that have one number a head."""
+    return cattn.attention_weights(query[None], key[None], is_causal=True, enable_gqa=True, **options)[0]
+
+
+if __name__ == "__main__":
+    main()

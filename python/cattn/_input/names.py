@@ -1,0 +1,155 @@
+"""The hint in the TypeError for an unknown keyword: the name that cattn has for the argument."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The names of other libraries (PyTorch, JAX, Keras and TensorFlow, onnxruntime, FlashAttention, Hugging Face) for each
+# parameter of cattn. A name may stand for several parameters: the first that a function has is suggested.
+_OTHERS = {
+    "query": "q queries query_states",
+    "key": "k keys key_states",
+    "value": "v values value_states",
+    "is_causal": "causal use_causal_mask unidirectional",
+    "attn_mask": "mask attention_mask key_mask padding_mask src_mask where visible",
+    "mask": "attn_mask attention_mask key_mask padding_mask where visible",
+    "where": "mask attn_mask",
+    "bias": "attn_bias attention_bias position_bias relative_position_bias rel_pos_bias score_bias",
+    "qkv_bias": "bias use_bias add_bias in_proj_bias",
+    "dropout_p": "dropout dropout_rate attn_dropout attention_dropout p rate prob probability drop_prob attn_pdrop",
+    "p": "dropout dropout_p dropout_rate rate prob probability drop_prob",
+    "dropout": "dropout_p dropout_rate attn_dropout attention_dropout p rate drop_prob attn_pdrop",
+    "rng": "seed generator random_state dropout_rng dropout_seed prng rngs random_seed prng_key",
+    "seed": "rng generator random_state",
+    "axis": "dim axes dims",
+    "scale": "sm_scale softmax_scale scaling scaling_factor scale_factor attn_scale inv_temperature",
+    "softcap": "softmax_cap logits_soft_cap logit_softcap logits_softcap logit_cap attn_logit_softcapping tanh_cap",
+    "window_size": "window sliding_window local_window_size attention_window local_attention window_left",
+    "alibi_slopes": "alibi slopes alibi_bias",
+    "sinks": "sink s_aux attn_sink attention_sink attention_sinks head_sink softmax_sink",
+    "enable_gqa": "gqa use_gqa",
+    "query_offset": "offset q_offset position start_pos cache_position past_length past_seq_len position_offset",
+    "query_seq_lengths": "q_lengths query_lengths q_seqlens seqused_q seqlens_q q_seq_lengths",
+    "key_value_seq_lengths": "lengths seq_lengths seqlens seq_lens sequence_lengths kv_lengths key_lengths kv_seqlens "
+    "seqused_k seqlens_k key_seq_lengths kv_seq_lengths cache_seqlens total_sequence_length nonpad_kv_seqlen",
+    "cu_seqlens_q": "cu_seqlens cu_seq_q cu_seqlen_q cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k",
+    "return_weights": "need_weights return_attention_scores output_attentions return_attn_weights return_attn_probs",
+    "return_lse": "return_softmax_lse return_logsumexp return_residual need_lse",
+    "return_mask": "return_dropout_mask",
+    "return_dropout_mask": "return_mask",
+    "lse": "logsumexp log_sum_exp softmax_lse",
+    "grad_out": "grad grad_output grad_outputs dout upstream",
+    "out": "output result",
+    "stage": "step qk_matmul_output_mode until",
+    "method": "how mode",
+    "training": "train is_training",
+    "cache": "kv_cache past_key_value past_key_values layer_past past_kv",
+    "x": "input inputs a arr array logits scores hidden_states",
+    "scores": "x input inputs a arr array logits",
+    "T_q": "seqlen_q num_queries n n_queries seq_len size tgt_len",
+    "T_k": "seqlen_k num_keys n_keys kv_len src_len",
+    "num_heads": "n_heads heads n_head nhead num_attention_heads n",
+    "num_kv_groups": "num_kv_heads n_kv_heads num_key_value_heads kv_heads kv_num_heads n_kv_groups",
+    "num_kv_heads": "num_kv_groups n_kv_heads num_key_value_heads kv_heads kv_num_heads num_heads heads n_heads",
+    "d_in": "in_features d_input input_dim in_dim emb_dim d_model",
+    "d_out": "out_features d_output output_dim out_dim",
+    "context_length": "block_size max_len max_seq_len max_length max_position_embeddings n_positions ctx_len n_ctx",
+    "max_len": "max_length max_seq_len context_length capacity size max_cache_len",
+    "batch_shape": "batch_size batch max_batch_size",
+    "head_dim": "d_k head_size d_head key_dim",
+    "v_head_dim": "d_v value_dim head_dim_v",
+    "n": "threads num_threads n_threads nthreads limits intra_op_num_threads",
+    "weights": "attn_weights attention scores matrix attentions probs",
+    "tokens": "labels words key_tokens xticklabels",
+    "query_tokens": "yticklabels",
+    "cmap": "colormap colours colors",
+    "titles": "title names",
+    "total": "window window_size size n",
+    "outs": "outputs outs_list",
+    "lses": "logsumexps lse_list",
+}  # fmt: skip
+_RIGHT_NAMES: dict[str, list[str]] = {}
+for _right, _others in _OTHERS.items():
+    for _other in _others.split():
+        _RIGHT_NAMES.setdefault(_other, []).append(_right)
+
+# Names without a counterpart: pairs of the parameter that a function has if the advice applies ("" for any), and the
+# advice.
+_ALWAYS_CAUSAL = [("query", "causal_attention is always causal"), ("context_length", "the class is always causal")]
+_NO_MASK = [("cache", "the classes take no mask, but scaled_dot_product_attention does")]
+_ADVICE: dict[str, list[tuple[str, str]]] = {
+    "temperature": [("query", "pass scale=1 / (temperature * head_dim**0.5)"), ("scale", "pass scale=1 / temperature")],
+    "key_padding_mask": [
+        (
+            "key_value_seq_lengths",
+            "pass key_value_seq_lengths, or attn_mask=~key_padding_mask[:, None, None, :] (True = visible)",
+        ),
+        ("mask", "pass mask=~key_padding_mask[:, None, None, :] (True = visible)"),
+        *_NO_MASK,
+    ],
+    "is_causal": _ALWAYS_CAUSAL,
+    "causal": _ALWAYS_CAUSAL,
+    "mask": _NO_MASK,
+    "attn_mask": _NO_MASK,
+    "attention_mask": _NO_MASK,
+    "embed_dim": [("d_in", "pass d_in and d_out, which are both embed_dim in PyTorch")],
+    "batch_first": [("d_in", "x is always (B, T, d_in) or (T, d_in)")],
+    "training": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
+    "deterministic": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
+    "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
+    "device": [("", "cattn computes on the CPU")],
+}
+
+_UNKNOWN = re.compile(r"(?P<text>.* got an unexpected keyword argument '(?P<name>.*?)')")
+
+
+def _hint(name: str, parameters: Sequence[str]) -> str:
+    """Return the hint for an unknown keyword, or ""."""
+    by_lower = {parameter.lower(): parameter for parameter in parameters}
+    same = by_lower.get(name.lower())
+    right = same or next((right for right in _RIGHT_NAMES.get(name.lower(), ()) if right in parameters), None)
+    advice = next((advice for needed, advice in _ADVICE.get(name, ()) if needed in ("", *parameters)), None)
+    if right is None and advice is not None:
+        return advice
+    if right is None:
+        import difflib  # imported here, because only errors need it
+
+        close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+        right = by_lower[close[0]] if close else None
+    return "" if right is None else f"did you mean {right!r}?"
+
+
+def add_hint(error: TypeError, function: Callable[..., Any]) -> None:
+    """Add a hint to the error, raised by a call of this Python function, if that is about an unknown keyword."""
+    traceback = error.__traceback__
+    if traceback is None or traceback.tb_next is not None:  # raised inside the function: its arguments did bind
+        return
+    unknown = _UNKNOWN.match(str(error))
+    if unknown is None:
+        return
+    code = function.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    hint = _hint(unknown["name"], [parameter for parameter in parameters if parameter != "self"])
+    if hint:
+        error.args = (f"{unknown['text']}: {hint}",)  # in the place of the hint that Python 3.13 adds
+
+
+def with_hints(function: Callable[P, R]) -> Callable[P, R]:
+    """Make the TypeError of an unknown keyword suggest the right one."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            add_hint(error, function)
+            raise
+
+    return call
