@@ -31,6 +31,7 @@ UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("lib
 # The dtypes whose accuracy can be measured: float64 only where long double is wider.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
 
+needs_links = pytest.mark.skipif(sys.platform == "win32", reason="on Windows links need a privilege")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 

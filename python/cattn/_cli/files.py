@@ -1,6 +1,7 @@
 """Arrays from .npy, .npz and .safetensors files; results written next to their target and renamed into place."""
 
 import contextlib
+import errno
 import os
 import stat
 import traceback
@@ -96,7 +97,9 @@ def _kind(file: Path) -> str:
     """Return the format of a file, by its content. Refuse all other formats."""
     try:
         mode = os.stat(file).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe can be read only once, and not be mapped
+        if stat.S_ISDIR(mode):  # Windows calls that a lack of permission
+            raise InputError(f"{file}: {os.strerror(errno.EISDIR)}")
+        if not stat.S_ISREG(mode):  # a pipe can be read only once, and not be mapped
             raise InputError(f"{file} is not a regular file: give a file, not a pipe or a device")
         with open(file, "rb") as stream:
             start = stream.read(9)
