@@ -95,8 +95,12 @@ def deep(n):
 
 class Late:
     "Delay the end of the interpreter until the threads that return to it have ended."
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
     def __del__(self):
-        time.sleep(0.1)
+        self.lock.acquire(timeout=0.1)  # on Windows, time.sleep needs an event for Ctrl-C that is closed by now
         print("late", cattn_at_exit().tolist(), flush=True)
 
 
