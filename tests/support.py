@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,15 @@ def press_ctrl_c() -> None:
 
 
 # A child has a console of its own, without a window. A thread of the child presses Ctrl-C there: the event goes to all
-# processes of a console, and a process cannot send it to another console.
+# processes of a console, and a process cannot send it to another console. The thread waits for a file. If it waited for
+# standard input, libraries that ask for the type of this stream while they are loaded would wait, too.
 _ON_WINDOWS = """
-import ctypes, os, runpy, signal, threading
+import ctypes, os, runpy, signal, threading, time
 
 def press():
-    if os.read(0, 1):
-        os.kill(0, signal.CTRL_C_EVENT)
+    while not os.path.exists(os.environ["PRESS_CTRL_C"]):
+        time.sleep(0.01)
+    os.kill(0, signal.CTRL_C_EVENT)
 
 ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(None, False)
 threading.Thread(target=press, daemon=True).start()
@@ -58,20 +61,26 @@ runpy.run_module("cattn", run_name="__main__", alter_sys=True)
 """
 
 
+_press_files: dict[int, str] = {}
+
+
 def start_command(*arguments: str) -> subprocess.Popen[str]:
     """Start ``python -m cattn`` so that `interrupt_command` can interrupt it."""
-    command, flags = [sys.executable, "-m", "cattn"], 0
+    command, options = [sys.executable, "-m", "cattn"], {}
     if sys.platform == "win32":
-        command, flags = [sys.executable, "-c", _ON_WINDOWS], subprocess.CREATE_NO_WINDOW
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([*command, *arguments], text=True, creationflags=flags, **streams)
+        file = os.path.join(tempfile.mkdtemp(), "press")
+        command = [sys.executable, "-c", _ON_WINDOWS]
+        options = {"creationflags": subprocess.CREATE_NO_WINDOW, "env": {**os.environ, "PRESS_CTRL_C": file}}
+    run = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    if sys.platform == "win32":
+        _press_files[run.pid] = file
+    return run
 
 
 def interrupt_command(command: subprocess.Popen[str]) -> None:
     """Press Ctrl-C in a command that `start_command` started."""
     if sys.platform == "win32":
-        assert command.stdin is not None
-        print(file=command.stdin, flush=True)
+        Path(_press_files.pop(command.pid)).touch()
     else:
         command.send_signal(signal.SIGINT)
 

@@ -391,7 +391,7 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
         np.save(f"{name}.npy", array)
     Path("out.npy").write_text("as it was")
     run = start_command("attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", "--threads", "1", *options)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not leftovers(folder):
         assert run.poll() is None, run.stderr.read()
         assert time.monotonic() < until

@@ -104,7 +104,8 @@ def _kind(file: Path) -> str:
         with open(file, "rb") as stream:
             start = stream.read(9)
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
+        # the text of the C library, since that of Windows is in the user's language
+        raise InputError(f"{file}: {os.strerror(error.errno) if error.errno else error}") from error
     if start.startswith(b"\x93NUMPY"):
         return ".npy"
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
