@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ UNDER_SANITIZER = any(name in os.environ.get("LD_PRELOAD", "") for name in ("lib
 # The dtypes whose accuracy can be measured: float64 only where long double is wider.
 ACCURACY_DTYPES = [np.float32, np.float64][: 2 if np.finfo(np.longdouble).nmant > 52 else 1]
 
+needs_links = pytest.mark.skipif(sys.platform == "win32", reason="on Windows links need a privilege")
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
@@ -43,13 +45,15 @@ def press_ctrl_c() -> None:
 
 
 # A child has a console of its own, without a window. A thread of the child presses Ctrl-C there: the event goes to all
-# processes of a console, and a process cannot send it to another console.
+# processes of a console, and a process cannot send it to another console. The thread waits for a file. If it waited for
+# standard input, libraries that ask for the type of this stream while they are loaded would wait, too.
 _ON_WINDOWS = """
-import ctypes, os, runpy, signal, threading
+import ctypes, os, runpy, signal, threading, time
 
 def press():
-    if os.read(0, 1):
-        os.kill(0, signal.CTRL_C_EVENT)
+    while not os.path.exists(os.environ["PRESS_CTRL_C"]):
+        time.sleep(0.01)
+    os.kill(0, signal.CTRL_C_EVENT)
 
 ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(None, False)
 threading.Thread(target=press, daemon=True).start()
@@ -57,20 +61,26 @@ runpy.run_module("cattn", run_name="__main__", alter_sys=True)
 """
 
 
+_press_files: dict[int, str] = {}
+
+
 def start_command(*arguments: str) -> subprocess.Popen[str]:
     """Start ``python -m cattn`` so that `interrupt_command` can interrupt it."""
-    command, flags = [sys.executable, "-m", "cattn"], 0
+    command, options = [sys.executable, "-m", "cattn"], {}
     if sys.platform == "win32":
-        command, flags = [sys.executable, "-c", _ON_WINDOWS], subprocess.CREATE_NO_WINDOW
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([*command, *arguments], text=True, creationflags=flags, **streams)
+        file = os.path.join(tempfile.mkdtemp(), "press")
+        command = [sys.executable, "-c", _ON_WINDOWS]
+        options = {"creationflags": subprocess.CREATE_NO_WINDOW, "env": {**os.environ, "PRESS_CTRL_C": file}}
+    run = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    if sys.platform == "win32":
+        _press_files[run.pid] = file
+    return run
 
 
 def interrupt_command(command: subprocess.Popen[str]) -> None:
     """Press Ctrl-C in a command that `start_command` started."""
     if sys.platform == "win32":
-        assert command.stdin is not None
-        print(file=command.stdin, flush=True)
+        Path(_press_files.pop(command.pid)).touch()
     else:
         command.send_signal(signal.SIGINT)
 

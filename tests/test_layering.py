@@ -33,7 +33,7 @@ def test_every_layer_has_files() -> None:
     assert {layer_of(path) for path in C_FILES} >= {"binding", "core", "kernels", "cattn.h"}
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
 def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
     names = includes(path)
     layer = layer_of(path)
@@ -49,7 +49,7 @@ def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
         assert not [name for name in names if "/" in name], "the core's C API includes nothing of ours"
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
 def test_one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
     if layer_of(path) == "kernels" or path.name in ("fp_mode.h", "cpu_features.c"):
         return
@@ -69,7 +69,7 @@ SYSTEM = (
 )
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
 def test_the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
     """A port to another system then concerns core/os.h and one source."""
     if path.parent.name == "core" and re.fullmatch(r"os(_\w+)?\.[ch]", path.name):
@@ -101,7 +101,7 @@ def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
     """
     modules = defaultdict(set)
     for path in files:
-        modules[str(path.relative_to(root).with_suffix(""))].add(path)
+        modules[path.relative_to(root).with_suffix("").as_posix()].add(path)
     definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
     declaration = re.compile(r"^(?:CATTN_EXPORT )?[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
     macro = re.compile(r"^#define (?:.*\\\n)*.*$", re.MULTILINE)
@@ -123,7 +123,7 @@ def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
                 target = (path.parent / include).resolve()
                 target = target if target.exists() else CSRC / include
                 if target in files:
-                    graph[name].add(str(target.relative_to(root).with_suffix("")))
+                    graph[name].add(target.relative_to(root).with_suffix("").as_posix())
     return graph
 
 
@@ -184,7 +184,9 @@ def test_the_map_of_the_c_tree_names_every_file_once() -> None:
         if row := re.match(r"\| (`[^|]*`) \|", line):
             for name in re.findall(r"`([^`]+)`", row[1]):
                 named.update(folder + name.replace("[ch]", end) for end in ("c", "h")[: 1 + ("[ch]" in name)])
-    there = [str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.is_file() and path.name != "README.md"]
+    there = [
+        path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*") if path.is_file() and path.name != "README.md"
+    ]
     assert named == Counter(there)
 
 
@@ -201,7 +203,7 @@ def lines_of_code(path: Path) -> int:
     return len(lines) - left_out - sum(line.startswith("@pytest.mark.promise(") for line in lines)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
     text = path.read_text("utf-8")
     assert lines_of_code(path) <= 500
@@ -227,7 +229,7 @@ def functions(text: str) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=lambda path: str(path.relative_to(CSRC)))
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
 def test_functions_are_short(path: Path) -> None:
     assert [name for name, length in functions(path.read_text("utf-8")) if length > 80] == []
 

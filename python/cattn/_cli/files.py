@@ -1,6 +1,7 @@
 """Arrays from .npy, .npz and .safetensors files; results written next to their target and renamed into place."""
 
 import contextlib
+import errno
 import os
 import stat
 import traceback
@@ -96,12 +97,15 @@ def _kind(file: Path) -> str:
     """Return the format of a file, by its content. Refuse all other formats."""
     try:
         mode = os.stat(file).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe can be read only once, and not be mapped
+        if stat.S_ISDIR(mode):  # Windows calls that a lack of permission
+            raise InputError(f"{file}: {os.strerror(errno.EISDIR)}")
+        if not stat.S_ISREG(mode):  # a pipe can be read only once, and not be mapped
             raise InputError(f"{file} is not a regular file: give a file, not a pipe or a device")
         with open(file, "rb") as stream:
             start = stream.read(9)
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
+        # the text of the C library, since that of Windows is in the user's language
+        raise InputError(f"{file}: {os.strerror(error.errno) if error.errno else error}") from error
     if start.startswith(b"\x93NUMPY"):
         return ".npy"
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
@@ -213,16 +217,6 @@ class Output:
             self._former.unlink(missing_ok=True)
 
 
-def refuse_inputs(option: str, target: Path, inputs: Mapping[str, str]) -> None:
-    """Refuse a target that is one of the input files; `inputs` has the name of each argument and its file."""
-    for name, spec in inputs.items():
-        file, _ = _split(spec)
-        if target.exists() and file.exists() and target.samefile(file):
-            raise InputError(
-                f"{option}: {target.name} is the input file of {name}; write to another file, or replace it by --force"
-            )
-
-
 def _unlink(file: Path, error: BaseException | None = None) -> None:
     """Delete a temporary file, also while an error is handled.
 
@@ -231,6 +225,16 @@ def _unlink(file: Path, error: BaseException | None = None) -> None:
     if error is not None:
         traceback.clear_frames(error.__traceback__)
     file.unlink(missing_ok=True)
+
+
+def refuse_inputs(option: str, target: Path, inputs: Mapping[str, str]) -> None:
+    """Refuse a target that is one of the input files; `inputs` has the name of each argument and its file."""
+    for name, spec in inputs.items():
+        file, _ = _split(spec)
+        if target.exists() and file.exists() and target.samefile(file):
+            raise InputError(
+                f"{option}: {target.name} is the input file of {name}; write to another file, or replace it by --force"
+            )
 
 
 def commit(outputs: Sequence[Output]) -> None:
