@@ -162,7 +162,7 @@ class BuildTables(build_ext):
         if len(machines) > 1:
             words = {name: [word for flag in isa for word in ("-Xarch_x86_64", flag)] for name, isa in TABLES.items()}
             tables = words if "x86_64" in machines else tables
-        elif self.accepts([], "#ifndef __x86_64__\n#error not x86-64\n#endif"):
+        elif self.accepts([], "#ifndef __x86_64__\n#error not x86-64\n#endif\nextern int probe;"):
             tables = dict(TABLES)
         if not (self.for_tests or self.editable_mode):
             tables.pop("gnu512", None)  # for the tests only
