@@ -20,22 +20,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cattn {cattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    attend.add_arguments(
-        commands.add_parser(
-            "attend",
-            help="attention of arrays in .npy, .npz or .safetensors files",
-            description=attend.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+    helps = {
+        attend: "attention of arrays in .npy, .npz or .safetensors files",
+        plot: "heat maps of the attention weights in a file",
+    }
+    for command, text in helps.items():
+        command.add_arguments(
+            commands.add_parser(
+                command.__name__.rpartition(".")[2],
+                help=text,
+                description=command.DESCRIPTION,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
         )
-    )
-    plot.add_arguments(
-        commands.add_parser(
-            "plot",
-            help="heat maps of the attention weights in a file",
-            description=plot.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
     commands.add_parser("info", help="system, versions, kernels, threads: quote them in bug reports")
     return parser
 

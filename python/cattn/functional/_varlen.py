@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,21 @@ from ._signature import implemented_in_c
 __all__ = ["varlen_attention"]
 
 
+class VarlenOptions(TypedDict, total=False):
+    """The keyword-only options that do not decide the type of the result, for the overloads."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    dropout_p: float
+    is_causal: Alignment
+    scale: float | None
+    window_size: Window
+    softcap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    rng: RNG
+
+
 @overload
 def varlen_attention(
     query: ArrayLike,
@@ -25,18 +40,9 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    is_causal: Alignment = ...,
-    scale: float | None = ...,
-    window_size: Window = ...,
-    softcap: float | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    rng: RNG = ...,
     return_lse: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> NDArray[Any]: ...
 @overload
 def varlen_attention(
@@ -46,18 +52,9 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    is_causal: Alignment = ...,
-    scale: float | None = ...,
-    window_size: Window = ...,
-    softcap: float | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    rng: RNG = ...,
     return_lse: Literal[True],
     out: NDArray[Any] | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> AttentionOutput: ...
 @overload
 def varlen_attention(
@@ -67,18 +64,9 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ...,
-    dropout_p: float = ...,
-    is_causal: Alignment = ...,
-    scale: float | None = ...,
-    window_size: Window = ...,
-    softcap: float | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    rng: RNG = ...,
     return_lse: bool,
     out: NDArray[Any] | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> NDArray[Any] | AttentionOutput: ...
 @implemented_in_c
 def varlen_attention(
