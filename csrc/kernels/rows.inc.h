@@ -293,14 +293,16 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
     UNROLLED(r, many)
         UNROLLED(v, vectors)
             block[r][v] = vf_set1(0);
+    int64_t at = c;
     for (int k = keys.begin; k < keys.end;) {
         UNROLLED(r, many)
             UNROLLED(v, vectors)
                 chain[r][v] = vf_set1(0);
-        for (const int end = (int)chain_end(k, keys.end); k < end; k++) {
+        for (const int end = (int)chain_end(k, keys.end); k < end; k++, at += value.row) {
             vf val[CATTN_FEW_ROWS];
+            OPAQUE(at);
             UNROLLED(v, vectors)
-                val[v] = load_row(value, k - keys.begin, c + v * LANES, v == vectors - 1 ? n : LANES);
+                val[v] = load_stored(value.storage, value.first, at + v * LANES, 1, v == vectors - 1 ? n : LANES);
             prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
             UNROLLED(r, many) {
                 vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
