@@ -30,8 +30,10 @@ class WheelError(Exception):
     """A step failed, or a wheel is not as it should be; the message says which."""
 
 
-def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str | None] | None = None) -> str:
-    """Run a command and return its output, both streams; fail with all of it if the exit code is not 0.
+def run(
+    *command: str | Path, cwd: Path = ROOT, env: dict[str, str | None] | None = None, errors_too: bool = True
+) -> str:
+    """Run a command and return its output, by default with standard error; fail if the exit code is not 0.
 
     A variable that is None in `env` is removed from the environment.
     """
@@ -40,14 +42,15 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str | None] | Non
         words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT if errors_too else subprocess.PIPE,
         text=True,
         errors="replace",
         cwd=cwd,
         env={name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None},
     )
     if done.returncode != 0:
-        raise WheelError(f"{' '.join(words)} failed with exit code {done.returncode}:\n{done.stdout}")
+        said = done.stdout + (done.stderr or "")
+        raise WheelError(f"{' '.join(words)} failed with exit code {done.returncode}:\n{said}")
     return done.stdout
 
 
@@ -147,8 +150,9 @@ def musl_library(target: Target, place: Path) -> Path:
 
 def write_compiler(target: Target, python: Python, work: Path, place: Path) -> Path:
     """Write a script that calls zig for this target, and return its path. Headers of Python and NumPy are in it."""
-    headers = [python_headers(target, python, place / "include"), numpy_headers(target, work)]
-    words = [zig(), "cc", "-target", target.zig, *(f"-isystem{path}" for path in headers)]
+    # -I, so that they come before the headers of the building Python, which setuptools adds by -I
+    headers = [f"-I{python_headers(target, python, place / 'include')}", f"-isystem{numpy_headers(target, work)}"]
+    words = [zig(), "cc", "-target", target.zig, *headers]
     if python.free_threaded:
         words.append("-DPy_GIL_DISABLED=1")
     script = place / "cc"
