@@ -418,3 +418,26 @@ def test_a_subclass_with_another_layer_is_saved_and_loaded(tmp_path: Path) -> No
         target.load(tmp_path / "less.npz")
     with pytest.raises(ValueError, match="unexpected: other"):
         target.load_state_dict(expected | {"other": np.ones((4, 4))})
+
+
+@pytest.mark.parametrize("d_in", [6, 8])
+def test_biases_beside_bare_matrices_are_loaded(d_in: int) -> None:
+    for module in (v2(d_in, 8, True), mha(d_in, 8)):
+        expected = other(module)
+        state = {}
+        for role in ("query", "key", "value"):
+            state[f"attn.W_{role}"] = expected[f"W_{role}.weight"].T
+            state[f"attn.bias_{role[0]}"] = expected[f"W_{role}.bias"]
+        state |= {f"attn.{key}": value for key, value in expected.items() if key.startswith("out")}
+        assert module.load_state_dict(state) == ([], [])
+        assert_state(module, expected)
+
+
+def test_errors_say_whether_the_output_projection_has_a_bias() -> None:
+    with_bias = cattn.MultiHeadAttention(6, 8, 16, 0.0, 4)
+    without = cattn.MultiHeadAttention(6, 8, 16, 0.0, 4, out_bias=False)
+    assert "out_proj.bias" not in without.state_dict()
+    with pytest.raises(ValueError, match=r"missing: out_proj.bias; make the class with out_bias=False$"):
+        with_bias.load_state_dict(without.state_dict())
+    with pytest.raises(ValueError, match=r"unexpected: out_proj.bias; make the class with out_bias=True$"):
+        without.load_state_dict(with_bias.state_dict())

@@ -13,9 +13,9 @@ from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.names import with_hints
 from .._input.rng import to_replay
-from .._input.types import AttentionOutput
+from .._input.types import AttentionOutput, Window
 from ..cache import KVCache
-from ..functional import causal_attention, scaled_dot_product_attention
+from ..functional import causal_attention, causal_mask, scaled_dot_product_attention
 from ..functional._gradients import attention_backward
 from ..random import TorchGenerator
 from ._layers import Dropout, show_dtype
@@ -49,6 +49,7 @@ class _Pass(NamedTuple):
     out: Array  # (B, T, H, d_v)
     lse: Array
     causal: bool
+    window_size: Window
     dropouts: list[_HeadDropout]
 
     def backward(self, grad: Array) -> tuple[Array, Array, Array]:
@@ -57,7 +58,7 @@ class _Pass(NamedTuple):
         parts = [
             attention_backward(
                 grad[:, heads], self.q[:, heads], self.k[:, heads], self.v[:, heads], out[:, heads],
-                self.lse[:, heads], is_causal=self.causal, dropout_p=p,
+                self.lse[:, heads], is_causal=self.causal, window_size=self.window_size, dropout_p=p,
                 rng=to_replay(rng) if isinstance(rng, TorchGenerator) else rng,
             )
             for heads, p, rng in self.dropouts
@@ -79,7 +80,14 @@ class _Kept(NamedTuple):
 
 
 def _attend(
-    q: Array, k: Array, v: Array, offset: Any, dropouts: Sequence[Dropout], return_weights: bool, keep: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    offset: Any,
+    dropouts: Sequence[Dropout],
+    return_weights: bool,
+    keep: bool = False,
+    window_size: Window = (-1, -1),
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
@@ -112,11 +120,13 @@ def _attend(
         if offset is None:
             result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
         else:
-            result = causal_attention(q[:, part], k[:, part], v[:, part], query_offset=offset, **keywords)
+            result = causal_attention(
+                q[:, part], k[:, part], v[:, part], query_offset=offset, window_size=window_size, **keywords
+            )
         if keep and p > 0 and replay is None:
             replay = result.dropout_seed
         replays.append(_HeadDropout(part, p, replay))
-    attended = None if lse is None else _Pass(q, k, v, context, lse, offset is not None, replays)
+    attended = None if lse is None else _Pass(q, k, v, context, lse, offset is not None, window_size, replays)
     return context.reshape(batch, tokens, heads * v.shape[-1]), weights, attended
 
 
@@ -223,27 +233,32 @@ class Causal(_Attention):
     """Base of the classes with a causal mask, which differ in projections and heads."""
 
     context_length: int
+    window_size: Window = (-1, -1)
     dtype: np.dtype[Any]
     dropout: Dropout
     _kv_heads: int
     _head_dim: int
     _one_head = False  # weights without an axis for heads
 
-    def __init__(self, d_in: int, d_out: int, context_length: int, dtype: DTypeLike) -> None:
+    def __init__(self, d_in: int, d_out: int, context_length: int, window_size: Window, dtype: DTypeLike) -> None:
         super().__init__()
+        causal_mask(1, window_size=window_size)  # raises what the functions would raise later
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
         self.context_length = as_size(context_length, "context_length")
+        self.window_size = window_size
         self.dtype = as_dtype(dtype)
 
     def _dropouts(self) -> Sequence[Dropout]:
         """Return the layers that drop weights: one for all heads, or one for each."""
         return (self.dropout,)
 
-    def _show(self, name: str, layer: Any, heads: str = "", groups: str = "") -> str:
+    def _show(self, name: str, layer: Any, heads: str = "", options: str = "") -> str:
         """Return the call that makes such a module. `layer` is the module with the dropout and W_query."""
+        if self.window_size != (-1, -1):
+            options += f", window_size={self.window_size}"
         return (
             f"{name}({self.d_in}, {self.d_out}, context_length={self.context_length}, dropout={layer.dropout.p}, "
-            f"{heads}qkv_bias={layer.W_query.bias is not None}{groups}{show_dtype(self.dtype)})"
+            f"{heads}qkv_bias={layer.W_query.bias is not None}{options}{show_dtype(self.dtype)})"
         )
 
     @overload
@@ -258,7 +273,7 @@ class Causal(_Attention):
     ) -> Array | tuple[Array, Array]: ...
     @with_hints
     def __call__(self, x: ArrayLike, *, return_weights: bool = False, cache: KVCache | None = None) -> Any:
-        """Return a context vector for each token. A token sees itself and the tokens before it.
+        """Return a context vector for each token. A token sees itself and those before it within window_size.
 
         Parameters
         ----------
@@ -295,7 +310,9 @@ class Causal(_Attention):
             raise ValueError(f"x has {tokens} tokens{cached}, context_length is {self.context_length}")
         q, k, v = self._project(batch)
         if cache is None:
-            context, weights, attended = _attend(q, k, v, 0, self._dropouts(), return_weights, self.training)
+            context, weights, attended = _attend(
+                q, k, v, 0, self._dropouts(), return_weights, self.training, self.window_size
+            )
             output = self._finish(context)
             self._keep(batch, attended, output, batched)
         else:
@@ -313,7 +330,9 @@ class Causal(_Attention):
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
             all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
-            context, weights, _ = _attend(q, all_k, all_v, offset, self._dropouts(), return_weights)
+            context, weights, _ = _attend(
+                q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size
+            )
             return self._finish(context), weights
         except BaseException:
             cache._set_lengths(*before)

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from .._input.checks import as_dtype, as_size
 from .._input.names import with_hints
 from .._input.rng import as_generator
-from .._input.types import RNG
+from .._input.types import RNG, Window
 from ._attention import Causal, SelfAttention
 from ._layers import Dropout, Linear, draw_uniform, project, show_dtype
 
@@ -180,6 +180,9 @@ class CausalAttention(_Projections, Causal):
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `sliding_window`.
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
@@ -216,10 +219,11 @@ class CausalAttention(_Projections, Causal):
         dropout: float,
         qkv_bias: bool = False,
         *,
+        window_size: Window = (-1, -1),
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, window_size, dtype)
         generator = as_generator(rng)
         self.dropout = Dropout(dropout, rng=generator)
         self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
@@ -244,6 +248,9 @@ class MultiHeadAttentionWrapper(Causal):
         Number of heads. A ``cache`` needs as many heads, of head_dim ``d_out``.
     qkv_bias : bool
         Whether the layers of the heads have biases.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `sliding_window`.
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
@@ -273,14 +280,17 @@ class MultiHeadAttentionWrapper(Causal):
         num_heads: int,
         qkv_bias: bool = False,
         *,
+        window_size: Window = (-1, -1),
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, window_size, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         generator = as_generator(rng)
         self.heads = [
-            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, dtype=dtype, rng=generator)
+            CausalAttention(
+                d_in, d_out, context_length, dropout, qkv_bias, window_size=window_size, dtype=dtype, rng=generator
+            )
             for _ in range(self.num_heads)
         ]
         self._kv_heads, self._head_dim = self.num_heads, self.d_out
@@ -316,9 +326,14 @@ class MultiHeadAttention(_Projections, Causal):
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
     qkv_bias : bool
-        Whether W_query, W_key and W_value have biases; out_proj always has one.
+        Whether W_query, W_key and W_value have biases.
     num_kv_groups : int, optional
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
+    out_bias : bool
+        Whether out_proj has a bias.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `sliding_window`.
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
@@ -359,10 +374,12 @@ class MultiHeadAttention(_Projections, Causal):
         qkv_bias: bool = False,
         *,
         num_kv_groups: int | None = None,
+        out_bias: bool = True,
+        window_size: Window = (-1, -1),
         dtype: DTypeLike = np.float32,
         rng: RNG = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length, dtype)
+        super().__init__(d_in, d_out, context_length, window_size, dtype)
         self.num_heads = as_size(num_heads, "num_heads")
         self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
         if self.d_out % self.num_heads:
@@ -374,7 +391,7 @@ class MultiHeadAttention(_Projections, Causal):
         d_kv = self.num_kv_groups * self.head_dim
         self.dropout = Dropout(dropout, rng=generator)
         self._add_projections(d_in, d_out, d_kv, qkv_bias, dtype, generator)
-        self.out_proj = Linear(d_out, d_out, dtype=dtype, rng=generator)
+        self.out_proj = Linear(d_out, d_out, out_bias, dtype=dtype, rng=generator)
         self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
@@ -390,4 +407,5 @@ class MultiHeadAttention(_Projections, Causal):
 
     def __repr__(self) -> str:
         groups = "" if self.num_kv_groups == self.num_heads else f", num_kv_groups={self.num_kv_groups}"
-        return self._show("MultiHeadAttention", self, f"num_heads={self.num_heads}, ", groups)
+        out = "" if self.out_proj.bias is not None else ", out_bias=False"
+        return self._show("MultiHeadAttention", self, f"num_heads={self.num_heads}, ", groups + out)

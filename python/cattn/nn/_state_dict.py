@@ -5,6 +5,7 @@ A name gives the role of the array (query, key, value, out; weight or bias; whic
 ========================================  ================================================================
 ``W_query.weight``, ``W_q``, ``wq``       the book's ``nn.Linear``, (out, in)
 ``W_query``, ``W_q`` without ``.weight``  a bare parameter, (in, out): ``x @ W_query``
+``bias_q``, ``bias_k``, ``bias_v``        the biases beside such parameters
 ``q_proj.weight`` ... ``o_proj.weight``   ``nn.Linear``
 ``in_proj_weight``, ``q_proj_weight``     ``torch.nn.MultiheadAttention``, (out, in)
 ``qkv.weight``, ``proj.weight``           ``nn.Linear``, the rows of query, key and value in this order
@@ -42,12 +43,14 @@ _ALIASES = {
     _FUSED: ("in_proj", "qkv", "c_attn"),
 }
 _ROLES = {alias: role for role, aliases in _ALIASES.items() for alias in aliases}
+_BIASES = {"bias_q": "query", "bias_k": "key", "bias_v": "value"}
 _CONV = ("c_attn", "c_proj")  # (in, out) in GPT-2's own files
 _TORCH_MHA = ("in_proj", "q_proj", "k_proj", "v_proj")  # these stems take _weight and _bias
 _NAME = re.compile(
     rf"(?P<prefix>(?:.+?\.)??)(?:heads\.(?P<head>\d+)\.)?(?P<stem>{'|'.join(_ROLES)})(?P<tail>[._](?:weight|bias)|)",
     re.IGNORECASE,
 )
+_BIAS_NAME = re.compile(rf"(?P<prefix>(?:.+?\.)??)(?:heads\.(?P<head>\d+)\.)?(?P<stem>{'|'.join(_BIASES)})")
 _SHOWN = 8  # most names that an error lists
 
 
@@ -89,6 +92,9 @@ class _Found(NamedTuple):
 
 
 def _parse(key: str) -> _Name | None:
+    if (match := _BIAS_NAME.fullmatch(key)) is not None:
+        head = None if match["head"] is None else int(match["head"])
+        return _Name(match["prefix"], _BIASES[match["stem"]], "bias", head, match["stem"])
     match = _NAME.fullmatch(key)
     if match is None:
         return None
@@ -170,7 +176,8 @@ class _Loader:
             if not self.only_plain and _is_buffer(key, value):
                 continue
             name = self.name(key)
-            if name is None:
+            # those of torch.nn.MultiheadAttention(add_bias_kv=True) have three dimensions: one more key and value
+            if name is None or (name.stem in _BIASES and getattr(value, "ndim", 1) != 1):
                 self.unexpected.append(key)
             else:
                 parsed[key] = name
@@ -304,14 +311,15 @@ class _Loader:
         return new, missing
 
     def bias_hint(self, missing: list[str], unexpected: list[str]) -> str:
-        """Return how to make the class if its biases of query, key and value are all missing, or unexpected, or ""."""
-        layers = [key for key, name in self.names.items() if name.role in _FUSED_ROLES and not name.bare]
-        own = [key for key in layers if self.names[key].part == "bias"]
-        if own and set(own) <= set(missing):
-            return "; make the class with qkv_bias=False"
+        """Return how to make the class if the only difference is whether some of its layers have biases, or ""."""
         parsed = [name for key in unexpected if (name := self.name(key)) is not None and name.part == "bias"]
-        if layers and not own and any(name.role in (*_FUSED_ROLES, _FUSED) for name in parsed):
-            return "; make the class with qkv_bias=True"
+        for option, roles in (("qkv_bias", _FUSED_ROLES), ("out_bias", ("out",))):
+            layers = [key for key, name in self.names.items() if name.role in roles and not name.bare]
+            own = [key for key in layers if self.names[key].part == "bias"]
+            if own and set(own) <= set(missing) and set(layers) - set(own) - set(missing):
+                return f"; make the class with {option}=False"
+            if layers and not own and any(name.role in (*roles, _FUSED) for name in parsed):
+                return f"; make the class with {option}=True"
         return ""
 
 
