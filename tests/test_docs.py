@@ -91,6 +91,17 @@ def test_the_readmes_comparison_holds_for_cattn() -> None:
     assert not all(example["answers"](example["with_numpy"]).values())
 
 
+def test_the_table_of_options_holds_for_cattn_and_finds_wrong_numbers() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "options_of_others.py"))
+    options = example["OPTIONS"]
+    words = {name: example["answer"](example["with_cattn"], dict(given)) for name, given in options.items()}
+    assert words.pop("an unknown argument") == "no"
+    assert set(words.values()) == {"yes"}
+    ignores = lambda q, k, v, softcap=None, **rest: example["with_cattn"](q, k, v, **rest)  # noqa: E731
+    assert example["answer"](ignores, options["softcap"]) == "ignored"
+    assert example["answer"](lambda q, k, v, **_: v, options["softcap"]) == "other"
+
+
 @pytest.mark.promise("documentation")
 def test_the_readme_has_its_two_commands() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
