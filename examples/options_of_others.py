@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cattn import reference
 
 import cattn
+from cattn import reference
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HEADS, TOKENS = 4, 40
