@@ -35,7 +35,7 @@
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k)
-#define BACKWARD_EXTRA(A) A(grad_out) A(lse)
+#define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse)
 
 #define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
 #define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)

@@ -115,10 +115,14 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
     set_up_bias(params, b, step);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
-    const struct cattn_tensor *grad_out = &params->grad_out;
+    const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse;
+    const double *grad_lse_data = grad_lse->data;
+    b->has_grad_lse = grad_lse_data;
     for (int r = 0; r < rows->n_rows; r++) {
         b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first + r) * query->row);
         b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first + r) * grad_out->row);
+        if (grad_lse_data)
+            b->grad_lse[r] = grad_lse_data[head_start(p, grad_lse, step) + (first + r) * grad_lse->row];
     }
     b->grad_key = cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head);
     b->grad_key_row = key->row;
