@@ -134,7 +134,8 @@ def backward(data: Bytes) -> dict[str, Any]:
         call["rng"] = data.pick((5, cattn.TorchGenerator(3)))
     lse = s.make(*s.batch_dims, *s.heads, s.T_q, dtype=np.float64 if data.chance(3) else s.compute)
     shape = (*s.batch_dims, *s.heads, s.T_q, s.D_v)
-    call |= {"grad_out": s.make(*shape), "out": s.make(*shape), "lse": lse}
+    out = s.make(*shape, dtype=s.compute if data.chance(3) else s.dtype)
+    call |= {"grad_out": s.make(*shape), "out": out, "lse": lse}
     return call | ({"grad_lse": s.make(*shape[:-1], dtype=s.compute)} if data.chance(2) else {})
 
 

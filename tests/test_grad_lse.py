@@ -1,4 +1,4 @@
-"""attention_backward(grad_lse=): gradients through the log-sum-exp, against the reference, differences and PyTorch."""
+"""attention_backward(grad_lse=) against the reference, differences and PyTorch; a float32 output of halves."""
 
 from __future__ import annotations
 
@@ -195,6 +195,62 @@ def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, 
     for name, ours, wide in zip(FIELDS, halves, floats, strict=True):
         if wide is not None:
             assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
+
+
+# ---- a float32 output of halves ------------------------------------------------------------------------------------
+def unrounded(call: Call) -> np.ndarray:
+    out: np.ndarray = forward(widened(call)).out
+    return out
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_a_float32_output_gives_the_bits_of_a_float32_call(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5)) | {"sinks": np.ones(4, np.float32)}
+    call |= {"is_causal": "lower_right", "bias": rng.standard_normal((110, 210)).astype(np.float32)}
+    result, out = forward(call), unrounded(call)
+    assert_same_bits(quiet(out, half), result.out)
+    grad_out, grad_lse = gradients_of(call)
+    common = {"lse": result.lse, "grad_lse": grad_lse}
+    wide = cattn.attention_backward(quiet(grad_out, np.float32), out=out, **common, **widened(call))
+    expected = wide._replace(**{name: quiet(getattr(wide, name), half) for name in ("query", "key", "value")})
+    for n in (1, 3):
+        with cattn.num_threads(n):
+            assert_same(cattn.attention_backward(grad_out, out=out, **common, **call), expected)
+    strided = np.repeat(out, 3, axis=-1)[:, ::-1, :, ::3][:, ::-1]
+    assert_same(cattn.attention_backward(grad_out, out=strided, **common, **call), expected)
+    rounded = quiet(result.out, np.float32)
+    assert_same(
+        cattn.attention_backward(grad_out, out=rounded, **common, **call),
+        cattn.attention_backward(grad_out, out=result.out, **common, **call),
+    )
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_a_float32_output_makes_gradients_more_exact(half: np.dtype, rng: np.random.Generator) -> None:
+    """Only the sums of grad_out * out gain, so the values have a large mean, which those sums subtract."""
+    call = qkv(rng, half, (3, 60, 16), (3, 80, 16), (3, 80, 16))
+    call["value"] = quiet(call["value"].astype(np.float32) + 4, half)
+    grad_out = quiet(rng.standard_normal((3, 60, 16)), half)
+    result, exact = forward(call), {name: array.astype(np.float64) for name, array in call.items()}
+    expected = backward(exact, grad_out.astype(np.float64), None)
+
+    def error(out: np.ndarray, name: str) -> float:
+        grads = cattn.attention_backward(grad_out, out=out, lse=result.lse, **call)
+        right = getattr(expected, name)
+        return float(np.sqrt(((getattr(grads, name).astype(np.float64) - right) ** 2).mean()))
+
+    for name in ("query", "key"):
+        assert error(unrounded(call), name) < error(result.out, name) / 2
+
+
+@pytest.mark.parametrize(("dtype", "out", "wanted"), [
+    (np.float16, np.float64, "float16"), (np.float32, np.float64, "float32"), (np.float32, np.float16, "float32"),
+])  # fmt: skip
+def test_an_output_of_another_dtype_is_refused(dtype: Any, out: Any, wanted: str) -> None:
+    call: Call = {n: np.ones((5, 4), dtype) for n in ("query", "key", "value")}
+    message = rf"^out has dtype {np.dtype(out)}, the forward pass gives {wanted}: pass out\.astype\('{wanted}'\)"
+    with pytest.raises(TypeError, match=message):
+        cattn.attention_backward(call["query"], out=np.ones((5, 4), out), lse=np.ones(5, np.float32), **call)
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ struct backward {
 
 static bool has_rows_only(int i) { return i == GRAD_LSE || i == FORWARD_LSE; }
 
-/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case. The core
- * takes grad_lse in float64 only. */
+/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case, and out of
+ * halves float32. The core takes grad_lse in float64 only. */
 static bool widen(struct backward *b, int i, const char *name) {
     if (i == GRAD_LSE)
         return cattn_arg_widen(b->call.state, &b->given[i], NPY_DOUBLE);
@@ -36,6 +36,10 @@ static bool widen(struct backward *b, int i, const char *name) {
         call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
     if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
         return true;
+    if (i == FORWARD_OUT && own == call->compute_type) {
+        b->params.plain_out = true;
+        return true;
+    }
     if (own == NPY_FLOAT && wanted == NPY_DOUBLE)
         return cattn_arg_widen(call->state, &b->given[i], wanted);
     PyArray_Descr *descr = PyArray_DescrFromType(wanted);

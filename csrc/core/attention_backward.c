@@ -99,6 +99,15 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
         rows[r] = cattn_tensor_at(p, bias, start + (step->block * CATTN_TILE_ROWS + r) * bias->row);
 }
 
+/* Points the rows at an output that is no half although the other tensors are. */
+static void set_up_plain_out(const struct cattn_attention_params *p, struct cattn_backward *b,
+                             const struct step *step) {
+    b->out_storage = CATTN_STORED_PLAIN;
+    for (int r = 0; r < b->scores.n_rows; r++)
+        b->scores.per_row->out[r] = cattn_tensor_at(
+            p, &p->out, head_start(p, &p->out, step) + (step->block * CATTN_TILE_ROWS + r) * p->out.row);
+}
+
 static struct cattn_backward *set_up(const struct backward_job *job, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
@@ -111,6 +120,9 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     rows->n_rows = (int)cattn_min(p->seqlen_q - first, CATTN_TILE_ROWS);
     cattn_rows_of_batch(rows, p, &batch, kv_head);
     cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
+    b->out_storage = p->storage;
+    if (params->plain_out)
+        set_up_plain_out(p, b, step);
     set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
     set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
     set_up_bias(params, b, step);

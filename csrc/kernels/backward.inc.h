@@ -54,7 +54,7 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
             v[i] = vf_set1(0);
             if (n > 0 && r + i < rows->n_rows)
                 v[i] = load_stored(rows->call.storage, grads->query[r + i], c * grad_col, grad_col, n) *
-                       load_stored(rows->call.storage, rows->per_row->out[r + i], c * out_col, out_col, n);
+                       load_stored(b->out_storage, rows->per_row->out[r + i], c * out_col, out_col, n);
         }
     }
     vf_transpose(v);

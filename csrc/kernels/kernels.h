@@ -132,6 +132,7 @@ struct cattn_rows {
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
     const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads` */
+    enum cattn_storage out_storage;        /* of scores.per_row->out */
     bool has_grad_lse;
     double grad_lse[CATTN_TILE_ROWS]; /* if has_grad_lse */
     /* scratch: the queries and grad_out, row by row, with zeros after the last row and column */

@@ -74,7 +74,8 @@ def attention_backward(  # type: ignore[empty-body]
     value : array_like, shape (..., T_k, d_v)
         Values.
     out : array_like, shape (..., T_q, d_v)
-        The output of the forward pass.
+        The output of the forward pass. For halves it may be float32, not yet rounded, which makes the gradients of
+        query and key more exact: the output of the same call with float32 inputs.
     lse : array_like, shape (..., T_q)
         The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
         more exact; the forward pass gives it if the lse of its ``out=`` is float64.
