@@ -102,6 +102,8 @@ def attention(data: Bytes) -> dict[str, Any]:
         call.pop("query_offset", None)
     for name in ("need_weights", "return_lse", "return_dropout_mask"):
         call[name] = data.chance(4)
+    if call["return_lse"]:
+        call["return_lse"] = data.pick((True, np.float64))
     if data.chance(3):
         call["out"] = s.outputs()
     elif call["return_lse"] and data.chance(2):

@@ -61,6 +61,7 @@ struct cattn_call {
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
     bool as_tuple;    /* the result is an AttentionOutput */
+    int lse_type;     /* the dtype that return_lse names; NPY_BOOL (0): none */
     bool has_seed;    /* dropout_seed draws the same mask again */
     bool has_heads;   /* axis -3 of the call is heads */
     int axes;         /* of query, key, value and masks, for cattn_tensor_from */

@@ -78,7 +78,7 @@ def attention_backward(  # type: ignore[empty-body]
         query and key more exact: the output of the same call with float32 inputs.
     lse : array_like, shape (..., T_q)
         The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
-        more exact; the forward pass gives it if the lse of its ``out=`` is float64.
+        more exact: ``return_lse=np.float64``.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added).
     dropout_p : float
