@@ -115,12 +115,14 @@ struct cattn_attention_params {
 /* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
-/* Gradients of a scalar function of attention's output. out and lse of `forward` are inputs here: the results of the
- * forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as out. The gradients
- * have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
+/* Gradients of a scalar function of attention's output and log-sum-exp. out and lse of `forward` are inputs here: the
+ * results of the forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as query.
+ * The gradients have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
 struct cattn_backward_params {
     enum cattn_bias_sum bias_sum;
+    bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */
     struct cattn_tensor grad_out;             /* (batch, head, row, col) */
+    struct cattn_tensor grad_lse;             /* (batch, head, row), float64 whatever the dtype; or absent */
     struct cattn_tensor grad_query;           /* (batch, head, row, col) */
     struct cattn_tensor grad_key, grad_value; /* (batch, key-value head, row, col) */
     /* Or absent. NO_SUM: (batch, head, row, col), where batch entries and heads with stride 0 share one matrix.

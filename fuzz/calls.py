@@ -102,6 +102,8 @@ def attention(data: Bytes) -> dict[str, Any]:
         call.pop("query_offset", None)
     for name in ("need_weights", "return_lse", "return_dropout_mask"):
         call[name] = data.chance(4)
+    if call["return_lse"]:
+        call["return_lse"] = data.pick((True, np.float64))
     if data.chance(3):
         call["out"] = s.outputs()
     elif call["return_lse"] and data.chance(2):
@@ -134,7 +136,9 @@ def backward(data: Bytes) -> dict[str, Any]:
         call["rng"] = data.pick((5, cattn.TorchGenerator(3)))
     lse = s.make(*s.batch_dims, *s.heads, s.T_q, dtype=np.float64 if data.chance(3) else s.compute)
     shape = (*s.batch_dims, *s.heads, s.T_q, s.D_v)
-    return call | {"grad_out": s.make(*shape), "out": s.make(*shape), "lse": lse}
+    out = s.make(*shape, dtype=s.compute if data.chance(3) else s.dtype)
+    call |= {"grad_out": s.make(*shape), "out": out, "lse": lse}
+    return call | ({"grad_lse": s.make(*shape[:-1], dtype=s.compute)} if data.chance(2) else {})
 
 
 def packed(data: Bytes) -> dict[str, Any]:

@@ -105,6 +105,57 @@ def test_the_lse_of_float64_inputs_is_always_float64() -> None:
         forward(call, np.empty(3, np.float32))
 
 
+@pytest.mark.promise("log-sum-exp in float64")
+@pytest.mark.parametrize("kind", [*NARROW, np.dtype(np.float64)], ids=str)
+@pytest.mark.parametrize("wide", [np.float64, np.dtype(np.float64), float, np.dtype(">f8")], ids=str)
+def test_return_lse_may_be_its_dtype(kind: np.dtype, wide: Any) -> None:
+    """With float64 the bits are those that a float64 array in ``out=`` gets."""
+    call = qkv(kind, (2, 4, 30, 20), (2, 2, 40, 20), (2, 2, 40, 9))
+    expected = forward(call, np.empty((2, 4, 30)))
+    for function in (cattn.scaled_dot_product_attention, cattn.causal_attention):
+        call |= {"query_offset": 40} if function is cattn.causal_attention else {}  # all keys are visible
+        result = function(**call, return_lse=wide)
+        assert result.lse.dtype == np.float64
+        assert_same_bits(result.out, expected.out)
+        assert_same_bits(result.lse, expected.lse)
+    del call["query_offset"]
+    compute = np.float64 if kind == np.float64 else np.float32
+    assert_same_bits(cattn.scaled_dot_product_attention(**call, return_lse=compute).lse, forward(call).lse)
+    packed = [np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in call.values()]
+    result = cattn.varlen_attention(*packed, [0, 30], [0, 40], return_lse=wide)
+    assert_same_bits(np.ascontiguousarray(result.lse), expected.lse[0])
+
+
+def test_return_lse_and_the_array_in_out_must_agree() -> None:
+    call = qkv(NARROW[0], (3, 8), (5, 8), (5, 8))
+    for wanted, given in ((np.float64, np.float32), (np.float32, np.float64)):
+        out = cattn.AttentionOutput(lse=np.empty(3, given))
+        message = rf"^out\.lse has dtype {np.dtype(given)}, the result has {np.dtype(wanted)}"
+        with pytest.raises(TypeError, match=message):
+            cattn.scaled_dot_product_attention(**call, return_lse=wanted, out=out)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "message"), [
+    (np.float32, np.float16, "^return_lse must be a bool, float32 or float64 for these inputs, got float16"),
+    (np.float64, np.float32, "^return_lse must be a bool, or float64 for these inputs, got float32"),
+    (np.float32, bool, "^return_lse must be a bool, float32 or float64 for these inputs, got bool"),
+    (np.float32, np.dtype("i4"), "^return_lse must be a bool, float32 or float64 for these inputs, got int32"),
+    (np.float32, Ellipsis.__class__, "Cannot interpret|got object"),
+])  # fmt: skip
+def test_other_dtypes_for_return_lse_are_refused(kind: Any, wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        cattn.scaled_dot_product_attention(**qkv(np.dtype(kind), (3, 8), (5, 8), (5, 8)), return_lse=wrong)
+
+
+def test_return_lse_is_still_a_flag() -> None:
+    """Objects that are neither dtypes nor types mean their truth."""
+    call = qkv(NARROW[0], (3, 8), (5, 8), (5, 8))
+    for yes in (True, np.True_, 1, "yes"):
+        assert cattn.scaled_dot_product_attention(**call, return_lse=yes).lse.dtype == np.float32  # type: ignore[call-overload]
+    for no in (False, np.False_, 0, None, ""):
+        assert isinstance(cattn.scaled_dot_product_attention(**call, return_lse=no), np.ndarray)  # type: ignore[call-overload]
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
 OPTIONS: dict[str, Call] = {
     "plain": {},

@@ -102,7 +102,7 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
-        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None)"
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None, grad_lse=None)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "

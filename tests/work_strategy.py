@@ -97,7 +97,11 @@ def gradients(draw: st.DrawFn) -> Work:
             out = cattn.AttentionOutput(lse=np.empty(result.lse.shape, np.float64))
             result = cattn.scaled_dot_product_attention(**again(call), return_lse=True, out=out)
         grad_out = np.cos(np.arange(result.out.size)).reshape(result.out.shape).astype(result.out.dtype)
-        return arrays(result, cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **again(call)))
+        grad_lse = result.lse if double_lse else None
+        return arrays(
+            result,
+            cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **again(call)),
+        )
 
     return Work("gradients", run, call)
 

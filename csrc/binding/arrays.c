@@ -99,6 +99,17 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
     return NULL;
 }
 
+bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type) {
+    if (PyArray_TYPE(*array) == type)
+        return true;
+    PyArrayObject *wide = converted(state->cast, (PyObject *)*array, "array", type, type);
+    if (wide == NULL)
+        return false;
+    Py_DECREF((PyObject *)*array);
+    *array = wide;
+    return true;
+}
+
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
@@ -115,13 +126,8 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
         return -1;
     }
     for (int i = 0; i < n; i++) {
-        if (arrays[i] == NULL || PyArray_TYPE(arrays[i]) == type)
-            continue;
-        PyArrayObject *wide = converted(state->cast, (PyObject *)arrays[i], "array", type, type);
-        if (wide == NULL)
+        if (arrays[i] != NULL && !cattn_arg_widen(state, &arrays[i], type))
             return -1;
-        Py_DECREF((PyObject *)arrays[i]);
-        arrays[i] = wide;
     }
     return type;
 }

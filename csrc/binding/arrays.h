@@ -12,6 +12,8 @@
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
 /* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes. Returns the type, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
+/* Replaces such an array by one of a wider type. */
+bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* From NumPy's type number of such arrays to the core's types. */
 enum cattn_dtype cattn_arg_dtype(int type);
 enum cattn_storage cattn_arg_storage(int type);

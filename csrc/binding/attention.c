@@ -43,8 +43,30 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
     return true;
 }
 
-/* lse has the type of the computation, or float64 if the caller's array for it has. */
+/* return_lse: whether, or the dtype. Every other object means its truth, as for the other flags. */
+static bool parse_return_lse(struct cattn_call *call, PyObject *object) {
+    if (object == Py_True || (!PyType_Check(object) && !PyArray_DescrCheck(object)))
+        return cattn_arg_flag(object, "return_lse", &call->wants[LSE]);
+    PyArray_Descr *descr = NULL;
+    if (PyArray_DescrConverter(object, &descr) == NPY_FAIL)
+        return false;
+    const int type = descr->type_num;
+    const bool fits = type == NPY_DOUBLE || (type == NPY_FLOAT && call->compute_type == NPY_FLOAT);
+    if (!fits)
+        PyErr_Format(PyExc_TypeError, "return_lse must be a bool, %s for these inputs, got %S",
+                     call->compute_type == NPY_FLOAT ? "float32 or float64" : "or float64", descr);
+    Py_DECREF((PyObject *)descr);
+    call->wants[LSE] = true;
+    call->lse_type = type;
+    return fits;
+}
+
+/* lse has the type of the computation, or float64 if return_lse or the caller's array for it says so. */
 static int lse_type(struct cattn_call *call, PyObject *given) {
+    if (call->lse_type != NPY_BOOL) {
+        call->params->double_lse = call->lse_type == NPY_DOUBLE;
+        return call->lse_type;
+    }
     if (given != NULL && PyArray_Check(given) && PyArray_TYPE((PyArrayObject *)given) == NPY_DOUBLE)
         call->params->double_lse = true;
     return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
@@ -176,7 +198,7 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
         !cattn_arg_flag(args[ARG_return_weights], "return_weights", &call.wants[WEIGHTS]) ||
         !cattn_arg_flag(args[ARG_need_weights], "need_weights", &need_weights) ||
-        !cattn_arg_flag(args[ARG_return_lse], "return_lse", &call.wants[LSE]) ||
+        (args[ARG_return_lse] != Py_False && !parse_return_lse(&call, args[ARG_return_lse])) ||
         !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
         goto done;
     call.wants[WEIGHTS] |= need_weights || weights_only;

@@ -35,7 +35,7 @@
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k)
-#define BACKWARD_EXTRA(A) A(grad_out) A(lse)
+#define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse)
 
 #define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
 #define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
@@ -61,6 +61,7 @@ struct cattn_call {
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
     bool as_tuple;    /* the result is an AttentionOutput */
+    int lse_type;     /* the dtype that return_lse names; NPY_BOOL (0): none */
     bool has_seed;    /* dropout_seed draws the same mask again */
     bool has_heads;   /* axis -3 of the call is heads */
     int axes;         /* of query, key, value and masks, for cattn_tensor_from */

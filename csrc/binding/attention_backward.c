@@ -8,7 +8,7 @@
 #include "error.h"
 #include "rng.h"
 
-enum { GRAD_OUT, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
+enum { GRAD_OUT, GRAD_LSE, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
 enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
 
 struct backward {
@@ -21,22 +21,27 @@ struct backward {
     npy_intp bias_dims[NPY_MAXDIMS];
 };
 
-/* ---- the results of the forward pass ---- */
+/* ---- the results of the forward pass, and their gradients ---- */
 
-/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case. */
+static bool has_rows_only(int i) { return i == GRAD_LSE || i == FORWARD_LSE; }
+
+/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case, and out of
+ * halves float32. The core takes grad_lse in float64 only. */
 static bool widen(struct backward *b, int i, const char *name) {
+    if (i == GRAD_LSE)
+        return cattn_arg_widen(b->call.state, &b->given[i], NPY_DOUBLE);
     const struct cattn_call *call = &b->call;
     const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->compute_type : call->stored_type;
     if (i == FORWARD_LSE)
         call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
     if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
         return true;
-    if (own == NPY_FLOAT && wanted == NPY_DOUBLE) {
-        PyArrayObject *pair[] = {call->inputs[QUERY], b->given[i]};
-        const int type = cattn_arg_promote(call->state, pair, 2);
-        b->given[i] = pair[1];
-        return type >= 0;
+    if (i == FORWARD_OUT && own == call->compute_type) {
+        b->params.plain_out = true;
+        return true;
     }
+    if (own == NPY_FLOAT && wanted == NPY_DOUBLE)
+        return cattn_arg_widen(call->state, &b->given[i], wanted);
     PyArray_Descr *descr = PyArray_DescrFromType(wanted);
     if (descr != NULL)
         PyErr_Format(PyExc_TypeError, "%s has dtype %S, the forward pass gives %S: pass %s.astype('%S')", name,
@@ -46,12 +51,13 @@ static bool widen(struct backward *b, int i, const char *name) {
 }
 
 static bool parse_given(struct backward *b, int i, PyObject *object) {
-    static const char *const names[] = {"grad_out", "out", "lse"};
-    static const char *const whose[] = {"the output", "the output", "the log-sum-exp"};
+    static const char *const names[] = {"grad_out", "grad_lse", "out", "lse"};
+    static const char *const whose[] = {"the output", "the log-sum-exp", "the output", "the log-sum-exp"};
     struct cattn_call *call = &b->call;
-    struct cattn_tensor *const tensors[] = {&b->params.grad_out, &b->params.forward.out, &b->params.forward.lse};
+    struct cattn_tensor *const tensors[] = {&b->params.grad_out, &b->params.grad_lse, &b->params.forward.out,
+                                            &b->params.forward.lse};
     npy_intp dims[NPY_MAXDIMS];
-    const int nd = i == FORWARD_LSE ? call->nd - 1 : call->nd;
+    const int nd = has_rows_only(i) ? call->nd - 1 : call->nd;
     PyArrayObject *array = b->given[i] = cattn_arg_floats(call->state, object, names[i]);
     if (array == NULL)
         return false;
@@ -62,8 +68,8 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
     if (!widen(b, i, names[i]))
         return false;
     cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
-                      call->axes & ~(i == FORWARD_LSE ? CATTN_AXIS_COL : 0));
-    if (call->params->d_v == 1 && i != FORWARD_LSE)
+                      call->axes & ~(has_rows_only(i) ? CATTN_AXIS_COL : 0));
+    if (call->params->d_v == 1 && !has_rows_only(i))
         tensors[i]->col = 1;
     return true;
 }
@@ -173,7 +179,7 @@ static PyObject *build_result(const struct backward *b) {
 
 PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
     struct backward b;
-    PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_out], args[ARG_lse]};
+    PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
     cattn_clear_backward(&b.params);
     b.call = (struct cattn_call){.state = state, .params = &b.params.forward, .dims = b.dims, .bias_dims = b.bias_dims};
@@ -183,7 +189,7 @@ PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **
     if (!cattn_call_parse(&b.call, args) || !check_rng(&b, args[ARG_rng]))
         goto done;
     for (int i = 0; i < N_GIVEN; i++) {
-        if (!parse_given(&b, i, given[i]))
+        if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(&b, i, given[i]))
             goto done;
     }
     if (make_gradients(&b) && run(&b, args[ARG_rng]))

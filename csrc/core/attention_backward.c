@@ -99,6 +99,15 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
         rows[r] = cattn_tensor_at(p, bias, start + (step->block * CATTN_TILE_ROWS + r) * bias->row);
 }
 
+/* Points the rows at an output that is no half although the other tensors are. */
+static void set_up_plain_out(const struct cattn_attention_params *p, struct cattn_backward *b,
+                             const struct step *step) {
+    b->out_storage = CATTN_STORED_PLAIN;
+    for (int r = 0; r < b->scores.n_rows; r++)
+        b->scores.per_row->out[r] = cattn_tensor_at(
+            p, &p->out, head_start(p, &p->out, step) + (step->block * CATTN_TILE_ROWS + r) * p->out.row);
+}
+
 static struct cattn_backward *set_up(const struct backward_job *job, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
@@ -111,14 +120,21 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     rows->n_rows = (int)cattn_min(p->seqlen_q - first, CATTN_TILE_ROWS);
     cattn_rows_of_batch(rows, p, &batch, kv_head);
     cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
+    b->out_storage = p->storage;
+    if (params->plain_out)
+        set_up_plain_out(p, b, step);
     set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
     set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
     set_up_bias(params, b, step);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
-    const struct cattn_tensor *grad_out = &params->grad_out;
+    const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse;
+    const double *grad_lse_data = grad_lse->data;
+    b->has_grad_lse = grad_lse_data;
     for (int r = 0; r < rows->n_rows; r++) {
         b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first + r) * query->row);
         b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first + r) * grad_out->row);
+        if (grad_lse_data)
+            b->grad_lse[r] = grad_lse_data[head_start(p, grad_lse, step) + (first + r) * grad_lse->row];
     }
     b->grad_key = cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head);
     b->grad_key_row = key->row;

@@ -1,7 +1,7 @@
 /* backward.inc.h -- the gradients of attention: one block of up to CATTN_TILE_ROWS queries against one block of keys.
  *
  * The weights P are recomputed from the scores and the rows' log-sum-exp. With grad_out dO, delta = dO . O (row by
- * row), and Z = 1/(1-p) where dropout keeps a weight, else 0:
+ * row) less the gradient of the log-sum-exp, and Z = 1/(1-p) where dropout keeps a weight, else 0:
  *
  *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = scale dS^T Q
  *
@@ -54,7 +54,7 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
             v[i] = vf_set1(0);
             if (n > 0 && r + i < rows->n_rows)
                 v[i] = load_stored(rows->call.storage, grads->query[r + i], c * grad_col, grad_col, n) *
-                       load_stored(rows->call.storage, rows->per_row->out[r + i], c * out_col, out_col, n);
+                       load_stored(b->out_storage, rows->per_row->out[r + i], c * out_col, out_col, n);
         }
     }
     vf_transpose(v);
@@ -78,6 +78,13 @@ static void sum_deltas(const struct cattn_backward *b) {
             }
         vf_storeu((real *)b->delta + r, SUM_TREE(sum));
     }
+}
+
+/* The derivative of the lse with respect to a score is the weight, so its gradient joins delta. Rounded once. */
+static void subtract_grad_lse(const struct cattn_backward *b) {
+    real *delta = b->delta;
+    for (int r = 0; r < b->scores.n_rows; r++)
+        delta[r] = (real)((double)delta[r] - b->grad_lse[r]);
 }
 
 /* Splits the lse into (real)lse and a residual. Below 1/64 the residual becomes a factor of the weight, because adding
@@ -105,6 +112,8 @@ static void backward_begin(struct cattn_backward *b) {
     copy_rows(&b->scores, b->query_rows, b->query_cols);
     copy_rows(&b->grads, b->grad_rows, b->grad_cols);
     sum_deltas(b);
+    if (b->has_grad_lse)
+        subtract_grad_lse(b);
     /* up to whole vectors and whole groups of P V, which are read too */
     const int padded = (int)max64(cattn_round_up(b->scores.n_rows, LANES), cattn_round_up(b->scores.n_rows, MR));
     for (int r = 0; r < padded; r++) {
@@ -388,15 +397,18 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
 
 /* ---- the end ---- */
 
-/* The sink's weight is exp(sink - lse). A row without visible keys has no output that depends on the sink. */
+/* The sink's weight is exp(sink - lse). Of a row without visible keys only the lse depends on the sink. */
 static double backward_sink(struct cattn_backward *b) {
     const struct cattn_rows *rows = &b->scores;
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         const real sink = (real)rows->per_row->sink[r];
-        const struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_residual)[r]),
-                                      vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
-        if (!is_neg_inf(sink) && row_sees_any_key(rows, r))
+        struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_residual)[r]),
+                                vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
+        const bool sees = row_sees_any_key(rows, r);
+        if (!sees && b->has_grad_lse)
+            row.delta = vf_set1((real)-b->grad_lse[r]);
+        if (!is_neg_inf(sink) && (sees || b->has_grad_lse))
             vf_storeu_n(&sum, vf_fma(weight_of(vf_set1(sink), row), row.delta, vf_set1(sum)), 1);
     }
     return (double)sum;

@@ -132,11 +132,14 @@ struct cattn_rows {
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
     const void *grad_out[CATTN_TILE_ROWS]; /* the queries of `grads` */
+    enum cattn_storage out_storage;        /* of scores.per_row->out */
+    bool has_grad_lse;
+    double grad_lse[CATTN_TILE_ROWS]; /* if has_grad_lse */
     /* scratch: the queries and grad_out, row by row, with zeros after the last row and column */
     void *query_rows, *grad_rows;
     int64_t query_cols, grad_cols;         /* multiples of CATTN_PAD */
     void *lse, *lse_residual, *lse_factor; /* one a row; see load_lse */
-    void *delta, *bias_sum;                /* one a row: grad_out . out; the sum of dS */
+    void *delta, *bias_sum;                /* one a row: grad_out . out - grad_lse; the sum of dS */
     void *bias_part;                       /* [CATTN_BLOCK_KEYS]: sums of dS over the rows */
     /* results; all gradients have unit column stride */
     void *grad_query[CATTN_TILE_ROWS]; /* written */

@@ -77,6 +77,7 @@ static void fill_params(struct problem *problem) {
     for (int i = 0; i < N_GRADIENTS; i++)
         to_tensor(gradients[i].tensor, &problem->gradients[i], problem->has_gradient[i], n, gradients[i].axes);
     to_tensor(&back->grad_out, &problem->grad_out, problem->backward, n, HEAD | ROW | COL);
+    to_tensor(&back->grad_lse, &problem->grad_lse, problem->has_grad_lse, n, HEAD | ROW);
     p->query_starts.data = p->key_starts.data = NULL;
 }
 
@@ -185,6 +186,8 @@ void fuzz_attention(struct input *in) {
             move_array(&problem.outputs[i], contiguous);
     if (problem.backward)
         move_array(&problem.grad_out, contiguous);
+    if (problem.has_grad_lse)
+        move_array(&problem.grad_lse, contiguous);
     for (int i = 0; i < N_GRADIENTS; i++)
         if (problem.has_gradient[i])
             memset(problem.gradients[i].memory, 0,

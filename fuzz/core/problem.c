@@ -284,6 +284,9 @@ void choose_problem(struct input *in, struct problem *problem) {
     if (problem->backward) {
         problem->grad_out = make_input(in, stored, n_axes, dims, 0, &noise, content);
         make_gradients(problem);
+        problem->has_grad_lse = take_chance(in, 2);
     }
+    if (problem->has_grad_lse)
+        problem->grad_lse = make_input(in, computed_element(CATTN_F64), n_axes - 1, dims, 0, &noise, content);
     problem->is_tame = content != EXTREME;
 }

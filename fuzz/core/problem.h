@@ -13,10 +13,10 @@ enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
 
 struct problem {
     struct cattn_backward_params back;
-    struct array inputs[N_INPUTS], outputs[N_OUTPUTS], gradients[N_GRADIENTS], grad_out;
+    struct array inputs[N_INPUTS], outputs[N_OUTPUTS], gradients[N_GRADIENTS], grad_out, grad_lse;
     bool has_input[N_INPUTS], has_output[N_OUTPUTS], has_gradient[N_GRADIENTS];
     unsigned bias_broadcast; /* axes of the bias that broadcast, if its gradient is computed */
-    bool backward, is_tame;
+    bool backward, has_grad_lse, is_tame;
     struct cattn_torch_random torch;
 };
 

@@ -258,6 +258,10 @@ static void gradients(struct attention *a) {
     n_outputs = 0;
     p->weights.data = p->dropout_mask.data = NULL;
     input(&b->grad_out, a->type, sized(a, p->num_heads, p->seqlen_q, p->d_v));
+    if (chance(30)) {
+        input(&b->grad_lse, &TYPES[CATTN_F64], sized(a, p->num_heads, p->seqlen_q, 1));
+        say(" grad_lse");
+    }
     output(&b->grad_query, a->wide, sized(a, p->num_heads, p->seqlen_q, p->head_dim), true);
     output(&b->grad_key, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
     output(&b->grad_value, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);

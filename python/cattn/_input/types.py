@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
+LseDType: TypeAlias = type[np.float32] | type[np.float64] | type[float] | np.dtype[np.float32] | np.dtype[np.float64]
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
 Window: TypeAlias = tuple[int | None, int | None] | list[int] | list[int | None] | None
 # A string, because naming these classes would import numpy.random, which takes as long as the rest of the import.
@@ -38,7 +39,8 @@ class AttentionOutput(NamedTuple):
         The softmax weights before dropout (``return_weights=True``). Rows sum to 1, or to 0 where a query sees no key.
     lse : ndarray, shape (..., T_q), or None
         Natural logarithm of the sum of the exponentials of the visible scores (``return_lse=True``); float32 for
-        float32 and halves, but float64 where ``out=`` has such an array, with the digits that float32 has no room for.
+        float32 and halves, but float64 with ``return_lse=np.float64`` or where ``out=`` has such an array, with the
+        digits that float32 has no room for.
     dropout_mask : ndarray of bool, shape (..., T_q, T_k), or None
         True where a weight was kept (``return_dropout_mask=True``).
     dropout_seed : int or None

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input import arrays
-from .._input.types import RNG, Alignment, AttentionOutput, Stage, Window
+from .._input.types import RNG, Alignment, AttentionOutput, LseDType, Stage, Window
 from ._dropout import apply_dropout_mask
 from ._signature import implemented_in_c
 
@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: Literal[True],
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: bool = ...,
-    return_lse: Literal[True],
+    return_lse: Literal[True] | LseDType,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -90,7 +90,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: Literal[True],
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -122,7 +122,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: AttentionOutput,
@@ -138,7 +138,7 @@ def scaled_dot_product_attention(
     is_causal: Alignment = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | None = ...,
@@ -165,7 +165,7 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
-    return_lse: bool = False,
+    return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
     need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
@@ -251,8 +251,9 @@ def scaled_dot_product_attention(
     return_weights : bool
         Also return the weights, shape (..., T_q, T_k), before dropout. The result is an `AttentionOutput` of five
         fields then: take ``result.out`` and ``result.weights``, or unpack ``out, weights, *_ = result``.
-    return_lse : bool
-        Also return the logarithm of each row's sum of exponentials, shape (..., T_q), as ``result.lse``.
+    return_lse : bool, np.float32 or np.float64
+        Also return the logarithm of each row's sum of exponentials, shape (..., T_q), as ``result.lse``. float64 has
+        the digits that float32 has no room for; True means the dtype of the computation.
     return_dropout_mask : bool
         Also return the dropout mask, True where a weight was kept, bool of shape (..., T_q, T_k), as
         ``result.dropout_mask``.
@@ -337,7 +338,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: Literal[True],
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -352,7 +353,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: bool = ...,
-    return_lse: Literal[True],
+    return_lse: Literal[True] | LseDType,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -367,7 +368,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
     need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -382,7 +383,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: Literal[True],
     out: NDArray[Any] | AttentionOutput | None = ...,
@@ -397,7 +398,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: AttentionOutput,
@@ -412,7 +413,7 @@ def causal_attention(
     dropout_p: float = ...,
     *,
     return_weights: bool = ...,
-    return_lse: bool = ...,
+    return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
     need_weights: bool = ...,
     out: NDArray[Any] | None = ...,
@@ -438,7 +439,7 @@ def causal_attention(
     sinks: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
-    return_lse: bool = False,
+    return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
     need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
@@ -497,7 +498,9 @@ def causal_attention(
         The source of dropout's random bits.
     return_weights : bool
         Also return the weights: the result is an `AttentionOutput` then.
-    return_lse, return_dropout_mask, need_weights : bool
+    return_lse : bool, np.float32 or np.float64
+        Also return the log-sum-exp, in this dtype.
+    return_dropout_mask, need_weights : bool
         Further extras in the `AttentionOutput`; need_weights is the earlier name of return_weights.
     out : ndarray or AttentionOutput, optional
         Takes the result.

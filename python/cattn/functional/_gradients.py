@@ -56,8 +56,9 @@ def attention_backward(  # type: ignore[empty-body]
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: RNG = None,
+    grad_lse: ArrayLike | None = None,
 ) -> AttentionGradients:
-    """Return the gradients of attention's inputs, given the gradient of its output.
+    """Return the gradients of attention's inputs, given those of its output and, optionally, of its log-sum-exp.
 
     The weights are computed again, block by block, from query, key and the log-sum-exp of the forward pass; their
     matrix is never held as a whole.
@@ -73,10 +74,11 @@ def attention_backward(  # type: ignore[empty-body]
     value : array_like, shape (..., T_k, d_v)
         Values.
     out : array_like, shape (..., T_q, d_v)
-        The output of the forward pass.
+        The output of the forward pass. For halves it may be float32, not yet rounded, which makes the gradients of
+        query and key more exact: the output of the same call with float32 inputs.
     lse : array_like, shape (..., T_q)
         The log-sum-exp of the forward pass (``return_lse=True``). float64 makes the gradients of float32 and halves
-        more exact; the forward pass gives it if the lse of its ``out=`` is float64.
+        more exact: ``return_lse=np.float64``.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added).
     dropout_p : float
@@ -112,19 +114,23 @@ def attention_backward(  # type: ignore[empty-body]
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.
+    grad_lse : array_like, shape (..., T_q), optional
+        Gradient of the log-sum-exp, for losses that depend on it: z-loss, and results that were merged by
+        `merge_attention`. Any dtype that attention takes. None means 0.
 
     Raises
     ------
     TypeError, ValueError
-        As for `scaled_dot_product_attention`; also if grad_out, out or lse has another shape than in the forward pass,
-        or if rng cannot repeat the draws of dropout.
+        As for `scaled_dot_product_attention`; also if grad_out, grad_lse, out or lse has another shape than in the
+        forward pass, or if rng cannot repeat the draws of dropout.
 
     Notes
     -----
     A hidden key and its value have no influence on the gradient of a query, nor has the query on their gradients,
-    whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0. A
-    score of -inf has weight 0 and gradient 0, whose product with an infinite query or key is NaN. The gradients have
-    the same bits for every number of threads and instruction set with FMA.
+    whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0,
+    whatever grad_lse holds there; with sinks, its lse is the sink, whose gradient includes its grad_lse. A score of
+    -inf has weight 0 and gradient 0, whose product with an infinite query or key is NaN. The gradients have the same
+    bits for every number of threads and instruction set with FMA.
 
     The method is that of FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
     computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.

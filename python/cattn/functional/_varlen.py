@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_array, as_integers, common_dtype
 from .._input.checks import as_size, is_word
-from .._input.types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, Window
+from .._input.types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, LseDType, Window
 from ..random import TorchGenerator
 from ._signature import implemented_in_c
 
@@ -52,7 +52,7 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[True] | LseDType,
     out: NDArray[Any] | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> AttentionOutput: ...
@@ -64,7 +64,7 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    return_lse: bool,
+    return_lse: bool | LseDType,
     out: NDArray[Any] | None = ...,
     **options: Unpack[VarlenOptions],
 ) -> NDArray[Any] | AttentionOutput: ...
@@ -86,7 +86,7 @@ def varlen_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     rng: RNG = None,
-    return_lse: bool = False,
+    return_lse: bool | LseDType = False,
     out: NDArray[Any] | None = None,
 ) -> Any:
     """Return attention of sequences that are packed into the same arrays one after another, without padding.
@@ -129,8 +129,8 @@ def varlen_attention(
         One number for each query head: the slope of ALiBi, and one extra logit.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
-    return_lse : bool
-        Also return the log-sum-exp, shape (H, total_q).
+    return_lse : bool, np.float32 or np.float64
+        Also return the log-sum-exp, shape (H, total_q), in this dtype.
     out : ndarray, optional
         Takes the output: exact shape and dtype, any strides.
 

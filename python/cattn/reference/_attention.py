@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cattn._input.types import AttentionOutput, Window
+from cattn._input.types import AttentionOutput, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     rng: int | None = None,
     return_weights: bool = False,
-    return_lse: bool = False,
+    return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
     need_weights: bool = False,
     out: Floats | AttentionOutput | None = None,
@@ -129,7 +129,7 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    return_lse: bool = False,
+    return_lse: bool | LseDType = False,
     **keywords: Any,
 ) -> Floats | AttentionOutput:
     """Return attention of packed sequences: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).

@@ -29,14 +29,17 @@ def attention_backward(
     is_causal: Causal = False,
     sinks: ArrayLike | None = None,
     rng: int | None = None,
+    grad_lse: ArrayLike | None = None,
     **options: Any,
 ) -> AttentionGradients:
-    """Return the gradients of the arguments of `scaled_dot_product_attention`, given that of its output.
+    """Return the gradients of the arguments of `scaled_dot_product_attention`, given those of its output and LSE.
 
-    With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0) and the gradient dO of the output O::
+    With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0), the gradient dO of the output O and the
+    gradient dL of the LSE (0 if `grad_lse` is None)::
 
-        dV = (P * Z).T @ dO        dP = Z * (dO @ V.T)        dS = P * (dP - sum(dO * O, axis=-1))
-        dQ = scale * dS @ K        dK = scale * dS.T @ Q      d bias = dS        d sink = -sum(P_sink * sum(dO * O))
+        dV = (P * Z).T @ dO        dP = Z * (dO @ V.T)        delta = sum(dO * O, axis=-1) - dL
+        dS = P * (dP - delta)      d bias = dS                dQ = scale * dS @ K        dK = scale * dS.T @ Q
+        d sink = -sum(P_sink * delta), where delta of a query that sees no key is -dL
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
     summed over the axes along which its argument was broadcast. Options are those of the forward pass, and `out` and
@@ -62,7 +65,10 @@ def attention_backward(
     factor = np.zeros(visible.shape)
     if p < 1:
         factor[_dropout_bits(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
-    delta = (grads_out * outs).sum(axis=-1)
+    grads_lse = np.zeros(row_lse.shape)
+    if grad_lse is not None:
+        grads_lse = np.asarray(grad_lse, np.float64).reshape(row_lse.shape)
+    delta = (grads_out * outs).sum(axis=-1) - grads_lse
     dP = np.where(factor != 0, factor * (grads_out @ np.swapaxes(v, -1, -2)), 0.0)
     dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
     dS_scaled = dS * problem.scale
@@ -79,7 +85,9 @@ def attention_backward(
         grad_bias = _sum_to(dS[..., 0, :, :] if problem.one_head else dS, np.shape(additive))
     if sinks is not None:
         sink = np.asarray(sinks, np.float64)[..., None]
-        mass = np.where(visible.any(axis=-1) & (sink != -np.inf), np.exp(sink - row_lse) * delta, 0.0)
+        sink_delta = np.where(visible.any(axis=-1), delta, -grads_lse)
+        sink_mass = (sink != -np.inf) & (visible.any(axis=-1) | (grad_lse is not None))
+        mass = np.where(sink_mass, np.exp(sink - row_lse) * sink_delta, 0.0)
         grad_sinks = _sum_to(-mass.sum(axis=-1), np.shape(sinks))
     grads = []
     for grad, given in zip((grad_q, grad_k, grad_v), inputs, strict=True):
