@@ -499,6 +499,12 @@ def manual_seed(seed: int) -> TorchGenerator:
     See Also
     --------
     TorchGenerator : A generator of its own.
+    dropout : Takes the result as ``rng``.
+
+    Notes
+    -----
+    The classes draw weights and dropout from this generator. The functions do not use it by themselves: pass it as
+    ``rng``.
 
     Examples
     --------
