@@ -12,6 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _build_time
+import _mathml
+import _source_links
 
 import cattn
 
@@ -25,6 +27,7 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -41,6 +44,7 @@ highlight_language = "none"  # literal blocks in docstrings are formulas; Sphinx
 
 # ---- pages ----
 myst_enable_extensions = ["colon_fence", "deflist"]
+myst_fence_as_directive = ["math"]  # GitHub, too, draws formulas of ```math
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # `nox -s notebooks` executes the notebooks; the site shows their committed outputs
 nb_ipywidgets_js = {}  # the default would load scripts from a CDN
@@ -74,6 +78,7 @@ numpydoc_validation_exclude = {
 
 # ---- HTML ----
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = f"cattn {release}"
 html_static_path = ["_static"]
 html_css_files = ["cattn.css"]
@@ -96,3 +101,5 @@ def setup(app):
     """Connect the hooks that edit docstrings and write the generated pages."""
     app.connect("autodoc-process-docstring", emphasise_parameters, priority=900)
     app.connect("config-inited", _build_time.write_pages)
+    app.connect("viewcode-follow-imported", _source_links.find_module)
+    _mathml.setup(app)

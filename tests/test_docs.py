@@ -41,6 +41,35 @@ def test_it_is_documented(name: str) -> None:
     assert "Examples\n--------" in doc
 
 
+@pytest.mark.parametrize("name", PUBLIC)
+def test_see_also_names_other_public_objects(name: str) -> None:
+    value = getattr(cattn, name)
+    if isinstance(value, type) and issubclass(value, (tuple, Warning)):
+        return
+    _, heading, rest = (inspect.getdoc(value) or "").partition("See Also\n--------\n")
+    assert heading, "a reader who came to the wrong function finds no way to the right one"
+    names = re.findall(r"^([\w.]+) : .+\.$", rest.partition("\n\n")[0], re.MULTILINE)
+    assert len(names) == len(rest.partition("\n\n")[0].splitlines())
+    for other in names:
+        assert other != name
+        found: Any = cattn
+        for part in other.removeprefix("cattn.").split("."):
+            found = getattr(found, part)
+
+
+SEARCHED = """
+scaled dot product attention, masked softmax, causal mask, attention dropout, GQA, MQA, KV cache, key_padding_mask,
+look-ahead mask, sliding window, heat map, cross attention, cu_seqlens
+"""
+
+
+@pytest.mark.parametrize("words", [words.strip() for words in SEARCHED.split(",")])
+def test_the_site_has_the_words_that_people_search(words: str) -> None:
+    """Sphinx's search finds only words that stand in a page."""
+    terms = (ROOT / "docs" / "terms.md").read_text(encoding="utf-8").lower()
+    assert words.lower() in terms
+
+
 @pytest.mark.promise("documentation")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_its_examples_run(name: str) -> None:

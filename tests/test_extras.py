@@ -58,6 +58,7 @@ def test_the_extra_docs_builds_the_documentation() -> None:
 def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(path: Path) -> None:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = re.sub(r"^%.*$", "", code, flags=re.MULTILINE)  # IPython's commands
     needed = imports(code) - packages("examples")
     assert needed <= {"torch"}
     assert ("cattn[examples,torch]" in "".join(cells[0]["source"])) == ("torch" in needed)

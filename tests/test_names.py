@@ -61,6 +61,7 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (attend, "softmax_scale", "did you mean 'scale'?"),
     (attend, "s_aux", "did you mean 'sinks'?"),
     (attend, "output_attentions", "did you mean 'return_weights'?"),
+    (attend, "return_attention", "did you mean 'return_weights'?"),
     (functools.partial(LAYER, X), "past_key_values", "did you mean 'cache'?"),
     (MULTI_HEAD, "num_key_value_heads", "did you mean 'num_kv_groups'?"),
     # other words

@@ -75,6 +75,11 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     ValueError
         mode is neither of the two.
 
+    See Also
+    --------
+    explain : How a call would be computed.
+    get_num_threads : The number of threads alone.
+
     Examples
     --------
     >>> import cattn

@@ -84,6 +84,11 @@ def plot_attention(
         weights does not have two or three axes, or has no element; tokens, titles or ax has another length; or vmax is
         not finite.
 
+    See Also
+    --------
+    attention_weights : Computes the weights.
+    show_mask : A mask as text.
+
     Examples
     --------
     >>> import numpy as np

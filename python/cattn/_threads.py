@@ -57,6 +57,11 @@ def get_num_threads() -> int:
     int
         At least 1. Small calls use fewer.
 
+    See Also
+    --------
+    set_num_threads : Sets the number for the process.
+    num_threads : Sets the number in a block.
+
     Examples
     --------
     >>> import cattn
@@ -81,6 +86,11 @@ def set_num_threads(n: int | None) -> None:
     ------
     TypeError, ValueError
         n is not an int, or below 1.
+
+    See Also
+    --------
+    num_threads : Sets the number in a block, for one thread.
+    get_num_threads : Returns the number.
 
     Notes
     -----
@@ -120,6 +130,11 @@ class num_threads:  # noqa: N801 - a function to its users
     ------
     TypeError, ValueError
         n is not an int, or below 1.
+
+    See Also
+    --------
+    set_num_threads : Sets the number for the process.
+    get_num_threads : Returns the number.
 
     Examples
     --------

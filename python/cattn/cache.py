@@ -48,6 +48,12 @@ class KVCache:
     TypeError, ValueError
         A size is not an int, or negative, or dtype is none of float16, bfloat16, float32 and float64.
 
+    See Also
+    --------
+    causal_attention : Attends with new queries to all keys of the cache.
+    MultiHeadAttention : Takes a cache as ``cache``.
+    merge_attention : Merges attention over several caches.
+
     Notes
     -----
     After `truncate` with one length per sequence the lengths differ. `append` then writes after the end of each

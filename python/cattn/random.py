@@ -79,6 +79,12 @@ class TorchGenerator(_cattn.TorchStream):
     TypeError, ValueError
         seed is not an int, or out of range; dropout is neither of the two.
 
+    See Also
+    --------
+    manual_seed : Seeds the generator that all modules share.
+    dropout : Takes a generator as ``rng``.
+    scaled_dot_product_attention : Takes a generator as ``rng``.
+
     Notes
     -----
     Numbers come from the Mersenne Twister MT19937 (Matsumoto and Nishimura, 1998). Sizes are given as ints or as one
@@ -489,6 +495,16 @@ def manual_seed(seed: int) -> TorchGenerator:
     ------
     TypeError, ValueError
         seed is not an int, or out of range.
+
+    See Also
+    --------
+    TorchGenerator : A generator of its own.
+    dropout : Takes the result as ``rng``.
+
+    Notes
+    -----
+    The classes draw weights and dropout from this generator. The functions do not use it by themselves: pass it as
+    ``rng``.
 
     Examples
     --------

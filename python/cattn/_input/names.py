@@ -40,7 +40,8 @@ _OTHERS = {
     "seqused_k seqlens_k key_seq_lengths kv_seq_lengths cache_seqlens total_sequence_length nonpad_kv_seqlen",
     "cu_seqlens_q": "cu_seqlens cu_seq_q cu_seqlen_q cu_seq_lens_q",
     "cu_seqlens_k": "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k",
-    "return_weights": "need_weights return_attention_scores output_attentions return_attn_weights return_attn_probs",
+    "return_weights": "need_weights return_attention_scores return_attention return_attention_weights "
+    "output_attentions return_attn_weights return_attn_probs",
     "return_lse": "return_softmax_lse return_logsumexp return_residual need_lse",
     "return_mask": "return_dropout_mask",
     "return_dropout_mask": "return_mask",

@@ -170,7 +170,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
-    """Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
+    r"""Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
 
     >>> import numpy as np
     >>> import cattn
@@ -278,8 +278,27 @@ def scaled_dot_product_attention(
     UserWarning
         A float attn_mask holds only 0 and 1.
 
+    See Also
+    --------
+    causal_attention : The same with a causal mask, also where keys are cached.
+    attention_weights : The weights alone, or the scores of one step.
+    varlen_attention : Sequences that are packed without padding.
+    attention_backward : The gradients.
+    explain : How a call would be computed.
+    KVCache : Decoding token by token.
+    cattn.reference.scaled_dot_product_attention : The same in plain NumPy.
+
     Notes
     -----
+    For the keys :math:`V_i` that query i sees, with :math:`p_i` the position of the query:
+
+    .. math::
+
+       s_{ij} &= \operatorname{softcap}(\text{scale} \cdot q_i \cdot k_j) - \text{slope} \cdot |p_i - j|
+       + \text{mask}_{ij} + \text{bias}_{ij} \\
+       w_{ij} &= \frac{e^{s_{ij}}}{\sum_{k \in V_i} e^{s_{ik}}} \\
+       \text{out}_i &= \sum_{j \in V_i} w_{ij} v_j
+
     A key that a query may not see cannot change one bit of its result, whatever key, value and bias hold there. The
     result of a row has the same bits for every number of threads, batch, stride and instruction set with FMA.
 
@@ -510,6 +529,14 @@ def causal_attention(
     TypeError, ValueError
         As for `scaled_dot_product_attention`.
 
+    See Also
+    --------
+    scaled_dot_product_attention : Attention with any mask, or none.
+    KVCache : Decoding token by token.
+    causal_mask : The mask as an array.
+    CausalAttention : A layer with weights.
+    cattn.reference.causal_attention : The same in plain NumPy.
+
     Examples
     --------
     >>> import numpy as np
@@ -605,6 +632,13 @@ def attention_weights(  # type: ignore[empty-body]
     ------
     TypeError, ValueError
         As for `scaled_dot_product_attention`; another stage is a ValueError.
+
+    See Also
+    --------
+    scaled_dot_product_attention : Output and weights of one call, with ``return_weights=True``.
+    plot_attention : The weights as heat maps.
+    masked_softmax : The weights from scores that exist already.
+    cattn.reference.attention_weights : The same in plain NumPy.
 
     Examples
     --------

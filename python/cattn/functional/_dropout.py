@@ -89,6 +89,14 @@ def dropout(  # type: ignore[empty-body]
     ValueError
         p is outside [0, 1], an int rng is outside its range, or out has the wrong shape.
 
+    See Also
+    --------
+    dropout_backward : The gradient.
+    scaled_dot_product_attention : Dropout of attention weights, with ``dropout_p``.
+    Dropout : A layer that evaluation mode turns off.
+    TorchGenerator : PyTorch's dropout masks.
+    cattn.reference.dropout : The same in plain NumPy.
+
     Notes
     -----
     Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the seed as key and a counter made of the
@@ -151,6 +159,10 @@ def dropout_backward(
     ------
     TypeError, ValueError
         As for `dropout`; also if neither or both of mask and rng are given, or if rng cannot repeat its draws.
+
+    See Also
+    --------
+    dropout : The forward pass.
 
     Examples
     --------

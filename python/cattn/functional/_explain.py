@@ -136,6 +136,12 @@ def explain(  # type: ignore[empty-body]
     TypeError, ValueError
         As for `scaled_dot_product_attention`.
 
+    See Also
+    --------
+    show_mask : Which keys each query sees.
+    show_config : Instruction set, threads and build.
+    scaled_dot_product_attention : The call itself.
+
     Examples
     --------
     >>> import numpy as np

@@ -58,7 +58,7 @@ def attention_backward(  # type: ignore[empty-body]
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
 ) -> AttentionGradients:
-    """Return the gradients of attention's inputs, given those of its output and, optionally, of its log-sum-exp.
+    r"""Return the gradients of attention's inputs, given those of its output and, optionally, of its log-sum-exp.
 
     The weights are computed again, block by block, from query, key and the log-sum-exp of the forward pass; their
     matrix is never held as a whole.
@@ -124,8 +124,25 @@ def attention_backward(  # type: ignore[empty-body]
         As for `scaled_dot_product_attention`; also if grad_out, grad_lse, out or lse has another shape than in the
         forward pass, or if rng cannot repeat the draws of dropout.
 
+    See Also
+    --------
+    scaled_dot_product_attention : The forward pass; ``return_lse=True`` returns the log-sum-exp.
+    softmax_backward : The gradient of the softmax alone.
+    MultiHeadAttention : A layer with a method ``backward``.
+    cattn.reference.attention_backward : The same in plain NumPy.
+
     Notes
     -----
+    With weights :math:`w`, scores :math:`s`, and the gradients :math:`g` of the output and :math:`h` of the log-sum-exp
+    (0 without grad_lse):
+
+    .. math::
+
+       \text{grad value}_j &= \sum_i w_{ij} g_i \\
+       \frac{\partial L}{\partial s_{ij}} &= w_{ij} \left(g_i \cdot v_j - g_i \cdot \text{out}_i + h_i\right) \\
+       \text{grad query}_i &= \text{scale} \sum_j \frac{\partial L}{\partial s_{ij}} k_j, \qquad
+       \text{grad key}_j = \text{scale} \sum_i \frac{\partial L}{\partial s_{ij}} q_i
+
     A hidden key and its value have no influence on the gradient of a query, nor has the query on their gradients,
     whatever they hold: NaN and infinity in a hidden key do not spread. A query that sees no key has gradient 0,
     whatever grad_lse holds there; with sinks, its lse is the sink, whose gradient includes its grad_lse. A score of

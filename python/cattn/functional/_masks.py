@@ -57,6 +57,13 @@ def causal_mask(  # type: ignore[empty-body]
     TypeError, ValueError
         A length is not an int, or negative; is_causal has another value.
 
+    See Also
+    --------
+    sliding_window : The window of a number of tokens.
+    show_mask : The mask as text.
+    causal_attention : Causal attention, which needs no mask.
+    cattn.reference.causal_mask : The same in plain NumPy.
+
     Examples
     --------
     >>> import cattn
@@ -92,6 +99,12 @@ def sliding_window(total: int) -> tuple[int, int]:
     TypeError, ValueError
         total is not an int, or below 1.
 
+    See Also
+    --------
+    causal_mask : The mask as an array.
+    show_mask : The mask as text.
+    scaled_dot_product_attention : Takes the window as ``window_size``.
+
     Examples
     --------
     >>> import cattn
@@ -103,7 +116,7 @@ def sliding_window(total: int) -> tuple[int, int]:
 
 @in_default_mode
 def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
-    """Return the slopes of ALiBi for each head.
+    r"""Return the slopes of ALiBi for each head.
 
     Parameters
     ----------
@@ -121,8 +134,18 @@ def get_alibi_slopes(num_heads: int) -> NDArray[np.float64]:
     TypeError, ValueError
         num_heads is not an int, or out of range.
 
+    See Also
+    --------
+    scaled_dot_product_attention : Takes the slopes as ``alibi_slopes``.
+
     Notes
     -----
+    For n heads, n a power of two, head h = 1 ... n has the slope
+
+    .. math::
+
+       m_h = 2^{-8 h / n}
+
     Press, Smith and Lewis, "Train short, test long: attention with linear biases enables input length extrapolation",
     ICLR 2022.
 
@@ -182,6 +205,12 @@ def show_mask(
     ------
     TypeError, ValueError
         As for `scaled_dot_product_attention`.
+
+    See Also
+    --------
+    causal_mask : The mask as an array.
+    plot_attention : Weights as heat maps.
+    explain : How a call would be computed.
 
     Examples
     --------

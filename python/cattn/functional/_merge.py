@@ -14,7 +14,7 @@ from .._input.fp_mode import in_default_mode
 
 @in_default_mode
 def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Combine attention over parts of the keys into attention over all of them.
+    r"""Combine attention over parts of the keys into attention over all of them.
 
     If keys and values arrive in pieces or are on several machines, attend to each piece with ``return_lse=True`` first.
 
@@ -40,8 +40,19 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     ValueError
         There are no parts, the numbers of outs and lses differ, or shapes differ.
 
+    See Also
+    --------
+    scaled_dot_product_attention : Returns the log-sum-exp with ``return_lse=True``.
+    KVCache : Keys that arrive one after another.
+
     Notes
     -----
+    For parts with outputs :math:`o_n` and log-sum-exps :math:`\ell_n`:
+
+    .. math::
+
+       \text{lse} = \log \sum_n e^{\ell_n}, \qquad \text{out} = \sum_n e^{\ell_n - \text{lse}} \, o_n
+
     Parts must not share keys. With sinks, give them to one part only. Merge outputs without dropout: the dropout
     mask of a key depends on its position in the whole call.
 

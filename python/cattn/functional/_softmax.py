@@ -27,7 +27,7 @@ def softmax(  # type: ignore[empty-body]
     scale: float = 1.0,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return exp(scale * x) divided by its sum over an axis, without overflow.
+    r"""Return exp(scale * x) divided by its sum over an axis, without overflow.
 
     Parameters
     ----------
@@ -56,8 +56,18 @@ def softmax(  # type: ignore[empty-body]
     ValueError
         axis is out of bounds, where does not broadcast to x, scale is not finite, or out has the wrong shape.
 
+    See Also
+    --------
+    masked_softmax : The softmax with a mask or causality.
+    softmax_backward : The gradient.
+    cattn.reference.softmax : The same in plain NumPy.
+
     Notes
     -----
+    .. math::
+
+       \text{softmax}(x)_i = \frac{e^{\text{scale} \cdot x_i}}{\sum_j e^{\text{scale} \cdot x_j}}
+
     One axis needs no copy of x, whatever its strides. Several axes are merged into one first, which copies x
     unless its strides allow a view.
 
@@ -141,7 +151,7 @@ def masked_softmax(  # type: ignore[empty-body]
     method: Literal["neg_inf", "renormalize"] = "neg_inf",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the softmax of attention scores over the keys that each query may see.
+    r"""Return the softmax of attention scores over the keys that each query may see.
 
     Parameters
     ----------
@@ -185,6 +195,23 @@ def masked_softmax(  # type: ignore[empty-body]
     CausalAlignmentWarning
         is_causal=True with T_q != T_k and no query_offset.
 
+    See Also
+    --------
+    softmax : The softmax without causality.
+    attention_weights : The weights from queries and keys.
+    causal_mask : A causal mask as an array.
+    softmax_backward : The gradient.
+    cattn.reference.masked_softmax : The same in plain NumPy.
+
+    Notes
+    -----
+    For the keys :math:`V_i` that query i sees:
+
+    .. math::
+
+       w_{ij} = \begin{cases} \dfrac{e^{\text{scale} \cdot s_{ij}}}{\sum_{k \in V_i} e^{\text{scale} \cdot s_{ik}}}
+       & j \in V_i \\ 0 & \text{otherwise} \end{cases}
+
     Examples
     --------
     >>> import numpy as np
@@ -210,7 +237,7 @@ def softmax_backward(
     scale: float = 1.0,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the gradient of the scores of `softmax` or `masked_softmax`, given the gradient of the weights.
+    r"""Return the gradient of the scores of `softmax` or `masked_softmax`, given the gradient of the weights.
 
     Parameters
     ----------
@@ -236,6 +263,20 @@ def softmax_backward(
     ------
     TypeError, ValueError
         A dtype is not supported, shapes differ, or axis is out of bounds.
+
+    See Also
+    --------
+    softmax : The forward pass.
+    masked_softmax : The forward pass with a mask.
+    cattn.reference.softmax_backward : The same in plain NumPy.
+
+    Notes
+    -----
+    With the weights :math:`w` and the gradient :math:`g` of the weights:
+
+    .. math::
+
+       \text{grad}_i = \text{scale} \cdot w_i \left(g_i - \sum_j w_j g_j\right)
 
     Examples
     --------

@@ -144,6 +144,11 @@ def varlen_attention(
     CausalAlignmentWarning
         is_causal=True, or a window without is_causal, where a sequence has different numbers of queries and keys.
 
+    See Also
+    --------
+    scaled_dot_product_attention : Padded sequences, with ``key_value_seq_lengths``.
+    cattn.reference.varlen_attention : The same in plain NumPy.
+
     Notes
     -----
     Names and layout are those of flash-attention (Dao et al., 2022).

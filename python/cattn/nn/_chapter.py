@@ -73,6 +73,11 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
     W_query, W_key, W_value : ndarray, shape (d_in, d_out)
         The matrices.
 
+    See Also
+    --------
+    SelfAttention_v2 : The same with linear layers.
+    scaled_dot_product_attention : Attention without weights that learn.
+
     Examples
     --------
     >>> import numpy as np
@@ -136,6 +141,11 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
     W_query, W_key, W_value : Linear
         The layers; ``W_query.weight`` is (d_out, d_in).
 
+    See Also
+    --------
+    SelfAttention_v1 : The same with bare matrices.
+    CausalAttention : The same with a causal mask and dropout.
+
     Examples
     --------
     >>> import numpy as np
@@ -194,6 +204,12 @@ class CausalAttention(_Projections, Causal):
         The projections.
     dropout : Dropout
         The layer that `train` and `eval` switch.
+
+    See Also
+    --------
+    MultiHeadAttention : Several heads, and an output projection.
+    causal_attention : Causal attention without weights that learn.
+    KVCache : Decoding token by token.
 
     Examples
     --------
@@ -260,6 +276,11 @@ class MultiHeadAttentionWrapper(Causal):
     ----------
     heads : list of CausalAttention
         The heads. In training they draw their dropout one after the other, as in PyTorch.
+
+    See Also
+    --------
+    MultiHeadAttention : The heads in one set of projections, which is faster.
+    CausalAttention : One head.
 
     Examples
     --------
@@ -347,6 +368,13 @@ class MultiHeadAttention(_Projections, Causal):
         The layer that `train` and `eval` switch.
     d_out, num_heads, head_dim, num_kv_groups, context_length : int
         Sizes. A ``cache`` needs num_kv_groups heads of head_dim.
+
+    See Also
+    --------
+    CausalAttention : One head.
+    MultiHeadAttentionWrapper : Separate heads.
+    KVCache : Decoding token by token.
+    scaled_dot_product_attention : Attention without weights that learn.
 
     Examples
     --------

@@ -67,6 +67,11 @@ class Linear(Module):
     bias : ndarray, shape (d_out,), or None
         The bias.
 
+    See Also
+    --------
+    MultiHeadAttention : Has four of them.
+    TorchGenerator : Draws the weights that PyTorch draws.
+
     Examples
     --------
     >>> import numpy as np
@@ -154,6 +159,11 @@ class Dropout(Module):
     ----------
     p : float
         The probability.
+
+    See Also
+    --------
+    dropout : The function.
+    MultiHeadAttention : Has one for its weights.
 
     Examples
     --------
