@@ -5,11 +5,14 @@ shows the notebooks of ``examples/`` with their committed outputs.
 """
 
 import inspect
+import os
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+os.environ["KERAS_BACKEND"] = "numpy"  # autodoc imports cattn.integrations.keras
 
 import _build_time
 import _mathml

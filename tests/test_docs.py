@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import inspect
+import os
 import re
 import runpy
 from pathlib import Path
@@ -143,7 +145,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page share one namespace; blocks that need PyTorch are marked ```{code-block} python."""
+    """The blocks of a page share one namespace; blocks that need a package are marked ```{code-block} python."""
     fence = r"^```(?:python|\{code-block\} python)\n(.*?)^```"
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
@@ -152,6 +154,13 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
         pytest.importorskip("torch")
     if any("cattn.plot_attention(" in block for block in blocks):
         pytest.importorskip("matplotlib")
+    if any("from cattn.integrations.dask" in block for block in blocks):
+        pytest.importorskip("dask.array")
+    if any("from cattn.integrations.keras" in block for block in blocks):
+        for package in ("keras", "jax"):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{package} is not installed")
+        os.environ.setdefault("KERAS_BACKEND", "numpy")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):
         # cattn registers its pool if threadpoolctl is imported first, as the page says. Here cattn came first, so
         # get_num_threads has to register the pool.

@@ -1,0 +1,562 @@
+"""Attention on dask arrays that are chunked along batch, heads, queries and keys (extra "dask").
+
+One task attends from a chunk of queries to a chunk of keys and returns the output and its log-sum-exp. A tree of
+`cattn.merge_attention` combines the tasks of a row of chunks, in the order of the keys. Tasks are pure functions of
+their chunks, so that a scheduler may run them anywhere, in any order, and again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+import cattn
+from cattn._input.arrays import _asarray, as_bias, as_integers, as_mask, cast
+from cattn._input.checks import as_size
+from cattn._input.names import with_hints
+from cattn._input.types import RNG, Alignment, AttentionOutput, Window
+
+try:
+    import dask.array
+    from dask.base import tokenize
+    from dask.highlevelgraph import HighLevelGraph
+except ImportError as error:
+    raise ImportError("cattn.integrations.dask needs dask: pip install 'cattn[dask]'") from error
+
+__all__ = ["attention"]
+
+da: Any = dask.array  # its functions have no types
+
+Interval: TypeAlias = tuple[int, int]
+Part: TypeAlias = tuple[NDArray[Any], NDArray[Any]]  # the output over some keys, and its float64 lse
+
+_MERGED_AT_ONCE = 4  # parts that one task merges: few, so that a worker holds few of them at a time
+_UNBOUNDED = 2**61  # no sum of positions overflows
+
+
+# ---- tasks: pure functions of NumPy arrays ---------------------------------------------------------------------------
+def _attend(
+    query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], attn_mask: NDArray[Any] | None,
+    bias: NDArray[Any] | None, alibi_slopes: NDArray[Any] | None, sinks: NDArray[Any] | None, *,
+    rows: tuple[int, ...], num_threads: int, **options: Any,
+) -> Part:  # fmt: skip
+    """Attend from one chunk of queries to one chunk of keys."""
+    if query.itemsize == key.itemsize == value.itemsize == 2:  # so that halves are rounded once, after the last merge
+        query, key, value = cast(query, "query", "f"), cast(key, "key", "f"), cast(value, "value", "f")
+    if attn_mask is not None and attn_mask.dtype.kind != "b":
+        # Not as attn_mask: a chunk of an additive mask may hold only 0 and 1, of which cattn warns.
+        dtype = "d" if max(query.itemsize, key.itemsize, value.itemsize) == 8 else "f"
+        bias, attn_mask = _add_masks(attn_mask, bias, dtype), None
+    lse = np.empty(rows, np.float64)
+    with cattn.num_threads(num_threads):
+        result = cattn.scaled_dot_product_attention(
+            query, key, value, attn_mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=True,
+            out=AttentionOutput(lse=lse), **options,
+        )  # fmt: skip
+    return result.out, lse
+
+
+def _add_masks(attn_mask: NDArray[Any], bias: NDArray[Any] | None, dtype: str) -> NDArray[Any]:
+    """Add two additive masks as the kernels do: in the dtype of the computation, and -inf in either hides the key."""
+    first = as_mask(attn_mask, "attn_mask", dtype)
+    if bias is None:
+        return first
+    second = as_bias(bias, "bias", dtype)
+    with np.errstate(all="ignore"):
+        total = first + second
+    return np.where(np.isneginf(first) | np.isneginf(second), total.dtype.type(-np.inf), total)
+
+
+def _attend_to_nothing(
+    sinks: NDArray[Any] | None, *, rows: tuple[int, ...], d_v: int, dtype: Any, **options: Any
+) -> Part:
+    """Return the result of queries that see no key at all, which depends on no chunk but the sinks."""
+    query, key, value = (np.empty((*rows[:-1], *shape), dtype) for shape in ((rows[-1], 1), (0, 1), (0, d_v)))
+    query.fill(0)
+    return _attend(query, key, value, None, None, None, sinks, rows=rows, **options)
+
+
+def _merge(parts: list[Part]) -> Part:
+    """Merge parts in the order of the keys; the result is float64, because each lse is."""
+    return cattn.merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+
+
+def _finish(part: Part, field: int, dtype: Any) -> NDArray[Any]:
+    """Return the output (field 0) or the lse (field 1) of all keys, rounded once."""
+    array = part[field]
+    return array if array.dtype == dtype else cast(array, ("out", "lse")[field], dtype)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+def _intervals(sizes: Iterable[int]) -> list[Interval]:
+    """Return the intervals of consecutive chunks, without the empty ones."""
+    return [(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0)) if a < b]
+
+
+def _split_at(bounds: Iterable[int]) -> list[Interval]:
+    return list(itertools.pairwise(sorted({0, *bounds})))
+
+
+class _Operand:
+    """A dask array, chunked so that each interval of the whole problem needs exactly one of its blocks."""
+
+    def __init__(self, array: Any, intervals: Sequence[list[Interval]]) -> None:
+        self.blocks: list[list[int]] = []  # on each axis, the block of each interval
+        chunks = []
+        for n, own_size in zip(intervals, array.shape, strict=True):
+            whole = n[-1][1] if n else 0
+            shared = max(1, whole // max(1, own_size))  # positions that share one of this array: all, or a group's
+            own = [(a // shared, (b - 1) // shared + 1) for a, b in n]
+            distinct = list(dict.fromkeys(own))
+            self.blocks.append([distinct.index(interval) for interval in own] or [0])
+            chunks.append(tuple(b - a for a, b in distinct) or (own_size,))
+        self.array = array.rechunk(tuple(chunks))
+
+    def at(self, index: Iterable[int]) -> tuple[Any, ...]:
+        """Return the key of the block for these intervals."""
+        return (self.array.name, *(blocks[i] for blocks, i in zip(self.blocks, index, strict=True)))
+
+
+def _head_intervals(n: int, arrays: Sequence[Any], axis: int) -> list[Interval]:
+    """Return common chunks of the heads, in which each array has whole groups, or all heads are in one group."""
+    groups = {n // array.shape[axis] for array in arrays if 1 < array.shape[axis] < n}
+    bounds = {
+        n // array.shape[axis] * end
+        for array in arrays
+        if array.shape[axis] > 1
+        for end in itertools.accumulate(array.chunks[axis])
+    } | {n}
+    for group in groups:
+        for a, b in _split_at(bounds):
+            first, last = -(-a // group) * group, b // group * group
+            if a // group != (b - 1) // group:
+                bounds |= {first, last}
+    return _split_at(bounds)
+
+
+def _batch_intervals(n: int, arrays: Sequence[Any], axis: int) -> list[Interval]:
+    """Return common chunks of a batch dimension."""
+    ends = (itertools.accumulate(array.chunks[axis]) for array in arrays if array.shape[axis] == n)
+    return _split_at({n}.union(*ends))
+
+
+# ---- which pairs of chunks are visible -------------------------------------------------------------------------------
+class _Ranges(NamedTuple):
+    """Which keys a query sees by position. Arrays have the shape of the batch."""
+
+    causal: bool
+    left: int
+    right: int
+    positional: bool  # whether the position of a query has any effect
+    offset: NDArray[np.int64]
+    queries: NDArray[np.int64] | None
+    keys: NDArray[np.int64] | None
+
+    def sees(self, batch: tuple[slice, ...], rows: Interval, keys: Interval) -> bool:
+        """Return whether any of these queries sees any of these keys: their windows are a range without a gap."""
+        offset = self.offset[batch]
+        last = rows[1] if self.queries is None else np.minimum(rows[1], self.queries[batch])
+        end = keys[1] if self.keys is None else np.minimum(keys[1], self.keys[batch])
+        low = np.maximum(keys[0], rows[0] + offset - self.left)
+        high = np.minimum(end, last + offset + self.right)  # the last query is at last - 1
+        return bool(np.any((last > rows[0]) & (low < high)))
+
+    def options(self, batch: tuple[slice, ...], rows: Interval, keys: Interval) -> dict[str, Any]:
+        """Return the arguments that mean the same in a call on these chunks alone."""
+        found: dict[str, Any] = {}
+        if self.positional:
+            found = {
+                "is_causal": "upper_left" if self.causal else False,
+                "query_offset": self.offset[batch] + (rows[0] - keys[0]),
+                "window_size": tuple(-1 if side == _UNBOUNDED else side for side in (self.left, self.right)),
+            }
+        if self.queries is not None:
+            found["query_seq_lengths"] = np.clip(self.queries[batch] - rows[0], 0, rows[1] - rows[0])
+        if self.keys is not None:
+            found["key_value_seq_lengths"] = np.clip(self.keys[batch] - keys[0], 0, keys[1] - keys[0])
+        return found
+
+
+def _read_ranges(
+    batch: tuple[int, ...], T_q: int, T_k: int, is_causal: Alignment, query_offset: Any, query_seq_lengths: Any,
+    key_value_seq_lengths: Any, window_size: Window, has_slopes: bool,
+) -> _Ranges:  # fmt: skip
+    """Read arguments that `cattn.explain` has checked."""
+
+    def read(numbers: Any, name: str, most: int) -> NDArray[np.int64] | None:
+        return None if numbers is None else np.broadcast_to(as_integers(numbers, name, -most, most), batch)
+
+    causal = bool(is_causal)
+    left, right = (_UNBOUNDED if side in (None, -1) else min(int(side), _UNBOUNDED) for side in window_size or (-1, -1))
+    queries = read(query_seq_lengths, "query_seq_lengths", T_q)
+    keys = read(key_value_seq_lengths, "key_value_seq_lengths", T_k)
+    offset = read(0 if query_offset is None else query_offset, "query_offset", _UNBOUNDED)
+    if isinstance(is_causal, str) and is_causal == "lower_right":
+        offset = np.broadcast_to((T_k if keys is None else keys) - (T_q if queries is None else queries), batch)
+    assert offset is not None
+    positional = causal or has_slopes or min(left, right) < _UNBOUNDED
+    return _Ranges(causal, left, 0 if causal else right, positional, offset, queries, keys)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def _as_dask(obj: Any, name: str) -> Any:
+    """Return a dask array of known chunks."""
+    if not isinstance(obj, da.Array):
+        return da.from_array(_asarray(obj, name), chunks=-1)
+    if np.isnan(obj.shape).any():
+        raise ValueError(f"{name} has chunks of unknown sizes: call {name}.compute_chunk_sizes() first")
+    return obj
+
+
+def _with_dims(array: Any, ndim: int) -> Any:
+    """Return the array with leading axes of size 1."""
+    return array[(None,) * (ndim - array.ndim)] if array.ndim < ndim else array
+
+
+def _stand_in(obj: Any, rows: int | None = None) -> Any:
+    """Return an array of the same shape and dtype that occupies no memory, or NumPy's own arrays as they are."""
+    if not isinstance(obj, da.Array):
+        return obj
+    shape = obj.shape if rows is None else (*obj.shape[:-2], rows, *obj.shape[-1:])
+    return np.broadcast_to(np.zeros((), obj.dtype), shape)
+
+
+def _refuse(names: dict[str, Any], reason: str) -> None:
+    for name, value in names.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name} is not available for dask arrays: {reason}")
+
+
+def _chunk_seed(seed: int, starts: Sequence[int]) -> int:
+    """Return the seed of the chunk that starts at these positions of the whole array.
+
+    The core counts positions from the start of a call. Chunks with one seed would all drop the same pairs. The first
+    chunk keeps the seed, so that an array of one chunk gives the bits of a call on NumPy arrays.
+    """
+    if not any(starts):
+        return seed
+    return int(np.random.SeedSequence(seed, spawn_key=tuple(starts)).generate_state(1, np.uint64)[0])
+
+
+class _Options(TypedDict, total=False):
+    """The keyword-only options besides return_lse."""
+
+    scale: float | None
+    enable_gqa: bool | None
+    bias: Any
+    query_offset: ArrayLike | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    window_size: Window
+    softcap: float | None
+    alibi_slopes: Any
+    sinks: Any
+    rng: RNG
+    return_weights: Literal[False]
+    return_dropout_mask: Literal[False]
+    need_weights: Literal[False]
+    out: None
+    num_threads: int
+
+
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> dask.array.Array: ...
+@overload
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> AttentionOutput: ...
+@with_hints
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    bias: Any = None,
+    query_offset: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    rng: RNG = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    return_dropout_mask: bool = False,
+    need_weights: bool = False,
+    out: None = None,
+    num_threads: int = 1,
+) -> Any:
+    """Compute `cattn.scaled_dot_product_attention` of dask arrays, lazily, in one task for each visible pair of chunks.
+
+    Parameters
+    ----------
+    query : dask.array.Array, shape (..., T_q, head_dim)
+        Chunks along the batch, the heads and the tokens remain chunks of the result, or are split where the chunks of
+        key and value do not fit them. The last axis is made one chunk. NumPy arrays count as one chunk, here and below.
+    key : dask.array.Array, shape (..., T_k, head_dim)
+        The chunks along its tokens are the chunks of keys; value and masks are rechunked to them.
+    value : dask.array.Array, shape (..., T_k, d_v)
+        Values.
+    attn_mask : dask.array.Array or array_like, optional
+        Boolean (True where the key is visible) or float (added). Broadcasts to (..., T_q, T_k).
+    dropout_p : float
+        Probability that a weight is dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees.
+
+    Returns
+    -------
+    dask.array.Array, shape (..., T_q, d_v), or cattn.AttentionOutput
+        The output; with return_lse, an `cattn.AttentionOutput` of dask arrays.
+
+    Other Parameters
+    ----------------
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        None infers grouped heads, False forbids them, True also makes axis -3 of three-dimensional arrays the heads.
+    bias : dask.array.Array or array_like of float, optional
+        Added to the scaled scores. Broadcasts to (..., T_q, T_k).
+    query_offset, query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
+        Position of the first query, and numbers of valid queries and keys. They decide which tasks exist, so that they
+        cannot be dask arrays.
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : dask.array.Array or array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
+    rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
+        The source of dropout's random bits. One seed is drawn now, not when the tasks run.
+    return_lse : bool
+        Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
+    return_weights, return_dropout_mask, need_weights : bool
+        Not available: no task holds a whole row of weights.
+    out : None
+        Not available: the result is computed later.
+    num_threads : int
+        Number of cattn's threads in each task. The default leaves parallelism to dask's workers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `cattn.scaled_dot_product_attention`, at once; also for a length or offset that is a dask array, for a
+        `cattn.TorchGenerator` with dropout, and for chunks of unknown sizes. Numbers inside of dask arrays are checked
+        when the tasks run.
+    NotImplementedError
+        An argument that is not available was given.
+
+    Warns
+    -----
+    CausalAlignmentWarning, UserWarning
+        As for `cattn.scaled_dot_product_attention`.
+
+    Notes
+    -----
+    The result has the same bits for any scheduler, number of workers and threads, but it depends on the chunks. A row
+    has the bits of `cattn.scaled_dot_product_attention` on the whole arrays if all keys that it may see by causality,
+    window and length are in one chunk, whose first key is a multiple of 1536, and if no other chunk of keys is visible
+    to its chunk of queries when there are sinks. Other rows equal it to rounding: parts are merged in float64, and the
+    result is rounded once.
+
+    The dropout mask of a chunk of queries and keys depends on the seed and on the place where the chunk starts in the
+    whole arrays. The mask of another chunking, and of `cattn.scaled_dot_product_attention`, is another one, unless
+    there is only one chunk.
+
+    Pairs of chunks that causality, windows and lengths hide get no task. Masks are not looked into.
+
+    Examples
+    --------
+    >>> import dask.array
+    >>> import numpy as np
+    >>> import cattn
+    >>> from cattn.integrations.dask import attention
+    >>> x = np.random.default_rng(0).standard_normal((2, 6, 4))
+    >>> chunked = dask.array.from_array(x, chunks=(1, 3, 4))
+    >>> context = attention(chunked, chunked, chunked, is_causal=True)
+    >>> context
+    dask.array<cattn-attention, shape=(2, 6, 4), dtype=float64, chunksize=(1, 3, 4), chunktype=numpy.ndarray>
+    >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
+    True
+    """
+    _refuse(
+        {"return_weights": return_weights, "need_weights": need_weights, "return_dropout_mask": return_dropout_mask},
+        "no task holds a whole row of weights",
+    )
+    _refuse({"out": out}, "the result is computed later")
+    numbers: dict[str, Any] = {
+        "query_offset": query_offset,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    for name, given in numbers.items():
+        if isinstance(given, da.Array):
+            raise TypeError(f"{name} must be an int or a NumPy array, because it decides which tasks exist: "
+                            f"pass {name}.compute()")  # fmt: skip
+    threads = as_size(num_threads, "num_threads", maximum=2**31 - 1)
+    query, key, value = _as_dask(query, "query"), _as_dask(key, "key"), _as_dask(value, "value")
+    inputs = (query, key, value)
+    masks = [given if given is None else _as_dask(given, name) for name, given in
+             (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
+
+    # cattn's own functions check the arguments: one call plans the whole problem, the other computes none of its rows.
+    cattn.explain(
+        _stand_in(query), _stand_in(key), _stand_in(value), _stand_in(attn_mask), dropout_p, is_causal,
+        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, **numbers,
+    )  # fmt: skip
+    if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
+        raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
+                        "or what numpy.random.default_rng takes")  # fmt: skip
+    scores: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+    probe = cattn.scaled_dot_product_attention(
+        _stand_in(query, 0), _stand_in(key, 0), _stand_in(value, 0), None, dropout_p,
+        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **scores,
+    )  # fmt: skip
+    shape = (*probe.out.shape[:-2], query.shape[-2], value.shape[-1])
+
+    problem = _Problem(inputs, masks, shape, enable_gqa is not None and bool(enable_gqa), threads, probe)
+    ranges = _read_ranges(problem.batch, shape[-2], key.shape[-2], is_causal, query_offset, query_seq_lengths,
+                          key_value_seq_lengths, window_size, alibi_slopes is not None)  # fmt: skip
+    if float(dropout_p) > 0:
+        scores["dropout_p"] = float(dropout_p)
+    arrays = problem.build(ranges, scores, probe.dropout_seed)
+    if return_lse:
+        return AttentionOutput(out=arrays[0], lse=arrays[1], dropout_seed=probe.dropout_seed)
+    return arrays[0]
+
+
+class _Problem:
+    """The operands of a call in common chunks, and the graph over them."""
+
+    def __init__(
+        self, inputs: Sequence[Any], masks: Sequence[Any], shape: tuple[int, ...], forced_heads: bool,
+        num_threads: int, probe: AttentionOutput,
+    ) -> None:  # fmt: skip
+        lead = shape[:-2]
+        has_heads = len(shape) > 3 or (forced_heads and len(shape) == 3)
+        self.shape, self.batch = shape, lead[:-1] if has_heads else lead
+        self.num_threads, self.has_heads = num_threads, has_heads
+        self.dtypes = (probe.out.dtype, probe.lse.dtype)
+        self.compute_dtype: DTypeLike = np.float64 if probe.out.dtype == np.float64 else np.float32
+        query, key, value = (_with_dims(x, len(shape)) for x in inputs)
+        query, key, value = (x.rechunk({x.ndim - 1: -1}) for x in (query, key, value))
+        self.lead = [
+            (_head_intervals if has_heads and axis == len(lead) - 1 else _batch_intervals)(n, (query, key, value), axis)
+            for axis, n in enumerate(lead)
+        ]
+        self.rows, self.keys = _intervals(query.chunks[-2]), _intervals(key.chunks[-2])
+        depth, d_v = _intervals(query.shape[-1:]), _intervals(value.shape[-1:])
+        self.query = _Operand(query, [*self.lead, self.rows, depth])
+        self.key = _Operand(key, [*self.lead, self.keys, depth])
+        self.value = _Operand(value, [*self.lead, self.keys, d_v])
+        elementwise, per_head = [*self.lead, self.rows, self.keys], [*self.lead, *[[(0, 1)]] * (not has_heads)]
+        self.masks = [x if x is None else _Operand(_with_dims(x, len(elementwise)), elementwise) for x in masks[:2]]
+        self.per_head = [x if x is None else _Operand(_with_dims(x, len(per_head)), per_head) for x in masks[2:]]
+
+    def operands(self) -> Iterator[Any]:
+        """Yield all dask arrays."""
+        for operand in (self.query, self.key, self.value, *self.masks, *self.per_head):
+            if operand is not None:
+                yield operand.array
+
+    def build(self, ranges: _Ranges, scores: dict[str, Any], seed: int | None) -> list[Any]:
+        """Return the output and the lse as dask arrays over one graph."""
+        token = tokenize(*(x.name for x in self.operands()), self.shape, *ranges, scores, seed, self.num_threads)
+        graph: dict[Any, Any] = {}
+        results: list[tuple[str, dict[Any, Any]]] = [
+            (f"{name}-{token}", {}) for name in ("cattn-attention", "cattn-lse")
+        ]
+        for at in itertools.product(*map(range, map(len, [*self.lead, self.rows]))):
+            part = self._add_row(graph, token, at, ranges, scores, seed)
+            for field, (name, layer) in enumerate(results):
+                index = (*at, 0) if field == 0 else at
+                layer[(name, *index)] = (functools.partial(_finish, field=field, dtype=self.dtypes[field]), part)
+        parts = f"cattn-parts-{token}"
+        shared = HighLevelGraph.from_collections(parts, graph, dependencies=list(self.operands()))
+        chunks = [tuple(b - a for a, b in axis) or (0,) for axis in [*self.lead, self.rows]]
+        arrays = []
+        for field, (name, layer) in enumerate(results):
+            sizes = (*chunks, self.shape[-1:]) if field == 0 else tuple(chunks)
+            whole = HighLevelGraph({**shared.layers, name: layer}, {**shared.dependencies, name: {parts}})
+            arrays.append(da.Array(whole, name, sizes, dtype=self.dtypes[field]))
+        return arrays
+
+    def _add_row(
+        self, graph: dict[Any, Any], token: str, at: tuple[int, ...], ranges: _Ranges, scores: dict[str, Any],
+        seed: int | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Add the tasks of one chunk of queries to the graph, and return the key of their result."""
+        *lead, i = at
+        where = [axis[n] for axis, n in zip(self.lead, lead, strict=True)]
+        batch = tuple(slice(*interval) for interval in where[: len(self.batch)])
+        rows = (*(b - a for a, b in where), self.rows[i][1] - self.rows[i][0])
+        options: dict[str, Any] = {"rows": rows, "num_threads": self.num_threads}
+        per_head = [x if x is None else x.at([*lead, *[0] * (not self.has_heads)]) for x in self.per_head]
+        visible = [j for j, keys in enumerate(self.keys) if ranges.sees(batch, self.rows[i], keys)]
+        if not visible:
+            name = (f"cattn-hidden-{token}", *at)
+            task = functools.partial(
+                _attend_to_nothing, d_v=self.shape[-1], dtype=self.compute_dtype, enable_gqa=scores["enable_gqa"],
+                **options,
+            )  # fmt: skip
+            graph[name] = (task, per_head[1])
+            return name
+        parts: list[tuple[Any, ...]] = []
+        for j in visible:
+            options |= ranges.options(batch, self.rows[i], self.keys[j])
+            if seed is not None:
+                starts = [a for a, _ in (*where, self.rows[i], self.keys[j])]
+                options["rng"] = _chunk_seed(seed, starts)
+            masks = [x if x is None else x.at([*at, j]) for x in self.masks]
+            sinks = per_head[1] if j == visible[0] else None  # once for each query
+            parts.append((f"cattn-pair-{token}", *at, j))
+            graph[parts[-1]] = (
+                functools.partial(_attend, **scores, **options), self.query.at([*at, 0]), self.key.at([*lead, j, 0]),
+                self.value.at([*lead, j, 0]), *masks, per_head[0], sinks,
+            )  # fmt: skip
+        return _add_tree(graph, f"cattn-merge-{token}", at, parts)
+
+
+def _add_tree(graph: dict[Any, Any], name: str, at: tuple[int, ...], parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Add tasks that merge neighbouring parts until one is left, and return its key."""
+    level = 0
+    while len(parts) > 1:
+        groups = [parts[n : n + _MERGED_AT_ONCE] for n in range(0, len(parts), _MERGED_AT_ONCE)]
+        parts = []
+        for n, group in enumerate(groups):
+            if len(group) == 1:
+                parts += group
+                continue
+            parts.append((name, *at, level, n))
+            graph[parts[-1]] = (_merge, group)
+        level += 1
+    return parts[0]
