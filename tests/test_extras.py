@@ -41,7 +41,7 @@ def imports(code: str) -> set[str]:
 def test_the_extra_docs_builds_the_documentation() -> None:
     """autodoc imports the integrations, and conf.py names the extensions of Sphinx and the theme."""
     needed = {"sphinx"}
-    for path in (ROOT / "python" / "cattn" / "integrations").glob("*.py"):
+    for path in (ROOT / "python" / "cattn" / "integrations").rglob("*.py"):
         needed |= imports(path.read_text(encoding="utf-8"))
     settings: dict[str, object] = {}
     for node in ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8")).body:

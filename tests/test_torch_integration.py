@@ -14,6 +14,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
+from cattn.integrations.torch import _swap, _tensors  # noqa: E402
 
 attention = bridge.scaled_dot_product_attention
 theirs = torch.nn.functional.scaled_dot_product_attention
@@ -49,6 +50,18 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
+    seed = torch.tensor(-5) if options.get("dropout_p") else None
+    names = ("alibi_slopes", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
+    arrays = [options.get(name) for name in names]
+    causal = "upper_left" if options.get("is_causal") else ""
+    numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
+    window = options.get("window_size", (-1, -1))
+    operands = (*inputs, mask, options.get("bias"), options.get("sinks"))
+    return (*operands, *arrays, seed, *numbers, *window, options.get("softcap"), options.get("return_weights", False))
+
+
 @pytest.mark.long
 @pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize("name", CASES)
@@ -57,14 +70,12 @@ def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p
     inputs, options = CASES[name]()
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]  # leaf tensors with the same strides
     mask = inputs[3] if len(inputs) > 3 else None
-    seed = torch.tensor(-5)
-    rest = (dropout_p, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
-    args = (*inputs[:3], mask, seed, *rest)
+    args = operator_arguments(inputs[:3], mask, dropout_p=dropout_p, **options)
     torch.library.opcheck(torch.ops.cattn.attention.default, args)
     with torch.no_grad():
-        out, lse = torch.ops.cattn.attention(*args)
-        still = [None if t is None else t.detach() for t in (*inputs[:3], mask)]
-    backward = (torch.ones_like(out), *still, out, lse, *args[4:])
+        out, lse, _ = torch.ops.cattn.attention(*args)
+        still = [t.detach() if isinstance(t, torch.Tensor) else t for t in args[:-1]]
+    backward = (torch.ones_like(out), out, lse, *still)
     torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward)
 
 
@@ -92,11 +103,11 @@ def test_other_dtypes_agree_with_pytorch_in_float64(dtype: torch.dtype) -> None:
 
 def test_tensors_and_arrays_share_memory() -> None:
     x = torch.randn(1, 2, 8, 4)
-    assert bridge._as_array(x).ctypes.data == x.data_ptr()
+    assert _tensors.as_array(x).ctypes.data == x.data_ptr()
     array = np.ones((3, 4), np.float32)
-    assert bridge._as_tensor(array, torch.float32).data_ptr() == array.ctypes.data
+    assert _tensors.as_tensor(array, torch.float32).data_ptr() == array.ctypes.data
     half = torch.randn(3, 4, dtype=torch.bfloat16)
-    assert bridge._as_array(half).ctypes.data == half.data_ptr()
+    assert _tensors.as_array(half).ctypes.data == half.data_ptr()
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
@@ -155,7 +166,7 @@ def test_use_cattn_replaces_the_function_and_restores_it(monkeypatch: pytest.Mon
         calls.append(query.dtype)
         return attention(query, *args, **options)
 
-    monkeypatch.setattr(bridge, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(_swap, "scaled_dot_product_attention", noting)
     x = torch.randn(2, 5, 16)
     module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     right, _ = module(x, x, x, need_weights=False)
@@ -180,7 +191,7 @@ def test_overlapping_uses_of_use_cattn_restore_the_function() -> None:
     a.__enter__()
     b.__enter__()
     a.__exit__(None, None, None)
-    assert torch.nn.functional.scaled_dot_product_attention is bridge._dispatch
+    assert torch.nn.functional.scaled_dot_product_attention is _swap._dispatch
     b.__exit__(None, None, None)
     assert torch.nn.functional.scaled_dot_product_attention is theirs
 
@@ -243,15 +254,16 @@ def test_wrong_flags_and_numbers_are_refused_by_name() -> None:
         attention(x, x, x, dropout_p="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\], got 1.5"):
         attention(x, x, x, dropout_p=1.5)
-    with pytest.raises(TypeError, match="is_causal must be a bool, got 'lower_right'"):
-        attention(x, x, x, is_causal="lower_right")  # type: ignore[arg-type]
+    for wrong in ("lower", 2, None):
+        with pytest.raises(TypeError, match=f'is_causal must be a bool, "upper_left" or "lower_right", got {wrong!r}'):
+            attention(x, x, x, is_causal=wrong)  # type: ignore[call-overload]
 
 
 def test_one_query_head_is_broadcast() -> None:
     query, key = torch.randn(2, 1, 5, 8), torch.randn(2, 4, 5, 8)
     torch.library.opcheck(
         torch.ops.cattn.attention.default,
-        (query, key, key, None, torch.zeros((), dtype=torch.int64), 0.0, False, None, True),
+        operator_arguments([query, key, key], enable_gqa=True),
         test_utils="test_faketensor",
     )
     expected = theirs(query.expand(2, 4, 5, 8), key, key)

@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cattn.integrations import torch as bridge  # noqa: E402
-from test_torch_integration import attention, tensors, theirs  # noqa: E402
+from cattn.integrations.torch import _swap  # noqa: E402
+from test_torch_integration import attention, operator_arguments, tensors, theirs  # noqa: E402
 
 
 def causal_bias(which: str, *sizes: int) -> Any:
@@ -92,10 +93,9 @@ def test_other_subclasses_as_masks() -> None:
     mask = torch.randn(5, 5, dtype=torch.float64).as_subclass(Uninitialised)
     with pytest.raises(TypeError, match=r"attn_mask must be a plain torch\.Tensor, got Uninitialised"):
         attention(q, k, v, mask)
-    rest = (torch.zeros((), dtype=torch.int64), 0.0, False, None, False)
     for bias in (mask, causal_bias("lower_right", 5, 5)):
         with pytest.raises(TypeError, match=r"attn_mask must be a plain torch\.Tensor, got"):
-            torch.ops.cattn.attention(q.detach(), k.detach(), v.detach(), bias, *rest)
+            torch.ops.cattn.attention(*operator_arguments([q.detach(), k.detach(), v.detach()], bias))
     with bridge.use_cattn():
         assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), theirs(q, k, v))
         plain = mask.as_subclass(type("Plain", (torch.Tensor,), {}))
@@ -118,7 +118,7 @@ def test_a_mode_sees_the_function_and_cattn_computes(monkeypatch: pytest.MonkeyP
         calls.append(args)
         return attention(*args, **options)
 
-    monkeypatch.setattr(bridge, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(_swap, "scaled_dot_product_attention", noting)
     q, k, v = tensors(*[(2, 5, 8)] * 3)
     with bridge.use_cattn(), Mode():
         for mask in (None, torch.zeros(5, 5), causal_bias("lower_right", 5, 5)):

@@ -1,0 +1,15 @@
+"""Attention by cattn on PyTorch's CPU tensors: with gradients, under ``torch.compile``, and in place of PyTorch's own.
+
+Memory is shared, not copied: cattn reads PyTorch's tensors in place, and its results become tensors.
+`cattn.integrations.torch.nn` has the chapter's classes as PyTorch modules.
+"""
+
+from . import _batching as _batching  # registers the rules of torch.vmap
+from . import nn
+from ._attention import scaled_dot_product_attention
+from ._swap import Seen, use_cattn
+
+__all__ = ["Seen", "nn", "scaled_dot_product_attention", "use_cattn"]
+
+for _object in (Seen, scaled_dot_product_attention, use_cattn):
+    _object.__module__ = __name__

@@ -1,0 +1,301 @@
+"""The public function: checks its tensors and takes the shortest way through PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..._input.types import Alignment, AttentionOutput, Window
+from ._compute import forward
+from ._operator import WithGradients, attention_operator, read_window
+from ._tensors import (
+    DTYPES,
+    as_array,
+    check_class,
+    check_tensor,
+    dtype_of,
+    is_causal_bias,
+    is_plain,
+    is_readable,
+    nobody_watches,
+    read_causal_bias,
+)
+
+_ALIGNMENTS = {False: "", True: "upper_left", "upper_left": "upper_left", "lower_right": "lower_right"}
+
+
+_NUMBER: Any = (int, float, np.floating)
+
+
+class _Options(TypedDict, total=False):
+    """The options that PyTorch's function does not have."""
+
+    bias: Tensor | None
+    query_offset: int | Tensor | None
+    query_seq_lengths: int | Tensor | None
+    key_value_seq_lengths: int | Tensor | None
+    window_size: Window
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    rng: int | torch.Generator | None
+
+
+def _read_alignment(is_causal: Any) -> str:
+    if type(is_causal) in (bool, str) and is_causal in _ALIGNMENTS:
+        return _ALIGNMENTS[is_causal]
+    raise TypeError(f'is_causal must be a bool, "upper_left" or "lower_right", got {is_causal!r}')
+
+
+def _draw_seed(rng: Any) -> Tensor:
+    """Return the seed of the dropout mask, as a tensor that the compiler can follow."""
+    if rng is None or isinstance(rng, torch.Generator):
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=rng)
+    if isinstance(rng, bool) or not isinstance(rng, (int, np.integer)):
+        raise TypeError(f"rng must be None, an int or a torch.Generator, got {type(rng).__name__}")
+    if not 0 <= rng < 2**64:
+        raise ValueError(f"rng must be in [0, 2**64), got {rng}")
+    return torch.tensor(int(rng) - 2**64 if rng >= 2**63 else int(rng), dtype=torch.int64)
+
+
+def _as_positions(value: Any, name: str) -> Any:
+    """Return an int or a tensor of ints as a tensor."""
+    if value is None:
+        return None
+    if isinstance(value, (int, torch.SymInt)):
+        number: Any = value
+        return torch.full((), number, dtype=torch.int64)
+    check_tensor(value, name)
+    check_class(value, name)
+    return value
+
+
+def _own_array(tensor: Any) -> Any:
+    """Return an int as it is, and a tensor as a copy: the backward pass must find the numbers of the forward pass."""
+    return as_array(tensor).copy() if isinstance(tensor, Tensor) else tensor
+
+
+def _check_all(query: Any, key: Any, value: Any, others: dict[str, Any]) -> None:
+    """Raise the error for tensors that cattn cannot read."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(tensor, name)
+        dtype = dtype_of(tensor)
+        if dtype not in DTYPES or dtype is not dtype_of(query):
+            wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {dtype_of(query)}"
+            raise TypeError(f"{name} has dtype {dtype}; {wanted}")
+    for name, tensor in others.items():
+        if tensor is not None:
+            check_tensor(tensor, name)
+            check_class(tensor, name)
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    scale: float | None = ...,
+    enable_gqa: bool | None = ...,
+    *,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: Alignment = ...,
+    scale: float | None = ...,
+    enable_gqa: bool | None = ...,
+    *,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+    **options: Unpack[_Options],
+) -> Any: ...
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    scale: float | None = None,
+    enable_gqa: bool | None = False,
+    *,
+    bias: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    query_seq_lengths: int | Tensor | None = None,
+    key_value_seq_lengths: int | Tensor | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    rng: int | torch.Generator | None = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then those of cattn's function.
+
+    Parameters
+    ----------
+    query : Tensor, shape (..., T_q, head_dim)
+        Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
+        dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
+    key : Tensor, shape (..., T_k, head_dim)
+        Keys.
+    value : Tensor, shape (..., T_k, d_v)
+        Values.
+    attn_mask : Tensor, optional
+        Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
+        ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
+    dropout_p : float
+        Probability of dropping a weight.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Query i sees the keys j <= i ("upper_left", the meaning of True), or j <= i + T_k - T_q.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    enable_gqa : bool, optional
+        Heads (axis -3) of query may be a multiple of those of key and value. None infers it from the shapes.
+
+    Returns
+    -------
+    Tensor, shape (..., T_q, d_v), or AttentionOutput
+        Differentiable once, in query, key, value, bias, an additive mask and sinks. The output of a query that sees no
+        key is 0. With return_weights or return_lse it is an `AttentionOutput` of tensors.
+
+    Other Parameters
+    ----------------
+    bias : Tensor, optional
+        Float, added to the scaled scores besides attn_mask. Broadcasts to (..., T_q, T_k).
+    query_offset : int or Tensor of int, optional
+        Position of the first query, for causality, window_size and alibi_slopes.
+    query_seq_lengths, key_value_seq_lengths : int or Tensor of int, optional
+        Numbers of valid queries and keys.
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes : Tensor, shape (H,) or (..., H), optional
+        The slope of ALiBi for each query head. It has no gradient.
+    sinks : Tensor, shape (H,) or (..., H), optional
+        One extra logit for each query head.
+    rng : int or torch.Generator, optional
+        Seed of the dropout mask, or the generator that draws it. None is PyTorch's default generator, so that
+        ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
+    return_weights : bool
+        Also return the weights before dropout, without a gradient.
+    return_lse : bool
+        Also return the log-sum-exp of each row, without a gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
+        and for an attn_mask of any other subclass of Tensor.
+    NotImplementedError
+        In forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and for alibi_slopes that
+        require a gradient.
+
+    Notes
+    -----
+    `cattn.set_num_threads` sets the number of threads. Gradients have the same bits for any number of them.
+
+    Without gradients the function reads the tensors and calls `cattn.scaled_dot_product_attention` at once. With
+    gradients it is a ``torch.autograd.Function``. Where PyTorch compiles, traces or transforms, it is the custom
+    operator ``torch.ops.cattn.attention``. ``torch.vmap`` makes one call of the whole batch, except for dropout with
+    ``randomness="same"``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import scaled_dot_product_attention
+    >>> x = torch.eye(3, requires_grad=True)
+    >>> out = scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> out.sum().backward()
+    >>> x.grad.shape
+    torch.Size([3, 3])
+    >>> result = scaled_dot_product_attention(x, x, x, sinks=torch.zeros(1), return_weights=True)
+    >>> result.weights.sum(-1) < 1
+    tensor([True, True, True])
+    """
+    alignment = _read_alignment(is_causal)
+    if is_causal_bias(attn_mask):
+        if alignment:
+            raise ValueError("attn_mask is a CausalBias: is_causal must be False")
+        attn_mask, alignment = read_causal_bias(attn_mask, query, key)
+    if not isinstance(dropout_p, _NUMBER):
+        raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
+    direct = (
+        nobody_watches()
+        and is_plain(query)
+        and is_plain(key)
+        and is_plain(value)
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in DTYPES
+        and all(map(is_readable, (query, key, value, attn_mask, bias, alibi_slopes, sinks)))
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if not direct:
+        others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        _check_all(query, key, value, others)
+        query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
+        attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
+        bias = None if bias is None else bias.to(dtype_of(bias))
+    gradients = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask, bias, sinks)
+    )
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")
+    if gradients and bias is not None and attn_mask is not None and attn_mask.requires_grad:
+        bias = attn_mask + bias  # both have the gradient of their sum
+        attn_mask = None
+    operands = (query, key, value, attn_mask, bias, sinks)
+    seed = _draw_seed(rng) if dropout_p > 0.0 else None
+    if not direct:
+        arrays = (
+            alibi_slopes,
+            _as_positions(query_offset, "query_offset"),
+            _as_positions(query_seq_lengths, "query_seq_lengths"),
+            _as_positions(key_value_seq_lengths, "key_value_seq_lengths"),
+            seed,
+        )
+        numbers = (dropout_p, alignment, scale, enable_gqa, *read_window(window_size), softcap)
+        out, lse, weights = attention_operator(*operands, *arrays, *numbers, return_weights)
+    else:
+        options: dict[str, Any] = {"is_causal": alignment or False, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
+        if scale is not None:
+            options["scale"] = scale
+        if softcap is not None:
+            options["softcap"] = softcap
+        if window_size != (-1, -1):
+            options["window_size"] = window_size
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = _own_array(alibi_slopes)
+        if query_offset is not None:
+            options["query_offset"] = _own_array(query_offset)
+        if query_seq_lengths is not None:
+            options["query_seq_lengths"] = _own_array(query_seq_lengths)
+        if key_value_seq_lengths is not None:
+            options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
+        if seed is not None:
+            options["rng"] = int(seed) % 2**64
+        if gradients:
+            result: Any = WithGradients.apply(*operands, options, return_weights)  # type: ignore[no-untyped-call]
+            out, lse, weights = result
+        else:
+            out, lse, weights = forward(operands, options, return_lse, return_weights)
+    if not return_weights and not return_lse:
+        return out
+    if return_lse and query.dtype is not torch.float64:
+        lse = lse.to(torch.float32)
+    return AttentionOutput(out, weights if return_weights else None, lse if return_lse else None)

@@ -1,0 +1,151 @@
+"""`use_cattn`: cattn under the name of PyTorch's function, and the count of its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ._attention import scaled_dot_product_attention
+from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
+
+_theirs = torch.nn.functional.scaled_dot_product_attention
+
+
+@dataclass
+class Seen:
+    """Calls of PyTorch's name inside `use_cattn`; calls of compiled code do not count.
+
+    Attributes
+    ----------
+    calls : int
+        Calls that cattn computed.
+    passed_on : int
+        Calls that PyTorch computed.
+    """
+
+    calls: int = 0
+    passed_on: int = 0
+
+
+class _Dispatcher:
+    """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
+
+    It compares equal to PyTorch's function, so that classes and modes find it in their tables of functions.
+    """
+
+    __name__ = __qualname__ = _theirs.__name__
+    __doc__ = _theirs.__doc__
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is _theirs
+
+    def __hash__(self) -> int:
+        return hash(_theirs)
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *args: Any, **options: Any
+    ) -> Any:
+        arguments = (query, key, value, attn_mask, dropout_p, *args)
+        bias = is_causal_bias(attn_mask)
+        tensors = (query, key, value) if attn_mask is None or bias else (query, key, value, attn_mask)
+        dense = all(isinstance(tensor, Tensor) and not tensor.is_nested for tensor in tensors)
+        if dense and has_torch_function(tensors):
+            return handle_torch_function(self, tensors, *arguments, **options)
+        inputs = (query, key, value)
+        ours = (
+            dense
+            and all(is_plain(x) and obstacle(x, "") is None for x in tensors)
+            and all(x.ndim >= 2 and dtype_of(x) in DTYPES and dtype_of(x) == dtype_of(query) for x in inputs)
+        )
+        _swap.count(ours)
+        if not ours:
+            if bias:  # its method recognises only the function under PyTorch's name
+                return handle_torch_function(self, (attn_mask,), *arguments, **options)
+            return _theirs(*arguments, **options)
+        if isinstance(dropout_p, Tensor):
+            dropout_p = dropout_p.item()
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **options)
+
+    __call__.__qualname__ = _theirs.__name__
+
+
+_dispatch = _Dispatcher()
+
+
+class _Swap:
+    """Counts the active contexts of `use_cattn`, which may overlap: the last one to end restores PyTorch's function."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.uses = 0
+        self.before: Any = None
+        self.seen: list[Seen] = []
+
+    def count(self, ours: bool) -> None:
+        """Count a call in every active context. The compiler would guard the numbers, and compile every call again."""
+        if torch.compiler.is_compiling():
+            return
+        with self.lock:
+            for seen in self.seen:
+                if ours:
+                    seen.calls += 1
+                else:
+                    seen.passed_on += 1
+
+
+_swap = _Swap()
+
+
+@contextlib.contextmanager
+def use_cattn() -> Iterator[Seen]:
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
+
+    Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
+    PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
+    dimension, nested and sparse tensors, forward-mode differentiation, ``torch.func.grad``, and compiled TorchScript.
+    Subclasses with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as they do without the
+    context. The name belongs to the process, so all threads share it; PyTorch's function returns when the last of
+    several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
+    must run inside.
+
+    Calls that never come to this name are not seen; the documentation lists them.
+
+    Yields
+    ------
+    Seen
+        Its ``calls`` counts the calls that cattn computed so far, ``passed_on`` those that went to PyTorch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import use_cattn
+    >>> x = torch.ones(1, 2, 4, 8)
+    >>> with use_cattn() as seen:
+    ...     out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> seen
+    Seen(calls=1, passed_on=0)
+    """
+    with _swap.lock:
+        if _swap.uses == 0:
+            # torch.jit.script compiles a call of this object as one of PyTorch's own function.
+            torch.jit._builtins._register_builtin(_dispatch, "aten::scaled_dot_product_attention")
+            _swap.before = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = _dispatch
+        _swap.uses += 1
+        seen = Seen()
+        _swap.seen.append(seen)
+    try:
+        yield seen
+    finally:
+        with _swap.lock:
+            _swap.uses -= 1
+            _swap.seen = [other for other in _swap.seen if other is not seen]
+            if _swap.uses == 0:
+                torch.nn.functional.scaled_dot_product_attention = _swap.before

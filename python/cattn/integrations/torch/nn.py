@@ -1,0 +1,381 @@
+"""The chapter's attention classes as PyTorch modules: the names and state dicts of `cattn.nn`, trained by autograd.
+
+The layers are PyTorch's own ``nn.Linear`` and ``nn.Dropout``, drawn in the order of the NumPy classes: the same
+``torch.manual_seed`` gives the parameters that `cattn.manual_seed` gives there. Attention is the operator of
+`cattn.integrations.torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._input.checks import as_size
+from ...nn._state_dict import LoadResult, match
+from ._attention import scaled_dot_product_attention
+
+__all__ = ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper", "SelfAttention_v1", "SelfAttention_v2"]
+
+
+def _tokens(x: Tensor, d_in: int) -> Tensor:
+    """Return x as (B, T, d_in)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.ndim not in (2, 3) or x.shape[-1] != d_in:
+        raise ValueError(f"x has shape {tuple(x.shape)}, wanted (T, {d_in}) or (B, T, {d_in})")
+    return x if x.ndim == 3 else x.unsqueeze(0)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout: nn.Dropout | None, return_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the context (B, T, H * d_v) and the weights of q, k, v (B, H, T, d)."""
+    result = scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout.p if dropout is not None and dropout.training else 0.0,
+        is_causal="upper_left" if is_causal else False, enable_gqa=True, return_weights=return_weights,
+    )  # fmt: skip
+    out, weights = (result.out, result.weights) if return_weights else (result, None)
+    return out.transpose(1, 2).flatten(2), weights
+
+
+def _result(x: Tensor, context: Tensor, weights: Tensor | None, one_head: bool = True) -> Any:
+    """Remove the axes that the caller's x does not have."""
+    if weights is not None and one_head:
+        weights = weights[:, 0]
+    if x.ndim == 2:
+        context, weights = context[0], None if weights is None else weights[0]
+    return context if weights is None else (context, weights)
+
+
+class _Attention(nn.Module):
+    """Base of the classes: state dicts in all naming schemes."""
+
+    d_in: int
+    d_out: int
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadResult:
+        """Load the parameters from a state dict of cattn, of PyTorch, or in another naming scheme.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to Tensor or array_like
+            As for `cattn.MultiHeadAttention.load_state_dict`, with the same names and layouts.
+        strict : bool
+            If False, parameters without an array keep their values, and arrays without a parameter are ignored.
+        assign : bool
+            Replace the parameters, instead of copying into them.
+
+        Returns
+        -------
+        LoadResult
+            The lists missing_keys and unexpected_keys, which are empty if strict.
+        """
+        own = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        arrays = {
+            name: (tensor if tensor.dtype is torch.float64 else tensor.float()).cpu().numpy()
+            for name, tensor in own.items()
+        }
+        new, result = match(state_dict, arrays, strict=strict, what=repr(self))
+        tensors = {name: torch.from_numpy(array).to(own[name]) for name, array in new.items()}
+        super().load_state_dict(tensors, strict=False, assign=assign)
+        return result
+
+
+class SelfAttention_v1(_Attention):  # noqa: N801 - the book's name
+    """Self-attention with three bare matrices, the twin of `cattn.SelfAttention_v1`.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    dtype : torch.dtype, optional
+        Default ``torch.get_default_dtype()``.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : Parameter, shape (d_in, d_out)
+        The matrices, uniform in [0, 1).
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
+        self.W_query = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
+        self.W_key = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
+        self.W_value = nn.Parameter(torch.rand(d_in, d_out, dtype=dtype))
+
+    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
+        """Return a context vector for each token, or (context, weights).
+
+        Parameters
+        ----------
+        x : Tensor, shape (T, d_in) or (B, T, d_in)
+            The tokens.
+        return_weights : bool
+            Return (context, weights).
+
+        Returns
+        -------
+        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
+            The weights are (..., T, T).
+        """
+        batch = _tokens(x, self.d_in)
+        q, k, v = ((batch @ matrix).unsqueeze(1) for matrix in (self.W_query, self.W_key, self.W_value))
+        return _result(x, *_attend(q, k, v, is_causal=False, dropout=None, return_weights=return_weights))
+
+
+class SelfAttention_v2(_Attention):  # noqa: N801 - the book's name
+    """Self-attention with three linear layers, the twin of `cattn.SelfAttention_v2`.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    qkv_bias : bool
+        Whether the three layers have biases.
+    dtype : torch.dtype, optional
+        Default ``torch.get_default_dtype()``.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : torch.nn.Linear
+        The layers.
+    """
+
+    def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
+        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self.W_key = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self.W_value = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+
+    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
+        """Return a context vector for each token, or (context, weights).
+
+        Parameters
+        ----------
+        x : Tensor, shape (T, d_in) or (B, T, d_in)
+            The tokens.
+        return_weights : bool
+            Return (context, weights).
+
+        Returns
+        -------
+        Tensor, shape (T, d_out) or (B, T, d_out), or (Tensor, Tensor)
+            The weights are (..., T, T).
+        """
+        batch = _tokens(x, self.d_in)
+        q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
+        return _result(x, *_attend(q, k, v, is_causal=False, dropout=None, return_weights=return_weights))
+
+
+class _Causal(_Attention):
+    """Base of the causal classes: the check of the length, and the forward pass."""
+
+    context_length: int
+    dropout: nn.Dropout
+    _one_head = False
+
+    def __init__(self, d_in: int, d_out: int, context_length: int) -> None:
+        super().__init__()
+        self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
+        self.context_length = as_size(context_length, "context_length")
+
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the weights (B, H, T, T) of tokens (B, T, d_in)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, *, return_weights: bool = False) -> Any:
+        """Return a context vector for each token, which sees itself and the tokens before it, or (context, weights).
+
+        Parameters
+        ----------
+        x : Tensor, shape (T, d_in) or (B, T, d_in)
+            The tokens.
+        return_weights : bool
+            Return (context, weights).
+
+        Returns
+        -------
+        Tensor, shape (T, width) or (B, T, width), or (Tensor, Tensor)
+            The weights are those before dropout, one matrix for each head if the class has several.
+        """
+        batch = _tokens(x, self.d_in)
+        if batch.shape[1] > self.context_length:
+            raise ValueError(f"x has {batch.shape[1]} tokens, context_length is {self.context_length}")
+        return _result(x, *self._context(batch, return_weights), one_head=self._one_head)
+
+
+class CausalAttention(_Causal):
+    """One head of causal attention with dropout, the twin of `cattn.CausalAttention`.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector.
+    context_length : int
+        Maximum number of tokens of a sequence.
+    dropout : float
+        Probability of dropping an attention weight in training mode.
+    qkv_bias : bool
+        Whether the three layers have biases.
+    dtype : torch.dtype, optional
+        Default ``torch.get_default_dtype()``.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value : torch.nn.Linear
+        The projections.
+    dropout : torch.nn.Dropout
+        The probability and the mode of dropout.
+    """
+
+    _one_head = True
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, context_length)
+        self.dropout = nn.Dropout(dropout)
+        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self.W_key = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self.W_value = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
+        return _attend(q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights)
+
+
+class MultiHeadAttentionWrapper(_Causal):
+    """Several `CausalAttention` heads with concatenated context vectors, the twin of `cattn.MultiHeadAttentionWrapper`.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token, and of the context vector of one head: the output has ``num_heads * d_out``.
+    context_length : int
+        Maximum number of tokens of a sequence.
+    dropout : float
+        Probability of dropping an attention weight in training mode.
+    num_heads : int
+        Number of heads.
+    qkv_bias : bool
+        Whether the layers of the heads have biases.
+    dtype : torch.dtype, optional
+        Default ``torch.get_default_dtype()``.
+
+    Attributes
+    ----------
+    heads : torch.nn.ModuleList of CausalAttention
+        The heads. Each draws its own dropout.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, context_length)
+        self.num_heads = as_size(num_heads, "num_heads")
+        self.heads = nn.ModuleList(
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, dtype=dtype) for _ in range(num_heads)
+        )
+
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        heads: Any = self.heads
+        parts = [head._context(batch, return_weights) for head in heads]
+        weights = torch.cat([part[1] for part in parts], dim=1) if return_weights else None
+        return torch.cat([part[0] for part in parts], dim=-1), weights
+
+
+class MultiHeadAttention(_Causal):
+    """Causal attention with several heads and an output projection, the twin of `cattn.MultiHeadAttention`.
+
+    Parameters
+    ----------
+    d_in, d_out : int
+        Length of a token and of a context vector. d_out is a multiple of num_heads.
+    context_length : int
+        Maximum number of tokens of a sequence.
+    dropout : float
+        Probability of dropping an attention weight in training mode.
+    num_heads : int
+        Number of heads, each of head_dim ``d_out // num_heads``.
+    qkv_bias : bool
+        Whether W_query, W_key and W_value have biases; out_proj always has one.
+    num_kv_groups : int, optional
+        Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
+    dtype : torch.dtype, optional
+        Default ``torch.get_default_dtype()``.
+
+    Attributes
+    ----------
+    W_query, W_key, W_value, out_proj : torch.nn.Linear
+        The projections.
+    dropout : torch.nn.Dropout
+        The probability and the mode of dropout.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import cattn
+    >>> from cattn.integrations.torch import nn
+    >>> theirs = cattn.MultiHeadAttention(8, 8, 16, dropout=0.0, num_heads=2, rng=123)
+    >>> ours = nn.MultiHeadAttention(8, 8, 16, dropout=0.0, num_heads=2)
+    >>> ours.load_state_dict(theirs.state_dict())
+    LoadResult(missing_keys=[], unexpected_keys=[])
+    >>> x = torch.randn(3, 8)
+    >>> bool(torch.allclose(ours(x), torch.from_numpy(theirs(x)), atol=1e-6))
+    True
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        num_kv_groups: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, context_length)
+        self.num_heads = as_size(num_heads, "num_heads")
+        self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
+        if self.d_out % self.num_heads:
+            raise ValueError(f"d_out must be a multiple of num_heads, got {d_out} and {num_heads}")
+        if self.num_heads % self.num_kv_groups:
+            raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+        self.head_dim = self.d_out // self.num_heads
+        d_kv = self.num_kv_groups * self.head_dim
+        self.dropout = nn.Dropout(dropout)
+        self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
+        self.W_key = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
+        self.W_value = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
+        self.out_proj = nn.Linear(d_out, d_out, dtype=dtype)
+
+    def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v = (
+            layer(batch).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.W_query, self.W_key, self.W_value)
+        )
+        context, weights = _attend(q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights)
+        return self.out_proj(context), weights

@@ -1,0 +1,388 @@
+"""An attention backend for the models of Hugging Face transformers, on the CPU.
+
+`register` gives transformers two functions. One computes attention by cattn. The other describes the mask of a layer:
+transformers passes a function of positions, and causality, windows and padding become numbers and lengths instead of
+a matrix of T x T booleans.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .torch import scaled_dot_product_attention
+
+__all__ = ["AttentionMask", "register"]
+
+# Keywords that reach an attention function but say nothing about attention: modules pass on what the caller gave.
+_NO_MEANING = frozenset(
+    {
+        "cache", "cache_position", "hidden_states", "layer_idx", "logits_to_keep", "num_items_in_batch",
+        "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
+        "position_ids", "return_dict", "use_cache",
+    }
+)  # fmt: skip
+
+
+# ---- the structure of a mask ---------------------------------------------------------------------------------------
+class _Unknown:
+    """An index that may not be looked at: a mask that depends on it has no structure."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("the mask depends on a value")
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise TypeError("the mask depends on a value")
+
+    __ne__ = __eq__
+
+
+class _Range(_Unknown):
+    """A condition lower <= key - query <= upper on two positions; None sets no bound."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, lower: int | None = None, upper: int | None = None) -> None:
+        self.lower = lower
+        self.upper = upper
+
+    def __and__(self, other: object) -> _Range:
+        if not isinstance(other, _Range):
+            return NotImplemented
+        lowers = [bound for bound in (self.lower, other.lower) if bound is not None]
+        uppers = [bound for bound in (self.upper, other.upper) if bound is not None]
+        return _Range(max(lowers) if lowers else None, min(uppers) if uppers else None)
+
+    def to(self, _device: Any) -> _Range:
+        return self
+
+
+class _Position(_Unknown):
+    """The number keys * key + queries * query + constant, for the position of a key and that of a query.
+
+    Mask functions are called with tensors of positions. With these in the place of tensors they tell their structure.
+    """
+
+    def __init__(self, keys: int, queries: int, constant: int = 0) -> None:
+        self.terms = (keys, queries, constant)
+
+    def __sub__(self, other: _Position | int) -> _Position:
+        if isinstance(other, int):
+            other = _Position(0, 0, other)
+        keys, queries, constant = (a - b for a, b in zip(self.terms, other.terms, strict=True))
+        return _Position(keys, queries, constant)
+
+    def __add__(self, other: int) -> _Position:
+        return self - -other
+
+    def __abs__(self) -> _Distance:
+        return _Distance(self)
+
+    def _at_most_zero(self) -> _Range:
+        keys, queries, constant = self.terms
+        if (keys, queries) == (1, -1):
+            return _Range(upper=-constant)
+        if (keys, queries) == (-1, 1):
+            return _Range(lower=constant)
+        if (keys, queries) in ((-1, 0), (0, -1)) and constant <= 0:  # no position is negative
+            return _Range()
+        raise TypeError("the mask depends on a single position")
+
+    def __le__(self, other: _Position | int) -> _Range:
+        return (self - other)._at_most_zero()
+
+    def __lt__(self, other: _Position | int) -> _Range:
+        return (self - other + 1)._at_most_zero()
+
+    def __ge__(self, other: _Position | int) -> _Range:
+        return (_Position(0, 0) - (self - other))._at_most_zero()
+
+    def __gt__(self, other: _Position | int) -> _Range:
+        return (_Position(0, 0) - (self - other) + 1)._at_most_zero()
+
+    def new_ones(self, _size: Any, dtype: Any) -> _Range:
+        return _Range()
+
+
+class _Distance(_Unknown):
+    """The distance of a key from a query."""
+
+    def __init__(self, difference: _Position) -> None:
+        self.difference = difference
+
+    def __le__(self, bound: int) -> _Range:
+        return (self.difference <= bound) & (self.difference >= -bound)
+
+
+def _find_range(mask_function: Any) -> _Range | None:
+    """Return the range of a mask function, or None if it is more than a range."""
+    try:
+        found = mask_function(_Unknown(), _Unknown(), _Position(0, 1), _Position(1, 0))
+    except Exception:  # a function that looks at values fails in ways of its own; its dense mask is right
+        return None
+    if not isinstance(found, _Range) or (found.upper or 0) < 0 or (found.lower or 0) > 0:
+        return None
+    return found
+
+
+class AttentionMask:
+    """What a layer may see, as cattn takes it. Made by the mask function that `register` adds to transformers.
+
+    It takes the place of a mask tensor of shape (B, 1, T_q, T_k) on the way through a model. A model that computes with
+    the mask itself, because it does not use the attention interface, gets a NotImplementedError.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        The shape of the tensor in whose place it is.
+    options : dict
+        Arguments of the attention function: causality, window, offset and lengths.
+    attn_mask : Tensor or None
+        A boolean mask besides: (B, 1, 1, T_k) for padding that is not on the right, the whole mask for other patterns.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], options: dict[str, Any], attn_mask: Tensor | None, model: str
+    ) -> None:
+        self.shape = shape
+        self.options = options
+        self.attn_mask = attn_mask
+        self._model = model
+
+    ndim = 4
+    dtype = torch.bool
+    device = torch.device("cpu")
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def _refuse(self, action: str) -> NoReturn:
+        raise NotImplementedError(
+            f"the model of {self._model} {action} its attention mask itself, instead of leaving attention to the "
+            f'interface of transformers: use attn_implementation="eager" for it'
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"uses .{name} of")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse("takes a part of")
+
+    def _compute(self, *_: Any) -> NoReturn:
+        self._refuse("computes with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _compute
+    __lt__ = __le__ = __gt__ = __ge__ = _compute
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
+        masks[0]._refuse(f"computes {getattr(func, '__name__', func)} with")
+
+
+def _describe_padding(attention_mask: Tensor, kv_length: int, kv_offset: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return lengths (B,) for padding on the right, or a mask (B, 1, 1, T_k) for other padding; nothing without any."""
+    missing = kv_length + kv_offset - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    visible = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if torch.compiler.is_compiling():  # its values are not known yet
+        return None, visible[:, None, None, :]
+    lengths = visible.sum(-1)
+    if bool((lengths == kv_length).all()):
+        return None, None
+    if bool((visible == (torch.arange(kv_length) < lengths[:, None])).all()):
+        return lengths, None
+    return None, visible[:, None, None, :]
+
+
+def _make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | AttentionMask | None = None,
+    config: Any = None,
+    **options: Any,
+) -> AttentionMask:
+    """Describe the mask of a layer; the arguments are those of transformers' ``sdpa_mask``."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if isinstance(attention_mask, AttentionMask):  # generate() makes the masks before it calls the model
+        return attention_mask
+    if mask_function is None:
+        mask_function = causal_mask_function
+    shape, model = (batch_size, 1, q_length, kv_length), type(config).__name__
+    found = _find_range(mask_function)
+    if found is None:
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        dense = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config=config,
+            **options,
+        )  # fmt: skip
+        return AttentionMask(shape, {}, dense, model)
+    offset = q_offset - kv_offset
+    causal = found.upper == 0
+    right = -1 if causal or found.upper is None else found.upper
+    left = -1 if found.lower is None else -found.lower
+    if isinstance(offset, int):  # bounds that hide no key of this call cost time for nothing
+        causal = causal and offset < kv_length - 1
+        left = -1 if left >= q_length - 1 + offset else left
+    call: dict[str, Any] = {}
+    if causal:
+        call["is_causal"] = "upper_left"
+    if (left, right) != (-1, -1):
+        call["window_size"] = (left, right)
+    if call:
+        call["query_offset"] = offset
+    visible = None
+    if attention_mask is not None:
+        lengths, visible = _describe_padding(attention_mask, kv_length, kv_offset)
+        if lengths is not None:
+            call["key_value_seq_lengths"] = lengths
+    return AttentionMask(shape, call, visible, model)
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+Result: TypeAlias = tuple[Tensor, Tensor | None]
+
+
+def _wants_weights(options: dict[str, Any]) -> bool:
+    """Return whether the caller asks for the weights: by a keyword, or by the hooks that collect a model's outputs."""
+    if options.get("output_attentions"):
+        return True
+    from transformers.utils import output_capturing
+
+    collected = output_capturing._active_collector.get()
+    return collected is not None and any(key.endswith("attentions") for key in collected)
+
+
+def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _NO_MEANING)
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which cattn does not know: "
+            f'use attn_implementation="eager" for this model'
+        )
+
+
+def _read_mask(
+    module: Any, mask: Any, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return arguments of the attention function, and a mask besides."""
+    if isinstance(mask, AttentionMask):
+        wanted = (query.shape[2], key.shape[2])
+        if mask.shape[2:] != wanted:
+            raise ValueError(f"attention_mask is for {mask.shape[2:]} queries and keys, got {wanted}")
+        return mask.options, mask.attn_mask
+    if isinstance(mask, Tensor):
+        if mask.ndim != 4:
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, wanted (B, 1 or H, T_q, T_k)")
+        return {}, mask
+    if mask is not None:
+        raise TypeError(f"attention_mask must be a torch.Tensor, got {type(mask).__name__}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or query.shape[2] == 1:
+        if sliding_window is not None:
+            raise NotImplementedError(f"{type(module).__name__} passes sliding_window without a mask or causality")
+        return {}, None
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, -1)
+    return {"is_causal": "upper_left", "query_offset": 0, "window_size": window}, None
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> Result:
+    """Compute the attention of a layer; the signature is that of transformers' attention functions."""
+    _refuse_unknown(module, options)
+    call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
+    weights = _wants_weights(options)
+    result: Any = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout if module.training else 0.0,
+        scale=scaling,
+        enable_gqa=None,
+        bias=position_bias,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+        return_weights=weights,
+        **call,
+    )
+    out = result.out if weights else result
+    return out.transpose(1, 2).contiguous(), result.weights if weights else None
+
+
+def register(name: str = "cattn") -> None:
+    """Make cattn an attention implementation of Hugging Face transformers.
+
+    Afterwards ``AutoModel.from_pretrained(..., attn_implementation="cattn")`` and
+    ``model.set_attn_implementation("cattn")`` compute attention on the CPU by cattn.
+
+    Parameters
+    ----------
+    name : str
+        The name of the implementation.
+
+    Raises
+    ------
+    ImportError
+        The package transformers is not installed.
+    ValueError
+        The name contains that of one of transformers' own implementations, which it treats in a way of its own.
+
+    Notes
+    -----
+    Computed without a matrix of scores: causality, sliding windows, padding on either side, grouped heads, softcap
+    (Gemma 2), sinks (``s_aux``, GPT-OSS), and position biases (T5); with gradients, dropout, dynamic and static caches,
+    and under ``torch.compile``. ``output_attentions=True`` gives the weights, before dropout. Masks of other patterns
+    are computed from a boolean matrix.
+
+    A keyword of a model that cattn does not know, and a model that computes with the mask itself, is a
+    NotImplementedError that names it.
+
+    Examples
+    --------
+    >>> from cattn.integrations import transformers
+    >>> transformers.register()  # doctest: +SKIP
+    >>> model.set_attn_implementation("cattn")  # doctest: +SKIP
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+    reserved = [word for word in ("eager", "sdpa", "flash", "flex", "paged") if word in name]
+    if reserved or not name:
+        raise ValueError(f"name must not contain {reserved[0]!r}, got {name!r}" if reserved else "name is empty")
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError("this needs transformers: pip install 'cattn[transformers]'") from error
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, _make_mask)

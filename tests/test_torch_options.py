@@ -1,0 +1,312 @@
+"""cattn inside PyTorch: the options that PyTorch's function does not have, by every way, and under torch.vmap."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+
+torch = pytest.importorskip("torch")
+
+from cattn.integrations import torch as bridge  # noqa: E402
+from test_torch_integration import attention, operator_arguments, tensors, theirs  # noqa: E402
+
+B, H, T_q, T_k, D = 2, 4, 6, 9, 8
+
+
+def tensor(*shape: int, seed: int = 1) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": tensor(H, T_q, T_k)},
+    "bias and a boolean mask": {"bias": tensor(T_k), "attn_mask": tensor(T_q, T_k) > -1},
+    "bias and a float mask": {"bias": tensor(B, 1, T_q, T_k), "attn_mask": tensor(H, 1, T_k, seed=2)},
+    "softcap and scale": {"softcap": 0.7, "scale": 0.9},
+    "window": {"window_size": (2, 1), "query_offset": 3},
+    "causal with an offset for each batch entry": {"is_causal": True, "query_offset": torch.tensor([3, 0])},
+    "aligned to the lower right": {"is_causal": "lower_right"},
+    "lengths": {"query_seq_lengths": torch.tensor([6, 4]), "key_value_seq_lengths": torch.tensor([5, 9])},
+    "one length for all": {"key_value_seq_lengths": 7, "query_seq_lengths": 5},
+    "slopes": {"alibi_slopes": torch.from_numpy(cattn.get_alibi_slopes(H)), "query_offset": 3},
+    "sinks": {"sinks": tensor(H)},
+    "sinks for each batch entry, groups inferred": {"sinks": tensor(B, H), "enable_gqa": None},
+    "dropout from a seed": {"dropout_p": 0.4, "rng": 2**64 - 3},
+}
+WITH_GRADIENT = ("attn_mask", "bias", "sinks")
+
+
+def case(name: str) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """Return query, key and value; the options; and all tensors that have a gradient."""
+    options = dict(OPTIONS[name])
+    heads = 2 if "enable_gqa" in options else H
+    inputs = tensors((B, H, T_q, D), (B, heads, T_k, D), (B, heads, T_k, 5))
+    leaves = list(inputs)
+    for option in WITH_GRADIENT:
+        if option in options and options[option].is_floating_point():
+            options[option] = options[option].clone().requires_grad_()
+            leaves.append(options[option])
+    return inputs, options, leaves
+
+
+def as_arrays(options: dict[str, Any]) -> dict[str, Any]:
+    arrays = {name: x.detach().numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    if arrays.get("is_causal") is True:
+        arrays["is_causal"] = "upper_left"
+    return arrays
+
+
+def compiled(**options: Any) -> Any:
+    """Return attention under the compiler; each call compiles anew."""
+    torch.compiler.reset()
+    return torch.compile(lambda q, k, v: attention(q, k, v, **options), backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str) -> None:
+    inputs, options, leaves = case(name)
+    arrays = [x.detach().numpy() for x in inputs]
+    wanted = cattn.scaled_dot_product_attention(*arrays, return_weights=True, return_lse=True, **as_arrays(options))
+    with torch.no_grad():
+        at_once = attention(*inputs, **options, return_weights=True, return_lse=True)
+    with_gradients = attention(*inputs, **options, return_weights=True, return_lse=True)
+    operator = compiled(**options, return_weights=True, return_lse=True)(*inputs)
+    for result in (at_once, with_gradients, operator):
+        for field in ("out", "weights", "lse"):
+            np.testing.assert_array_equal(getattr(result, field).detach().numpy(), getattr(wanted, field))
+    assert not at_once.out.requires_grad
+    assert not with_gradients.weights.requires_grad
+    assert not with_gradients.lse.requires_grad
+
+    grad = tensor(*wanted.out.shape, seed=5)
+    kwargs = as_arrays(options)
+    if name == "bias and a float mask":  # attention_backward gives the gradient of one of them, in its shape
+        kwargs["bias"] = kwargs["bias"] + kwargs.pop("attn_mask")
+    grads = cattn.attention_backward(grad.numpy(), *arrays, wanted.out, wanted.lse, **kwargs)
+    found = torch.autograd.grad(with_gradients.out, leaves, grad)
+    also = torch.autograd.grad(operator.out, leaves, grad)
+    for ours, other, right in zip(found, also, grads[:3], strict=False):
+        np.testing.assert_array_equal(ours, right)
+        assert torch.equal(ours, other)
+    extras = [x for x in grads[3:] if x is not None]
+    assert len(leaves) > 3 or not extras
+    for ours, other in zip(found[3:], also[3:], strict=True):
+        assert torch.equal(ours, other)
+        right = torch.from_numpy(extras[0])
+        np.testing.assert_allclose(ours, right.sum_to_size(ours.shape), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_derivatives(name: str) -> None:
+    inputs, options, leaves = case(name)
+    names = [option for option in ("bias", "attn_mask", "sinks") if option in options]
+    names = [option for option in names if options[option].is_floating_point()]
+    order = [*inputs, *(options[option] for option in names)]
+    assert len(order) == len(leaves)
+
+    def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
+        return attention(query, key, value, **options | dict(zip(names, extras, strict=True)))
+
+    assert torch.autograd.gradcheck(call, order, fast_mode=True)
+
+
+@pytest.mark.long
+@pytest.mark.promise("torch.compile")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("return_weights", [False, True])
+def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_weights: bool) -> None:
+    inputs, options, _ = case(name)
+    options = {k: torch.tensor(v) if k.endswith(("offset", "lengths")) else v for k, v in options.items()}
+    mask = options.pop("attn_mask", None)
+    args = operator_arguments([t.detach().requires_grad_() for t in inputs], mask, return_weights=return_weights,
+                              **options)  # fmt: skip
+    torch.library.opcheck(torch.ops.cattn.attention.default, args)
+
+
+def test_options_of_halves() -> None:
+    """Gradients of bias and sinks have the dtypes of their tensors, not float32."""
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v, bias = tensors(*[(2, 3, 7, 8)] * 3, (7, 7), dtype=dtype)
+        sinks = torch.zeros(3, dtype=torch.float32, requires_grad=True)
+        result = attention(q, k, v, bias=bias, sinks=sinks, return_lse=True)
+        assert result.out.dtype is dtype
+        assert result.lse.dtype is torch.float32
+        result.out.sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.dtype is dtype
+        assert sinks.grad is not None
+        assert sinks.grad.dtype is torch.float32
+
+
+def test_an_output_lies_in_memory_as_its_query() -> None:
+    """As PyTorch's does: models join the heads of a token without a copy, or take them for contiguous."""
+    k = tensor(2, 3, 7, 8)
+    for q in (tensor(2, 7, 3, 8).transpose(1, 2), tensor(2, 3, 7, 8)):
+        right = theirs(q, k, k).stride()
+        for out in (attention(q, k, k), compiled()(q, k, k), attention(q, k, k, return_lse=True).out):
+            assert out.stride() == right
+        assert attention(q, k.clone().requires_grad_(), k).stride() == right
+
+
+def test_dropout_of_a_generator() -> None:
+    q, k, v = tensors(*[(2, 3, 9, 8)] * 3)
+    a = attention(q, k, v, dropout_p=0.5, rng=torch.Generator().manual_seed(4))
+    state = torch.get_rng_state()
+    b = attention(q, k, v, dropout_p=0.5, rng=torch.Generator().manual_seed(4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, attention(q, k, v, dropout_p=0.5, rng=torch.Generator().manual_seed(5)))
+    with pytest.raises(TypeError, match=r"rng must be None, an int or a torch\.Generator, got str"):
+        attention(q, k, v, dropout_p=0.5, rng="x")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"rng must be in \[0, 2\*\*64\), got -1"):
+        attention(q, k, v, dropout_p=0.5, rng=-1)
+
+
+def test_lengths_may_change_between_the_passes() -> None:
+    """A decoding loop counts its lengths up in place."""
+    q, k, v = tensors(*[(2, 3, 9, 8)] * 3)
+    lengths = torch.tensor([4, 9])
+    (right,) = torch.autograd.grad(attention(q, k, v, key_value_seq_lengths=lengths).sum(), k)
+    out = attention(q, k, v, key_value_seq_lengths=lengths)
+    lengths += 1
+    (ours,) = torch.autograd.grad(out.sum(), k)
+    assert torch.equal(ours, right)
+
+
+def test_wrong_options_are_refused_by_name() -> None:
+    x = torch.ones(2, 3, 4)
+    array: Any = np.ones(3)
+    for name in ("bias", "sinks", "alibi_slopes", "attn_mask"):
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got ndarray"):
+            attention(x, x, x, **{name: array})
+        with pytest.raises(ValueError, match=f"{name} is on meta, cattn computes on the CPU"):
+            attention(x, x, x, **{name: torch.ones(3, device="meta")})
+    with pytest.raises(ValueError, match="sinks has shape"):
+        attention(x, x, x, sinks=torch.ones(7))
+    with pytest.raises(ValueError, match="softcap"):
+        attention(x, x, x, softcap=-1.0)
+    with pytest.raises(TypeError, match="key_value_seq_lengths"):
+        attention(x, x, x, key_value_seq_lengths=torch.tensor([0.5, 1.0]))
+    with pytest.raises(TypeError, match="window_size"):
+        attention(x, x, x, window_size=3)  # type: ignore[call-overload]
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):
+        attention(x, x, x, alibi_slopes=torch.ones(1, requires_grad=True))
+    y = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(attention(y, y, y).square().sum(), y, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_negative_view_is_read() -> None:
+    """PyTorch leaves the sign of such a tensor to the reader."""
+    z = torch.randn(2, 5, 4, dtype=torch.complex64)
+    x = torch.randn(2, 5, 4)
+    negative = z.conj().imag
+    assert negative.is_neg()
+    assert torch.equal(attention(negative, x, x), attention(-z.imag, x, x))
+
+
+# ---- torch.vmap ----------------------------------------------------------------------------------------------------
+LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "two dimensions": ([(T_q, D), (T_k, D), (T_k, 5)], {"is_causal": "lower_right", "sinks": tensor(1)}),
+    "three dimensions": (
+        [(B, T_q, D), (B, T_k, D), (B, T_k, 5)],
+        {"key_value_seq_lengths": torch.tensor([4, 9]), "attn_mask": tensor(B, T_q, T_k), "sinks": tensor(B, 1)},
+    ),
+    "three dimensions with heads": (
+        [(4, T_q, D), (2, T_k, D), (2, T_k, 5)],
+        {"enable_gqa": True, "sinks": tensor(4), "bias": tensor(4, 1, T_k)},
+    ),
+    "four dimensions": (
+        [(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
+        {"query_offset": torch.tensor([3, 1]), "is_causal": True, "bias": tensor(H, T_q, T_k), "softcap": 2.0,
+         "alibi_slopes": tensor(H)},
+    ),
+    "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
+    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_value_seq_lengths": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGICAL)
+@pytest.mark.parametrize("batched", [(0, 0, 0), (None, 1, None), (2, None, 0)])
+def test_vmap_gives_what_a_loop_gives_in_one_call(name: str, batched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, options = LOGICAL[name]
+    inputs = []
+    for i, (shape, dim) in enumerate(zip(shapes, batched, strict=True)):
+        full = shape if dim is None else (*shape[: min(dim, 1)], 3, *shape[min(dim, 1) :])
+        inputs.append(tensor(*full, seed=i).requires_grad_())
+    dims = tuple(None if dim is None else min(dim, 1) for dim in batched)
+    calls = []
+    forward = cattn.scaled_dot_product_attention
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(cattn, "scaled_dot_product_attention", counting)
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        result = attention(q, k, v, **options, return_weights=True, return_lse=True)
+        return result.out, result.weights, result.lse
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch warns where it falls back to a loop
+        ours = torch.vmap(call, dims)(*inputs)
+    assert len(calls) == 1
+    parts = [call(*(x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True))) for i in range(3)]
+    for found, right in zip(ours, map(torch.stack, zip(*parts, strict=True)), strict=True):
+        assert torch.equal(found, right)
+    grad = torch.randn(ours[0].shape, dtype=torch.float64)
+    right = torch.stack([part[0] for part in parts])
+    for a, b in zip(torch.autograd.grad(ours[0], inputs, grad), torch.autograd.grad(right, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOGICAL)
+def test_batched_gradients(name: str) -> None:
+    """Several gradients of the output at once: vmap over the backward pass."""
+    shapes, options = LOGICAL[name]
+    inputs = [tensor(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    out = attention(*inputs, **options)
+    grad = torch.randn(3, *out.shape, dtype=torch.float64)
+    ours = torch.autograd.grad(out, inputs, grad, is_grads_batched=True, retain_graph=True)
+    parts = [torch.autograd.grad(out, inputs, g, retain_graph=True) for g in grad]
+    for a, b in zip(ours, map(torch.stack, zip(*parts, strict=True)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_with_dropout() -> None:
+    x = torch.ones(4, 2, 9, 8)
+
+    def call(x: Any) -> Any:
+        return attention(x, x, torch.eye(9).expand(2, 9, 9), dropout_p=0.5)
+
+    same = torch.vmap(call, randomness="same")(x)
+    assert all(torch.equal(part, same[0]) for part in same)
+    torch.manual_seed(3)
+    different = torch.vmap(call, randomness="different")(x)
+    assert not torch.equal(different[0], different[1])
+    torch.manual_seed(3)
+    assert torch.equal(torch.vmap(call, randomness="different")(x), different)
+
+
+# ---- use_cattn -----------------------------------------------------------------------------------------------------
+@pytest.mark.promise("use_cattn")
+def test_use_cattn_counts_its_calls() -> None:
+    x = torch.randn(2, 5, 16)
+    module = torch.nn.MultiheadAttention(16, 4, batch_first=True).train()
+    compiled = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="aot_eager")
+    with bridge.use_cattn() as outer:
+        module(x, x, x, need_weights=False)
+        module(x, x, x, need_weights=True)  # PyTorch computes the weights without the function
+        with bridge.use_cattn() as inner:
+            torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            with pytest.raises(RuntimeError):
+                torch.nn.functional.scaled_dot_product_attention(x[0, 0], x[0], x[0])
+        compiled(x, x, x)
+    assert (inner.calls, inner.passed_on) == (1, 1)
+    assert (outer.calls, outer.passed_on) == (2, 1)
+    theirs(x, x, x)
+    assert outer == bridge.Seen(2, 1)
