@@ -103,13 +103,15 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page share one namespace; blocks that need PyTorch are marked ```{code-block} python."""
+    """The blocks of a page share one namespace; blocks that need PyTorch or JAX are marked ```{code-block} python."""
     fence = r"^```(?:python|\{code-block\} python)\n(.*?)^```"
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
     if any(">>> import torch" in block for block in blocks):
         pytest.importorskip("torch")
+    if any(">>> import jax" in block for block in blocks):
+        pytest.importorskip("jax")
     if any("cattn.plot_attention(" in block for block in blocks):
         pytest.importorskip("matplotlib")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):

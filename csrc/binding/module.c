@@ -133,6 +133,7 @@ static PyMethodDef methods[] = {
     {"_build_info", cattn_py_build_info, METH_NOARGS, NULL},
     {"_release", cattn_py_release, METH_NOARGS, NULL},
     {"_xla_targets", cattn_py_xla_targets, METH_NOARGS, NULL},
+    {"_xla_is_known", cattn_py_xla_is_known, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -4,6 +4,7 @@
  * would make the core read or write beyond a buffer is an error here.
  */
 #include "call.h"
+#include "metadata.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -32,29 +33,6 @@ struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const 
     va_end(arguments);
     struct xla_new_error error = {.head.size = XLA_SIZE(xla_new_error, code), .message = text, .code = code};
     return frame->api->create_error(&error);
-}
-
-/* ---- the version of the API ---- */
-
-_Bool cattn_xla_describe(struct xla_frame *frame, struct xla_error **error) {
-    const struct xla_extension *extension = frame->head.extensions;
-    if (extension == NULL || extension->type != XLA_METADATA)
-        return 0;
-    struct xla_metadata *metadata = ((const struct xla_metadata_extension *)extension)->metadata;
-    *error = NULL;
-    metadata->version.major = XLA_MAJOR;
-    metadata->version.minor = XLA_MINOR;
-    metadata->traits = 0;
-    if (frame->head.size != XLA_SIZE(xla_frame, attributes) || metadata->size < XLA_SIZE(xla_metadata, traits))
-        metadata->version.major = -1; /* XLA refuses to register the handler */
-    return 1;
-}
-
-static bool layout_is_known(const struct xla_frame *frame) {
-    return frame->head.size == XLA_SIZE(xla_frame, attributes) &&
-           frame->arguments.head.size == XLA_SIZE(xla_items, items) &&
-           frame->results.head.size == XLA_SIZE(xla_items, items) &&
-           frame->attributes.head.size == XLA_SIZE(xla_attributes, items);
 }
 
 /* ---- options ---- */
@@ -257,7 +235,7 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
                                   uint64_t allowed) {
     memset(call, 0, sizeof *call);
     call->frame = frame;
-    if (!layout_is_known(frame) || frame->stage != XLA_EXECUTE)
+    if (!cattn_xla_has_known_layout(frame) || frame->stage != XLA_EXECUTE)
         return cattn_xla_fail(frame, XLA_UNIMPLEMENTED, "this version of XLA passes other call frames");
     struct xla_error *error = parse_options(call);
     const uint64_t present = (uint64_t)call->options.present;

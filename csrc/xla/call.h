@@ -78,9 +78,6 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
                                   uint64_t allowed);
 void cattn_xla_clear(struct xla_call *call);
 
-/* Whether the frame only asks for the handler's metadata, which it then gets. */
-_Bool cattn_xla_describe(struct xla_frame *frame, struct xla_error **error);
-
 /* Elements and bytes of an operand. */
 int64_t cattn_xla_count(const struct xla_buffer *buffer);
 size_t cattn_xla_bytes(const struct xla_call *call, int operand);

@@ -13,11 +13,11 @@
 
 /* C enums of the API are int here, which has their size on every platform of XLA. */
 enum { XLA_PRED = 1, XLA_S32 = 4, XLA_S64 = 5, XLA_U32 = 8, XLA_F16 = 10, XLA_F32 = 11, XLA_F64 = 12, XLA_BF16 = 16 };
-enum { XLA_BUFFER = 1 };               /* the only type of arguments and results */
-enum { XLA_SCALAR = 3 };               /* the type of cattn's attributes */
-enum { XLA_METADATA = 1 };             /* the only type of extensions */
-enum { XLA_EXECUTE = 3 };              /* the stage of a call */
-enum { XLA_MAJOR = 0, XLA_MINOR = 1 }; /* the API's version that a handler answers */
+enum { XLA_BUFFER = 1 };   /* the only type of arguments and results */
+enum { XLA_SCALAR = 3 };   /* the type of cattn's attributes */
+enum { XLA_METADATA = 1 }; /* the only type of extensions */
+enum { XLA_EXECUTE = 3 };  /* the stage of a call */
+enum { XLA_MAJOR = 0 };    /* of the API's version */
 enum { XLA_INVALID_ARGUMENT = 3, XLA_RESOURCE_EXHAUSTED = 8, XLA_UNIMPLEMENTED = 12, XLA_INTERNAL = 13 };
 
 /* The first members of most structs. */

@@ -6,6 +6,7 @@
 #include "handlers.h"
 #include "../fp_mode.h"
 #include "call.h"
+#include "metadata.h"
 
 #include <math.h>
 #include <string.h>
@@ -153,13 +154,13 @@ static void round_lse(const struct xla_call *call) {
 }
 
 struct xla_error *cattn_xla_forward(struct xla_frame *frame) {
-    struct xla_error *error;
-    if (cattn_xla_describe(frame, &error))
-        return error;
+    if (cattn_xla_describe(frame))
+        return NULL;
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    error = cattn_xla_parse(&call, frame, FORWARD, FORWARD | OPTIONAL_INPUTS | BIT(residual) | BIT(lse));
+    struct xla_error *error =
+        cattn_xla_parse(&call, frame, FORWARD, FORWARD | OPTIONAL_INPUTS | BIT(residual) | BIT(lse));
     if (error == NULL)
         error = run(&call, &params, compute_forward);
     if (error == NULL && call.operands[XLA_residual] != NULL && call.operands[XLA_lse] != NULL)
@@ -206,13 +207,13 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
 }
 
 struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
-    struct xla_error *error;
-    if (cattn_xla_describe(frame, &error))
-        return error;
+    if (cattn_xla_describe(frame))
+        return NULL;
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    error = cattn_xla_parse(&call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_bias) | BIT(grad_sinks));
+    struct xla_error *error =
+        cattn_xla_parse(&call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_bias) | BIT(grad_sinks));
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)

@@ -59,23 +59,24 @@ class _Options:
         }
 
 
-def _register() -> bool:
-    """Register the foreign functions. False with a warning: this version of XLA passes other structs."""
-    try:
-        for name, target in _cattn._xla_targets().items():
-            jax.ffi.register_ffi_target(f"cattn_attention_{name}", target, platform="cpu", api_version=1)
-    except Exception as error:  # XLA raises errors of several types
-        warnings.warn(
-            f"cattn cannot be a foreign function of jaxlib {jax.lib.__version__}, and JAX calls it by "
-            f"jax.pure_callback, which is slower: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
+for _name, _target in _cattn._xla_targets().items():
+    jax.ffi.register_ffi_target(f"cattn_attention_{_name}", _target, platform="cpu", api_version=1)
 
 
-_is_foreign = _register()
+@functools.cache
+def _is_foreign() -> bool:
+    """Return whether XLA passes the structs that cattn knows. If not, warn: the calls go by way of Python."""
+    # XLA shows its structs when JAX starts the CPU. An import must not do that: JAX could not be configured any more.
+    jax.local_devices(backend="cpu")
+    if _cattn._xla_is_known():
+        return True
+    warnings.warn(
+        f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}: JAX calls it by "
+        f"jax.pure_callback, which is slower and has the same results",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 # ---- the calls of the two passes -------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) 
     names = [name for name in _ARGUMENTS if name in operands]
     shapes = {name: results[name] for name in _RESULTS if name in results}
     arrays = [operands[name] for name in names]
-    if _is_foreign:
+    if _is_foreign():
         call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
         found = call(*arrays, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
     else:
@@ -157,9 +158,9 @@ def _forward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> di
 
 
 def _backward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
-    inputs = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
+    grad_out, query, key, value, out = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
     lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
-    grads = cattn.attention_backward(*inputs, lse, **_numpy_options(options, operands))
+    grads = cattn.attention_backward(grad_out, query, key, value, out, lse, **_numpy_options(options, operands))
     found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
     return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
 
@@ -196,10 +197,15 @@ def _attend(options: _Options, operands: _Arrays) -> dict[str, Any]:
     return _forward(options, operands, _results(options))
 
 
-def _attend_and_save(options: _Options, operands: _Arrays) -> tuple[dict[str, Any], Any]:
+def _attend_and_save(options: _Options, primals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the results, and what the gradients need. The names of the last dict have a gradient."""
+    operands = {name: primal.value for name, primal in primals.items()}
     found = _forward(options, operands, (*_results(options), "lse"))
     lse = found.pop("lse")
-    return found, (operands, found["out"], lse)
+    wanted: dict[str, tuple[()]] = {
+        name: () for name in ("bias", "sinks") if name in primals and primals[name].perturbed
+    }
+    return found, (operands, found["out"], lse, wanted)
 
 
 def _bias_gradient_shape(query: Any, key: Any, bias: Any) -> tuple[int, ...]:
@@ -221,17 +227,19 @@ def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
 
 def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[dict[str, Any]]:
     """Return the gradients. Nothing flows back through the residual, as in JAX's own function."""
-    operands, out, lse = saved
+    operands, out, lse, wanted = saved
     query, key = operands["query"], operands["key"]
     dtype = _compute_dtype(query.dtype)
-    shapes = {name: operands[name].shape for name in ("query", "key", "value")}
-    if "bias" in operands:
-        foreign = _bias_gradient_shape(query, key, operands["bias"])
-        shapes["bias"] = foreign if _is_foreign else operands["bias"].shape
-    if "sinks" in operands:
-        shapes["sinks"] = (query.shape[0], query.shape[2]) if _is_foreign else operands["sinks"].shape
+    shapes = {name: operands[name].shape for name in ("query", "key", "value", *wanted)}
+    if _is_foreign() and "bias" in wanted:
+        shapes["bias"] = _bias_gradient_shape(query, key, operands["bias"])
+    if _is_foreign() and "sinks" in wanted:
+        shapes["sinks"] = (query.shape[0], query.shape[2])
     results = {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    given = {**operands, "forward_out": out, "forward_lse": lse, "grad_out": cotangents["out"]}
+    grad_out = cotangents["out"]
+    if isinstance(grad_out, jax.custom_derivatives.SymbolicZero):
+        grad_out = jnp.zeros(out.shape, out.dtype)
+    given = {**operands, "forward_out": out, "forward_lse": lse, "grad_out": grad_out}
     grads = _call("backward", options, given, results)
     return (
         {
@@ -242,7 +250,8 @@ def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))
-_differentiable.defvjp(_attend_and_save, _differentiate)
+# With symbolic zeros, the gradient of a constant bias is not computed.
+_differentiable.defvjp(_attend_and_save, _differentiate, symbolic_zeros=True)
 # One compiled function for each set of options and shapes also serves calls outside of jit.
 _compiled = jax.jit(_differentiable, static_argnums=0)
 
@@ -275,7 +284,9 @@ def _read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
         if arrays[name].dtype != wanted.dtype:
             raise TypeError(f"{name} must have the dtype of query, {wanted.dtype}, got {arrays[name].dtype}")
         if arrays[name].shape[0] != wanted.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, {wanted.shape[0]}, got {arrays[name].shape[0]}")
+            raise ValueError(
+                f"{name} must have the batch size of query, {wanted.shape[0]}, got {arrays[name].shape[0]}"
+            )
     heads, (_, seqlen_k, kv_heads, head_dim) = wanted.shape[2], arrays["key"].shape
     if head_dim != wanted.shape[3]:
         raise ValueError(f"key must have the head_dim of query, {wanted.shape[3]}, got {head_dim}")
@@ -499,9 +510,7 @@ def dot_product_attention(
     """
     operands = _read_inputs(query, key, value)
     batch = operands["query"].shape[0]
-    options = _read_options(
-        operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual
-    )
+    options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual)
     if options.lower_right and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
     for name, scores in (("bias", bias), ("mask", mask)):
