@@ -258,7 +258,7 @@ def test_bits_are_those_of_the_functions_for_numpy(name: str, dtype: str) -> Non
 
 
 @pytest.mark.usefixtures("by_python")
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.long) for x in DTYPES[1:])])
 @pytest.mark.parametrize("name", CASES)
 def test_calls_by_python_have_the_same_bits(name: str, dtype: str) -> None:
     check_bits(name, dtype)
