@@ -201,6 +201,9 @@ void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
 
+/* All of `spec` but the seed or the generator, for a dropout with probability p, 0 <= p <= 1. */
+void cattn_set_dropout(struct cattn_dropout_spec *spec, double p);
+
 /* Whether all counts of rows, tasks, pairs and bytes of scratch fit in 64 bits. Memory bounds the sizes of most arrays,
  * but not of those that repeat one element (stride 0). All other functions of attention demand that it is true. */
 bool cattn_attention_counts_fit(const struct cattn_attention_params *params);

@@ -152,6 +152,8 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     if any(">>> import torch" in block for block in blocks):
         pytest.importorskip("torch")
+    if any(">>> import jax" in block for block in blocks):
+        pytest.importorskip("jax")
     if any("cattn.plot_attention(" in block for block in blocks):
         pytest.importorskip("matplotlib")
     if any("from cattn.integrations.dask" in block for block in blocks):

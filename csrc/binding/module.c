@@ -8,6 +8,7 @@
 #include "settings.h"
 #include "signature.h"
 #include "torch_stream.h"
+#include "xla_targets.h"
 
 /* ---- state ---- */
 
@@ -131,6 +132,8 @@ static PyMethodDef methods[] = {
     {"_chunk_keys", cattn_py_chunk_keys, METH_NOARGS, NULL},
     {"_build_info", cattn_py_build_info, METH_NOARGS, NULL},
     {"_release", cattn_py_release, METH_NOARGS, NULL},
+    {"_xla_targets", cattn_py_xla_targets, METH_NOARGS, NULL},
+    {"_xla_is_known", cattn_py_xla_is_known, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,10 +1,7 @@
 /* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. See rng.h. */
 #include "rng.h"
 #include "error.h"
-#include "fp_mode.h"
 #include "numbers.h"
-
-#include <math.h>
 
 /* An int is the Philox key itself. False with a ValueError: it is out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {
@@ -81,17 +78,6 @@ bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout
     double probability;
     if (!cattn_arg_probability(p, name, &probability))
         return false;
-    spec->enabled = probability > 0.0;
-    spec->torch = NULL;
-    spec->seed = 0;
-    spec->keep_probability = spec->keep_scale = 1.0;
-    spec->threshold = (uint64_t)1 << 32;
-    if (!spec->enabled)
-        return true;
-    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
-    spec->keep_probability = 1.0 - probability;
-    spec->threshold = (uint64_t)rint((1.0 - probability) * 4294967296.0);
-    spec->keep_scale = probability < 1.0 ? 1.0 / (1.0 - probability) : 0.0;
-    cattn_fp_leave(mode);
+    cattn_set_dropout(spec, probability);
     return true;
 }

@@ -1,8 +1,10 @@
 /* dropout.c -- the driver of dropout, with random bits by position (Philox) or in sequence (PyTorch's generator). */
 #include "dropout.h"
 
+#include <math.h>
 #include <string.h>
 
+#include "../fp_mode.h"
 #include "check_params.h"
 #include "dispatch.h"
 #include "rowwise.h"
@@ -10,6 +12,21 @@
 
 /* Columns of a task of a row that is cut; whole runs of Philox counters. */
 #define DROPOUT_PIECE ((int64_t)1 << 16)
+
+void cattn_set_dropout(struct cattn_dropout_spec *spec, double p) {
+    spec->enabled = p > 0.0;
+    spec->torch = NULL;
+    spec->seed = 0;
+    spec->keep_probability = spec->keep_scale = 1.0;
+    spec->threshold = (uint64_t)1 << 32;
+    if (!spec->enabled)
+        return;
+    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
+    spec->keep_probability = 1.0 - p;
+    spec->threshold = (uint64_t)rint((1.0 - p) * 4294967296.0);
+    spec->keep_scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
+    cattn_fp_leave(mode);
+}
 
 void cattn_drop_fill(const struct cattn_dropout_spec *spec, int64_t batch, struct cattn_drop *drop) {
     const uint64_t threshold = spec->enabled ? spec->threshold : (uint64_t)1 << 32; /* keeps all */

@@ -1,0 +1,23 @@
+/* xla_targets.c -- the functions that XLA calls, for Python to register. See xla_targets.h. */
+#include "xla_targets.h"
+#include "xla/handlers.h"
+#include "xla/metadata.h"
+
+static bool add_target(PyObject *targets, const char *name, cattn_xla_handler *handler) {
+    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)handler, NULL, NULL);
+    const bool added = capsule != NULL && PyDict_SetItemString(targets, name, capsule) == 0;
+    Py_XDECREF(capsule);
+    return added;
+}
+
+PyObject *cattn_py_xla_targets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *targets = PyDict_New();
+    if (targets != NULL &&
+        (!add_target(targets, "forward", cattn_xla_forward) || !add_target(targets, "backward", cattn_xla_backward)))
+        Py_CLEAR(targets);
+    return targets;
+}
+
+PyObject *cattn_py_xla_is_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyBool_FromLong(cattn_xla_is_known());
+}

@@ -1,0 +1,321 @@
+/* call.c -- from XLA's call frame to checked operands, sizes, options and views. See call.h.
+ *
+ * cattn.integrations.jax has checked the arguments by their names. Other programs could call the targets, too: what
+ * would make the core read or write beyond a buffer is an error here.
+ */
+#include "call.h"
+#include "metadata.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum kind { STORED, COMPUTED, BYTES, INTEGERS, WORDS };
+enum fits { EXACTLY, BROADCASTS };
+
+static const struct description {
+    const char *name, *axes;
+    enum kind kind;
+    enum fits fits;
+} DESCRIPTIONS[XLA_N_OPERANDS] = {
+#define DESCRIBE(name, axes, kind, fits) {#name, axes, kind, fits},
+    XLA_ARGUMENTS(DESCRIBE) XLA_RESULTS(DESCRIBE)
+#undef DESCRIBE
+};
+
+struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const char *format, ...) {
+    char text[256] = "cattn: ";
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text + strlen(text), sizeof text - strlen(text), format, arguments);
+    va_end(arguments);
+    struct xla_new_error error = {.head.size = XLA_SIZE(xla_new_error, code), .message = text, .code = code};
+    return frame->api->create_error(&error);
+}
+
+/* ---- options ---- */
+
+static bool is_called(const struct xla_name *name, const char *text) {
+    return name->length == strlen(text) && memcmp(name->text, text, name->length) == 0;
+}
+
+static struct xla_error *parse_options(struct xla_call *call) {
+    const struct xla_attributes *attributes = &call->frame->attributes;
+    int n_options = 0;
+#define COUNT(name) n_options++;
+    XLA_OPTIONS(COUNT, COUNT)
+#undef COUNT
+    if (attributes->count != n_options)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%d attributes expected, got %lld", n_options,
+                              (long long)attributes->count);
+    for (int i = 0; i < n_options; i++) {
+        const struct xla_name *name = attributes->names[i];
+        const struct xla_scalar *scalar = attributes->types[i] == XLA_SCALAR ? attributes->items[i] : NULL;
+#define TAKE(option, xla_type)                                                                                         \
+    if (is_called(name, #option) && scalar != NULL && scalar->type == (xla_type)) {                                    \
+        memcpy(&call->options.option, scalar->value, sizeof call->options.option);                                     \
+        continue;                                                                                                      \
+    }
+#define TAKE_REAL(option) TAKE(option, XLA_F64)
+#define TAKE_INTEGER(option) TAKE(option, XLA_S64)
+        XLA_OPTIONS(TAKE_REAL, TAKE_INTEGER)
+#undef TAKE_INTEGER
+#undef TAKE_REAL
+#undef TAKE
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "attribute %.*s is unknown, or has another type",
+                              (int)name->length, name->text);
+    }
+    return NULL;
+}
+
+/* ---- operands ---- */
+
+/* Puts those that `present` names into call->operands, in order. */
+static struct xla_error *take_operands(struct xla_call *call, const struct xla_items *from, int first, int end) {
+    int64_t taken = 0;
+    for (int i = first; i < end; i++) {
+        if (!((uint64_t)call->options.present >> i & 1))
+            continue;
+        const struct xla_buffer *buffer = taken < from->count ? from->items[taken] : NULL;
+        if (buffer == NULL || from->types[taken] != XLA_BUFFER || buffer->head.size != XLA_SIZE(xla_buffer, dims))
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "there is no buffer for %s", DESCRIPTIONS[i].name);
+        call->operands[i] = buffer;
+        taken++;
+    }
+    if (taken == from->count)
+        return NULL;
+    return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%lld %s expected, got %lld", (long long)taken,
+                          first == 0 ? "arguments" : "results", (long long)from->count);
+}
+
+static int xla_type(const struct xla_call *call, enum kind kind) {
+    static const int halves[] = {[CATTN_STORED_F16] = XLA_F16, [CATTN_STORED_BF16] = XLA_BF16};
+    const int computed = call->dtype == CATTN_F64 ? XLA_F64 : XLA_F32;
+    switch (kind) {
+    case STORED:
+        return call->storage == CATTN_STORED_PLAIN ? computed : halves[call->storage];
+    case COMPUTED:
+        return computed;
+    case BYTES:
+        return XLA_PRED;
+    case INTEGERS:
+        return XLA_S32;
+    case WORDS:
+        break;
+    }
+    return XLA_U32;
+}
+
+/* Bytes of an element as the core counts them: of WORDS both words, of INTEGERS the widened one. */
+static size_t element_size(const struct xla_call *call, enum kind kind) {
+    switch (kind) {
+    case STORED:
+        return cattn_stored_size(call->dtype, call->storage);
+    case COMPUTED:
+        return cattn_element_size(call->dtype);
+    case BYTES:
+        return 1;
+    case INTEGERS:
+    case WORDS:
+        break;
+    }
+    return sizeof(int64_t);
+}
+
+int64_t cattn_xla_count(const struct xla_buffer *buffer) {
+    int64_t count = 1;
+    for (int64_t axis = 0; axis < buffer->rank; axis++) {
+        if (buffer->dims[axis] == 0)
+            return 0; /* beside it, the other sizes could overflow */
+    }
+    for (int64_t axis = 0; axis < buffer->rank; axis++)
+        count *= buffer->dims[axis];
+    return count;
+}
+
+size_t cattn_xla_bytes(const struct xla_call *call, int operand) {
+    const enum kind kind = DESCRIPTIONS[operand].kind;
+    const size_t element = kind == WORDS || kind == INTEGERS ? sizeof(int32_t) : element_size(call, kind);
+    return (size_t)cattn_xla_count(call->operands[operand]) * element;
+}
+
+/* The sizes of the call, from query, key, value and the first result. */
+static struct xla_error *take_sizes(struct xla_call *call) {
+    const int first_result = call->operands[XLA_out] != NULL ? XLA_out : XLA_grad_query;
+    const int owners[] = {XLA_query, XLA_key, XLA_value, first_result};
+    for (int i = 0; i < 4; i++) {
+        const struct xla_buffer *buffer = call->operands[owners[i]];
+        if (buffer->rank < 4 || buffer->rank - 4 >= CATTN_MAX_BATCH_DIMS)
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s has %lld dimensions, wanted 4 to %d",
+                                  DESCRIPTIONS[owners[i]].name, (long long)buffer->rank, CATTN_MAX_BATCH_DIMS + 3);
+        if (owners[i] == first_result)
+            continue;
+        for (int axis = 0; axis < 4; axis++)
+            call->sizes[(unsigned char)DESCRIPTIONS[owners[i]].axes[axis]] = buffer->dims[buffer->rank - 4 + axis];
+    }
+    call->n_leading = (int)call->operands[first_result]->rank - 4;
+    call->leading = call->operands[first_result]->dims;
+    /* key has no letter of query's but B and H, whose sizes are checked with all operands */
+    call->sizes['W'] = 2;
+    const int64_t heads = call->sizes['N'], kv_heads = call->sizes['K'];
+    if (kv_heads > 0 ? heads % kv_heads == 0 : heads == 0)
+        return NULL;
+    return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "query has %lld heads, key has %lld: no multiple",
+                          (long long)heads, (long long)kv_heads);
+}
+
+static struct xla_error *take_types(struct xla_call *call) {
+    const int type = call->operands[XLA_query]->type;
+    call->dtype = type == XLA_F64 ? CATTN_F64 : CATTN_F32;
+    call->storage = type == XLA_F16 ? CATTN_STORED_F16 : type == XLA_BF16 ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
+    if (type == xla_type(call, STORED))
+        return NULL;
+    return cattn_xla_fail(call->frame, XLA_UNIMPLEMENTED, "query has element type %d of XLA", type);
+}
+
+static struct xla_error *check_operand(const struct xla_call *call, int i) {
+    const struct description *d = &DESCRIPTIONS[i];
+    const struct xla_buffer *buffer = call->operands[i];
+    const int n_axes = (int)strlen(d->axes), nd = call->n_leading + n_axes;
+    if (buffer->type != xla_type(call, d->kind) || buffer->rank != nd)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
+                              "%s has element type %d and %lld dimensions, wanted %d and %d", d->name, buffer->type,
+                              (long long)buffer->rank, xla_type(call, d->kind), nd);
+    for (int axis = 0; axis < nd; axis++) {
+        const bool leads = axis < call->n_leading;
+        const int64_t own = buffer->dims[axis];
+        const int64_t size = leads ? call->leading[axis] : call->sizes[(unsigned char)d->axes[axis - call->n_leading]];
+        const bool broadcasts = leads ? i < XLA_N_ARGUMENTS : d->fits == BROADCASTS;
+        if (own != size && !(broadcasts && own == 1))
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s has size %lld on axis %d, wanted %lld",
+                                  d->name, (long long)own, axis, (long long)size);
+    }
+    if ((uintptr_t)buffer->data % element_size(call, d->kind == INTEGERS ? BYTES : d->kind) != 0)
+        return cattn_xla_fail(call->frame, XLA_INTERNAL, "%s is not aligned", d->name);
+    return NULL;
+}
+
+/* ---- numbers that the core checks no more ---- */
+
+/* The core takes int64. A length may be any number, as in JAX; the core wants one within the array. */
+static struct xla_error *widen_integers(struct xla_call *call, int i) {
+    const struct xla_buffer *buffer = call->operands[i];
+    const int64_t count = cattn_xla_count(buffer);
+    const int64_t most = i == XLA_query_seq_lengths ? call->sizes['T'] : call->sizes['S'];
+    const int32_t *from = buffer->data;
+    int64_t *to = call->integers[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
+    if (to == NULL)
+        return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
+    for (int64_t j = 0; j < count; j++) {
+        to[j] = from[j];
+        if (i != XLA_query_offset)
+            to[j] = to[j] < 0 ? 0 : to[j] > most ? most : to[j];
+    }
+    return NULL;
+}
+
+/* Slopes are finite and not negative. Sinks are finite, or -inf for none. */
+static struct xla_error *check_heads(const struct xla_call *call, int i) {
+    const struct xla_buffer *buffer = call->operands[i];
+    const int64_t count = cattn_xla_count(buffer);
+    const double least = i == XLA_alibi_slopes ? 0 : -INFINITY;
+    for (int64_t j = 0; j < count; j++) {
+        const double x =
+            call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : ((const float *)buffer->data)[j];
+        if (!(x >= least && x < INFINITY))
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s must be %s, got %g", DESCRIPTIONS[i].name,
+                                  i == XLA_sinks ? "finite, or -inf for none" : "finite and not negative", x);
+    }
+    return NULL;
+}
+
+struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame *frame, uint64_t required,
+                                  uint64_t allowed) {
+    memset(call, 0, sizeof *call);
+    call->frame = frame;
+    if (!cattn_xla_has_known_layout(frame) || frame->stage != XLA_EXECUTE)
+        return cattn_xla_fail(frame, XLA_UNIMPLEMENTED, "this version of XLA passes other call frames");
+    struct xla_error *error = parse_options(call);
+    const uint64_t present = (uint64_t)call->options.present;
+    if (error == NULL && ((present & required) != required || (present & ~allowed) != 0))
+        error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "present is %#llx, which lacks operands or has too many",
+                               (unsigned long long)present);
+    if (error == NULL)
+        error = take_operands(call, &frame->arguments, 0, XLA_N_ARGUMENTS);
+    if (error == NULL)
+        error = take_operands(call, &frame->results, XLA_N_ARGUMENTS, XLA_N_OPERANDS);
+    if (error == NULL)
+        error = take_sizes(call);
+    if (error == NULL)
+        error = take_types(call);
+    for (int i = 0; error == NULL && i < XLA_N_OPERANDS; i++) {
+        if (call->operands[i] == NULL)
+            continue;
+        error = check_operand(call, i);
+        if (error == NULL && DESCRIPTIONS[i].kind == INTEGERS)
+            error = widen_integers(call, i);
+        if (error == NULL && (i == XLA_alibi_slopes || i == XLA_sinks))
+            error = check_heads(call, i);
+    }
+    return error;
+}
+
+void cattn_xla_clear(struct xla_call *call) {
+    for (int i = 0; i < XLA_N_OPERANDS; i++)
+        free(call->integers[i]);
+}
+
+/* ---- views ---- */
+
+/* Where the stride of an axis belongs. S is a column in the scores, else a row. */
+static int64_t *stride_of(struct cattn_tensor *tensor, const char *axes, char letter, int n_batch_dims) {
+    switch (letter) {
+    case 'B':
+        return &tensor->batch[n_batch_dims - 1];
+    case 'N':
+    case 'K':
+        return &tensor->head;
+    case 'T':
+        return &tensor->row;
+    case 'S':
+        return strchr(axes, 'T') != NULL ? &tensor->col : &tensor->row;
+    default:
+        return &tensor->col;
+    }
+}
+
+void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_index, struct cattn_tensor *tensor) {
+    static int64_t nothing; /* an empty buffer may have no address, but an absent tensor is another one */
+    const struct xla_buffer *buffer = call->operands[operand];
+    const struct description *d = &DESCRIPTIONS[operand];
+    const bool splits = leading_index >= 0;
+    const int n_batch_dims = 1 + (splits ? 0 : call->n_leading);
+    if (buffer == NULL)
+        return;
+    tensor->head = tensor->row = tensor->col = 0;
+    for (int axis = 0; axis < n_batch_dims; axis++)
+        tensor->batch[axis] = 0;
+    int64_t stride = 1, offset = 0;
+    for (int axis = (int)buffer->rank - 1; axis >= 0; axis--) {
+        const int64_t size = buffer->dims[axis], own = size == 1 ? 0 : stride;
+        const bool leads = axis < call->n_leading;
+        const char letter = leads ? 0 : d->axes[axis - call->n_leading];
+        if (letter == 'W')
+            continue; /* both words are one element */
+        if (leads && splits) {
+            offset += leading_index % call->leading[axis] * own;
+            leading_index /= call->leading[axis];
+        } else if (leads) {
+            tensor->batch[axis] = own;
+        } else {
+            *stride_of(tensor, d->axes, letter, n_batch_dims) = own;
+        }
+        stride = (int64_t)((uint64_t)stride * (uint64_t)size); /* wraps in an empty buffer only */
+    }
+    if (strchr("HD", d->axes[strlen(d->axes) - 1]) != NULL)
+        tensor->col = 1; /* even if there is one column */
+    char *data = call->integers[operand] != NULL ? (void *)call->integers[operand] : buffer->data;
+    tensor->data = data != NULL ? data + offset * (int64_t)element_size(call, d->kind) : (void *)&nothing;
+}

@@ -1,0 +1,89 @@
+/* call.h -- one call by XLA on its way from the call frame to the core: its operands, sizes and options. */
+#ifndef CATTN_XLA_CALL_H
+#define CATTN_XLA_CALL_H
+
+#include "../cattn.h"
+#include "ffi.h"
+
+/* All operands of both handlers, in their order; those that a call has are the bits of its attribute `present`. The
+ * lists of cattn.integrations.jax are the same. Every letter is an axis: B batch entry, T query, S key, N query head,
+ * K key-value head, H head_dim, D d_v, W the two 32-bit words of a 64-bit number. vmap puts more axes before them: the
+ * leading axes.
+ *
+ * OPERAND(name, axes, kind, fits) */
+#define XLA_ARGUMENTS(OPERAND)                                                                                         \
+    OPERAND(query, "BTNH", STORED, EXACTLY)                                                                            \
+    OPERAND(key, "BSKH", STORED, EXACTLY)                                                                              \
+    OPERAND(value, "BSKD", STORED, EXACTLY)                                                                            \
+    OPERAND(bias, "BNTS", COMPUTED, BROADCASTS)                                                                        \
+    OPERAND(mask, "BNTS", BYTES, BROADCASTS)                                                                           \
+    OPERAND(query_offset, "B", INTEGERS, BROADCASTS)                                                                   \
+    OPERAND(query_seq_lengths, "B", INTEGERS, BROADCASTS)                                                              \
+    OPERAND(key_value_seq_lengths, "B", INTEGERS, BROADCASTS)                                                          \
+    OPERAND(alibi_slopes, "BN", COMPUTED, BROADCASTS)                                                                  \
+    OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
+    OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
+    OPERAND(forward_out, "BTND", STORED, EXACTLY)                                                                      \
+    OPERAND(forward_lse, "BTNW", WORDS, EXACTLY)                                                                       \
+    OPERAND(grad_out, "BTND", STORED, EXACTLY)
+#define XLA_RESULTS(OPERAND)                                                                                           \
+    OPERAND(out, "BTND", STORED, EXACTLY)                                                                              \
+    OPERAND(residual, "BTN", COMPUTED, EXACTLY)                                                                        \
+    OPERAND(lse, "BTNW", WORDS, EXACTLY)                                                                               \
+    OPERAND(grad_query, "BTNH", COMPUTED, EXACTLY)                                                                     \
+    OPERAND(grad_key, "BSKH", COMPUTED, EXACTLY)                                                                       \
+    OPERAND(grad_value, "BSKD", COMPUTED, EXACTLY)                                                                     \
+    OPERAND(grad_bias, "BNTS", COMPUTED, BROADCASTS)                                                                   \
+    OPERAND(grad_sinks, "BN", COMPUTED, EXACTLY)
+
+#define XLA_INDEX(name, axes, kind, fits) XLA_##name,
+enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };
+enum { XLA_BEFORE_RESULTS = XLA_N_ARGUMENTS - 1, XLA_RESULTS(XLA_INDEX) XLA_N_OPERANDS };
+
+/* The attributes of both handlers, in the order of their names: real numbers and integers. They are known when the
+ * program is compiled; all else is an operand. */
+#define XLA_OPTIONS(REAL, INTEGER)                                                                                     \
+    REAL(dropout_p)                                                                                                    \
+    INTEGER(left)        /* of the window, or -1 */                                                                    \
+    INTEGER(lower_right) /* 0 or 1 */                                                                                  \
+    INTEGER(present)                                                                                                   \
+    INTEGER(right) /* of the window, 0 with causality, or -1 */                                                        \
+    REAL(scale)                                                                                                        \
+    REAL(softcap) /* or 0 */
+
+#define XLA_REAL(name) double name;
+#define XLA_INTEGER(name) int64_t name;
+struct xla_options {
+    XLA_OPTIONS(XLA_REAL, XLA_INTEGER)
+};
+
+struct xla_call {
+    const struct xla_frame *frame;
+    struct xla_options options;
+    const struct xla_buffer *operands[XLA_N_OPERANDS]; /* NULL: this call does not have it */
+    int64_t *integers[XLA_N_OPERANDS];                 /* owned: INTEGERS, widened to int64 */
+    int n_leading;
+    const int64_t *leading; /* the leading axes of the results */
+    enum cattn_dtype dtype;
+    enum cattn_storage storage;
+    int64_t sizes[128]; /* by letter */
+};
+
+/* An error of XLA's with a text that names the target. */
+struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const char *format, ...);
+
+/* Reads and checks all of the frame. Returns an error or NULL; in both cases the caller clears the call. The bits of
+ * `required` are the operands that the handler cannot do without, `allowed` all that it knows. */
+struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame *frame, uint64_t required,
+                                  uint64_t allowed);
+void cattn_xla_clear(struct xla_call *call);
+
+/* Elements and bytes of an operand. */
+int64_t cattn_xla_count(const struct xla_buffer *buffer);
+size_t cattn_xla_bytes(const struct xla_call *call, int operand);
+
+/* A view of an operand, absent if the call does not have it. leading_index < 0: the leading axes are batch dimensions;
+ * else it is the part that belongs to this index into them. */
+void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_index, struct cattn_tensor *tensor);
+
+#endif

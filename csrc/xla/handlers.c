@@ -1,0 +1,229 @@
+/* handlers.c -- attention and its gradients as XLA calls them. See handlers.h.
+ *
+ * XLA's threads run this without the GIL: nothing here knows Python, and no signal stops a computation. XLA's mode may
+ * flush subnormal numbers; the core computes in its own.
+ */
+#include "handlers.h"
+#include "../fp_mode.h"
+#include "call.h"
+#include "metadata.h"
+
+#include <math.h>
+#include <string.h>
+
+#define BIT(operand) ((uint64_t)1 << XLA_##operand)
+#define INPUTS (BIT(query) | BIT(key) | BIT(value))
+#define OPTIONAL_INPUTS                                                                                                \
+    (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
+     BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
+#define FORWARD (INPUTS | BIT(out))
+#define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
+#define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
+
+/* ---- from the call to the params ---- */
+
+static void fill_options(const struct xla_call *call, struct cattn_attention_params *params) {
+    const struct xla_options *options = &call->options;
+    params->dtype = call->dtype;
+    params->storage = call->storage;
+    params->double_lse =
+        call->dtype == CATTN_F64 || call->operands[XLA_lse] != NULL || call->operands[XLA_forward_lse] != NULL;
+    params->num_threads = cattn_get_num_threads();
+    params->num_heads = call->sizes['N'];
+    params->group_size = call->sizes['K'] > 0 && call->sizes['N'] > 0 ? call->sizes['N'] / call->sizes['K'] : 1;
+    params->seqlen_q = call->sizes['T'];
+    params->seqlen_k = call->sizes['S'];
+    params->head_dim = call->sizes['H'];
+    params->d_v = call->sizes['D'];
+    params->score_options.scale = options->scale;
+    params->score_options.softcap = options->softcap;
+    params->ranges.left = options->left >= 0 ? options->left : CATTN_UNBOUNDED;
+    params->ranges.right = options->right >= 0 ? options->right : CATTN_UNBOUNDED;
+    params->ranges.lower_right = options->lower_right != 0;
+    params->ranges.query_length = params->seqlen_q;
+    params->ranges.key_length = params->ranges.seqlen_k = params->seqlen_k;
+    cattn_set_dropout(&params->dropout, options->dropout_p);
+}
+
+static void fill_batch(const struct xla_call *call, bool splits, struct cattn_attention_params *params) {
+    params->n_batch_dims = 0;
+    params->n_batch = 1;
+    for (int axis = 0; axis < call->n_leading && !splits; axis++)
+        params->batch_shape[params->n_batch_dims++] = call->leading[axis];
+    params->batch_shape[params->n_batch_dims++] = call->sizes['B'];
+    for (int axis = 0; axis < params->n_batch_dims; axis++) /* unsigned: beside a size of 0 it may wrap */
+        params->n_batch = (int64_t)((uint64_t)params->n_batch * (uint64_t)params->batch_shape[axis]);
+}
+
+/* The tensors that both passes have. With a dropout, this is the part of the call at `index`. */
+static void fill_tensors(const struct xla_call *call, int64_t index, struct cattn_attention_params *params) {
+    const struct {
+        int operand;
+        struct cattn_tensor *tensor;
+    } views[] = {{XLA_query, &params->query},
+                 {XLA_key, &params->key},
+                 {XLA_value, &params->value},
+                 {XLA_bias, &params->bias[0]},
+                 {XLA_mask, &params->attn_mask},
+                 {XLA_query_offset, &params->ranges.offsets},
+                 {XLA_query_seq_lengths, &params->ranges.query_lengths},
+                 {XLA_key_value_seq_lengths, &params->ranges.key_lengths},
+                 {XLA_alibi_slopes, &params->slopes},
+                 {XLA_sinks, &params->sinks},
+                 {XLA_forward_out, &params->out},
+                 {XLA_out, &params->out},
+                 {XLA_residual, &params->lse},
+                 {XLA_forward_lse, &params->lse},
+                 {XLA_lse, &params->lse}}; /* after the residual, which is then made of it */
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
+        cattn_xla_view(call, views[i].operand, index, views[i].tensor);
+    params->n_bias = call->operands[XLA_bias] != NULL;
+    if (params->dropout.enabled) {
+        struct cattn_tensor seed;
+        uint32_t words[2];
+        cattn_xla_view(call, XLA_dropout_seed, index, &seed);
+        memcpy(words, seed.data, sizeof words);
+        params->dropout.seed = words[0] | (uint64_t)words[1] << 32;
+    }
+}
+
+static struct xla_error *check_params(const struct xla_call *call, const struct cattn_attention_params *params) {
+    const struct xla_options *options = &call->options;
+    if (!isfinite(options->scale) || !(options->softcap >= 0) || !(options->dropout_p >= 0 && options->dropout_p <= 1))
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "scale %g, softcap %g or dropout_p %g is out of range",
+                              options->scale, options->softcap, options->dropout_p);
+    if (!cattn_attention_counts_fit(params))
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "the arrays are too large");
+    if (params->dropout.enabled && call->operands[XLA_dropout_seed] == NULL)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "there is no dropout_seed");
+    if (params->dropout.enabled && params->n_batch > (int64_t)1 << 31)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "dropout_p: the batch is too large for dropout");
+    return NULL;
+}
+
+static struct xla_error *error_from(const struct xla_frame *frame, enum cattn_status status) {
+    if (status == CATTN_OK)
+        return NULL;
+    if (status == CATTN_NO_MEMORY)
+        return cattn_xla_fail(frame, XLA_RESOURCE_EXHAUSTED, "attention lacks memory for its scratch");
+    return cattn_xla_fail(frame, XLA_INTERNAL, "attention ended with status %d", (int)status);
+}
+
+/* The numbers of a dropout count from the batch entry: every index of the leading axes has a seed and a call of its
+ * own, so that vmap gives what a loop would. */
+static struct xla_error *run(const struct xla_call *call, struct cattn_backward_params *params,
+                             enum cattn_status (*compute)(const struct xla_call *, int64_t,
+                                                          struct cattn_backward_params *)) {
+    struct cattn_attention_params *forward = &params->forward;
+    const bool splits = call->options.dropout_p > 0;
+    fill_options(call, forward);
+    uint64_t n_calls = 1; /* wraps beside a size of 0 only, and then is 0 */
+    for (int axis = 0; axis < call->n_leading && splits; axis++)
+        n_calls *= (uint64_t)call->leading[axis];
+    fill_batch(call, splits, forward);
+    struct xla_error *error = check_params(call, forward);
+    for (int64_t index = 0; error == NULL && index < (int64_t)n_calls; index++) {
+        fill_tensors(call, splits ? index : -1, forward);
+        error = error_from(call->frame, compute(call, splits ? index : -1, params));
+    }
+    return error;
+}
+
+/* ---- the two passes ---- */
+
+static enum cattn_status compute_forward(const struct xla_call *call, int64_t index,
+                                         struct cattn_backward_params *params) {
+    (void)call;
+    (void)index;
+    return cattn_attention(&params->forward);
+}
+
+/* lse in the type of the computation: to nearest, as the core itself stores it. */
+static void round_lse(const struct xla_call *call) {
+    const double *lse = call->operands[XLA_lse]->data;
+    void *residual = call->operands[XLA_residual]->data;
+    const int64_t count = cattn_xla_count(call->operands[XLA_residual]);
+    const unsigned mode = cattn_fp_enter();
+    for (int64_t i = 0; i < count; i++) {
+        if (call->dtype == CATTN_F64)
+            ((double *)residual)[i] = lse[i];
+        else
+            ((float *)residual)[i] = (float)lse[i];
+    }
+    cattn_fp_leave(mode);
+}
+
+struct xla_error *cattn_xla_forward(struct xla_frame *frame) {
+    if (cattn_xla_describe(frame))
+        return NULL;
+    struct xla_call call;
+    struct cattn_backward_params params;
+    cattn_clear_backward(&params);
+    struct xla_error *error =
+        cattn_xla_parse(&call, frame, FORWARD, FORWARD | OPTIONAL_INPUTS | BIT(residual) | BIT(lse));
+    if (error == NULL)
+        error = run(&call, &params, compute_forward);
+    if (error == NULL && call.operands[XLA_residual] != NULL && call.operands[XLA_lse] != NULL)
+        round_lse(&call);
+    cattn_xla_clear(&call);
+    return error;
+}
+
+/* A gradient with one row for several queries, or one column for several keys, is a sum over them. */
+static enum cattn_bias_sum bias_sum(const struct xla_call *call) {
+    const struct xla_buffer *gradient = call->operands[XLA_grad_bias];
+    if (gradient == NULL)
+        return CATTN_BIAS_NO_SUM;
+    if (gradient->dims[gradient->rank - 2] != call->sizes['T'])
+        return CATTN_BIAS_SUM_ROWS;
+    return gradient->dims[gradient->rank - 1] != call->sizes['S'] ? CATTN_BIAS_SUM_COLS : CATTN_BIAS_NO_SUM;
+}
+
+/* The core sums one of the two axes, and then over nothing else. */
+static struct xla_error *check_bias_gradient(const struct xla_call *call) {
+    const struct xla_buffer *gradient = call->operands[XLA_grad_bias], *bias = call->operands[XLA_bias];
+    if (gradient == NULL)
+        return NULL;
+    const int64_t *own = gradient->dims + call->n_leading;
+    const enum cattn_bias_sum sum = bias_sum(call);
+    bool fits = bias != NULL;
+    if (sum != CATTN_BIAS_NO_SUM)
+        fits = fits && own[0] == call->sizes['B'] && own[1] == call->sizes['N'] &&
+               (sum == CATTN_BIAS_SUM_COLS || own[3] == call->sizes['S']);
+    return fits ? NULL : cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "grad_bias has the wrong shape");
+}
+
+static enum cattn_status compute_backward(const struct xla_call *call, int64_t index,
+                                          struct cattn_backward_params *params) {
+    params->bias_sum = bias_sum(call);
+    params->forward.path = CATTN_PATH_TILE;
+    cattn_xla_view(call, XLA_grad_out, index, &params->grad_out);
+    cattn_xla_view(call, XLA_grad_query, index, &params->grad_query);
+    cattn_xla_view(call, XLA_grad_key, index, &params->grad_key);
+    cattn_xla_view(call, XLA_grad_value, index, &params->grad_value);
+    cattn_xla_view(call, XLA_grad_bias, index, &params->grad_bias);
+    cattn_xla_view(call, XLA_grad_sinks, index, &params->grad_sinks);
+    return cattn_attention_backward(params);
+}
+
+struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
+    if (cattn_xla_describe(frame))
+        return NULL;
+    struct xla_call call;
+    struct cattn_backward_params params;
+    cattn_clear_backward(&params);
+    struct xla_error *error =
+        cattn_xla_parse(&call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_bias) | BIT(grad_sinks));
+    if (error == NULL)
+        error = check_bias_gradient(&call);
+    if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)
+        error = cattn_xla_fail(frame, XLA_INVALID_ARGUMENT, "there are no sinks for grad_sinks");
+    for (int i = XLA_grad_key; error == NULL && i < XLA_N_OPERANDS; i++) {
+        if (call.operands[i] != NULL && call.operands[i]->data != NULL)
+            memset(call.operands[i]->data, 0, cattn_xla_bytes(&call, i)); /* the core adds to them */
+    }
+    if (error == NULL)
+        error = run(&call, &params, compute_backward);
+    cattn_xla_clear(&call);
+    return error;
+}

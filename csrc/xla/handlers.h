@@ -1,0 +1,13 @@
+/* handlers.h -- the two functions that XLA calls: attention and its gradients.
+ *
+ * XLA calls them on its own threads and without the GIL. cattn.integrations.jax knows their arguments.
+ */
+#ifndef CATTN_XLA_HANDLERS_H
+#define CATTN_XLA_HANDLERS_H
+
+#include "ffi.h"
+
+typedef struct xla_error *cattn_xla_handler(struct xla_frame *frame);
+cattn_xla_handler cattn_xla_forward, cattn_xla_backward;
+
+#endif

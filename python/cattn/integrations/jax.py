@@ -1,0 +1,537 @@
+"""Attention by cattn on JAX's arrays on the CPU: under ``jit``, ``vmap`` and ``grad``.
+
+XLA calls cattn's C code directly, as two foreign functions: attention and its gradients. Python takes no part in a
+compiled call, and no array is copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cattn
+from cattn import _cattn
+
+__all__ = ["dot_product_attention"]
+
+# The operands of the foreign functions, in their order: csrc/xla/call.h has the same lists, with the axes of each. The
+# attribute `present` says by its bits which of them a call has.
+_ARGUMENTS = (
+    "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
+    "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
+)  # fmt: skip
+_RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+_BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
+
+_Arrays = Mapping[str, Any]
+_Pass = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What is known when a call is compiled. A window without a bound has -1."""
+
+    scale: float
+    softcap: float
+    dropout_p: float
+    left: int
+    right: int  # 0 with causality
+    lower_right: bool
+    return_residual: bool
+
+    def attributes(self, present: int) -> dict[str, np.generic]:
+        """Return the attributes of the foreign functions: XLA_OPTIONS of csrc/xla/call.h."""
+        real = {name: np.float64(getattr(self, name)) for name in ("scale", "softcap", "dropout_p")}
+        return real | {
+            "left": np.int64(self.left),
+            "right": np.int64(self.right),
+            "lower_right": np.int64(self.lower_right),
+            "present": np.int64(present),
+        }
+
+
+for _name, _target in _cattn._xla_targets().items():
+    jax.ffi.register_ffi_target(f"cattn_attention_{_name}", _target, platform="cpu", api_version=1)
+
+
+@functools.cache
+def _is_foreign() -> bool:
+    """Return whether XLA passes the structs that cattn knows. If not, warn: the calls go by way of Python."""
+    # XLA shows its structs when JAX starts the CPU. An import must not do that: JAX could not be configured any more.
+    jax.local_devices(backend="cpu")
+    if _cattn._xla_is_known():
+        return True
+    warnings.warn(
+        f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}: JAX calls it by "
+        f"jax.pure_callback, which is slower and has the same results",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+# ---- the calls of the two passes -------------------------------------------------------------------------------------
+def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) -> dict[str, Any]:
+    """Call a pass with these operands. `results` has the shape and dtype of each result."""
+    names = [name for name in _ARGUMENTS if name in operands]
+    shapes = {name: results[name] for name in _RESULTS if name in results}
+    arrays = [operands[name] for name in names]
+    if _is_foreign():
+        call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
+        found = call(*arrays, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
+    else:
+        python = functools.partial(_call_python, which, options, names, shapes)
+        found = jax.pure_callback(python, tuple(shapes.values()), *arrays, vmap_method="expand_dims")
+    return dict(zip(shapes, found, strict=True))
+
+
+def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arrays, *arrays: Any) -> tuple[Any, ...]:
+    """Do the same by cattn's functions for NumPy."""
+    operands = dict(zip(names, map(np.asarray, arrays), strict=True))
+    n_leading = operands["query"].ndim - 4
+    leading = np.broadcast_shapes(*(array.shape[:n_leading] for array in operands.values()))
+    # Gradients have the leading axes of the call, not those of an argument that all entries share.
+    for name, array in operands.items():
+        operands[name] = np.broadcast_to(array, leading + array.shape[n_leading:])
+    results = {name: np.empty(leading + shape.shape, shape.dtype) for name, shape in shapes.items()}
+    for index in np.ndindex(leading):  # a dropout counts from the batch entry, so each index is a call of its own
+        part = {name: array[index] for name, array in operands.items()}
+        for name, result in _PASSES[which](options, part, shapes).items():
+            results[name][index] = result
+    return tuple(results.values())
+
+
+def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
+    """Return the keyword arguments of cattn's functions."""
+    seq_lengths = {
+        name: np.clip(operands[name], 0, operands[array].shape[1])
+        for name, array in (("query_seq_lengths", "query"), ("key_value_seq_lengths", "key"))
+        if name in operands
+    }
+    numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
+    if numbers["query_offset"] is None and not options.lower_right:
+        numbers["query_offset"] = 0
+    words = operands.get("dropout_seed")
+    return {
+        **seq_lengths,
+        **numbers,
+        "attn_mask": operands.get("mask"),
+        "is_causal": "lower_right" if options.lower_right else False,
+        "window_size": (options.left, options.right),
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "dropout_p": options.dropout_p,
+        "rng": None if words is None else int(words[0]) | int(words[1]) << 32,
+        "enable_gqa": True,
+    }
+
+
+def _heads_first(operands: _Arrays, *names: str) -> list[Any]:
+    return [operands[name].swapaxes(1, 2) for name in names]
+
+
+def _forward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
+    inputs = _heads_first(operands, "query", "key", "value")
+    batch, seqlen_q, heads = operands["query"].shape[:3]
+    dtype = np.float64 if "lse" in shapes else shapes["residual"].dtype if "residual" in shapes else np.float32
+    lse = np.empty((batch, heads, seqlen_q), np.promote_types(dtype, _compute_dtype(inputs[0].dtype)))
+    result = cattn.scaled_dot_product_attention(
+        *inputs, return_lse=True, out=cattn.AttentionOutput(lse=lse), **_numpy_options(options, operands)
+    )
+    assert result.out is not None
+    rows = np.ascontiguousarray(lse.swapaxes(1, 2))
+    found = {"out": result.out.swapaxes(1, 2)}
+    if "residual" in shapes:
+        found["residual"] = rows
+    if "lse" in shapes:
+        found["lse"] = rows.view(np.uint32).reshape(*rows.shape, 2)
+    return found
+
+
+def _backward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
+    grad_out, query, key, value, out = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
+    lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
+    grads = cattn.attention_backward(grad_out, query, key, value, out, lse, **_numpy_options(options, operands))
+    found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
+    return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
+
+
+_PASSES: dict[_Pass, Callable[[_Options, _Arrays, _Arrays], dict[str, Any]]] = {
+    "forward": _forward_python,
+    "backward": _backward_python,
+}
+
+
+# ---- differentiation -------------------------------------------------------------------------------------------------
+def _compute_dtype(dtype: Any) -> np.dtype[Any]:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _forward(options: _Options, operands: _Arrays, results: tuple[str, ...]) -> dict[str, Any]:
+    """Return the results of these names."""
+    query, value = operands["query"], operands["value"]
+    rows = query.shape[:3]
+    shapes = {
+        "out": jax.ShapeDtypeStruct((*rows, value.shape[3]), query.dtype),
+        "residual": jax.ShapeDtypeStruct(rows, _compute_dtype(query.dtype)),
+        # Each is a float64, as two words: without jax_enable_x64 JAX has no float64.
+        "lse": jax.ShapeDtypeStruct((*rows, 2), np.uint32),
+    }
+    return _call("forward", options, operands, {name: shapes[name] for name in results})
+
+
+def _results(options: _Options) -> tuple[str, ...]:
+    return ("out", "residual") if options.return_residual else ("out",)
+
+
+def _attend(options: _Options, operands: _Arrays) -> dict[str, Any]:
+    return _forward(options, operands, _results(options))
+
+
+def _attend_and_save(options: _Options, primals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the results, and what the gradients need. The names of the last dict have a gradient."""
+    operands = {name: primal.value for name, primal in primals.items()}
+    found = _forward(options, operands, (*_results(options), "lse"))
+    lse = found.pop("lse")
+    wanted: dict[str, tuple[()]] = {
+        name: () for name in ("bias", "sinks") if name in primals and primals[name].perturbed
+    }
+    return found, (operands, found["out"], lse, wanted)
+
+
+def _bias_gradient_shape(query: Any, key: Any, bias: Any) -> tuple[int, ...]:
+    """Return the shape of the gradient that C computes: it sums over one of the last axes, then over no other."""
+    batch, seqlen_q, heads = query.shape[:3]
+    shape: tuple[int, ...] = bias.shape
+    if shape[2] != seqlen_q:
+        return batch, heads, 1, key.shape[1]
+    if shape[3] != key.shape[1]:
+        return batch, heads, seqlen_q, 1
+    return shape
+
+
+def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """Sum over the axes along which an argument of this shape was broadcast."""
+    axes = tuple(i for i, (full, own) in enumerate(zip(gradient.shape, shape, strict=True)) if full != own)
+    return gradient.sum(axis=axes, keepdims=True) if axes else gradient
+
+
+def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[dict[str, Any]]:
+    """Return the gradients. Nothing flows back through the residual, as in JAX's own function."""
+    operands, out, lse, wanted = saved
+    query, key = operands["query"], operands["key"]
+    dtype = _compute_dtype(query.dtype)
+    shapes = {name: operands[name].shape for name in ("query", "key", "value", *wanted)}
+    if _is_foreign() and "bias" in wanted:
+        shapes["bias"] = _bias_gradient_shape(query, key, operands["bias"])
+    if _is_foreign() and "sinks" in wanted:
+        shapes["sinks"] = (query.shape[0], query.shape[2])
+    results = {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    grad_out = cotangents["out"]
+    if isinstance(grad_out, jax.custom_derivatives.SymbolicZero):
+        grad_out = jnp.zeros(out.shape, out.dtype)
+    given = {**operands, "forward_out": out, "forward_lse": lse, "grad_out": grad_out}
+    grads = _call("backward", options, given, results)
+    return (
+        {
+            name: _sum_to(grads[f"grad_{name}"], array.shape).astype(array.dtype) if name in shapes else None
+            for name, array in operands.items()
+        },
+    )
+
+
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+# With symbolic zeros, the gradient of a constant bias is not computed.
+_differentiable.defvjp(_attend_and_save, _differentiate, symbolic_zeros=True)
+# One compiled function for each set of options and shapes also serves calls outside of jit.
+_compiled = jax.jit(_differentiable, static_argnums=0)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def _shape_error(name: str, wanted: str, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(f"{name} must have shape {wanted}, got {shape}")
+
+
+def _as_array(obj: Any, name: str) -> Any:
+    try:
+        return jnp.asarray(obj)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array, got {type(obj).__name__}: {error}") from error
+
+
+def _read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
+    """Return the three arrays with four axes each."""
+    arrays = {}
+    for name, obj in (("query", query), ("key", key), ("value", value)):
+        array = _as_array(obj, name)
+        if array.ndim not in (3, 4):
+            axes = "T, N, H" if name == "query" else "S, K, H"
+            raise _shape_error(name, f"(B, {axes}) or ({axes})", array.shape)
+        if array.dtype not in (np.float16, jnp.bfloat16, np.float32, np.float64):
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}")
+        arrays[name] = array if array.ndim == 4 else array[None]
+    wanted = arrays["query"]
+    for name in ("key", "value"):
+        if arrays[name].dtype != wanted.dtype:
+            raise TypeError(f"{name} must have the dtype of query, {wanted.dtype}, got {arrays[name].dtype}")
+        if arrays[name].shape[0] != wanted.shape[0]:
+            raise ValueError(
+                f"{name} must have the batch size of query, {wanted.shape[0]}, got {arrays[name].shape[0]}"
+            )
+    heads, (_, seqlen_k, kv_heads, head_dim) = wanted.shape[2], arrays["key"].shape
+    if head_dim != wanted.shape[3]:
+        raise ValueError(f"key must have the head_dim of query, {wanted.shape[3]}, got {head_dim}")
+    if arrays["value"].shape[1:3] != (seqlen_k, kv_heads):
+        raise ValueError(
+            f"value must have the tokens and heads of key, {(seqlen_k, kv_heads)}, got {arrays['value'].shape[1:3]}"
+        )
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(f"query must have a multiple of the {kv_heads} heads of key, got {heads}")
+    return arrays
+
+
+def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
+    """Return mask or bias with four axes."""
+    array = _as_array(obj, name)
+    batch, seqlen_q, heads = inputs["query"].shape[:3]
+    full = (batch, heads, seqlen_q, inputs["key"].shape[1])
+    shape = (1,) * (4 - array.ndim) + array.shape
+    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
+        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
+    if name == "mask" and array.dtype != bool:
+        raise TypeError(f"mask must be bool (True = visible), got {array.dtype}; pass numbers to add as bias")
+    if name == "bias" and array.dtype == bool:
+        raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
+    dtype = bool if name == "mask" else _compute_dtype(inputs["query"].dtype)
+    return array.reshape(shape).astype(dtype)
+
+
+def _read_integers(obj: Any, name: str, batch: int) -> Any:
+    """Return a number for each batch entry, or one for all, as int32."""
+    array = _as_array(obj, name)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    if array.shape not in ((), (1,), (batch,)):
+        raise _shape_error(name, f"(B,) = ({batch},) or ()", array.shape)
+    given, wanted = jnp.iinfo(array.dtype), np.iinfo(np.int32)
+    if given.max > wanted.max:
+        array = jnp.clip(array, max(given.min, wanted.min), wanted.max)
+    return array.reshape(-1).astype(np.int32)
+
+
+def _read_heads(obj: Any, name: str, inputs: _Arrays) -> Any:
+    """Return a number for each query head, with or without the batch, as two axes."""
+    array = _as_array(obj, name)
+    batch, _, heads, _ = inputs["query"].shape
+    if array.shape not in ((heads,), (1, heads), (batch, heads)):
+        raise _shape_error(name, f"(N,) = ({heads},) or (B, N) = {(batch, heads)}", array.shape)
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be numbers, got {array.dtype}")
+    return array.reshape(-1, heads).astype(_compute_dtype(inputs["query"].dtype))
+
+
+def _read_seed(dropout_key: Any, dropout_p: float) -> Any:
+    """Return the two words of a seed."""
+    if dropout_key is None:
+        raise ValueError(f"dropout_p is {dropout_p}: pass dropout_key, for example jax.random.key(0)")
+    try:
+        return jax.random.bits(dropout_key, (2,), np.uint32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"dropout_key must be one key of jax.random: {error}") from error
+
+
+def _read_side(obj: Any) -> int:
+    """Return one side of a window: a number of keys, or -1 for no bound."""
+    if obj is None:
+        return -1
+    try:
+        side = operator.index(obj)
+    except Exception:  # a tracer raises an error of JAX's own
+        side = -1
+    if isinstance(obj, (bool, np.bool_)) or side < 0:
+        raise ValueError(
+            f"local_window_size must be an int or (left, right), numbers of keys that are not negative and known when "
+            f"the call is traced, got {obj!r}"
+        )
+    return min(side, 2**62)
+
+
+def _read_window(local_window_size: Any, causal: bool) -> tuple[int, int]:
+    if isinstance(local_window_size, (tuple, list)):
+        if len(local_window_size) != 2:
+            raise ValueError(f"local_window_size must be an int or (left, right), got {local_window_size!r}")
+        left, right = map(_read_side, local_window_size)
+    else:
+        left = right = _read_side(local_window_size)
+    return left, 0 if causal else right
+
+
+def _check_static(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(f"{name} must be known when the call is traced, got a tracer: make it a static argument")
+
+
+def _read_options(
+    inputs: _Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any
+) -> _Options:
+    _check_static(
+        scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual
+    )
+    if not isinstance(return_residual, (bool, np.bool_)):
+        raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
+    if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in ("upper_left", "lower_right"):
+        raise ValueError(f"is_causal must be False, True, 'upper_left' or 'lower_right', got {is_causal!r}")
+    query = inputs["query"]
+    numbers = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
+    for name, number in numbers.items():
+        if isinstance(number, (jax.Array, np.ndarray)) and number.ndim == 0:
+            numbers[name] = number.item()
+    # cattn checks the numbers, with its own messages, on a call of no rows
+    rows = np.empty((1, query.shape[3]), _compute_dtype(query.dtype))
+    cattn.scaled_dot_product_attention(rows[:0], rows, rows, **numbers)
+    left, right = _read_window(window, causal=bool(is_causal))
+    return _Options(
+        scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
+        softcap=float(numbers["softcap"] or 0.0),
+        dropout_p=float(numbers["dropout_p"]),
+        left=left,
+        right=right,
+        lower_right=is_causal == "lower_right",
+        return_residual=bool(return_residual),
+    )
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool | str = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    return_residual: bool = False,
+    query_offset: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_key: Any = None,
+) -> Any:
+    """Compute attention of JAX's arrays on the CPU, with the arguments of ``jax.nn.dot_product_attention``.
+
+    Parameters
+    ----------
+    query : array, shape (B, T, N, H) or (T, N, H)
+        Queries of float16, bfloat16, float32 or float64. Key and value have the same dtype. Halves are computed in
+        float32.
+    key : array, shape (B, S, K, H) or (S, K, H)
+        Keys. N is a multiple of K: query head n reads the key-value head ``n // (N // K)``.
+    value : array, shape (B, S, K, D) or (S, K, D)
+        Values. D may differ from H.
+    bias : array, optional
+        Added to the scaled scores. Broadcasts to (B, N, T, S).
+    mask : array of bool, optional
+        True where a key is visible. Broadcasts to (B, N, T, S).
+    scale : float, optional
+        Default 1 / sqrt(H).
+    is_causal : bool or {"upper_left", "lower_right"}
+        Query i sees the keys j <= i; with "lower_right" the last query sees all keys.
+    query_seq_lengths, key_value_seq_lengths : int or array of int, shape (B,), optional
+        Numbers of valid queries and keys.
+    local_window_size : int or (int, int), optional
+        Numbers of keys that a query sees before and after its own position. None as one of the two sets no bound.
+    return_residual : bool
+        Also return the log-sum-exp of the scores. Nothing is differentiated through it.
+
+    Returns
+    -------
+    array, shape (B, T, N, D) or (T, N, D)
+        The output, in the dtype of query. A query that sees no key has the output 0.
+    residual : array, shape (B, T, N) or (T, N)
+        Only with `return_residual`. In the dtype of query; -inf for a query that sees no key.
+
+    Other Parameters
+    ----------------
+    query_offset : int or array of int, shape (B,), optional
+        Position of the first query among the keys, for causality, windows and slopes. Default 0.
+    softcap : float, optional
+        Bounds the scaled scores: ``softcap * tanh(score / softcap)``.
+    alibi_slopes : array, shape (N,) or (B, N), optional
+        Slopes of ALiBi. They are constants: their gradient is 0.
+    sinks : array, shape (N,) or (B, N), optional
+        One extra logit for each query head, which enters the denominator only.
+    dropout_p : float
+        Probability that a weight is dropped.
+    dropout_key : key of jax.random, optional
+        Draws the dropout mask. Required if dropout_p is above 0, else ignored.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments of another kind, shape or dtype. scale, softcap, dropout_p, is_causal, local_window_size and
+        return_residual must be known when the call is traced.
+
+    Notes
+    -----
+    The results have the bits of `cattn.scaled_dot_product_attention` and `cattn.attention_backward`, for any number of
+    threads, under ``jit`` and ``vmap``, and in any batch. JAX itself does the rest of a sum where a gradient of bias
+    or sinks is summed over broadcast axes. The seed of a dropout mask is ``words[0] + words[1] * 2**32`` with
+    ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
+
+    The function is differentiable once, in reverse mode, in query, key, value, bias and sinks. `cattn.set_num_threads`
+    sets the number of threads. The context `cattn.num_threads` has no effect, because JAX computes on threads of its
+    own.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from cattn.integrations.jax import dot_product_attention
+    >>> x = jnp.eye(3).reshape(1, 3, 1, 3)
+    >>> out = jax.jit(dot_product_attention, static_argnames="is_causal")(x, x, x, is_causal=True)
+    >>> out.shape
+    (1, 3, 1, 3)
+    >>> jax.grad(lambda x: dot_product_attention(x, x, x).sum())(x).shape
+    (1, 3, 1, 3)
+    """
+    operands = _read_inputs(query, key, value)
+    batch = operands["query"].shape[0]
+    options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual)
+    if options.lower_right and query_offset is not None:
+        raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
+    for name, scores in (("bias", bias), ("mask", mask)):
+        if scores is not None:
+            operands[name] = _read_scores(scores, name, operands)
+    integers = (
+        ("query_offset", query_offset),
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_lengths", key_value_seq_lengths),
+    )
+    for name, numbers in integers:
+        if numbers is not None:
+            operands[name] = _read_integers(numbers, name, batch)
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None:
+            operands[name] = _read_heads(numbers, name, operands)
+    if options.dropout_p > 0:
+        operands["dropout_seed"] = _read_seed(dropout_key, options.dropout_p)
+    found = _compiled(options, operands)
+    out = found["out"]
+    residual = found["residual"].astype(out.dtype) if options.return_residual else None
+    if jnp.ndim(query) == 3:
+        out, residual = out[0], None if residual is None else residual[0]
+    return out if residual is None else (out, residual)

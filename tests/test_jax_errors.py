@@ -1,0 +1,221 @@
+"""cattn inside JAX: errors that name the argument, and what the foreign functions accept from XLA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from cattn.integrations import jax as bridge  # noqa: E402
+
+attention = bridge.dot_product_attention
+
+
+def bits(x: Any) -> bytes:
+    return np.ascontiguousarray(x).tobytes()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+X = np.ones((2, 6, 4, 8), np.float32)
+WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = {
+    "object": (TypeError, "query must be an array, got str", ("x", X, X), {}),
+    "dimensions": (ValueError, r"query must have shape \(B, T, N, H\) or \(T, N, H\), got \(8,\)", (X[0, 0, 0], X, X),
+                   {}),
+    "dtype": (TypeError, "query must be float16, .* got int32", (X.astype(np.int32), X, X), {}),
+    "dtypes": (TypeError, "value must have the dtype of query, float32, got float16", (X, X, X.astype("f2")), {}),
+    "batch": (ValueError, "key must have the batch size of query, 2, got 1", (X, X[:1], X), {}),
+    "head_dim": (ValueError, "key must have the head_dim of query, 8, got 5", (X, X[..., :5], X), {}),
+    "tokens": (ValueError, r"value must have the tokens and heads of key, \(6, 4\), got \(5, 4\)", (X, X, X[:, :5]),
+               {}),
+    "heads": (ValueError, "query must have a multiple of the 3 heads of key, got 4", (X, X[:, :, :3], X[:, :, :3]), {}),
+    "bias": (ValueError, r"bias has shape \(5, 6\), which does not broadcast to \(B, N, T, S\) = \(2, 4, 6, 6\)",
+             (X, X, X, np.ones((5, 6))), {}),
+    "boolean bias": (TypeError, "bias must be numbers", (X, X, X, np.ones((6, 6), bool)), {}),
+    "mask": (ValueError, r"mask has shape \(1, 2, 4, 6, 6\)", (X, X, X, None, np.ones((1, 2, 4, 6, 6), bool)), {}),
+    "float mask": (TypeError, "mask must be bool .* got float32", (X, X, X, None, np.ones((6, 6), np.float32)), {}),
+    "scale": (ValueError, "scale", (X, X, X), {"scale": np.inf}),
+    "scale of another type": (TypeError, "scale", (X, X, X), {"scale": "1"}),
+    "softcap": (ValueError, "softcap must be positive", (X, X, X), {"softcap": -1.0}),
+    "dropout_p": (ValueError, "dropout_p", (X, X, X), {"dropout_p": 1.5}),
+    "no key": (ValueError, "dropout_p is 0.5: pass dropout_key", (X, X, X), {"dropout_p": 0.5}),
+    "dropout_key": (TypeError, "dropout_key must be one key", (X, X, X), {"dropout_p": 0.5, "dropout_key": 3.5}),
+    "is_causal": (ValueError, "is_causal must be False, True, .* got 'left'", (X, X, X), {"is_causal": "left"}),
+    "return_residual": (TypeError, "return_residual must be True or False, got 1", (X, X, X), {"return_residual": 1}),
+    "window": (ValueError, r"local_window_size must be .* got \(1, 2, 3\)", (X, X, X),
+               {"local_window_size": (1, 2, 3)}),
+    "negative window": (ValueError, "local_window_size must be .* got -1", (X, X, X), {"local_window_size": -1}),
+    "window of another type": (ValueError, "local_window_size must be .* got 1.5", (X, X, X),
+                               {"local_window_size": 1.5}),
+    "lengths": (ValueError, r"query_seq_lengths must have shape \(B,\) = \(2,\) or \(\), got \(3,\)", (X, X, X),
+                {"query_seq_lengths": np.ones(3, int)}),
+    "float lengths": (TypeError, "key_value_seq_lengths must be integers, got float32", (X, X, X),
+                      {"key_value_seq_lengths": np.ones(2, np.float32)}),
+    "offset": (ValueError, "query_offset", (X, X, X), {"is_causal": "lower_right", "query_offset": 1}),
+    "sinks": (ValueError, r"sinks must have shape \(N,\) = \(4,\) or \(B, N\) = \(2, 4\), got \(3,\)", (X, X, X),
+              {"sinks": np.ones(3)}),
+    "boolean sinks": (TypeError, "sinks must be numbers, got bool", (X, X, X), {"sinks": np.ones(4, bool)}),
+    "slopes": (ValueError, "alibi_slopes must have shape", (X, X, X), {"alibi_slopes": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_argument(name: str) -> None:
+    kind, text, arguments, options = WRONG[name]
+    with pytest.raises(kind, match=text):
+        attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p", "is_causal", "return_residual", "local_window_size"])
+def test_options_that_are_traced_are_errors(name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be .*traced"):
+        jax.jit(lambda x: attention(X, X, X, **{name: x}))(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "wanted"),
+    [
+        ("alibi_slopes", [0.5, -0.5, 1, 1], "finite and not negative, got -0.5"),
+        ("alibi_slopes", [0.5, np.nan, 1, 1], "finite and not negative, got .*nan"),
+        ("sinks", [0.5, np.inf, 1, 1], "finite, or -inf for none, got inf"),
+    ],
+)
+def test_numbers_of_heads_are_checked_when_they_are_known(name: str, numbers: list[float], wanted: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"cattn: {name} must be {wanted}"):
+        jax.block_until_ready(jax.jit(lambda x: attention(X, X, X, **{name: x}))(np.array(numbers, np.float32)))
+
+
+def test_sinks_may_be_minus_infinity() -> None:
+    assert bits(attention(X, X, X, sinks=np.full(4, -np.inf, np.float32))) == bits(attention(X, X, X))
+
+
+# ---- the foreign functions themselves --------------------------------------------------------------------------------
+def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **changes: Any) -> Any:
+    """Call a target with attributes that may be wrong."""
+    bit = {name: 1 << i for i, name in enumerate((*bridge._ARGUMENTS, *bridge._RESULTS))}
+    attributes: dict[str, Any] = {
+        "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
+        "right": np.int64(-1), "lower_right": np.int64(0),
+        "present": np.int64(sum(bit[name] for name in (*operands, *results))),
+    }  # fmt: skip
+    attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
+    call = jax.ffi.ffi_call(f"cattn_attention_{which}", [jax.ShapeDtypeStruct(*x) for x in results.values()])
+    return jax.block_until_ready(call(*operands.values(), **attributes))
+
+
+QKV = {"query": X, "key": X, "value": X}
+OUT = {"out": (X.shape, np.float32)}
+SAVED = {**QKV, "forward_out": X, "forward_lse": np.zeros((2, 6, 4, 2), np.uint32), "grad_out": X}
+GRADS = {f"grad_{name}": (X.shape, np.float32) for name in QKV}
+FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "no scale": ("forward", QKV, OUT, {"scale": None}, "7 attributes expected, got 6"),
+    "another attribute": ("forward", QKV, OUT, {"scale": None, "factor": np.float64(1)}, "attribute factor is unknown"),
+    "float32 scale": ("forward", QKV, OUT, {"scale": np.float32(3)}, "attribute scale is unknown, or has another type"),
+    "infinite scale": ("forward", QKV, OUT, {"scale": np.float64(np.inf)}, "scale inf, .* out of range"),
+    "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
+    "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
+    "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
+                  "present is 0x8007, which lacks operands or has too many"),
+    "an operand of the other pass": ("forward", {**QKV, "grad_out": X}, OUT, {}, "lacks operands or has too many"),
+    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x400F)}, "there is no buffer for bias"),
+    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x4007)},
+                       "3 arguments expected, got 4"),
+    "dimensions": ("forward", {**QKV, "key": X[0]}, OUT, {}, "key has 3 dimensions, wanted 4"),
+    "integers": ("forward", {**QKV, "query": X.astype(np.int32)}, OUT, {}, "query has element type 4"),
+    "another dtype": ("forward", {**QKV, "value": X.astype(np.float16)}, OUT, {}, "value has element type 10"),
+    "another size": ("forward", {**QKV, "key": X[:1]}, OUT, {}, "key has size 1 on axis 0, wanted 2"),
+    "heads": ("forward", {"query": X, "key": X[:, :, :3], "value": X[:, :, :3]}, OUT, {},
+              "query has 4 heads, key has 3"),
+    "output": ("forward", QKV, {"out": ((2, 6, 4, 7), np.float32)}, {}, "out has size 7 on axis 3, wanted 8"),
+    "axes of the bias": ("forward", {**QKV, "bias": X[0, 0]}, OUT, {}, "bias has element type 11 and 2 dimensions"),
+    "gradient without bias": ("backward", SAVED, {**GRADS, "grad_bias": ((2, 4, 6, 6), np.float32)}, {},
+                              "grad_bias has the wrong shape"),
+    "sum of the bias": (
+        "backward", {**dict(list(SAVED.items())[:3]), "bias": np.ones((1, 1, 1, 6), np.float32),
+                     **dict(list(SAVED.items())[3:])},
+        {**GRADS, "grad_bias": ((1, 1, 1, 6), np.float32)}, {}, "grad_bias has the wrong shape"),
+    "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
+                               "there are no sinks for grad_sinks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_wrong_frames_are_errors_and_not_memory_errors(name: str) -> None:
+    which, operands, results, changes, text = FRAMES[name]
+    attention(X, X, X)  # JAX has started its CPU
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"cattn: .*{text}"):
+        foreign(which, operands, results, **changes)
+
+
+def test_right_frames_are_none() -> None:
+    (out,) = foreign("forward", QKV, OUT)
+    assert bits(out) == bits(attention(X, X, X, scale=1.0))
+    assert len(foreign("backward", SAVED, GRADS)) == 3
+
+
+ANOTHER_XLA = """
+import ctypes, warnings
+import numpy as np
+import jax
+from cattn import _cattn
+from cattn.integrations import jax as bridge
+
+class Version(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("major", ctypes.c_int), ("minor", ctypes.c_int)]
+class Metadata(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
+class Extension(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p),
+                ("metadata", ctypes.POINTER(Metadata))]
+class Api(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("version", Version)]
+
+metadata = Metadata(36, Version(24, None, -7, -7), 9)
+extension = Extension(32, 1, None, ctypes.pointer(metadata))
+api = Api(200, None, Version(24, None, {major}, 77))
+frame = (ctypes.c_uint64 * 40)({size}, ctypes.addressof(extension), ctypes.addressof(api))
+frame[5], frame[10], frame[15] = 40, {results}, 48
+pointer = ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(pointer(_cattn._xla_targets()["forward"], None))
+assert not _cattn._xla_is_known()  # nobody has asked yet
+assert handler(ctypes.addressof(frame)) is None
+assert (metadata.version.major, metadata.version.minor, metadata.traits) == ({major}, 77, 0)  # XLA's own version
+print(_cattn._xla_is_known())
+x = np.ones((1, 5, 2, 4), np.float32)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    out = bridge.dot_product_attention(x, x, x)
+    bridge.dot_product_attention(x, x, x)
+assert np.array_equal(out, x)
+print([str(w.message).split(":")[0] for w in caught if issubclass(w.category, RuntimeWarning)])
+"""
+
+
+@pytest.mark.parametrize(("size", "results", "major"), [(168, 40, 0), (176, 40, 0), (168, 48, 0), (168, 40, 1)])
+def test_another_layout_of_the_frame_is_called_by_python_with_a_warning(size: int, results: int, major: int) -> None:
+    """XLA gets no version that it could refuse: then JAX would have no CPU."""
+    known = (size, results, major) == (168, 40, 0)
+    code = ANOTHER_XLA.format(size=size, results=results, major=major)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = answer.stdout.splitlines()
+    assert lines[0] == str(known)
+    warning = f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}"
+    assert lines[1] == str([] if known else [warning])
+
+
+def test_the_import_does_not_start_jax() -> None:
+    """JAX can still be configured after it."""
+    code = """
+import jax
+import cattn.integrations.jax
+jax.config.update("jax_num_cpu_devices", 3)
+assert len(jax.devices()) == 3
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)
