@@ -98,6 +98,30 @@ def test_rows_whose_keys_are_in_one_chunk_at_a_multiple_of_1536_have_the_bits_of
     np.testing.assert_allclose(out, expected.out, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("chunks", [(1,) * 12, (1, 10, 1), (5, 7), (12,)], ids=str)
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(3, 3), (1, 3), (3, 1), (1, 1), (12, 12)])
+def test_chunks_of_heads_may_cut_groups(chunks: tuple[int, ...], key_heads: int, value_heads: int) -> None:
+    query, key, value = (normal(heads, 20, 4, seed=heads) for heads in (12, key_heads, value_heads))
+    slopes, sinks = np.linspace(0, 1, 12), np.linspace(-2, 2, 12)
+    options = {"enable_gqa": True, "alibi_slopes": slopes, "sinks": sinks}
+    arrays = da.from_array(query, chunks=(chunks, 8, 4)), da.from_array(key, chunks=(2, 20, 4)), value
+    expected = cattn.scaled_dot_product_attention(query, key, value, **options)
+    assert_same_bits(compute(attention(*arrays, **options)), expected)
+
+
+def test_forbidden_grouped_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="enable_gqa=False forbids grouped heads"):
+        attention(np.ones((1, 4, 3, 2)), np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 2)), enable_gqa=False)
+
+
+def test_one_query_head_is_broadcast_to_the_heads_of_the_keys() -> None:
+    query, key, value = normal(2, 1, 9, 4), *normal(2, 2, 6, 11, 4, seed=1)
+    chunked = [da.from_array(key, chunks=(1, (1, 3, 2), 11, 4)), da.from_array(value, chunks=(2, 2, 4, 4))]
+    result = attention(query, *chunked, enable_gqa=False)
+    assert result.chunks == ((1, 1), (1, 1, 2, 2), (9,), (4,))
+    assert_same_bits(compute(result), cattn.scaled_dot_product_attention(query, key, value))
+
+
 def test_a_sink_counts_once() -> None:
     query, key, value = normal(3, 1, 2, 50, 4, dtype=np.float64)
     sinks = np.array([3.0, -1.0])

@@ -336,7 +336,7 @@ def attention(
     Returns
     -------
     dask.array.Array, shape (..., T_q, d_v), or cattn.AttentionOutput
-        The output; with return_lse, an `cattn.AttentionOutput` of dask arrays.
+        The output; with return_lse, a `cattn.AttentionOutput` of dask arrays.
 
     Other Parameters
     ----------------
@@ -357,10 +357,12 @@ def attention(
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
+    return_weights : bool
+        Not available: no task holds a whole row of weights.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
-    return_weights, return_dropout_mask, need_weights : bool
-        Not available: no task holds a whole row of weights.
+    return_dropout_mask, need_weights : bool
+        Not available, as return_weights.
     out : None
         Not available: the result is computed later.
     num_threads : int
