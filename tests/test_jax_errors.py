@@ -210,12 +210,20 @@ def test_another_layout_of_the_frame_is_called_by_python_with_a_warning(size: in
     assert lines[1] == str([] if known else [warning])
 
 
-def test_the_import_does_not_start_jax() -> None:
-    """JAX can still be configured after it."""
+def test_the_import_does_not_start_jax_and_shards_are_attention_of_their_own() -> None:
+    """JAX can still be configured after the import. With two devices, shard_map divides the batch."""
     code = """
 import jax
-import cattn.integrations.jax
-jax.config.update("jax_num_cpu_devices", 3)
-assert len(jax.devices()) == 3
+import jax.numpy as jnp
+from cattn.integrations.jax import dot_product_attention
+jax.config.update("jax_num_cpu_devices", 2)
+assert len(jax.devices()) == 2
+mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+spec = jax.sharding.PartitionSpec("devices")
+shards = jax.shard_map(dot_product_attention, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+x = jax.random.normal(jax.random.key(0), (4, 20, 2, 8))
+assert (shards(x, x, x) == dot_product_attention(x, x, x)).all()
+grads = [jax.grad(lambda x: jnp.sin(f(x, x, x)).sum())(x) for f in (shards, dot_product_attention)]
+assert jnp.allclose(*grads, atol=1e-6)
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)

@@ -4,7 +4,7 @@
 #include "xla/metadata.h"
 
 static bool add_target(PyObject *targets, const char *name, cattn_xla_handler *handler) {
-    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)handler, NULL, NULL);
+    PyObject *capsule = PyCapsule_New((void *)handler, NULL, NULL);
     const bool added = capsule != NULL && PyDict_SetItemString(targets, name, capsule) == 0;
     Py_XDECREF(capsule);
     return added;

@@ -29,7 +29,7 @@ struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const 
     char text[256] = "cattn: ";
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(text + strlen(text), sizeof text - strlen(text), format, arguments);
+    (void)vsnprintf(text + strlen(text), sizeof text - strlen(text), format, arguments);
     va_end(arguments);
     struct xla_new_error error = {.head.size = XLA_SIZE(xla_new_error, code), .message = text, .code = code};
     return frame->api->create_error(&error);
@@ -270,7 +270,7 @@ void cattn_xla_clear(struct xla_call *call) {
 /* ---- views ---- */
 
 /* Where the stride of an axis belongs. S is a column in the scores, else a row. */
-static int64_t *stride_of(struct cattn_tensor *tensor, const char *axes, char letter, int n_batch_dims) {
+static int64_t *stride_of(struct cattn_tensor *tensor, const char *axes, int letter, int n_batch_dims) {
     switch (letter) {
     case 'B':
         return &tensor->batch[n_batch_dims - 1];
@@ -301,7 +301,7 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
     for (int axis = (int)buffer->rank - 1; axis >= 0; axis--) {
         const int64_t size = buffer->dims[axis], own = size == 1 ? 0 : stride;
         const bool leads = axis < call->n_leading;
-        const char letter = leads ? 0 : d->axes[axis - call->n_leading];
+        const int letter = leads ? 0 : (unsigned char)d->axes[axis - call->n_leading];
         if (letter == 'W')
             continue; /* both words are one element */
         if (leads && splits) {
