@@ -110,6 +110,8 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     if any(">>> import torch" in block for block in blocks):
         pytest.importorskip("torch")
+    if any(">>> import transformers" in block for block in blocks):
+        pytest.importorskip("transformers")
     if any("cattn.plot_attention(" in block for block in blocks):
         pytest.importorskip("matplotlib")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):
