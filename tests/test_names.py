@@ -187,6 +187,12 @@ def test_a_generator_of_pytorch_is_refused_with_its_counterpart() -> None:
             call()
 
 
+def test_the_module_numpy_random_is_refused_with_a_generator() -> None:
+    for call in (lambda: attend(dropout_p=0.5, rng=np.random), lambda: cattn.Dropout(0.5, rng=np.random)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^rng must be .*, got the module .*: pass numpy.random.default_rng\(\)$"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("shape", "mask", "index"),
     [

@@ -26,6 +26,8 @@ def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
             f"rng must be {accepted}, got a torch.Generator: pass cattn.TorchGenerator({rng.initial_seed()}), which "
             f"draws the same numbers"
         )
+    if rng is np.random:
+        raise TypeError(f"rng must be {accepted}, got the module numpy.random: pass numpy.random.default_rng()")
     exact = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
     try:
         return np.random.default_rng(exact)

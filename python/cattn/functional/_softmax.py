@@ -209,8 +209,8 @@ def masked_softmax(  # type: ignore[empty-body]
 
     .. math::
 
-       w_{ij} = \begin{cases} \dfrac{e^{\text{scale} \cdot s_{ij}}}{\sum_{k \in V_i} e^{\text{scale} \cdot s_{ik}}}
-       & j \in V_i \\ 0 & \text{otherwise} \end{cases}
+       w_{ij} = \frac{e^{\text{scale} \cdot s_{ij}}}{\sum_{k \in V_i} e^{\text{scale} \cdot s_{ik}}}
+       \text{ for } j \in V_i, \qquad w_{ij} = 0 \text{ for the others}
 
     Examples
     --------
