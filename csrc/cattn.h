@@ -97,9 +97,9 @@ struct cattn_attention_params {
     struct cattn_tensor query, key, value;    /* value is absent if and only if d_v is 0 and out is absent */
     struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
-    /* Packed sequences (else absent): query, key, value, out and lse have one row axis for the whole batch. Batch entry
-     * b starts at these rows (int64, batch strides) and has the lengths that ranges gives it. dropout.torch is absent:
-     * it would have no order. */
+    /* Packed sequences (else absent): query, key, value, out, lse and their gradients have one row axis for the whole
+     * batch. Batch entry b starts at these rows (int64, batch strides) and has the lengths that ranges gives it.
+     * dropout.torch is absent: it would have no order. */
     struct cattn_tensor query_starts, key_starts;
     struct cattn_tensor slopes; /* of ALiBi, > 0, (batch, head); or absent */
     struct cattn_tensor sinks;  /* one extra logit a head, which enters the softmax denominator only; or absent */
@@ -116,8 +116,8 @@ struct cattn_attention_params {
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
 /* Gradients of a scalar function of attention's output and log-sum-exp. out and lse of `forward` are inputs here: the
- * results of the forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as query.
- * The gradients have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
+ * results of the forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as
+ * query. The gradients have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
 struct cattn_backward_params {
     enum cattn_bias_sum bias_sum;
     bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */

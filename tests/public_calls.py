@@ -147,6 +147,9 @@ CALLS: dict[str, Call] = {
     "merge_attention": lambda: cattn.merge_attention([OUT_LIKE, OUT_LIKE], [OUT_LIKE[..., 0], OUT_LIKE[..., 1]]),
     "explain": lambda: cattn.explain(QUERY, KEY, VALUE, MASK)[:3],
     # gradients
+    "varlen_attention_backward": lambda: cattn.varlen_attention_backward(
+        PACKED, PACKED, PACKED, PACKED, PACKED, np.zeros(PACKED.shape[1::-1], np.float32), EDGES, EDGES
+    ),
     "attention_backward": lambda: _differentiate(threads=1, bias=BIAS, sinks=SINKS, attn_mask=MASK),
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),

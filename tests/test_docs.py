@@ -6,7 +6,6 @@ import doctest
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import runpy
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 def test_the_readme_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    test = doctest.DocTestParser().get_doctest(text, {}, "README", "README.md", 0)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
     results = doctest.DocTestRunner(verbose=False).run(test)
     assert results.failed == 0
     assert results.attempted >= 8

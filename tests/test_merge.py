@@ -141,3 +141,62 @@ def test_the_most_dimensions_that_numpy_has() -> None:
     deep = cattn.merge_attention([x.reshape(*ones, 3, 4) for x in outs], [x.reshape(*ones, 3) for x in lses])
     assert_same_bits(deep[0].reshape(3, 4), out)
     assert_same_bits(deep[1].reshape(3), lse)
+
+
+# ---- results and gradients -----------------------------------------------------------------------------------------
+def test_results_merge_in_chains(dtype: type) -> None:
+    """A merge gives what a merge takes, with the bits of the merge of arrays."""
+    query, key, value = inputs(dtype)
+    parts = [attend(query, key[..., a : a + 30, :], value[..., a : a + 30, :]) for a in (0, 30, 60)]
+    pair = cattn.merge_attention(parts[:2])
+    assert isinstance(pair, cattn.AttentionOutput)
+    assert pair.weights is pair.dropout_mask is pair.dropout_seed is None
+    out, lse = merge(parts[:2])
+    assert_same_bits(pair.out, out)
+    assert_same_bits(pair.lse, lse)
+    chain, whole = cattn.merge_attention(iter([pair, parts[2]])), attend(query, key, value)
+    np.testing.assert_allclose(chain.out, whole.out, rtol=0, atol=30 * np.finfo(dtype).eps * np.abs(value).max())
+    np.testing.assert_allclose(chain.lse, whole.lse, rtol=4 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("results", "error", "message"), [
+    ([], ValueError, "at least 1, got 0 and 0"),
+    ([np.ones((2, 3))], TypeError, r"^outs\[0\] must be an AttentionOutput if lses is not given, got ndarray"),
+    ([cattn.AttentionOutput(np.ones((2, 3)))], ValueError, r"^outs\[0\] has no lse: attend with return_lse=True"),
+    (3, TypeError, "^outs must be a sequence of AttentionOutput, got int"),
+])  # fmt: skip
+def test_wrong_results_are_refused(results: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cattn.merge_attention(results)
+
+
+def test_gradients_of_a_merge_are_those_of_all_keys() -> None:
+    """By the chain rule through each part's results, and from the merged results alone. A part may see nothing."""
+    query, key, value = inputs(np.float64)
+    rng = np.random.default_rng(1)
+    mask, sinks = rng.random((20, 90)) < 0.5, np.array([0.5, 1.0, -3.0])
+    mask[3, :30] = False
+    cuts = [slice(0, 30), slice(30, 31), slice(31, 90)]
+    options = [{"attn_mask": mask[:, cut]} | ({"sinks": sinks} if cut.start == 30 else {}) for cut in cuts]
+    arrays = [(query, key[..., cut, :], value[..., cut, :]) for cut in cuts]
+    parts = [attend(*a, **o) for a, o in zip(arrays, options, strict=True)]
+    merged = cattn.merge_attention(parts)
+    grad_out, grad_lse = rng.standard_normal(merged.out.shape), rng.standard_normal(merged.lse.shape)
+    whole = attend(query, key, value, attn_mask=mask, sinks=sinks)
+    right = cattn.attention_backward(
+        grad_out, query, key, value, whole.out, whole.lse, grad_lse=grad_lse, attn_mask=mask, sinks=sinks
+    )
+    ways = []
+    for a, o, part in zip(arrays, options, parts, strict=True):
+        w = np.exp(part.lse - merged.lse)
+        of_lse = w * (grad_lse + (grad_out * (part.out - merged.out)).sum(axis=-1))
+        ways.append((
+            cattn.attention_backward(w[..., None] * grad_out, *a, part.out, part.lse, grad_lse=of_lse, **o),
+            cattn.attention_backward(grad_out, *a, merged.out, merged.lse, grad_lse=grad_lse, **o),
+        ))  # fmt: skip
+    np.testing.assert_allclose(ways[1][0].sinks, right.sinks, rtol=1e-11, atol=1e-12)
+    for grads in zip(*ways, strict=True):
+        np.testing.assert_allclose(sum(g.query for g in grads), right.query, rtol=1e-11, atol=1e-12)
+        for name in ("key", "value"):
+            actual = np.concatenate([getattr(g, name) for g in grads], axis=-2)
+            np.testing.assert_allclose(actual, getattr(right, name), rtol=1e-11, atol=1e-12)

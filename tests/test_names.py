@@ -83,6 +83,7 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.attention_weights, X, X), "until", "did you mean 'stage'?"),
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    (functools.partial(cattn.varlen_attention_backward, *[X] * 6), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Need_weights", "did you mean 'need_weights'?"),

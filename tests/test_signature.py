@@ -36,6 +36,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "attention_backward": {
         "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0], "is_causal": True, "scale": 0.5,
     },
+    "varlen_attention_backward": {
+        "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0].T, "cu_seqlens_q": [0, 1, 3],
+        "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "alignment": "lower_right",
+    },
     "explain": {"query": X, "key": X, "value": X, "window_size": (1, 0), "query_offset": 0},
     "softmax": {"x": X, "axis": 1, "where": X < 0, "scale": 2.0},
     "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},
@@ -96,8 +100,8 @@ def test_signatures_are_those_of_the_source() -> None:
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
-        "is_causal=False, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None, "
-        "return_lse=False, out=None)"
+        "is_causal=False, alignment=None, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
+        "sinks=None, rng=None, return_lse=False, out=None)"
     )
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "

@@ -37,6 +37,9 @@ assert_type(cattn.causal_attention(x, x, x, return_weights=True, return_lse=flag
 assert_type(cattn.causal_attention(x, x, x, return_lse=True), cattn.AttentionOutput)
 assert_type(cattn.varlen_attention(x, x, x, edges, edges), Array)
 assert_type(cattn.varlen_attention(x, x, x, edges, edges, return_lse=True), cattn.AttentionOutput)
+assert_type(cattn.varlen_attention(x, x, x, edges, edges, return_lse=np.float64), cattn.AttentionOutput)
+assert_type(cattn.scaled_dot_product_attention(x, x, x, return_lse=np.float64), cattn.AttentionOutput)
+assert_type(cattn.varlen_attention_backward(x, x, x, x, x, x, edges, edges), cattn.AttentionGradients)
 assert_type(cattn.show_mask(3), str)
 assert_type(cattn.masked_softmax(x, axis=(0, 1)), Array)
 

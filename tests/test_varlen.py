@@ -23,6 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lower right": {"is_causal": "lower_right"},
     "upper left": {"is_causal": "upper_left", "scale": 0.3},
     "window": {"is_causal": "lower_right", "window_size": (9, 0)},
+    "slopes of each sequence": {"alibi_slopes": "each", "sinks": "each", "alignment": "lower_right"},
+    "window to the last key": {"alignment": "lower_right", "window_size": (9, 3)},
+    "window from the first key": {"alignment": "upper_left", "window_size": (9, 3)},
     "everything": {
         "is_causal": "lower_right",
         "window_size": (50, 0),
@@ -33,6 +36,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rng": 5,
     },
 }
+
+
+def options_of(options: str, lengths: str) -> dict[str, Any]:
+    """Return options; "each" becomes one number for each sequence and head."""
+    numbers = np.random.default_rng(3).random((len(LENGTHS[lengths][0]), 4))
+    return {name: numbers if value == "each" else value for name, value in OPTIONS[options].items()}
 
 
 def edges(lengths: list[int]) -> np.ndarray:
@@ -51,6 +60,8 @@ def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.A
     """The same sequences as a batch padded with NaN."""
     query, key, value, cu_q, cu_k = arrays
     lengths_q, lengths_k = LENGTHS[name]
+    if alignment := options.pop("alignment", None):
+        options["query_offset"] = np.subtract(lengths_k, lengths_q) if alignment == "lower_right" else 0
 
     def pad(rows: np.ndarray, cu: np.ndarray, lengths: list[int]) -> np.ndarray:
         batch = np.full((len(lengths), max(lengths), *rows.shape[1:]), np.nan, rows.dtype)
@@ -69,14 +80,15 @@ def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.A
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
     arrays = packed(name, dtype)
-    batch = padded(name, arrays, **OPTIONS[options])
+    chosen = options_of(options, name)
+    batch = padded(name, arrays, **chosen)
     lengths = LENGTHS[name][0]
     expected = np.concatenate([batch.out[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
     lse = np.concatenate([batch.lse[b, :, :n] for b, n in enumerate(lengths)], axis=1)
     for path in ("auto", "tile", "rows", "split"):
         for threads in (1, 3):
             with forced(path), cattn.num_threads(threads):
-                result = cattn.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
+                result = cattn.varlen_attention(*arrays, **chosen, return_lse=True)
             assert_same_bits(result.out, expected, f"{path}, {threads}")
             assert_same_bits(np.ascontiguousarray(result.lse), lse, f"{path}, {threads}")
 
@@ -88,8 +100,9 @@ def test_packed_sequences_agree_with_the_reference(name: str, options: str, dtyp
     if name == "none":
         assert cattn.varlen_attention(*arrays).shape == (0, 4, 6)
         return
-    expected = reference.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
-    result = cattn.varlen_attention(*arrays, **OPTIONS[options], return_lse=True)
+    chosen = options_of(options, name)
+    expected = reference.varlen_attention(*arrays, **chosen, return_lse=True)
+    result = cattn.varlen_attention(*arrays, **chosen, return_lse=True)
     tolerance = 100 * np.finfo(dtype).eps
     assert isinstance(expected, cattn.AttentionOutput)
     np.testing.assert_allclose(result.out, expected.out, rtol=0, atol=tolerance)
@@ -189,6 +202,14 @@ def test_different_lengths_warn_unless_the_alignment_is_named() -> None:
         ({"alibi_slopes": [1.0]}, None, ""),
         ({"alibi_slopes": [1.0, 2.0]}, ValueError, "alibi_slopes has shape"),
         ({"window_size": 3}, TypeError, "window_size must be"),
+        ({"alibi_slopes": np.ones((1, 4)), "alignment": "lower_right", "is_causal": True}, None, ""),
+        ({"alibi_slopes": np.ones((2, 4))}, ValueError, r"alibi_slopes has shape \(2, 4\)"),
+        ({"alignment": "right"}, ValueError, "alignment must be None, 'upper_left' or 'lower_right', got 'right'"),
+        (
+            {"alignment": "upper_left", "is_causal": "lower_right"},
+            ValueError,
+            "alignment='upper_left' contradicts is_causal='lower_right': give one of them",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Exception] | None, message: str) -> None:
@@ -213,3 +234,102 @@ def test_one_query_head_is_broadcast_to_all_value_heads() -> None:
     out = cattn.varlen_attention(query, key, value, [0, 5], [0, 5], is_causal=True)
     expected = cattn.causal_attention(*(x.swapaxes(0, 1) for x in (query, key, value)))
     np.testing.assert_array_equal(out.swapaxes(0, 1), expected)
+
+
+def test_alignment_and_causality_may_be_given_apart(dtype: type) -> None:
+    arrays = packed("few queries", dtype)
+    for corner in ("upper_left", "lower_right"):
+        expected = cattn.varlen_attention(*arrays, is_causal=corner, window_size=(9, 0))
+        for causal in (True, corner):
+            out = cattn.varlen_attention(*arrays, is_causal=causal, alignment=corner, window_size=(9, 0))
+            assert_same_bits(out, expected)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+def unpad(batch: np.ndarray, lengths: list[int]) -> np.ndarray:
+    return np.concatenate([batch[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
+
+
+@pytest.mark.promise("packed sequences")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
+def test_packed_gradients_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
+    arrays, chosen, (lengths_q, lengths_k) = packed(name, dtype), options_of(options, name), LENGTHS[name]
+    rng = np.random.default_rng(1)
+    grad_out = rng.standard_normal((*arrays[0].shape[:2], 6)).astype(dtype)
+    grad_lse = rng.standard_normal((4, len(grad_out)))
+    result = cattn.varlen_attention(*arrays, **chosen, return_lse=np.float64)
+
+    def pad(rows: np.ndarray, cu: np.ndarray, lengths: list[int]) -> np.ndarray:
+        batch = np.full((len(lengths), max(lengths), *rows.shape[1:]), np.nan, rows.dtype)
+        for b, n in enumerate(lengths):
+            batch[b, :n] = rows[cu[b] : cu[b] + n]
+        return batch.swapaxes(1, 2)
+
+    query, key, value, cu_q, cu_k = arrays
+    rows = [pad(a, cu_q, lengths_q) for a in (grad_out, query, result.out)]
+    lses = [pad(a.T[..., None], cu_q, lengths_q)[..., 0] for a in (result.lse, grad_lse)]
+    with_lengths = dict(chosen)
+    if alignment := with_lengths.pop("alignment", None):
+        with_lengths["query_offset"] = np.subtract(lengths_k, lengths_q) if alignment == "lower_right" else 0
+    padding = np.arange(max(lengths_q)) >= np.reshape(lengths_q, (-1, 1, 1))
+    lses = [np.where(padding, 0, a) for a in lses]  # a sink sees the rows after the last query
+    expected = cattn.attention_backward(
+        np.where(padding[..., None], 0, rows[0]).astype(dtype), rows[1], pad(key, cu_k, lengths_k),
+        pad(value, cu_k, lengths_k), rows[2], lses[0], grad_lse=lses[1], query_seq_lengths=lengths_q,
+        key_value_seq_lengths=lengths_k, **with_lengths,
+    )  # fmt: skip
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            grads = cattn.varlen_attention_backward(
+                grad_out, query, key, value, result.out, result.lse, cu_q, cu_k, grad_lse=grad_lse, **chosen
+            )
+        for field, lengths in (("query", lengths_q), ("key", lengths_k), ("value", lengths_k)):
+            actual = getattr(grads, field)
+            assert actual.flags.c_contiguous
+            assert_same_bits(actual, unpad(getattr(expected, field), lengths), field)
+        if "sinks" in chosen:
+            assert_same_bits(grads.sinks, expected.sinks)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_packed_gradients_agree_with_the_reference(name: str, options: str, dtype: type) -> None:
+    arrays = packed(name, dtype)
+    chosen = options_of(options, name) if name != "none" else {}
+    grad_out = np.random.default_rng(1).standard_normal((*arrays[0].shape[:2], 6)).astype(dtype)
+    result = cattn.varlen_attention(*arrays, **chosen, return_lse=True)
+    grads = cattn.varlen_attention_backward(
+        grad_out, *arrays[:3], result.out, result.lse, *arrays[3:], grad_lse=np.ones(result.lse.shape), **chosen
+    )
+    if name == "none":
+        assert [g.shape for g in grads[:3]] == [a.shape for a in arrays[:3]]
+        return
+    exact = reference.varlen_attention(*arrays, **chosen, return_lse=True)
+    assert isinstance(exact, cattn.AttentionOutput)
+    expected = reference.varlen_attention_backward(
+        grad_out, *arrays[:3], exact.out, exact.lse, *arrays[3:], grad_lse=np.ones(exact.lse.shape), **chosen
+    )
+    for field in ("query", "key", "value", "sinks"):
+        ours, right = getattr(grads, field), getattr(expected, field)
+        assert (ours is None) == (right is None)
+        if ours is not None:
+            limit = 200 * np.finfo(dtype).eps * (1 + np.abs(right).max(initial=0))
+            np.testing.assert_allclose(ours, right, rtol=0, atol=limit, err_msg=field)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"grad_out": np.ones((5, 4, 3))}, ValueError, r"grad_out has shape \(5, 4, 3\), the output has \(5, 4, 4\)"),
+    ({"lse": np.ones((5, 4))}, ValueError, r"lse has shape \(5, 4\), the log-sum-exp has \(4, 5\)"),
+    ({"grad_lse": np.ones(5)}, ValueError, r"grad_lse has shape \(5,\), the log-sum-exp has \(4, 5\)"),
+    ({"dropout_p": 0.5}, ValueError, "rng must be what draws the forward pass's mask again"),
+    ({"cu_seqlens_q": [0, 4]}, ValueError, "cu_seqlens_q must start with 0"),
+])  # fmt: skip
+def test_wrong_arguments_of_the_gradients_are_refused(change: Any, error: type[Exception], message: str) -> None:
+    call: dict[str, Any] = {
+        "grad_out": np.ones((5, 4, 4)), "query": np.ones((5, 4, 8)), "key": np.ones((5, 2, 8)),
+        "value": np.ones((5, 2, 4)), "out": np.ones((5, 4, 4)), "lse": np.ones((4, 5)), "cu_seqlens_q": [0, 5],
+        "cu_seqlens_k": [0, 5],
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        cattn.varlen_attention_backward(**call | change)

@@ -187,7 +187,7 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
     PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
-    struct cattn_call call = {.state = state, .params = &params, .dims = dims};
+    struct cattn_call call = {.state = state, .params = &params, .dims = dims, .n_sequences = variant->n_sequences};
     bool need_weights; /* the earlier name of return_weights */
     const bool weights_only = variant->stage < CATTN_STAGE_OUT;
     const int single = weights_only ? WEIGHTS : OUT;

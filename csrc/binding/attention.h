@@ -24,6 +24,7 @@ struct cattn_variant {
     enum cattn_stage stage;
     /* Turns the call, which was parsed as one batch entry, into a batch of packed sequences. NULL: not packed. */
     bool (*unpack)(struct cattn_call *call, PyObject *context);
+    const npy_intp *n_sequences; /* the number of packed sequences; NULL: not packed */
     /* Returns the final result, a new reference, given the one of the core. A TorchGenerator advances only after it.
      * NULL: there is nothing to do. */
     PyObject *(*finish)(struct cattn_call *call, PyObject *result, PyObject *context);
@@ -31,6 +32,8 @@ struct cattn_variant {
 };
 
 PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
+/* The gradients, of such a call or of packed sequences; stage and finish of the variant are unused. */
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
 
 /* Comes after all checks and allocations: draws a seed, or from a TorchGenerator, and computes; without the GIL if
  * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */

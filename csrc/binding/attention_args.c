@@ -253,7 +253,7 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
         return false;
     npy_intp dims[NPY_MAXDIMS];
     for (int axis = 0; axis < call->n_batch_dims; axis++)
-        dims[axis] = call->dims[axis];
+        dims[axis] = call->n_sequences != NULL ? *call->n_sequences : call->dims[axis];
     dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
     if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)"))
         return false;

@@ -34,19 +34,22 @@
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
-#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k)
+#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse)
 
 #define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
 #define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
 #define BACKWARD_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) BACKWARD_EXTRA(A)
+#define VARLEN_BACKWARD_ARGUMENTS(A) BACKWARD_ARGUMENTS(A) VARLEN_EXTRA(A)
 
 /* The extras take the slots after the shared ones. */
 #define ARG_SLOT(name) ARG_##name,
 enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
-enum { BEFORE_VARLEN_EXTRA = N_ATTENTION_ARGS - 1, VARLEN_EXTRA(ARG_SLOT) };
-enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) };
+enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };
+/* Two functions have these, in different places: the index counts from the first of them. */
+#define VARLEN_SLOT(name) VARLEN_##name,
+enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 
 /* The arguments that are arrays. */
 enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, N_INPUTS };
@@ -68,9 +71,10 @@ struct cattn_call {
     int compute_type; /* NumPy's type number of the computation */
     int stored_type;  /* the same of query, key, value, out and weights */
     int n_batch_dims;
-    npy_intp kv_heads;   /* of key and value, 1 without heads */
-    int nd;              /* of dims */
-    npy_intp *dims;      /* (*batch, [H], T_q, T_k) */
+    const npy_intp *n_sequences; /* packed sequences, parsed as one batch entry: their number; else NULL */
+    npy_intp kv_heads;           /* of key and value, 1 without heads */
+    int nd;                      /* of dims */
+    npy_intp *dims;              /* (*batch, [H], T_q, T_k) */
     npy_intp *bias_dims; /* receives the shape of the bias that has a gradient; NULL if there are no gradients */
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };

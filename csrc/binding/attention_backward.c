@@ -79,9 +79,18 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
 static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
                           int axes) {
     /* the core writes the gradient of the query once, and adds to the others */
-    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.compute_type)
-                                                        : PyArray_ZEROS(nd, dims, b->call.compute_type, 0));
-    if (b->gradients[i] == NULL)
+    const bool packed = b->call.n_sequences != NULL && i <= GRAD_VALUE;
+    const npy_intp rows_first[] = {1, packed ? dims[2] : 0, packed ? dims[1] : 0, packed ? dims[3] : 0};
+    const npy_intp *own = packed ? rows_first : dims; /* the caller sees (rows, heads, columns) in memory */
+    PyArrayObject *made = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, own, b->call.compute_type)
+                                                            : PyArray_ZEROS(nd, own, b->call.compute_type, 0));
+    if (made != NULL && packed) {
+        PyArrayObject *view = (PyArrayObject *)PyArray_SwapAxes(made, 1, 2);
+        Py_DECREF((PyObject *)made);
+        made = view;
+    }
+    b->gradients[i] = made;
+    if (made == NULL)
         return false;
     cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
     return true;
@@ -124,6 +133,8 @@ static bool make_gradients(struct backward *b) {
     if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, call->axes) || !make_bias_gradient(b))
         return false;
     memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
+    if (call->n_sequences != NULL)
+        dims[0] = *call->n_sequences;
     dims[call->n_batch_dims] = (npy_intp)params->num_heads;
     return call->inputs[SINKS] == NULL ||
            make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
@@ -177,12 +188,16 @@ static PyObject *build_result(const struct backward *b) {
     return result;
 }
 
-PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
     struct backward b;
     PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
     cattn_clear_backward(&b.params);
-    b.call = (struct cattn_call){.state = state, .params = &b.params.forward, .dims = b.dims, .bias_dims = b.bias_dims};
+    b.call = (struct cattn_call){.state = state,
+                                 .params = &b.params.forward,
+                                 .dims = b.dims,
+                                 .bias_dims = b.bias_dims,
+                                 .n_sequences = variant->n_sequences};
     memset(b.given, 0, sizeof b.given);
     memset(b.gradients, 0, sizeof b.gradients);
     cattn_draw_clear(&b.draw);
@@ -192,7 +207,8 @@ PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **
         if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(&b, i, given[i]))
             goto done;
     }
-    if (make_gradients(&b) && run(&b, args[ARG_rng]))
+    if (make_gradients(&b) && (variant->unpack == NULL || variant->unpack(&b.call, variant->context)) &&
+        run(&b, args[ARG_rng]))
         result = build_result(&b);
 done:
     cattn_call_clear(&b.call);
@@ -201,4 +217,9 @@ done:
     for (int i = 0; i < N_GRADIENTS; i++)
         Py_XDECREF((PyObject *)b.gradients[i]);
     return cattn_draw_end(&b.draw, result);
+}
+
+PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
+    static const struct cattn_variant variant = {.stage = CATTN_STAGE_OUT};
+    return cattn_differentiate(state, args, &variant);
 }

@@ -18,6 +18,7 @@
     E(CATTN_ATTENTION_WEIGHTS, attention_weights, WEIGHTS_ARGUMENTS)                                                   \
     E(CATTN_VARLEN_ATTENTION, varlen_attention, VARLEN_ARGUMENTS)                                                      \
     E(CATTN_ATTENTION_BACKWARD, attention_backward, BACKWARD_ARGUMENTS)                                                \
+    E(CATTN_VARLEN_ATTENTION_BACKWARD, varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                           \
     E(CATTN_EXPLAIN, explain, ATTENTION_ARGUMENTS)                                                                     \
     E(CATTN_SOFTMAX, softmax, SOFTMAX_ARGUMENTS)                                                                       \
     E(CATTN_MASKED_SOFTMAX, masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                  \

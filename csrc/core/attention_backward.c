@@ -14,6 +14,7 @@
 #include "dropout_stream.h"
 #include "parallel.h"
 #include "plan.h"
+#include "strides.h"
 #include "tickets.h"
 
 struct backward_job {
@@ -83,6 +84,12 @@ static int64_t head_start(const struct cattn_attention_params *p, const struct c
     return cattn_batch_start(p, tensor, step->batch) + step->head * tensor->head;
 }
 
+/* The first row of a packed sequence; 0 if they are not packed. */
+static int64_t start_of_sequence(const struct cattn_attention_params *p, const struct cattn_tensor *starts,
+                                 int64_t index) {
+    return cattn_batch_number(starts, 0, p->n_batch_dims, p->batch_shape, index);
+}
+
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
     const struct cattn_attention_params *p = &params->forward;
     const struct cattn_tensor *bias = &params->grad_bias;
@@ -100,14 +107,15 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
 }
 
 /* Points the rows at an output that is no half although the other tensors are. */
-static void set_up_plain_out(const struct cattn_attention_params *p, struct cattn_backward *b,
-                             const struct step *step) {
+static void set_up_plain_out(const struct cattn_attention_params *p, struct cattn_backward *b, const struct step *step,
+                             int64_t first_row) {
     b->out_storage = CATTN_STORED_PLAIN;
     for (int r = 0; r < b->scores.n_rows; r++)
-        b->scores.per_row->out[r] = cattn_tensor_at(
-            p, &p->out, head_start(p, &p->out, step) + (step->block * CATTN_TILE_ROWS + r) * p->out.row);
+        b->scores.per_row->out[r] =
+            cattn_tensor_at(p, &p->out, head_start(p, &p->out, step) + (first_row + r) * p->out.row);
 }
 
+/* Sets n_rows to 0, and nothing else, for a step past the end of a packed sequence. */
 static struct cattn_backward *set_up(const struct backward_job *job, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
@@ -116,13 +124,23 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     cattn_batch_fill(p, step->batch, &batch);
     const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     struct cattn_rows *rows = &b->scores;
+    /* packed sequences share the row axes, and the next one follows the last query */
+    const bool packed = p->query_starts.data;
+    const int64_t n_queries = packed ? batch.batch_range.n_queries : p->seqlen_q;
+    const int64_t first_row = first + start_of_sequence(p, &p->query_starts, step->batch);
+    const int64_t first_key = start_of_sequence(p, &p->key_starts, step->batch);
     rows->call = job->scores;
-    rows->n_rows = (int)cattn_min(p->seqlen_q - first, CATTN_TILE_ROWS);
+    rows->n_rows = (int)cattn_min(n_queries - first, CATTN_TILE_ROWS);
+    if (rows->n_rows <= 0) {
+        rows->n_rows = 0;
+        rows->n_keys = 0;
+        return b;
+    }
     cattn_rows_of_batch(rows, p, &batch, kv_head);
     cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
     b->out_storage = p->storage;
     if (params->plain_out)
-        set_up_plain_out(p, b, step);
+        set_up_plain_out(p, b, step, first_row);
     set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
     set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
     set_up_bias(params, b, step);
@@ -131,14 +149,16 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     const double *grad_lse_data = grad_lse->data;
     b->has_grad_lse = grad_lse_data;
     for (int r = 0; r < rows->n_rows; r++) {
-        b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first + r) * query->row);
-        b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first + r) * grad_out->row);
+        b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first_row + r) * query->row);
+        b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first_row + r) * grad_out->row);
         if (grad_lse_data)
-            b->grad_lse[r] = grad_lse_data[head_start(p, grad_lse, step) + (first + r) * grad_lse->row];
+            b->grad_lse[r] = grad_lse_data[head_start(p, grad_lse, step) + (first_row + r) * grad_lse->row];
     }
-    b->grad_key = cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head);
+    b->grad_key =
+        cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head + first_key * key->row);
     b->grad_key_row = key->row;
-    b->grad_value = cattn_tensor_at(p, value, cattn_batch_start(p, value, step->batch) + kv_head * value->head);
+    b->grad_value = cattn_tensor_at(
+        p, value, cattn_batch_start(p, value, step->batch) + kv_head * value->head + first_key * value->row);
     b->grad_value_row = value->row;
     return b;
 }
@@ -243,11 +263,17 @@ static bool run_step(const struct backward_job *job, const struct step *step, in
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, b->scores.n_rows, p->seqlen_k,
                                                           b->scores.scratch.drop_bits, worker))
         return false;
-    job->kernels->backward_begin(b);
-    const struct cattn_range keys = cattn_rows_keys(&b->scores);
+    const bool has_rows = b->scores.n_rows > 0;
+    struct cattn_range keys = {0, 0};
+    if (has_rows) {
+        job->kernels->backward_begin(b);
+        keys = cattn_rows_keys(&b->scores);
+    }
     for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++)
         if (cattn_should_stop(worker) || !run_block(job, step, b, keys, key_block, worker))
             return false;
+    if (!has_rows)
+        return true;
     if (job->sinks)
         job->sinks[(step->batch * p->num_heads + step->head) * job->plan.blocks_per_head + step->block] =
             job->kernels->backward_sink(b);

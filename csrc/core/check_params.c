@@ -128,7 +128,8 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
     cattn_check_attention(p);
     if (params->plain_out)
         check_aligned(&p->out, element);
-    assert(p->out.data && p->lse.data && !p->weights.data && !p->dropout_mask.data && !p->query_starts.data);
+    assert(p->out.data && p->lse.data && !p->weights.data && !p->dropout_mask.data);
+    assert(!p->query_starts.data || !params->grad_bias.data);
     check_present(&params->grad_out, cattn_stored_size(p->dtype, p->storage));
     check_aligned(&params->grad_lse, sizeof(double));
     if (p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k == 0)

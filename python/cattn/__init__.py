@@ -36,6 +36,7 @@ from .functional import (
     softmax,
     softmax_backward,
     varlen_attention,
+    varlen_attention_backward,
 )
 from .nn import (
     CausalAttention,
@@ -89,6 +90,7 @@ __all__ = [
     "softmax",
     "softmax_backward",
     "varlen_attention",
+    "varlen_attention_backward",
 ]
 
 

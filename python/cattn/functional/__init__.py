@@ -16,7 +16,14 @@ from ._gradients import attention_backward, sum_gradients
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
-from ._varlen import pack_sequences, unpack_sequences, varlen_attention
+from ._varlen import (
+    pack_gradients,
+    pack_sequences,
+    unpack_gradients,
+    unpack_sequences,
+    varlen_attention,
+    varlen_attention_backward,
+)
 
 __all__ = [
     "Explanation",
@@ -36,6 +43,7 @@ __all__ = [
     "softmax",
     "softmax_backward",
     "varlen_attention",
+    "varlen_attention_backward",
 ]
 
 # C imports nothing of this package: these are the functions and classes that it calls.
@@ -58,6 +66,8 @@ _cattn._register_helpers(
     drop_weights=drop_weights,
     pack_sequences=pack_sequences,
     unpack_sequences=unpack_sequences,
+    pack_gradients=pack_gradients,
+    unpack_gradients=unpack_gradients,
     sum_gradients=sum_gradients,
     make_explanation=make_explanation,
 )

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_array, common_dtype
 from .._input.fp_mode import in_default_mode
+from .._input.types import AttentionOutput
 
 
+@overload
+def merge_attention(outs: Iterable[AttentionOutput], lses: None = ...) -> AttentionOutput: ...
+@overload
+def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @in_default_mode
-def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tuple[NDArray[Any], NDArray[Any]]:
+def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None) -> Any:
     r"""Combine attention over parts of the keys into attention over all of them.
 
     If keys and values arrive in pieces or are on several machines, attend to each piece with ``return_lse=True`` first.
 
     Parameters
     ----------
-    outs : sequence of array_like, shape (..., T_q, d_v)
-        The output over each part.
-    lses : sequence of array_like, shape (..., T_q)
-        The log-sum-exp over each part.
+    outs : sequence of AttentionOutput, or of array_like, shape (..., T_q, d_v)
+        The result over each part with its lse; or the output alone, and then lses.
+    lses : sequence of array_like, shape (..., T_q), optional
+        The log-sum-exp over each part, if outs has the outputs alone.
 
     Returns
     -------
+    AttentionOutput
+        `out` and `lse`, so that results of merges can be merged again. With lses, the tuple (out, lse).
     out : ndarray, shape (..., T_q, d_v)
         The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
         in which a query saw no key (lse -inf) changes no bit of its result.
@@ -38,7 +45,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     TypeError
         A part is not an array of numbers.
     ValueError
-        There are no parts, the numbers of outs and lses differ, or shapes differ.
+        There are no parts, a result has no lse, the numbers of outs and lses differ, or shapes differ.
 
     See Also
     --------
@@ -56,6 +63,11 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     Parts must not share keys. With sinks, give them to one part only. Merge outputs without dropout: the dropout
     mask of a key depends on its position in the whole call.
 
+    Gradients: with merged results O and L, their gradients dO and dL, and ``w = exp(lse - L)`` of a part, the gradients
+    of that part's results are ``w * dO`` and ``w * (dL + sum(dO * (out - O)))``. `attention_backward` takes them as
+    grad_out and grad_lse. The gradients of query, key and value are the same, to rounding, if it gets O, L, dO and dL
+    in place of the part's own out, lse, grad_out and grad_lse: ring attention needs the merged results only.
+
     Examples
     --------
     >>> import numpy as np
@@ -64,11 +76,42 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
     >>> parts = [
     ...     cattn.scaled_dot_product_attention(query, key[part], value[part], return_lse=True)
     ...     for part in (slice(0, 2), slice(2, 6))]
-    >>> out, lse = cattn.merge_attention([p.out for p in parts], [p.lse for p in parts])
-    >>> bool(np.allclose(out, cattn.scaled_dot_product_attention(query, key, value)))
+    >>> both = cattn.merge_attention(parts)
+    >>> bool(np.allclose(both.out, cattn.scaled_dot_product_attention(query, key, value)))
+    True
+
+    The gradient of the query, for a loss whose gradients are 1 for the output and lse for the log-sum-exp:
+
+    >>> grad_out, grad_lse, grad_query = np.ones((6, 4)), both.lse, np.zeros((6, 4))
+    >>> for part, keys in zip(parts, (slice(0, 2), slice(2, 6)), strict=True):
+    ...     w = np.exp(part.lse - both.lse)
+    ...     of_lse = w * (grad_lse + (grad_out * (part.out - both.out)).sum(axis=-1))
+    ...     grad_query += cattn.attention_backward(
+    ...         w[:, None] * grad_out, query, key[keys], value[keys], part.out, part.lse, grad_lse=of_lse).query
+    >>> whole = cattn.attention_backward(grad_out, query, key, value, both.out, both.lse, grad_lse=grad_lse)
+    >>> bool(np.allclose(grad_query, whole.query))
     True
     """
-    all_outs, all_lses = _parts(outs, "outs"), _parts(lses, "lses")
+    if lses is not None:
+        return _merge(_parts(outs, "outs"), _parts(lses, "lses"))
+    if not isinstance(outs, Iterable):
+        raise TypeError(f"outs must be a sequence of AttentionOutput, got {type(outs).__name__}")
+    results = list(outs)
+    for n, result in enumerate(results):
+        if not isinstance(result, AttentionOutput):
+            kind = type(result).__name__
+            raise TypeError(f"outs[{n}] must be an AttentionOutput if lses is not given, got {kind}")
+        if result.out is None or result.lse is None:
+            field = "out" if result.out is None else "lse"
+            raise ValueError(f"outs[{n}] has no {field}: attend with return_lse=True")
+    out, lse = _merge(_parts([r.out for r in results], "outs"), _parts([r.lse for r in results], "lses"))
+    return AttentionOutput(out, lse=lse)
+
+
+def _merge(
+    all_outs: NDArray[Any] | list[NDArray[Any]], all_lses: NDArray[Any] | list[NDArray[Any]]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the merged output and log-sum-exp."""
     if len(all_outs) == 0 or len(all_outs) != len(all_lses):
         raise ValueError(f"outs and lses must be as many, at least 1, got {len(all_outs)} and {len(all_lses)}")
     shape = all_outs[0].shape

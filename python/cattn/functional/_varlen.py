@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_array, as_integers, common_dtype
 from .._input.checks import as_size, is_word
-from .._input.types import RNG, Alignment, AttentionOutput, CausalAlignmentWarning, LseDType, Window
+from .._input.types import (
+    RNG,
+    Alignment,
+    AttentionGradients,
+    AttentionOutput,
+    CausalAlignmentWarning,
+    LseDType,
+    Window,
+)
 from ..random import TorchGenerator
 from ._signature import implemented_in_c
 
-__all__ = ["varlen_attention"]
+__all__ = ["varlen_attention", "varlen_attention_backward"]
+
+
+Corner: TypeAlias = Literal["upper_left", "lower_right"]
 
 
 class VarlenOptions(TypedDict, total=False):
@@ -24,6 +35,7 @@ class VarlenOptions(TypedDict, total=False):
     max_seqlen_k: int | None
     dropout_p: float
     is_causal: Alignment
+    alignment: Corner | None
     scale: float | None
     window_size: Window
     softcap: float | None
@@ -80,6 +92,7 @@ def varlen_attention(
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
+    alignment: Corner | None = None,
     scale: float | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
@@ -119,14 +132,18 @@ def varlen_attention(
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
         last key.
+    alignment : {"upper_left", "lower_right"}, optional
+        The position of a query, for window_size and alibi_slopes without causality: query i of a sequence stands at key
+        i ("upper_left", the default), or its last query at its last key ("lower_right"). With is_causal both mean the
+        same, and may be given together if they agree.
     scale : float, optional
         Default 1 / sqrt(head_dim).
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
         Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
+        One number for each query head, or for each sequence and query head: the slope of ALiBi, and one extra logit.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool, np.float32 or np.float64
@@ -164,21 +181,111 @@ def varlen_attention(
     """
 
 
-def pack_sequences(
+@implemented_in_c
+def varlen_attention_backward(  # type: ignore[empty-body]
+    grad_out: ArrayLike,
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Alignment = False,
+    alignment: Corner | None = None,
+    scale: float | None = None,
+    window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    rng: RNG = None,
+    grad_lse: ArrayLike | None = None,
+) -> AttentionGradients:
+    """Return the gradients of `varlen_attention`, given those of its output and, optionally, of its log-sum-exp.
+
+    Sequence b gets the bits that `attention_backward` gives batch entry b of a padded call with lengths.
+
+    Parameters
+    ----------
+    grad_out : array_like, shape (total_q, H, d_v)
+        Gradient of the output.
+    query : array_like, shape (total_q, H, head_dim)
+        This and every other argument of `varlen_attention` must be that of the forward pass.
+    key : array_like, shape (total_k, H_kv, head_dim)
+        The keys.
+    value : array_like, shape (total_k, H_kv, d_v)
+        The values.
+    out : array_like, shape (total_q, H, d_v)
+        The output of the forward pass; for halves it may be float32.
+    lse : array_like, shape (H, total_q)
+        The log-sum-exp of the forward pass (``return_lse=True``, or np.float64 for more exact gradients).
+    cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
+        The edges of the sequences.
+
+    Returns
+    -------
+    AttentionGradients
+        Gradients of query, key, value and sinks, each in the shape of its argument; `bias` is None.
+
+    Other Parameters
+    ----------------
+    max_seqlen_q, max_seqlen_k : int, optional
+        An upper bound of the lengths.
+    dropout_p : float
+        Probability that a weight is dropped.
+    is_causal : bool or {"upper_left", "lower_right"}
+        Which keys a query sees, within its sequence.
+    alignment : {"upper_left", "lower_right"}, optional
+        The position of a query without causality.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
+    window_size : (int, int)
+        Number of keys seen before and after a query's position; -1 sets no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
+        The slope of ALiBi, and one extra logit.
+    rng : int
+        Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
+    grad_lse : array_like, shape (H, total_q), optional
+        Gradient of the log-sum-exp.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `varlen_attention` and `attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((5, 1, 2))  # a sequence of 3 tokens, and one of 2
+    >>> edges = [0, 3, 5]
+    >>> result = cattn.varlen_attention(x, x, x, edges, edges, return_lse=True)
+    >>> grads = cattn.varlen_attention_backward(np.ones((5, 1, 2)), x, x, x, result.out, result.lse, edges, edges)
+    >>> grads.value[:, 0, 0]
+    array([1., 1., 1., 1., 1.])
+    """
+
+
+def _pack(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     is_causal: Alignment,
+    alignment: Corner | None,
     window_size: Window,
     rng: RNG,
-    out: NDArray[Any] | None,
 ) -> tuple[Any, ...]:
     """Check the arguments of packed sequences, and return arguments for C in the order of varlen_attention.c."""
-    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
     for array, name, last in ((q, "query", "head_dim"), (k, "key", "head_dim"), (v, "value", "d_v")):
         if array.ndim != 3:
             raise ValueError(f"{name} must have shape (total, heads, {last}), got {array.shape}")
@@ -189,10 +296,48 @@ def pack_sequences(
     if isinstance(rng, TorchGenerator):
         raise TypeError("rng must be None, an int or what numpy.random.default_rng takes, got TorchGenerator")
     lower_right = is_word(is_causal, "lower_right")
-    if isinstance(is_causal, (bool, np.bool_)) and not np.array_equal(lengths_q, lengths_k):
+    if alignment is not None:
+        lower_right, is_causal = _align(is_causal, alignment)
+    elif lower_right:
+        is_causal = "upper_left"  # C aligns the sequences itself
+    elif isinstance(is_causal, (bool, np.bool_)) and not np.array_equal(lengths_q, lengths_k):
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
+    sequences = (starts_q, lengths_q, starts_k, lengths_k, longest_q, longest_k)
+    return (_as_heads(q), _as_heads(k), _as_heads(v), is_causal, 0, lower_right, *sequences)
 
+
+def _align(is_causal: Alignment, alignment: Corner) -> tuple[bool, Alignment]:
+    """Return whether sequences are aligned at their ends, and is_causal without an alignment of its own."""
+    lower_right = is_word(alignment, "lower_right")
+    if not lower_right and not is_word(alignment, "upper_left"):
+        raise ValueError(f"alignment must be None, 'upper_left' or 'lower_right', got {alignment!r}")
+    if is_word(is_causal, "upper_left" if lower_right else "lower_right"):
+        raise ValueError(f"alignment={alignment!r} contradicts is_causal={is_causal!r}: give one of them")
+    if is_word(is_causal, alignment) or (isinstance(is_causal, (bool, np.bool_)) and is_causal):
+        return lower_right, "upper_left"
+    return lower_right, is_causal
+
+
+def pack_sequences(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: Alignment,
+    alignment: Corner | None,
+    window_size: Window,
+    rng: RNG,
+    out: NDArray[Any] | None,
+) -> tuple[Any, ...]:
+    """Return the arguments of `_pack`, a view of the output as heads, and the output."""
+    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
+    packed = _pack(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
+    )
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # a single head is broadcast
     shape = (len(q), heads, v.shape[2])
     if out is None:
@@ -201,9 +346,7 @@ def pack_sequences(
         raise TypeError(f"out must be a numpy.ndarray, got {type(out).__name__}")
     elif out.shape != shape:
         raise ValueError(f"out has shape {out.shape}, the result has {shape}")
-    offset = None if lower_right else 0
-    sequences = (starts_q, lengths_q, starts_k, lengths_k, longest_q, longest_k)
-    return (_as_heads(q), _as_heads(k), _as_heads(v), is_causal, offset, _as_heads(out), *sequences, out)
+    return (*packed, _as_heads(out), out)
 
 
 def unpack_sequences(result: Any, out: NDArray[Any]) -> Any:
@@ -211,6 +354,52 @@ def unpack_sequences(result: Any, out: NDArray[Any]) -> Any:
     if not isinstance(result, AttentionOutput):
         return out
     return AttentionOutput(out, lse=result.lse[0], dropout_seed=result.dropout_seed)
+
+
+def pack_gradients(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    is_causal: Alignment,
+    alignment: Corner | None,
+    window_size: Window,
+    rng: RNG,
+    grad_out: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    grad_lse: ArrayLike | None,
+) -> tuple[Any, ...]:
+    """Return the arguments of `_pack`, and views of the other four as heads."""
+    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
+    packed = _pack(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
+    )
+    heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)
+
+    def checked(array: ArrayLike, name: str, whose: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        rows = as_array(array, name)
+        if rows.shape != shape:
+            raise ValueError(f"{name} has shape {rows.shape}, {whose} has {shape}")
+        return rows
+
+    shape, rows = (len(q), heads, v.shape[2]), (heads, len(q))
+    return (
+        *packed,
+        _as_heads(checked(grad_out, "grad_out", "the output", shape)),
+        _as_heads(checked(out, "out", "the output", shape)),
+        checked(lse, "lse", "the log-sum-exp", rows)[None],
+        None if grad_lse is None else checked(grad_lse, "grad_lse", "the log-sum-exp", rows)[None],
+    )
+
+
+def unpack_gradients(grads: AttentionGradients) -> AttentionGradients:
+    """Return the gradients of C, (1, H, total, D), in the shapes of the packed arrays."""
+    query, key, value = (grad[0].swapaxes(0, 1) for grad in grads[:3])
+    return AttentionGradients(query, key, value, sinks=grads.sinks)
 
 
 def _as_heads(packed: NDArray[Any]) -> NDArray[Any]:
@@ -241,4 +430,4 @@ def _warn_alignment(is_causal: bool, window_size: Window) -> None:
     if is_causal or windowed:
         text = "queries and keys of a sequence differ in number, and query i stands at key i: name is_causal "
         text += "'upper_left' for that, 'lower_right' if the last query belongs to the last key"
-        warnings.warn(text, CausalAlignmentWarning, stacklevel=3)
+        warnings.warn(text, CausalAlignmentWarning, stacklevel=4)

@@ -20,7 +20,7 @@ References
 """
 
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
-from ._backward import attention_backward, dropout_backward, softmax_backward
+from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
@@ -40,4 +40,5 @@ __all__ = [
     "softmax_backward",
     "textbook_masked_softmax",
     "varlen_attention",
+    "varlen_attention_backward",
 ]

@@ -129,13 +129,15 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
+    alignment: str | None = None,
     return_lse: bool | LseDType = False,
     **keywords: Any,
 ) -> Floats | AttentionOutput:
     """Return attention of packed sequences: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).
 
     The sequences are padded to a batch with lengths. Keywords are those of
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`. `alignment` gives the positions of the queries of a sequence, with and without
+    causality: "upper_left", or "lower_right" (the last one stands at the last key).
 
     Examples
     --------
@@ -144,25 +146,41 @@ def varlen_attention(
     array([2., 2., 5.])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
-
-    def padded(packed: ArrayLike, edges: NDArray[Any]) -> Floats:
-        rows = np.asarray(packed, np.float64)
-        batch = np.zeros((len(edges) - 1, int(np.diff(edges).max(initial=0)), *rows.shape[1:]))
-        for entry, first, last in zip(batch, edges[:-1], edges[1:], strict=True):
-            entry[: last - first] = rows[first:last]
-        return batch.swapaxes(1, 2)
-
-    lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
     result = scaled_dot_product_attention(
-        padded(query, edges_q), padded(key, edges_k), padded(value, edges_k), query_seq_lengths=lengths_q,
-        key_value_seq_lengths=lengths_k, return_lse=True, **keywords,
+        pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), return_lse=True,
+        **padded_options(edges_q, edges_k, alignment, keywords),
     )  # fmt: skip
     assert isinstance(result, AttentionOutput)
-    out = np.concatenate([entry[:, :n].swapaxes(0, 1) for entry, n in zip(result.out, lengths_q, strict=True)])
-    if not return_lse:
-        return out
-    lse = np.concatenate([entry[:, :n] for entry, n in zip(result.lse, lengths_q, strict=True)], axis=1)
-    return AttentionOutput(out, lse=lse)
+    out = unpad(result.out, edges_q)
+    return AttentionOutput(out, lse=unpad(result.lse[..., None], edges_q)[..., 0].T) if return_lse else out
+
+
+def pad(packed: ArrayLike, edges: NDArray[Any]) -> Floats:
+    """Return packed rows (total, H, D) as a batch (B, H, longest, D), padded with zeros."""
+    rows = np.asarray(packed, np.float64)
+    batch = np.zeros((len(edges) - 1, int(np.diff(edges).max(initial=0)), *rows.shape[1:]))
+    for entry, first, last in zip(batch, edges[:-1], edges[1:], strict=True):
+        entry[: last - first] = rows[first:last]
+    return batch.swapaxes(1, 2)
+
+
+def unpad(batch: Floats, edges: NDArray[Any]) -> Floats:
+    """Undo `pad`."""
+    return np.concatenate([entry[:, :n].swapaxes(0, 1) for entry, n in zip(batch, np.diff(edges), strict=True)])
+
+
+def padded_options(
+    edges_q: NDArray[Any], edges_k: NDArray[Any], alignment: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a padded call, given those of packed sequences."""
+    lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
+    options = options | {"query_seq_lengths": lengths_q, "key_value_seq_lengths": lengths_k}
+    if alignment is None:
+        return options
+    return options | {
+        "query_offset": lengths_k - lengths_q if alignment == "lower_right" else 0,
+        "is_causal": "upper_left" if options.get("is_causal") else False,
+    }
 
 
 @quiet

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from cattn._input.types import AttentionGradients
 
-from ._attention import _dropout_bits, _weighted_sum, score
+from ._attention import _dropout_bits, _weighted_sum, pad, padded_options, score, unpad
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
 from ._shared import Floats, boolean, deliver, probability, quiet
@@ -93,6 +93,44 @@ def attention_backward(
     for grad, given in zip((grad_q, grad_k, grad_v), inputs, strict=True):
         grads.append(_sum_groups(grad[..., 0, :, :] if problem.one_head else grad, np.shape(given)))
     return AttentionGradients(grads[0], grads[1], grads[2], grad_bias, grad_sinks)
+
+
+def varlen_attention_backward(
+    grad_out: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    alignment: str | None = None,
+    grad_lse: ArrayLike | None = None,
+    **options: Any,
+) -> AttentionGradients:
+    """Return the gradients of `varlen_attention`: those of the sequences, padded to a batch with lengths.
+
+    Examples
+    --------
+    >>> x, lse = np.ones((3, 1, 1)), np.log([[2.0, 2.0, 1.0]])
+    >>> varlen_attention_backward(x, x, x, x, x, lse, [0, 2, 3], [0, 2, 3], scale=0.0).value[:, 0, 0]
+    array([1., 1., 1.])
+    """
+    edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
+
+    def pad_lse(rows: ArrayLike) -> Floats:  # (H, total)
+        return pad(np.asarray(rows).T[..., None], edges_q)[..., 0]
+
+    grads = attention_backward(
+        pad(grad_out, edges_q), pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), pad(out, edges_q),
+        pad_lse(lse), grad_lse=None if grad_lse is None else pad_lse(grad_lse),
+        **padded_options(edges_q, edges_k, alignment, options),
+    )  # fmt: skip
+    query_grad, key_grad, value_grad = (
+        unpad(g, edges) for g, edges in zip(grads[:3], (edges_q, edges_k, edges_k), strict=True)
+    )
+    return AttentionGradients(query_grad, key_grad, value_grad, sinks=grads.sinks)
 
 
 @quiet
