@@ -71,12 +71,13 @@ numpydoc_validation_checks = {
     "RT03",  # the type "ndarray" may be description enough
     "SA01",  # a See Also section is not required
 }
-# These docstrings are prose without sections: the reference, results and a warning that users do not construct, and two
-# ONNX classes that only ONNX constructs.
+# These docstrings are prose without sections: the reference, results and a warning that users do not construct, two
+# ONNX classes that only ONNX constructs, and a mask that only transformers constructs.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
     r"^cattn\.(AttentionGradients|AttentionOutput|CausalAlignmentWarning|Explanation)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
+    r"^cattn\.integrations\.transformers\.AttentionMask$",
 }
 
 # ---- HTML ----

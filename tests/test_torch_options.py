@@ -118,8 +118,9 @@ def test_gradients_are_derivatives(name: str) -> None:
 @pytest.mark.parametrize("return_weights", [False, True])
 def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_weights: bool) -> None:
     inputs, options, _ = case(name)
-    options = {k: torch.tensor(v) if k.endswith(("offset", "lengths")) else v for k, v in options.items()}
+    options = {k: torch.as_tensor(v) if k.endswith(("offset", "lengths")) else v for k, v in options.items()}
     mask = options.pop("attn_mask", None)
+    mask = None if mask is None else mask.detach()  # with a bias the function adds the two before the operator
     args = operator_arguments([t.detach().requires_grad_() for t in inputs], mask, return_weights=return_weights,
                               **options)  # fmt: skip
     torch.library.opcheck(torch.ops.cattn.attention.default, args)

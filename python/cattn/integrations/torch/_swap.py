@@ -20,9 +20,9 @@ _theirs = torch.nn.functional.scaled_dot_product_attention
 
 @dataclass
 class Seen:
-    """Calls of PyTorch's name inside `use_cattn`; calls of compiled code do not count.
+    """Calls of PyTorch's name inside ``use_cattn``; calls of compiled code do not count.
 
-    Attributes
+    Parameters
     ----------
     calls : int
         Calls that cattn computed.
