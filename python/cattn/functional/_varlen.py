@@ -164,6 +164,7 @@ def varlen_attention(
     See Also
     --------
     scaled_dot_product_attention : Padded sequences, with ``key_value_seq_lengths``.
+    varlen_attention_backward : The gradients.
     cattn.reference.varlen_attention : The same in plain NumPy.
 
     Notes
@@ -258,6 +259,11 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     ------
     TypeError, ValueError
         As for `varlen_attention` and `attention_backward`.
+
+    See Also
+    --------
+    varlen_attention : The forward pass; ``return_lse=True`` returns the log-sum-exp.
+    attention_backward : The gradients of padded sequences.
 
     Examples
     --------
