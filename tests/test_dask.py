@@ -50,6 +50,7 @@ def pairs(result: Any) -> set[tuple[int, ...]]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("dask")
 @given(st.data())
 def test_any_chunks_and_options_give_the_values_of_one_call(data: st.DataObject) -> None:
     """The reference is one call of the core. An error of rounding is a few units of the dtype's last place."""
@@ -175,6 +176,7 @@ def problem() -> tuple[list[Any], dict[str, Any]]:
     return arrays, options
 
 
+@pytest.mark.promise("dask")
 def test_schedulers_and_numbers_of_workers_change_no_bit() -> None:
     arrays, options = problem()
     expected = compute(attention(*arrays, **options))

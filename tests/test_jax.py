@@ -153,6 +153,7 @@ def assert_close(ours: Any, right: Any, tolerance: float) -> None:
 
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
+@pytest.mark.promise("JAX")
 @pytest.mark.parametrize("name", SHARED)
 def test_values_residuals_and_gradients_agree_with_jax(name: str) -> None:
     """Up to the rounding of float32, in which the two sum in other orders. A query without visible keys is ours."""
@@ -251,6 +252,7 @@ def check_bits(name: str, dtype: str) -> None:
             assert_close(ours, theirs_summed, 1e-4 if dtype != "float64" else 1e-12)
 
 
+@pytest.mark.promise("JAX")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_the_functions_for_numpy(name: str, dtype: str) -> None:

@@ -50,6 +50,7 @@ MASK = normal(2, 1, 9, 9, seed=5) > 0
 MASK[..., 0] = True
 
 
+@pytest.mark.promise("Keras")
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize(
     "options",

@@ -93,6 +93,7 @@ def numbers(model: Model, result: Any, mask: Any) -> Any:
     return found.flatten()
 
 
+@pytest.mark.promise("transformers")
 @each("side", dict.fromkeys(SHORT, ("both",)) | {"whisper": (None,), "gpt2": ("left",)}, SIDES)
 def test_outputs_and_gradients_are_those_of_eager_attention(name: str, side: str | None) -> None:
     model = MODELS[name]
@@ -326,6 +327,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.promise("transformers")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("side", [None, "left"])
 def test_a_model_with_attention_of_its_own_is_refused_by_name(name: str, side: str | None) -> None:
