@@ -33,7 +33,7 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
     Returns
     -------
     AttentionOutput
-        `out` and `lse`, so that results of merges can be merged again. With lses, the tuple (out, lse).
+        ``out`` and ``lse``, so that results of merges can be merged again. With lses, the tuple (out, lse).
     out : ndarray, shape (..., T_q, d_v)
         The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
         in which a query saw no key (lse -inf) changes no bit of its result.

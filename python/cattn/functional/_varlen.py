@@ -230,7 +230,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     Returns
     -------
     AttentionGradients
-        Gradients of query, key, value and sinks, each in the shape of its argument; `bias` is None.
+        Gradients of query, key, value and sinks, each in the shape of its argument; ``bias`` is None.
 
     Other Parameters
     ----------------
