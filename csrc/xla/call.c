@@ -220,11 +220,11 @@ static struct xla_error *widen_integers(struct xla_call *call, int i) {
 static struct xla_error *check_heads(const struct xla_call *call, int i) {
     const struct xla_buffer *buffer = call->operands[i];
     const int64_t count = cattn_xla_count(buffer);
-    const double least = i == XLA_alibi_slopes ? 0 : -INFINITY;
+    const double least = i == XLA_alibi_slopes ? 0 : -HUGE_VAL;
     for (int64_t j = 0; j < count; j++) {
         const double x =
-            call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : ((const float *)buffer->data)[j];
-        if (!(x >= least && x < INFINITY))
+            call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : (double)((const float *)buffer->data)[j];
+        if (!(x >= least && x < HUGE_VAL))
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s must be %s, got %g", DESCRIPTIONS[i].name,
                                   i == XLA_sinks ? "finite, or -inf for none" : "finite and not negative", x);
     }

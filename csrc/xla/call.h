@@ -70,7 +70,8 @@ struct xla_call {
 };
 
 /* An error of XLA's with a text that names the target. */
-struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const char *format, ...);
+__attribute__((format(printf, 3, 4))) struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code,
+                                                                       const char *format, ...);
 
 /* Reads and checks all of the frame. Returns an error or NULL; in both cases the caller clears the call. The bits of
  * `required` are the operands that the handler cannot do without, `allowed` all that it knows. */
