@@ -16,6 +16,9 @@ CLASSES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "SelfAttention_v2": ("SelfAttention_v2", (6, 4), {"qkv_bias": True}),
     "CausalAttention": ("CausalAttention", (6, 4, 8, 0.0), {}),
     "wrapper": ("MultiHeadAttentionWrapper", (6, 4, 8, 0.0, 3), {"qkv_bias": True}),
+    "a window": ("CausalAttention", (6, 4, 8, 0.0), {"window_size": (1, 0)}),
+    "windows of heads": ("MultiHeadAttentionWrapper", (6, 4, 8, 0.0, 3), {"window_size": (2, 0)}),
+    "a window, no bias": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {"window_size": (1, 0), "out_bias": False}),
     "many heads": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {}),
     "grouped heads": ("MultiHeadAttention", (6, 8, 8, 0.0, 4), {"num_kv_groups": 2, "qkv_bias": True}),
 }

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import cattn
+
 from ..._input.checks import as_size
+from ..._input.types import Window
 from ...nn._state_dict import LoadResult, match
 from ._attention import scaled_dot_product_attention
 
@@ -30,12 +33,20 @@ def _tokens(x: Tensor, d_in: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout: nn.Dropout | None, return_weights: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    dropout: nn.Dropout | None,
+    return_weights: bool,
+    window_size: Window = (-1, -1),
 ) -> tuple[Tensor, Tensor | None]:
     """Return the context (B, T, H * d_v) and the weights of q, k, v (B, H, T, d)."""
     result = scaled_dot_product_attention(
         q, k, v, dropout_p=dropout.p if dropout is not None and dropout.training else 0.0,
-        is_causal="upper_left" if is_causal else False, enable_gqa=True, return_weights=return_weights,
+        is_causal="upper_left" if is_causal else False, enable_gqa=True, window_size=window_size,
+        return_weights=return_weights,
     )  # fmt: skip
     out, weights = (result.out, result.weights) if return_weights else (result, None)
     return out.transpose(1, 2).flatten(2), weights
@@ -176,11 +187,14 @@ class _Causal(_Attention):
     """Base of the causal classes: the check of the length, and the forward pass."""
 
     context_length: int
+    window_size: Window
     dropout: nn.Dropout
     _one_head = False
 
-    def __init__(self, d_in: int, d_out: int, context_length: int) -> None:
+    def __init__(self, d_in: int, d_out: int, context_length: int, window_size: Window) -> None:
         super().__init__()
+        cattn.causal_mask(1, window_size=window_size)  # raises what a call would raise later
+        self.window_size = window_size
         self.d_in, self.d_out = as_size(d_in, "d_in"), as_size(d_out, "d_out")
         self.context_length = as_size(context_length, "context_length")
 
@@ -222,6 +236,9 @@ class CausalAttention(_Causal):
         Probability of dropping an attention weight in training mode.
     qkv_bias : bool
         Whether the three layers have biases.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `cattn.sliding_window`.
     dtype : torch.dtype, optional
         Default ``torch.get_default_dtype()``.
 
@@ -243,9 +260,10 @@ class CausalAttention(_Causal):
         dropout: float,
         qkv_bias: bool = False,
         *,
+        window_size: Window = (-1, -1),
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length)
+        super().__init__(d_in, d_out, context_length, window_size)
         self.dropout = nn.Dropout(dropout)
         self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
         self.W_key = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
@@ -253,7 +271,9 @@ class CausalAttention(_Causal):
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
-        return _attend(q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights)
+        return _attend(
+            q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights, window_size=self.window_size
+        )
 
 
 class MultiHeadAttentionWrapper(_Causal):
@@ -271,6 +291,9 @@ class MultiHeadAttentionWrapper(_Causal):
         Number of heads.
     qkv_bias : bool
         Whether the layers of the heads have biases.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `cattn.sliding_window`.
     dtype : torch.dtype, optional
         Default ``torch.get_default_dtype()``.
 
@@ -289,12 +312,14 @@ class MultiHeadAttentionWrapper(_Causal):
         num_heads: int,
         qkv_bias: bool = False,
         *,
+        window_size: Window = (-1, -1),
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length)
+        super().__init__(d_in, d_out, context_length, window_size)
         self.num_heads = as_size(num_heads, "num_heads")
         self.heads = nn.ModuleList(
-            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, dtype=dtype) for _ in range(num_heads)
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, window_size=window_size, dtype=dtype)
+            for _ in range(num_heads)
         )
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
@@ -318,9 +343,14 @@ class MultiHeadAttention(_Causal):
     num_heads : int
         Number of heads, each of head_dim ``d_out // num_heads``.
     qkv_bias : bool
-        Whether W_query, W_key and W_value have biases; out_proj always has one.
+        Whether W_query, W_key and W_value have biases.
     num_kv_groups : int, optional
         Number of key and value heads, each shared by a group of query heads. Divides num_heads; default num_heads.
+    out_bias : bool
+        Whether out_proj has a bias.
+    window_size : (int, int)
+        (left, right): a token sees the ``left`` tokens before it and itself, -1 or None: all. The second number has no
+        effect; see `cattn.sliding_window`.
     dtype : torch.dtype, optional
         Default ``torch.get_default_dtype()``.
 
@@ -355,9 +385,11 @@ class MultiHeadAttention(_Causal):
         qkv_bias: bool = False,
         *,
         num_kv_groups: int | None = None,
+        out_bias: bool = True,
+        window_size: Window = (-1, -1),
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length)
+        super().__init__(d_in, d_out, context_length, window_size)
         self.num_heads = as_size(num_heads, "num_heads")
         self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
         if self.d_out % self.num_heads:
@@ -370,12 +402,14 @@ class MultiHeadAttention(_Causal):
         self.W_query = nn.Linear(d_in, d_out, qkv_bias, dtype=dtype)
         self.W_key = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
         self.W_value = nn.Linear(d_in, d_kv, qkv_bias, dtype=dtype)
-        self.out_proj = nn.Linear(d_out, d_out, dtype=dtype)
+        self.out_proj = nn.Linear(d_out, d_out, out_bias, dtype=dtype)
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v = (
             layer(batch).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.W_query, self.W_key, self.W_value)
         )
-        context, weights = _attend(q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights)
+        context, weights = _attend(
+            q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights, window_size=self.window_size
+        )
         return self.out_proj(context), weights
