@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "dtype.h"
+#include "row_statistics.h"
 #include "score_options.h"
 
 enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
@@ -132,6 +133,18 @@ struct cattn_backward_params {
     struct cattn_attention_params forward;
 };
 
+/* Statistics of the attention weights, which are never stored as a whole. `forward` describes the weights, without
+ * dropout; value, out and weights are absent, and lse takes float64. All results have the dtype of the computation and
+ * unit stride along the last axis. */
+struct cattn_statistics_params {
+    int64_t top_k;
+    int64_t observation_window; /* the last queries of each batch entry that column sums count; or CATTN_UNBOUNDED */
+    struct cattn_tensor rows[CATTN_N_ROW_STATISTICS]; /* (batch, head, row); or absent */
+    struct cattn_tensor top_keys, top_weights;        /* (batch, head, row, top_k), int64 and weights; if top_k > 0 */
+    struct cattn_tensor received, received_max;       /* (batch, head, col), 0 on entry; or absent */
+    struct cattn_attention_params forward;
+};
+
 enum cattn_softmax_method {
     CATTN_SOFTMAX_PLAIN = 0,   /* hidden elements take no part and become 0; a row whose visible ones are -inf is NaN */
     CATTN_SOFTMAX_RENORMALIZE, /* softmax over all elements, then zero the hidden ones and divide by the rest's sum */
@@ -197,6 +210,7 @@ struct cattn_dropout_params {
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
 void cattn_clear_backward(struct cattn_backward_params *params);
+void cattn_clear_statistics(struct cattn_statistics_params *params);
 void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
@@ -211,6 +225,8 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
+/* Also computes the forward pass, as far as lse needs it. */
+enum cattn_status cattn_attention_statistics(const struct cattn_statistics_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);

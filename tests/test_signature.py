@@ -40,6 +40,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0].T, "cu_seqlens_q": [0, 1, 3],
         "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "alignment": "lower_right",
     },
+    "attention_statistics": {"query": X, "key": X, "statistics": ["lse"], "top_k": 2, "is_causal": True},
+    "varlen_attention_statistics": {
+        "query": X, "key": X, "cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 2, 3], "observation_window": 1,
+    },
     "explain": {"query": X, "key": X, "value": X, "window_size": (1, 0), "query_offset": 0},
     "softmax": {"x": X, "axis": 1, "where": X < 0, "scale": 2.0},
     "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},

@@ -24,9 +24,11 @@ from ._backward import attention_backward, dropout_backward, softmax_backward, v
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
+from ._statistics import attention_statistics, varlen_attention_statistics
 
 __all__ = [
     "attention_backward",
+    "attention_statistics",
     "attention_weights",
     "causal_attention",
     "causal_mask",
@@ -41,4 +43,5 @@ __all__ = [
     "textbook_masked_softmax",
     "varlen_attention",
     "varlen_attention_backward",
+    "varlen_attention_statistics",
 ]

@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    weights, lse = _normalize(problem.scores, problem.visible, sinks)
+    weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
     drop_bits = _dropout_bits(p, seed, problem)
     result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible)
@@ -220,7 +220,7 @@ def attention_weights(
     if stage == "mask":
         result = np.where(problem.visible, result, -np.inf)
     elif step > STAGES.index("mask"):
-        result, _ = _normalize(result, problem.visible, sinks)
+        result, _ = normalize(result, problem.visible, sinks)
     if stage == "dropout":
         p = probability(dropout_p, "dropout_p")
         result = apply_dropout(result, _dropout_bits(p, new_seed(rng), problem), p)
@@ -299,7 +299,7 @@ def score(
     return Problem(q, k, v, scale, products, capped, scores, visible, position, one_head)
 
 
-def _normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
+def normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
     """Return weights and LSE of the visible scores. A sink is an extra score, whose weight is left out."""
     if sinks is not None:
         sink = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*scores.shape[:-1], 1))
