@@ -58,7 +58,7 @@ def in_numpy(call: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@settings(max_examples=300)
+@settings(max_examples=max(300, settings().max_examples))
 @given(calls(), st.sampled_from([0, 1, 3, 8]), st.sampled_from([None, 1, 20, 96, 1000]))
 def test_every_field_is_that_of_the_reference(
     drawn: tuple[dict[str, Any], type], top_k: int, observation_window: int | None

@@ -318,6 +318,63 @@ static void attention(int64_t index) {
     forget();
 }
 
+/* ---- statistics of attention weights ---- */
+
+static void draw_statistics(struct cattn_statistics_params *s, const struct attention *a) {
+    const struct cattn_attention_params *p = &s->forward;
+    struct shape rows = sized(a, p->num_heads, p->seqlen_q, 1), cols = sized(a, p->num_heads, 1, p->seqlen_k);
+    if (a->packed) { /* one row axis for the whole batch */
+        rows.batch[0] = cols.batch[0] = 1;
+        rows.rows *= p->n_batch;
+        cols.cols *= p->n_batch;
+    }
+    output(&s->forward.lse, &TYPES[CATTN_F64], rows, true);
+    for (int i = 0; i < CATTN_N_ROW_STATISTICS; i++)
+        if (chance(80))
+            output(&s->rows[i], a->wide, rows, true);
+    if (chance(60))
+        output(&s->received, a->wide, cols, true);
+    if (chance(60))
+        output(&s->received_max, a->wide, cols, true);
+    s->observation_window = chance(30) ? between(1, 150) : CATTN_UNBOUNDED;
+    s->top_k = chance(50) ? cattn_min(between(1, 40), p->seqlen_k) : 0;
+    rows.cols = s->top_k;
+    if (s->top_k > 0) {
+        output(&s->top_weights, a->wide, rows, true);
+        output(&s->top_keys, &INTEGERS, rows, true);
+    }
+    say(", top %" PRId64, s->top_k);
+}
+
+static void statistics(int64_t index) {
+    static struct attention a;
+    static struct cattn_statistics_params s;
+    begin("statistics", index);
+    memset(&a, 0, sizeof a);
+    memset(&s, 0, sizeof s);
+    a.type = &TYPES[index % 4];
+    a.wide = &TYPES[a.type->dtype];
+    a.params.forward.dtype = a.type->dtype;
+    a.params.forward.storage = a.type->storage;
+    a.params.forward.score_options.scale = number() / 8;
+    a.stage = true; /* there are no values */
+    a.packed = chance(20);
+    draw_sizes(&a);
+    draw_inputs(&a);
+    if (!a.packed)
+        draw_masks(&a);
+    draw_ranges(&a);
+    s.forward = a.params.forward;
+    s.forward.double_lse = true;
+    draw_statistics(&s, &a);
+    for (s.forward.num_threads = 1; s.forward.num_threads <= 3; s.forward.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_attention_statistics(&s), "statistics", s.forward.num_threads);
+    }
+    end_line();
+    forget();
+}
+
 /* ---- softmax and dropout ---- */
 
 static const int COLUMNS[] = {1, 2, 5, 7, 8, 9, 16, 31, 64, 65, 127, 500, 511, 512, 513, 1025, 2000};
@@ -459,6 +516,7 @@ int main(int argc, char **argv) {
     }
     for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++) {
         attention(i);
+        statistics(i);
         softmax(i);
         softmax_gradient(i);
         dropout(i);
