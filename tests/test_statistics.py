@@ -310,7 +310,7 @@ def test_packed_sequences_equal_the_reference() -> None:
 # ---- hidden keys, and rows without weights ---------------------------------------------------------------------------
 @pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-@pytest.mark.parametrize("how", ["mask", "bias", "lengths", "window", "causal"])
+@pytest.mark.parametrize("how", ["mask", "bias", "lengths", "starts", "window", "causal"])
 def test_what_a_hidden_key_holds_changes_nothing(how: str, poison: float) -> None:
     rng = np.random.default_rng(7)
     q, k = (rng.standard_normal((2, 100, 8)).astype(np.float32) for _ in range(2))
@@ -320,6 +320,7 @@ def test_what_a_hidden_key_holds_changes_nothing(how: str, poison: float) -> Non
         "mask": {"attn_mask": ~hidden},
         "bias": {"bias": np.where(hidden, -INF, 0).astype(np.float32)},
         "lengths": {"key_value_seq_lengths": 70},
+        "starts": {"key_value_seq_starts": 30, "key_value_seq_lengths": 70},
         "window": {"window_size": (10, 5), "query_offset": 0, "query_seq_lengths": 65},
         "causal": {"is_causal": True, "query_seq_lengths": 70},
     }[how]
