@@ -441,6 +441,17 @@ def test_head_scores_of_top_keys_are_those_of_the_matrix() -> None:
     np.testing.assert_allclose(matrix.induction, slow, rtol=1e-12)
 
 
+def test_padding_does_not_count_in_head_scores() -> None:
+    rng = np.random.default_rng(3)
+    ids = np.concatenate([rng.integers(0, 5, 20), np.zeros(12, int)])
+    q, k = rng.standard_normal((1, 2, 32, 8)), rng.standard_normal((1, 2, 32, 8))
+    options = {"query_seq_lengths": 20, "key_value_seq_lengths": 20}
+    padded = cattn.head_scores(cattn.attention_statistics(q, k, top_k=32, **options), ids)
+    alone = cattn.head_scores(cattn.attention_weights(q[:, :, :20], k[:, :, :20]), ids[:20])
+    for a, b in zip(padded, alone, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
 def test_head_scores_without_such_keys_are_nan() -> None:
     scores = cattn.head_scores(np.ones((1, 1, 1)), [4])
     assert np.isnan(scores).all()

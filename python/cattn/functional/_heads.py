@@ -56,7 +56,7 @@ def head_scores(weights: ArrayLike | AttentionStatistics, token_ids: ArrayLike) 
     -------
     HeadScores
         Means over the queries that have such a key: a token before, an earlier place of the same token, a token after
-        such a place. NaN where no query has one.
+        such a place. Queries without weights, as those of padding, do not count. NaN where none is left.
 
     Raises
     ------
@@ -132,10 +132,11 @@ def _scores(keys: NDArray[np.int64], weights: NDArray[np.float64], ids: NDArray[
     # the token before the key is an earlier place of the query's token
     follows = (keys > 0) & (keys <= position[:, None]) & (_take(ids, np.maximum(flat - 1, 0)) == own)
     follows &= keys - 1 < position[:, None]
-    has_duplicate = _has_earlier(ids)[..., T_k - T_q :]
-    has_previous = np.broadcast_to(position > 0, (*lead, T_q))
+    sees = weights.sum(-1) != 0
+    has_duplicate = sees & _has_earlier(ids)[..., T_k - T_q :]
+    has_previous = sees & (position > 0)
     return HeadScores(
-        _mean(np.where(keys == position[:, None] - 1, weights, 0), has_previous & (position > 0)),
+        _mean(np.where(keys == position[:, None] - 1, weights, 0), has_previous),
         _mean(np.where(duplicate, weights, 0), has_duplicate),
         _mean(np.where(follows, weights, 0), has_duplicate),
     )
