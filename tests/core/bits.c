@@ -74,6 +74,16 @@ struct attention {
     struct cattn_torch_random random, fresh; /* of the call, before the call */
 };
 
+static void begin_attention(struct attention *a, const char *kind, int64_t index) {
+    begin(kind, index);
+    memset(a, 0, sizeof *a);
+    a->type = &TYPES[index % 4];
+    a->wide = &TYPES[a->type->dtype];
+    a->params.forward.dtype = a->type->dtype;
+    a->params.forward.storage = a->type->storage;
+    a->params.forward.score_options.scale = number() / 8;
+}
+
 static struct shape sized(const struct attention *a, int64_t heads, int64_t rows, int64_t cols) {
     struct shape shape = a->shape;
     shape.heads = heads;
@@ -292,13 +302,7 @@ static void gradients(struct attention *a) {
 
 static void attention(int64_t index) {
     static struct attention a;
-    begin("attention", index);
-    memset(&a, 0, sizeof a);
-    a.type = &TYPES[index % 4];
-    a.wide = &TYPES[a.type->dtype];
-    a.params.forward.dtype = a.type->dtype;
-    a.params.forward.storage = a.type->storage;
-    a.params.forward.score_options.scale = number() / 8;
+    begin_attention(&a, "attention", index);
     a.stage = chance(15);
     a.packed = !a.stage && chance(15);
     draw_sizes(&a);
@@ -351,14 +355,8 @@ static void draw_statistics(struct cattn_statistics_params *s, const struct atte
 static void statistics(int64_t index) {
     static struct attention a;
     static struct cattn_statistics_params s;
-    begin("statistics", index);
-    memset(&a, 0, sizeof a);
+    begin_attention(&a, "statistics", index);
     memset(&s, 0, sizeof s);
-    a.type = &TYPES[index % 4];
-    a.wide = &TYPES[a.type->dtype];
-    a.params.forward.dtype = a.type->dtype;
-    a.params.forward.storage = a.type->storage;
-    a.params.forward.score_options.scale = number() / 8;
     a.stage = true; /* there are no values */
     a.packed = chance(20);
     draw_sizes(&a);
