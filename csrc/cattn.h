@@ -63,17 +63,17 @@ struct cattn_dropout_spec {
 /* Offsets lie within +-this, so that neither positions nor ends of windows overflow int64. */
 #define CATTN_MAX_OFFSET ((int64_t)1 << 61)
 
-/* All masks that leave each query one range of keys: causality, windows, lengths. Query i stands at position
- * p = i + offset and sees the keys p - left .. p + right among the first key_length ones. Queries from query_length on
- * see none. The tensors hold int64 and have batch strides only; if one is absent, its number below holds for the whole
- * batch. */
+/* All masks that leave each query one range of keys: causality, windows, lengths, padding before the first key. Query i
+ * stands at position p = i + offset and sees the keys p - left .. p + right among first_key .. key_length - 1. Queries
+ * from query_length on see none. The tensors hold int64 and have batch strides only; if one is absent, its number below
+ * holds for the whole batch. */
 struct cattn_ranges {
     int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
     bool lower_right;    /* the offset of each batch entry is its key_length - query_length; else as given */
     bool all_visible;    /* every query sees all seqlen_k keys; the offset still gives its position */
     int64_t seqlen_k;    /* read if all_visible */
-    int64_t offset, query_length, key_length;
-    struct cattn_tensor offsets, query_lengths, key_lengths;
+    int64_t offset, query_length, key_length, first_key;
+    struct cattn_tensor offsets, query_lengths, key_lengths, first_keys;
 };
 
 struct cattn_attention_params {

@@ -127,7 +127,7 @@ CALLS: dict[str, Call] = {
     "masks": lambda: _attend(QUERY, KEY, VALUE, MASK, bias=BIAS, softcap=5.0, alibi_slopes=SLOPES, sinks=SINKS),
     "ranges": lambda: _attend(
         QUERY, KEY, VALUE, is_causal="upper_left", query_offset=np.array([[3], [90]])[:, 0], window_size=(60, 0),
-        key_value_seq_lengths=LENGTHS[:, 0],
+        key_value_seq_lengths=LENGTHS[:, 0], key_value_seq_starts=LENGTHS[::-1, 0] // 9,
     ),
     "all outputs": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=5, **ALL_OUTPUTS),
     "stream": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=cattn.TorchGenerator(5), threads=2, **ALL_OUTPUTS),

@@ -165,6 +165,7 @@ def problem() -> tuple[list[Any], dict[str, Any]]:
         "attn_mask": da.from_array(normal(300, 350, seed=3) > -2, chunks=(150, 200)),
         "bias": normal(4, 1, 350, seed=4),
         "key_value_seq_lengths": [350, 200],
+        "key_value_seq_starts": [100, 0],
         "window_size": (200, -1),
         "softcap": 20.0,
         "alibi_slopes": cattn.get_alibi_slopes(4),
@@ -266,6 +267,8 @@ def test_only_visible_pairs_have_a_task(data: st.DataObject) -> None:
     if draw(st.booleans()):
         options["query_seq_lengths"] = draw(st.lists(st.integers(0, T_q), min_size=3, max_size=3))
         options["key_value_seq_lengths"] = draw(st.lists(st.integers(0, T_k), min_size=3, max_size=3))
+    if draw(st.booleans()):
+        options["key_value_seq_starts"] = draw(st.lists(st.integers(0, T_k), min_size=3, max_size=3))
     chunks = [draw_chunks(draw, n) for n in (3, T_q, T_k)]
     query = da.ones((3, T_q, 4), chunks=(*chunks[:2], 4))
     key = da.ones((3, T_k, 4), chunks=(chunks[0], chunks[2], 4))
@@ -356,6 +359,8 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"rng": 2**64, "dropout_p": 0.5}, ValueError, "rng must be in"),
         ({"query_offset": da.zeros(2, dtype=int)}, TypeError, r"pass query_offset\.compute\(\)"),
         ({"key_value_seq_lengths": da.zeros(2, dtype=int)}, TypeError, "key_value_seq_lengths must be an int"),
+        ({"key_value_seq_starts": da.zeros(2, dtype=int)}, TypeError, r"pass key_value_seq_starts\.compute\(\)"),
+        ({"key_value_seq_starts": [1, 7]}, ValueError, "key_value_seq_starts must be between 0 and 6"),
         ({"query_seq_lengths": [1, 7]}, ValueError, "query_seq_lengths must be between 0 and 6"),
         ({"num_threads": 0}, ValueError, "num_threads must be at least 1"),
         ({"attn_mask": da.ones((6, 6), dtype=int)}, TypeError, "attn_mask has dtype int64"),

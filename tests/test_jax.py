@@ -91,6 +91,13 @@ OWN: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "offsets": (inputs(), {"is_causal": "upper_left", "query_offset": np.array([10, -5]), "local_window_size": 4}),
     "window without a bound": (inputs(), {"local_window_size": (None, 3)}),
     "one length": (inputs(), {"key_value_seq_lengths": np.array(17)}),
+    "starts": (inputs(kv_heads=K), {"key_value_seq_starts": np.array([7, 0]), "is_causal": "lower_right"}),
+    "starts and lengths": (
+        inputs(),
+        {"key_value_seq_starts": np.array([7, 20]), "key_value_seq_lengths": np.array([30, 9]), "sinks": normal(N)},
+    ),
+    "starts beyond the arrays": (inputs(), {"key_value_seq_starts": np.array([-5, 99])}),
+    "one start": (inputs(), {"key_value_seq_starts": np.array(17), "is_causal": True, "query_offset": np.array(30)}),
     "no visible key": (inputs(), {"key_value_seq_lengths": np.array([0, S])}),
     "dropout": (inputs(kv_heads=K), {"dropout_p": 0.3, "dropout_key": 5, "is_causal": True}),
     "all is dropped": (inputs(), {"dropout_p": 1.0, "dropout_key": 5}),
@@ -213,9 +220,9 @@ def numpy_call(name: str, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     window = options.pop("local_window_size", None)
     left, right = window if isinstance(window, tuple) else (window, window)
     options["window_size"] = (left, right)
-    for key, most in (("query_seq_lengths", arrays[0].shape[1]), ("key_value_seq_lengths", arrays[1].shape[1])):
+    for key in ("query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts"):
         if key in options:
-            options[key] = np.clip(options[key], 0, most)
+            options[key] = np.clip(options[key], 0, arrays[key != "query_seq_lengths"].shape[1])
     if options.get("is_causal") != "lower_right":
         options.setdefault("query_offset", 0)
     if "dropout_key" in options:

@@ -54,6 +54,8 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
                                {"local_window_size": 1.5}),
     "lengths": (ValueError, r"query_seq_lengths must have shape \(B,\) = \(2,\) or \(\), got \(3,\)", (X, X, X),
                 {"query_seq_lengths": np.ones(3, int)}),
+    "starts": (ValueError, r"key_value_seq_starts must have shape \(B,\) = \(2,\) or \(\), got \(3,\)", (X, X, X),
+               {"key_value_seq_starts": np.ones(3, int)}),
     "float lengths": (TypeError, "key_value_seq_lengths must be integers, got float32", (X, X, X),
                       {"key_value_seq_lengths": np.ones(2, np.float32)}),
     "offset": (ValueError, "query_offset", (X, X, X), {"is_causal": "lower_right", "query_offset": 1}),

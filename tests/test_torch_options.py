@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal with an offset for each batch entry": {"is_causal": True, "query_offset": torch.tensor([3, 0])},
     "aligned to the lower right": {"is_causal": "lower_right"},
     "lengths": {"query_seq_lengths": torch.tensor([6, 4]), "key_value_seq_lengths": torch.tensor([5, 9])},
+    "starts": {"key_value_seq_starts": torch.tensor([0, 5]), "is_causal": "lower_right"},
+    "starts and lengths": {"key_value_seq_starts": 2, "key_value_seq_lengths": torch.tensor([1, 8])},
     "one length for all": {"key_value_seq_lengths": 7, "query_seq_lengths": 5},
     "slopes": {"alibi_slopes": torch.from_numpy(cattn.get_alibi_slopes(H)), "query_offset": 3},
     "sinks": {"sinks": tensor(H)},
@@ -118,7 +120,8 @@ def test_gradients_are_derivatives(name: str) -> None:
 @pytest.mark.parametrize("return_weights", [False, True])
 def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_weights: bool) -> None:
     inputs, options, _ = case(name)
-    options = {k: torch.as_tensor(v) if k.endswith(("offset", "lengths")) else v for k, v in options.items()}
+    counts = ("offset", "lengths", "starts")
+    options = {k: torch.as_tensor(v) if k.endswith(counts) else v for k, v in options.items()}
     mask = options.pop("attn_mask", None)
     mask = None if mask is None else mask.detach()  # with a bias the function adds the two before the operator
     args = operator_arguments([t.detach().requires_grad_() for t in inputs], mask, return_weights=return_weights,
@@ -226,7 +229,8 @@ LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
          "alibi_slopes": tensor(H)},
     ),
     "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
-    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_value_seq_lengths": 8}),
+    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
+        {"key_value_seq_lengths": 8, "key_value_seq_starts": torch.tensor([[1, 4]])}),
 }  # fmt: skip
 
 

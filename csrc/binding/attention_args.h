@@ -21,6 +21,7 @@
     A(query_offset)                                                                                                    \
     A(query_seq_lengths)                                                                                               \
     A(key_value_seq_lengths)                                                                                           \
+    A(key_value_seq_starts)                                                                                            \
     A(window_size)                                                                                                     \
     A(softcap)                                                                                                         \
     A(alibi_slopes)                                                                                                    \

@@ -78,6 +78,7 @@ static void check_ranges(const struct cattn_ranges *r, int n_batch_dims, const i
         return;
     check_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, count, 0, seqlen_q);
     check_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, count, 0, seqlen_k);
+    check_number(&r->first_keys, r->first_key, n_batch_dims, batch_shape, count, 0, seqlen_k);
 }
 
 static void check_dropout_spec(const struct cattn_dropout_spec *spec) {
@@ -177,6 +178,7 @@ void cattn_check_dropout(const struct cattn_dropout_params *p) {
 void cattn_check_mask(const struct cattn_mask_params *p) {
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->mask);
     assert(!p->ranges.offsets.data && !p->ranges.query_lengths.data && !p->ranges.key_lengths.data);
+    assert(!p->ranges.first_keys.data);
     check_ranges(&p->ranges, 0, NULL, 1, p->seqlen_q, p->seqlen_k);
 }
 

@@ -199,7 +199,7 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
 
 /* ---- numbers that the core checks no more ---- */
 
-/* The core takes int64. A length may be any number, as in JAX; the core wants one within the array. */
+/* The core takes int64. A length or start may be any number, as in JAX; the core wants one within the array. */
 static struct xla_error *widen_integers(struct xla_call *call, int i) {
     const struct xla_buffer *buffer = call->operands[i];
     const int64_t count = cattn_xla_count(buffer);

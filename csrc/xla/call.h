@@ -20,6 +20,7 @@
     OPERAND(query_offset, "B", INTEGERS, BROADCASTS)                                                                   \
     OPERAND(query_seq_lengths, "B", INTEGERS, BROADCASTS)                                                              \
     OPERAND(key_value_seq_lengths, "B", INTEGERS, BROADCASTS)                                                          \
+    OPERAND(key_value_seq_starts, "B", INTEGERS, BROADCASTS)                                                           \
     OPERAND(alibi_slopes, "BN", COMPUTED, BROADCASTS)                                                                  \
     OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
     OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \

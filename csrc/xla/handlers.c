@@ -15,7 +15,7 @@
 #define INPUTS (BIT(query) | BIT(key) | BIT(value))
 #define OPTIONAL_INPUTS                                                                                                \
     (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
-     BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
+     BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
@@ -68,6 +68,7 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
                  {XLA_query_offset, &params->ranges.offsets},
                  {XLA_query_seq_lengths, &params->ranges.query_lengths},
                  {XLA_key_value_seq_lengths, &params->ranges.key_lengths},
+                 {XLA_key_value_seq_starts, &params->ranges.first_keys},
                  {XLA_alibi_slopes, &params->slopes},
                  {XLA_sinks, &params->sinks},
                  {XLA_forward_out, &params->out},

@@ -182,8 +182,10 @@ static void draw_ranges(struct attention *a) {
         integers(&r->query_lengths, all, 0, p->seqlen_q);
         integers(&r->key_lengths, all, 0, p->seqlen_k);
     }
-    say("%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
-        r->query_lengths.data ? " lengths" : "");
+    if (!a->packed && chance(20))
+        integers(&r->first_keys, numbers, 0, p->seqlen_k);
+    say("%s%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
+        r->query_lengths.data ? " lengths" : "", r->first_keys.data ? " first keys" : "");
     if (a->packed) { /* gaps only where a length is less than the longest */
         integers(&p->query_starts, sized(a, 1, 1, 1), 0, 0);
         integers(&p->key_starts, sized(a, 1, 1, 1), 0, 0);

@@ -27,7 +27,7 @@ __all__ = ["dot_product_attention"]
 # attribute `present` says by its bits which of them a call has.
 _ARGUMENTS = (
     "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-    "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
+    "key_value_seq_starts", "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
 )  # fmt: skip
 _RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
@@ -112,17 +112,16 @@ def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arr
 
 def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions."""
-    seq_lengths = {
-        name: np.clip(operands[name], 0, operands[array].shape[1])
-        for name, array in (("query_seq_lengths", "query"), ("key_value_seq_lengths", "key"))
-        if name in operands
+    tokens = {"query_seq_lengths": "query", "key_value_seq_lengths": "key", "key_value_seq_starts": "key"}
+    counts = {
+        name: np.clip(operands[name], 0, operands[array].shape[1]) for name, array in tokens.items() if name in operands
     }
     numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
     if numbers["query_offset"] is None and not options.lower_right:
         numbers["query_offset"] = 0
     words = operands.get("dropout_seed")
     return {
-        **seq_lengths,
+        **counts,
         **numbers,
         "attn_mask": operands.get("mask"),
         "is_causal": "lower_right" if options.lower_right else False,
@@ -425,6 +424,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     return_residual: bool = False,
     query_offset: Any = None,
+    key_value_seq_starts: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -468,6 +468,8 @@ def dot_product_attention(
     ----------------
     query_offset : int or array of int, shape (B,), optional
         Position of the first query among the keys, for causality, windows and slopes. Default 0.
+    key_value_seq_starts : int or array of int, shape (B,), optional
+        Index of the first valid key: padding on the left. Lengths and positions still count from key 0.
     softcap : float, optional
         Bounds the scaled scores: ``softcap * tanh(score / softcap)``.
     alibi_slopes : array, shape (N,) or (B, N), optional
@@ -520,6 +522,7 @@ def dot_product_attention(
         ("query_offset", query_offset),
         ("query_seq_lengths", query_seq_lengths),
         ("key_value_seq_lengths", key_value_seq_lengths),
+        ("key_value_seq_starts", key_value_seq_starts),
     )
     for name, numbers in integers:
         if numbers is not None:

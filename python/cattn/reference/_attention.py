@@ -33,6 +33,7 @@ def scaled_dot_product_attention(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -74,7 +75,7 @@ def scaled_dot_product_attention(
     problem = score(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     weights, lse = _normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)

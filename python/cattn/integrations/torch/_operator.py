@@ -14,12 +14,13 @@ from ._tensors import as_array, check_class, is_batched_gradient, nobody_watches
 # The arguments of both operators, without a repetition of the list in every function that takes them.
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
 _ARRAYS = (
-    "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, Tensor? seed"
+    "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
+    "Tensor? key_value_seq_starts, Tensor? seed"
 )
 _NUMBERS = (
     "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
 )
-N_OPERANDS, N_ARRAYS = 6, 5
+N_OPERANDS, N_ARRAYS = 6, 6
 
 
 def _read_options(
@@ -27,6 +28,7 @@ def _read_options(
     query_offset: Tensor | None,
     query_seq_lengths: Tensor | None,
     key_value_seq_lengths: Tensor | None,
+    key_value_seq_starts: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
     is_causal: str,
@@ -45,6 +47,7 @@ def _read_options(
         "query_offset": None if query_offset is None else as_array(query_offset),
         "query_seq_lengths": None if query_seq_lengths is None else as_array(query_seq_lengths),
         "key_value_seq_lengths": None if key_value_seq_lengths is None else as_array(key_value_seq_lengths),
+        "key_value_seq_starts": None if key_value_seq_starts is None else as_array(key_value_seq_starts),
         "window_size": (window_left, window_right),
         "softcap": softcap,
         "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
@@ -59,6 +62,7 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options.get("query_offset"),
         options.get("query_seq_lengths"),
         options.get("key_value_seq_lengths"),
+        options.get("key_value_seq_starts"),
     )
     seed = options.get("rng")
     return (
