@@ -122,10 +122,10 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
     "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
     "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
     "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
-                  "present is 0x8007, which lacks operands or has too many"),
+                  "present is 0x20007, which lacks operands or has too many"),
     "an operand of the other pass": ("forward", {**QKV, "grad_out": X}, OUT, {}, "lacks operands or has too many"),
-    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x400F)}, "there is no buffer for bias"),
-    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x4007)},
+    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x1000F)}, "there is no buffer for bias"),
+    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x10007)},
                        "3 arguments expected, got 4"),
     "dimensions": ("forward", {**QKV, "key": X[0]}, OUT, {}, "key has 3 dimensions, wanted 4"),
     "integers": ("forward", {**QKV, "query": X.astype(np.int32)}, OUT, {}, "query has element type 4"),
@@ -141,6 +141,14 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
         "backward", {**dict(list(SAVED.items())[:3]), "bias": np.ones((1, 1, 1, 6), np.float32),
                      **dict(list(SAVED.items())[3:])},
         {**GRADS, "grad_bias": ((1, 1, 1, 6), np.float32)}, {}, "grad_bias has the wrong shape"),
+    "gradient of the residual": (
+        "backward", {**SAVED, "grad_residual": np.ones((2, 6, 3), np.float32)}, GRADS, {},
+        "grad_residual has size 3 on axis 2, wanted 4"),
+    "another type of the residual": (
+        "backward", {**SAVED, "grad_residual": np.ones((2, 6, 4), np.float16)}, GRADS, {},
+        "grad_residual has element type 10"),
+    "a residual of the forward pass": ("forward", {**QKV, "grad_residual": np.ones((2, 6, 4), np.float32)}, OUT, {},
+                                       "lacks operands or has too many"),
     "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
                                "there are no sinks for grad_sinks"),
 }  # fmt: skip

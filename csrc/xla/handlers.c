@@ -199,6 +199,7 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
     params->bias_sum = bias_sum(call);
     params->forward.path = CATTN_PATH_TILE;
     cattn_xla_view(call, XLA_grad_out, index, &params->grad_out);
+    cattn_xla_view(call, XLA_grad_residual, index, &params->grad_lse);
     cattn_xla_view(call, XLA_grad_query, index, &params->grad_query);
     cattn_xla_view(call, XLA_grad_key, index, &params->grad_key);
     cattn_xla_view(call, XLA_grad_value, index, &params->grad_value);
@@ -213,8 +214,8 @@ struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    struct xla_error *error =
-        cattn_xla_parse(&call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_bias) | BIT(grad_sinks));
+    struct xla_error *error = cattn_xla_parse(
+        &call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)

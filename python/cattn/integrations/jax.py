@@ -28,6 +28,7 @@ __all__ = ["dot_product_attention"]
 _ARGUMENTS = (
     "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
     "key_value_seq_starts", "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
+    "grad_residual",
 )  # fmt: skip
 _RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
@@ -159,7 +160,10 @@ def _forward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> di
 def _backward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
     grad_out, query, key, value, out = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
     lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
-    grads = cattn.attention_backward(grad_out, query, key, value, out, lse, **_numpy_options(options, operands))
+    grad_lse = operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
+    grads = cattn.attention_backward(
+        grad_out, query, key, value, out, lse, grad_lse=grad_lse, **_numpy_options(options, operands)
+    )
     found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
     return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
 
@@ -225,7 +229,7 @@ def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[dict[str, Any]]:
-    """Return the gradients. Nothing flows back through the residual, as in JAX's own function."""
+    """Return the gradients."""
     operands, out, lse, wanted = saved
     query, key = operands["query"], operands["key"]
     dtype = _compute_dtype(query.dtype)
@@ -235,10 +239,12 @@ def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[
     if _is_foreign() and "sinks" in wanted:
         shapes["sinks"] = (query.shape[0], query.shape[2])
     results = {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    grad_out = cotangents["out"]
-    if isinstance(grad_out, jax.custom_derivatives.SymbolicZero):
-        grad_out = jnp.zeros(out.shape, out.dtype)
-    given = {**operands, "forward_out": out, "forward_lse": lse, "grad_out": grad_out}
+    given = {**operands, "forward_out": out, "forward_lse": lse}
+    for name in _results(options):
+        gradient = cotangents[name]
+        if not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+            given[f"grad_{name}"] = gradient
+    given.setdefault("grad_out", jnp.zeros(out.shape, out.dtype))
     grads = _call("backward", options, given, results)
     return (
         {
@@ -455,14 +461,14 @@ def dot_product_attention(
     local_window_size : int or (int, int), optional
         Numbers of keys that a query sees before and after its own position. None as one of the two sets no bound.
     return_residual : bool
-        Also return the log-sum-exp of the scores. Nothing is differentiated through it.
+        Also return the log-sum-exp of the scores, which is differentiable.
 
     Returns
     -------
     array, shape (B, T, N, D) or (T, N, D)
         The output, in the dtype of query. A query that sees no key has the output 0.
     residual : array, shape (B, T, N) or (T, N)
-        Only with `return_residual`. In the dtype of query; -inf for a query that sees no key.
+        Only with `return_residual`. In the dtype of query; -inf for a query that sees no key, whose gradient is 0.
 
     Other Parameters
     ----------------
@@ -494,9 +500,9 @@ def dot_product_attention(
     or sinks is summed over broadcast axes. The seed of a dropout mask is ``words[0] + words[1] * 2**32`` with
     ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
 
-    The function is differentiable once, in reverse mode, in query, key, value, bias and sinks. `cattn.set_num_threads`
-    sets the number of threads. The context `cattn.num_threads` has no effect, because JAX computes on threads of its
-    own.
+    The output and the residual are differentiable once, in reverse mode, in query, key, value, bias and sinks. JAX's
+    own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The context
+    `cattn.num_threads` has no effect, because JAX computes on threads of its own.
 
     Examples
     --------

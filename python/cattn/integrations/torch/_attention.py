@@ -199,7 +199,7 @@ def scaled_dot_product_attention(
     return_weights : bool
         Also return the weights before dropout, without a gradient.
     return_lse : bool
-        Also return the log-sum-exp of each row, without a gradient.
+        Also return the log-sum-exp of each row, which is differentiable too: for a z-loss, or results that are merged.
 
     Raises
     ------
