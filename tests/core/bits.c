@@ -109,15 +109,19 @@ static void draw_sizes(struct attention *a) {
     say(", %" PRId64 "x%" PRId64 ", %" PRId64 ",%" PRId64, p->seqlen_q, p->seqlen_k, p->head_dim, p->d_v);
 }
 
+/* The shape of an array by tokens: packed sequences have one row axis for the whole batch. */
+static struct shape by_tokens(const struct attention *a, int64_t heads, int64_t tokens, int64_t cols) {
+    struct shape shape = sized(a, heads, a->packed ? a->params.forward.n_batch * tokens : tokens, cols);
+    if (a->packed)
+        shape.batch[0] = 1;
+    return shape;
+}
+
 static void draw_inputs(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
-    /* packed sequences have one row axis for the whole batch */
-    const int64_t n = a->packed ? p->n_batch : 1;
-    struct shape query = sized(a, p->num_heads, n * p->seqlen_q, p->head_dim);
-    struct shape key = sized(a, a->n_kv_heads, n * p->seqlen_k, p->head_dim);
-    struct shape value = sized(a, a->n_kv_heads, n * p->seqlen_k, p->d_v);
-    if (a->packed)
-        query.batch[0] = key.batch[0] = value.batch[0] = 1;
+    const struct shape query = by_tokens(a, p->num_heads, p->seqlen_q, p->head_dim);
+    const struct shape key = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->head_dim);
+    const struct shape value = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->d_v);
     struct block made[3] = {input(&p->query, a->type, thinned(query, true))};
     made[1] = input(&p->key, a->type, thinned(key, true));
     if (!a->stage)
@@ -214,11 +218,7 @@ static void draw_dropout(struct cattn_dropout_spec *spec, struct cattn_torch_ran
 
 static void draw_results(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
-    struct shape rows = sized(a, p->num_heads, p->seqlen_q, p->d_v);
-    if (a->packed) {
-        rows.batch[0] = 1;
-        rows.rows *= p->n_batch;
-    }
+    struct shape rows = by_tokens(a, p->num_heads, p->seqlen_q, p->d_v);
     if (!a->stage)
         output(&p->out, a->type, rows, false);
     rows.cols = 1;
@@ -259,14 +259,14 @@ static void gradients(struct attention *a) {
     struct cattn_attention_params *p = &b->forward;
     n_outputs = 0;
     p->weights.data = p->dropout_mask.data = NULL;
-    input(&b->grad_out, a->type, sized(a, p->num_heads, p->seqlen_q, p->d_v));
+    input(&b->grad_out, a->type, by_tokens(a, p->num_heads, p->seqlen_q, p->d_v));
     if (chance(30)) {
-        input(&b->grad_lse, &TYPES[CATTN_F64], sized(a, p->num_heads, p->seqlen_q, 1));
+        input(&b->grad_lse, &TYPES[CATTN_F64], by_tokens(a, p->num_heads, p->seqlen_q, 1));
         say(" grad_lse");
     }
-    output(&b->grad_query, a->wide, sized(a, p->num_heads, p->seqlen_q, p->head_dim), true);
-    output(&b->grad_key, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
-    output(&b->grad_value, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);
+    output(&b->grad_query, a->wide, by_tokens(a, p->num_heads, p->seqlen_q, p->head_dim), true);
+    output(&b->grad_key, a->wide, by_tokens(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
+    output(&b->grad_value, a->wide, by_tokens(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);
     const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
     if (p->n_bias > 0) {
         b->bias_sum = (enum cattn_bias_sum)between(0, 2);
@@ -315,7 +315,7 @@ static void attention(int64_t index) {
     attend(&a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
     attend(&a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
     end_line();
-    if (!a.stage && !a.packed)
+    if (!a.stage)
         gradients(&a);
     forget();
 }
