@@ -302,23 +302,25 @@ def test_nothing_is_computed_before_it_is_asked() -> None:
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
-def dropped(chunks: Any, rng: Any, p: float = 0.5) -> np.ndarray:
+def dropped(chunks: Any, rng: Any, p: float = 0.5, **options: Any) -> np.ndarray:
     """Return the dropout mask of zero scores: with the identity as values, the output is the weights."""
     scores = da.zeros((2, 2, 64, 4), chunks=chunks)
     values = da.from_array(np.broadcast_to(np.eye(64), (2, 2, 64, 64)), chunks=(*chunks[:3], 64))
-    weights = compute(attention(scores, scores, values, dropout_p=p, rng=rng))
+    weights = compute(attention(scores, scores, values, dropout_p=p, rng=rng, **options))
     assert set(np.unique(weights * 64 * (1 - p)).round(12)) == {0.0, 1.0}
     return weights == 0
 
 
-def test_no_two_chunks_share_a_dropout_mask() -> None:
-    mask = dropped((1, 1, 16, 4), rng=3)
+# With slopes or an offset each chunk of queries has positions of its own; the weights stay equal.
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": [0.0, 0.0]}, {"alibi_slopes": [0.0, 0.0], "query_offset": 7}])
+def test_no_two_chunks_share_a_dropout_mask(options: dict[str, Any]) -> None:
+    mask = dropped((1, 1, 16, 4), rng=3, **options)
     blocks = mask.reshape(4, 4, 16, 4, 16).swapaxes(2, 3).reshape(64, 256)
     agreement = (blocks[:, None] == blocks).mean(axis=-1)[np.triu_indices(64, 1)]
     assert agreement.max() < 0.5 + 6 * 0.5 / 16  # six standard deviations of 256 coins; the same mask would give 1
     assert abs(mask.mean() - 0.5) < 6 * 0.5 / 128
-    assert (mask == dropped((1, 1, 16, 4), rng=3)).all()
-    assert (mask != dropped((1, 1, 16, 4), rng=4)).any()
+    assert (mask == dropped((1, 1, 16, 4), rng=3, **options)).all()
+    assert (mask != dropped((1, 1, 16, 4), rng=4, **options)).any()
 
 
 def test_one_chunk_has_the_dropout_mask_of_one_call() -> None:
