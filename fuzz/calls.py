@@ -177,6 +177,36 @@ def axis(data: Bytes) -> int:
     return data.below(4) - 2
 
 
+def rotating(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape = (*s.batch_dims, *s.heads, s.T_q, s.D)
+    options: dict[str, Callable[[], Any]] = {
+        "positions": lambda: data.pick((np.arange(s.T_q), np.arange(s.T_q) / 2, [3] * s.T_q)),
+        "theta": lambda: data.pick((10000.0, 1.5, 500000)),
+        "interleaved": lambda: data.chance(2),
+        "inverse": lambda: data.chance(2),
+        "scaling": lambda: data.pick((None, {"rope_type": "linear", "factor": 2.0}, {"type": "yarn"})),
+        "out": lambda: s.out(*shape),
+    }
+    call = {name: make() for name, make in options.items() if data.chance(2)}
+    return {"x": s.make(*shape), "rotary_dim": s.D // 2 * 2} | call
+
+
+def norming(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape = (*s.batch_dims, s.T_q, s.D)
+    call: dict[str, Any] = {"x": s.make(*shape), "eps": data.pick((1e-6, 0.0, 1))}
+    if data.chance(2):
+        call["weight"] = s.make(s.D)
+    return call | ({"out": s.out(*shape)} if data.chance(3) else {})
+
+
+def norm_gradients(data: Bytes) -> dict[str, Any]:
+    call = norming(data)
+    call.pop("out", None)
+    return {"grad_out": call["x"][::-1], **call}
+
+
 def merging(data: Bytes) -> dict[str, Any]:
     s, n = Shapes(data), 1 + data.below(3)
     shape = (*s.batch_dims, s.T_q)
@@ -293,6 +323,9 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (cattn.dropout, rowwise("x", p=lambda d: d.pick((0.0, 0.5, 1.0)), rng=lambda d: 3, training=lambda d: d.chance(2))),
     (cattn.dropout_backward, rowwise("grad_out", p=lambda d: 0.5, rng=lambda d: 3, mask=axis)),
     (cattn.merge_attention, merging),
+    (cattn.rope, rotating),
+    (cattn.rms_norm, norming),
+    (cattn.rms_norm_backward, norm_gradients),
     (cattn.causal_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=lambda d: d.pick(SIZES), query_offset=axis)),
     (cattn.show_mask, constant(T_q=lambda d: d.pick(SIZES), T_k=3, is_causal="upper_left")),
     (cattn.sliding_window, constant(total=4)),
