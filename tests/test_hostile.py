@@ -99,7 +99,7 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
     "dropout": lambda: cattn.dropout(repeated(2**60), 0.5, rng=1),
     "causal_mask": lambda: cattn.causal_mask(2**30, 2**31),
     "softmax_backward": lambda: cattn.softmax_backward(repeated(2**60), repeated(2**60)),
-    "rope": lambda: cattn.rope(repeated(2**60, 2)),
+    "rope": lambda: cattn.rope(repeated(2**59, 2)),
     "rms_norm": lambda: cattn.rms_norm(repeated(2**60)),
     "rms_norm_backward": lambda: cattn.rms_norm_backward(repeated(2**60), repeated(2**60)),
     "merge_attention": lambda: cattn.merge_attention([repeated(2**40, 2)] * 2, [repeated(2**40)] * 2),

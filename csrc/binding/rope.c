@@ -6,6 +6,8 @@
 #include "outputs.h"
 #include "rowwise_args.h"
 
+#include <math.h>
+
 struct call {
     struct binding_state *state;
     struct cattn_rope_params *params;
@@ -87,12 +89,40 @@ static bool take_positions(struct call *call) {
     return true;
 }
 
+/* A copy of positions that need no conversion: int64 or float64, contiguous, each within bounds. NULL for all others;
+ * an exception is set only if there is no memory. */
+static PyArrayObject *copy_positions(PyObject *object) {
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_CheckExact(object) || !PyArray_ISCARRAY_RO(array) || PyArray_NDIM(array) == 0 ||
+        (PyArray_TYPE(array) != NPY_INT64 && PyArray_TYPE(array) != NPY_DOUBLE))
+        return NULL;
+    PyArrayObject *copy = (PyArrayObject *)PyArray_SimpleNew(PyArray_NDIM(array), PyArray_DIMS(array), NPY_DOUBLE);
+    if (copy == NULL)
+        return NULL;
+    const bool whole = PyArray_TYPE(array) == NPY_INT64;
+    const int64_t most = (int64_t)CATTN_MAX_POSITION;
+    double *to = PyArray_DATA(copy);
+    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        const int64_t n = whole ? ((const int64_t *)PyArray_DATA(array))[i] : 0;
+        to[i] = whole ? (double)n : ((const double *)PyArray_DATA(array))[i];
+        if (n < -most || n > most || !(fabs(to[i]) <= CATTN_MAX_POSITION)) {
+            Py_DECREF((PyObject *)copy);
+            return NULL;
+        }
+    }
+    return copy;
+}
+
 static bool parse_positions(struct call *call, PyObject *object) {
     struct cattn_rope_params *params = call->params;
     params->length = (double)params->seqlen;
     if (object == Py_None)
         return true;
-    call->positions = (PyArrayObject *)PyObject_CallFunction(call->state->as_positions, "Os", object, "positions");
+    call->positions = copy_positions(object);
+    if (call->positions == NULL && PyErr_Occurred())
+        return false;
+    if (call->positions == NULL)
+        call->positions = (PyArrayObject *)PyObject_CallFunction(call->state->as_positions, "Os", object, "positions");
     if (call->positions == NULL)
         return false;
     if (!PyArray_CheckExact((PyObject *)call->positions) || PyArray_TYPE(call->positions) != NPY_DOUBLE ||
