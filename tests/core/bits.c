@@ -402,14 +402,16 @@ static void dropout(int64_t index) {
 
 /* ---- rotary positions and RMS norm ---- */
 
+/* One statement for each number: C does not fix the order in which initialisers and arguments are evaluated. */
 static struct cattn_rope_scaling draw_scaling(void) {
-    struct cattn_rope_scaling s = {.type = (enum cattn_rope_type)between(0, CATTN_ROPE_LLAMA3),
-                                   .truncate = chance(50),
-                                   .factor = 1 + fabs(number()),
-                                   .original_length = 1 + 64 * fabs(number()),
-                                   .low_freq_factor = fabs(number()),
-                                   .beta_slow = fabs(number())};
+    struct cattn_rope_scaling s;
+    s.type = (enum cattn_rope_type)between(0, CATTN_ROPE_LLAMA3);
+    s.truncate = chance(50);
+    s.factor = 1 + fabs(number());
+    s.original_length = 1 + 64 * fabs(number());
+    s.low_freq_factor = fabs(number());
     s.high_freq_factor = s.low_freq_factor + fabs(number());
+    s.beta_slow = fabs(number());
     s.beta_fast = s.beta_slow + 8 * fabs(number());
     s.attention_factor = chance(30) ? fabs(number()) : 0;
     s.mscale = chance(50) ? fabs(number()) : 0;
@@ -423,7 +425,8 @@ static void draw_positions(struct cattn_rope_params *p, struct shape shape) {
     shape.cols = 1;
     const struct block positions = input(&p->positions, &TYPES[CATTN_F64], shape);
     for (size_t i = 0; i < positions.n; i++) {
-        const double position = ldexp(number(), (int)between(0, 49));
+        const int exponent = (int)between(0, 49);
+        const double position = ldexp(number(), exponent);
         put(&TYPES[CATTN_F64], positions.data, i, chance(70) ? nearbyint(position) : position);
         p->length = fmax(p->length, ((const double *)positions.data)[i] + 1);
     }
@@ -443,7 +446,8 @@ static void rope(int64_t index) {
     p.rotary_dim = chance(50) ? p.n_cols / 2 * 2 : 2 * between(2, p.n_cols / 2);
     p.interleaved = chance(50);
     p.inverse = chance(30);
-    p.theta = chance(50) ? 10000 : 1 + ldexp(fabs(number()), (int)between(-9, 40));
+    const int exponent = (int)between(-9, 40);
+    p.theta = chance(50) ? 10000 : 1 + ldexp(fabs(number()), exponent);
     p.scaling = draw_scaling();
     p.length = (double)p.seqlen;
     say(" %s, %" PRId64 " of %" PRId64 "x%" PRId64 ", %" PRId64 " rotated, scaling %d", type->name, p.n_batch, p.seqlen,
