@@ -324,9 +324,7 @@ TABLE = [
     ],
     wrong_type(ROPE, r"positions is a masked array .*: pass positions\.data$", positions=np.ma.masked_array([1] * 5)),
     wrong_value(ROPE, "positions cannot be read as an array", positions=[[1], [2, 3]]),
-    wrong_value(
-        ROPE, r"positions must have one .*, got just one: pass np\.arange\(start, start \+ T\)$", positions=7
-    ),
+    wrong_value(ROPE, r"positions must have one .*, got just one: pass np\.arange\(start, start \+ T\)$", positions=7),
     *[
         wrong_value(ROPE, rf"positions must be between -2\*\*53 and 2\*\*53, got {got}$", positions=[0, 1, p, 3, 4])
         for p, got in (
