@@ -291,6 +291,13 @@ def test_empty_arrays_keep_their_shape(shape: tuple[int, ...]) -> None:
     assert cattn.rope(np.ones(shape), np.ones(shape[-2])).shape == shape
 
 
+def test_no_column_is_rotated(dtype: type, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((3, 4, 5)).astype(dtype)
+    for interleaved in (False, True):
+        assert_same_bits(cattn.rope(x, rotary_dim=0, interleaved=interleaved, scaling=YARN), x)
+    assert_same_bits(cattn.rope(x[..., :1], rotary_dim=0), np.ascontiguousarray(x[..., :1]))
+
+
 def test_long_rows_and_many_tokens(rng: np.random.Generator) -> None:
     """Rows whose table is larger than the blocks of the driver, and many blocks."""
     for shape in ((2, 3, 20000), (3, 3000, 8), (400, 2, 6)):
@@ -398,6 +405,12 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ({"rope_type": "linear", "factor": "2"}, TypeError, r"scaling\['factor'\] must be a real number, got str"),
     ({"rope_type": "linear", "factor": True}, TypeError, r"scaling\['factor'\] must be a real number, got bool"),
     ({"rope_type": "linear", "factor": [2.0]}, TypeError, r"scaling\['factor'\] must be a real number, got list"),
+    (
+        {"rope_type": "linear", "factor": np.ones(1)},
+        TypeError,
+        r"scaling\['factor'\] must be a real number, got ndarray",
+    ),
+    ({"rope_type": ["linear"]}, TypeError, r"scaling\['rope_type'\] must be a str, got list"),
     ({**YARN, LENGTH: 0}, ValueError, rf"scaling\['{LENGTH}'\] must be positive, got 0"),
     ({**YARN, "attention_factor": 0.0}, ValueError, r"scaling\['attention_factor'\] must be positive, got 0.0"),
     ({**YARN, "beta_slow": -1}, ValueError, r"scaling\['beta_slow'\] must be positive, got -1"),

@@ -116,7 +116,15 @@ INLINE void rotate(const struct rotation *r, enum cattn_storage storage, int64_t
 static void rope_rest(const struct rotation *r) {
     const struct cattn_rope_rows *rows = r->rows;
     const size_t size = stored_size(rows->storage);
-    for (int64_t k = rows->rotary_dim; k < rows->n_cols && r->out != r->x; k++)
+    const int64_t first = rows->rotary_dim;
+    if (r->out == r->x)
+        return;
+    if (rows->x_col == 1 && rows->out_col == 1) {
+        const int64_t at = first * (int64_t)size;
+        memcpy((char *)r->out + at, (const char *)r->x + at, (size_t)(rows->n_cols - first) * size);
+        return;
+    }
+    for (int64_t k = first; k < rows->n_cols; k++)
         memcpy((char *)r->out + k * rows->out_col * (int64_t)size, (const char *)r->x + k * rows->x_col * (int64_t)size,
                size);
 }

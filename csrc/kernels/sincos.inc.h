@@ -94,17 +94,25 @@ static void reduce_far(real x, real *quarters, real *high, real *low) {
         *quarters = -*quarters;
 }
 
-/* Replaces the lanes that are far in a guess that is right for the others. */
-NOINLINE struct reduced reduce_far_lanes(vf x, struct reduced guess) {
-    real angle[LANES], quarters[LANES], high[LANES], low[LANES];
-    vf_storeu(angle, x);
-    vf_storeu(quarters, guess.quarters);
-    vf_storeu(high, guess.high);
-    vf_storeu(low, guess.low);
+/* Replaces the lanes that are far. Takes no vectors, which have no fixed calling convention (simd_gnu.h). */
+NOINLINE void reduce_far_lanes(const real *angle, real *quarters, real *high, real *low) {
     for (int i = 0; i < LANES; i++)
         if (fabs(angle[i]) >= SINCOS_NEAR)
             reduce_far(angle[i], &quarters[i], &high[i], &low[i]);
-    return (struct reduced){vf_loadu(quarters), vf_loadu(high), vf_loadu(low)};
+}
+
+INLINE struct reduced reduce_angles(vf x) {
+    struct reduced r = reduce_near(x);
+    if (vm_any(vm_not(vf_lt(vf_max(x, -x), vf_set1(SINCOS_NEAR))))) {
+        real angle[LANES], quarters[LANES], high[LANES], low[LANES];
+        vf_storeu(angle, x);
+        vf_storeu(quarters, r.quarters);
+        vf_storeu(high, r.high);
+        vf_storeu(low, r.low);
+        reduce_far_lanes(angle, quarters, high, low);
+        r = (struct reduced){vf_loadu(quarters), vf_loadu(high), vf_loadu(low)};
+    }
+    return r;
 }
 
 /* A polynomial with 6 coefficients, without an FMA. */
@@ -117,9 +125,7 @@ INLINE vf poly6(const real *c, vf z) {
 
 /* For |x| <= SINCOS_FAR. */
 INLINE void vf_sincos(vf x, vf *sine, vf *cosine) {
-    struct reduced r = reduce_near(x);
-    if (vm_any(vm_not(vf_lt(vf_max(x, -x), vf_set1(SINCOS_NEAR)))))
-        r = reduce_far_lanes(x, r);
+    const struct reduced r = reduce_angles(x);
     const vf one = vf_set1(1), half = vf_set1((real)0.5), z = r.high * r.high;
     /* sin(high + low) = high + (high^3 P + low cos(high)), where 1 - z/2 is enough of that cosine */
     const vf near_cosine = one - z * half;

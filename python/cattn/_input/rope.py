@@ -55,6 +55,9 @@ _WHERE = {  # where a model's config has a key that its dict lacks
 
 def _type_of(given: Mapping[str, Any]) -> str:
     """Return the type that a dict names."""
+    for key in ("rope_type", "type"):
+        if not isinstance(given.get(key, ""), (str, type(None))):
+            raise TypeError(f"scaling[{key!r}] must be a str, got {type(given[key]).__name__}")
     names = {given[key] for key in ("rope_type", "type") if given.get(key) is not None}
     if len(names) > 1:
         raise ValueError(f"scaling has rope_type {given['rope_type']!r} and type {given['type']!r}: pass one of them")
@@ -89,6 +92,8 @@ def _number(given: Mapping[str, Any], key: str, default: float = 0.0) -> float:
     if isinstance(value, (bool, np.bool_, str, bytes, complex, np.complexfloating)):
         raise TypeError(f"scaling[{key!r}] must be a real number, got {type(value).__name__}")
     try:
+        if getattr(value, "ndim", 0):
+            raise TypeError  # an array of one element has a float, too
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"scaling[{key!r}] must be a real number, got {type(value).__name__}") from None
