@@ -1,7 +1,7 @@
 /* rope.c -- the driver of rotary positions.
  *
  * Batch entries are reordered, so that those with positions of their own come first: the others share sines and
- * cosines. A task computes them once, for a block of tokens whose table stays in the nearest cache, and rotates that
+ * cosines. A task computes them once, for a block of tokens whose table stays in the nearest caches, and rotates that
  * block in every entry that shares them. If these are too few tasks for the threads, the entries are divided among
  * several tasks, each with its own table.
  */
@@ -12,8 +12,9 @@
 #include "rope_frequencies.h"
 #include "rowwise.h"
 
-/* Bytes of a table. */
-#define TABLE_BYTES ((int64_t)16 << 10)
+/* Bytes of a table. Larger than the nearest cache: then a task writes whole pages of each entry, which matters more if
+ * they are new. */
+#define TABLE_BYTES ((int64_t)64 << 10)
 /* Tasks of a thread that even out their times. */
 #define TASKS_EACH 4
 /* Entries between two looks at the clock. */
