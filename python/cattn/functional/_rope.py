@@ -36,18 +36,18 @@ def rope(  # type: ignore[empty-body]
         Queries or keys of T tokens: float16, bfloat16, float32 or float64; booleans and integers are converted to
         float64.
     positions : array_like, shape (T,) or (\*lead, T), optional
-        The position of each token, an int or a float from -2**53 to 2**53; the default is 0, 1, ..., T - 1. `lead` are
-        the leading axes of x, with or without its axis -3 (heads), or 1 in their place: for x of shape (B, H, T, D) the
-        position ids (B, T) fit, and (B, 1, T), too.
+        The position of each token, an int or a float from -2**53 to 2**53; the default is 0, 1, ..., T - 1. ``lead``
+        are the leading axes of x, with or without its axis -3 (heads), or 1 in their place: for x of shape
+        (B, H, T, D) the position ids (B, T) fit, and (B, 1, T), too.
     theta : float
-        Base of the frequencies, at least 1: `rope_theta` of a model.
+        Base of the frequencies, at least 1: ``rope_theta`` of a model.
     rotary_dim : int, optional
         The number of columns that are rotated, an even number; the default is D. The others are copied.
     interleaved : bool
         Which columns form a pair. False: column i and column i + rotary_dim/2, as in Hugging Face's Llama and GPT-NeoX.
         True: columns 2i and 2i + 1, as in GPT-J and in Meta's own files of Llama. No model works with the other one.
     scaling : dict, optional
-        Changes the frequencies for longer contexts: the `rope_scaling` or `rope_parameters` of a model's config in
+        Changes the frequencies for longer contexts: the ``rope_scaling`` or ``rope_parameters`` of a model's config in
         transformers, with a ``rope_type`` (or ``type``) of "default", "linear", "dynamic", "yarn" or "llama3".
     inverse : bool
         Rotate by the negative angles: the gradient of x, given that of the result.
@@ -76,12 +76,12 @@ def rope(  # type: ignore[empty-body]
 
     Notes
     -----
-    The pair i of a token at position :math:`p` is rotated by the angle :math:`p f_i`:
+    With d = rotary_dim, the pair i of a token at position :math:`p` is rotated by the angle :math:`p f_i`:
 
     .. math::
 
        a' = a \cos p f_i - b \sin p f_i, \qquad b' = b \cos p f_i + a \sin p f_i, \qquad
-       f_i = \theta^{-2i / \text{rotary\_dim}}
+       f_i = \theta^{-2i / d}
 
     Frequencies, angles, sines and cosines are computed in float64, also for halves and far positions; sines and cosines
     are then rounded once to the dtype of the computation. The result has the bits of ``x * cos + rotate_half(x) * sin``
@@ -216,12 +216,12 @@ def rms_norm_backward(
 
     Notes
     -----
-    With :math:`r = 1 / \sqrt{\text{mean}(x^2) + \text{eps}}` and :math:`g = \text{grad\_out} \cdot \text{weight}`:
+    With :math:`r = 1 / \sqrt{\text{mean}(x^2) + \text{eps}}` and :math:`g = \text{grad out} \cdot \text{weight}`:
 
     .. math::
 
-       \text{grad\_x}_i = r \left(g_i - r x_i \, \frac{1}{D} \sum_j g_j r x_j\right), \qquad
-       \text{grad\_weight}_i = \sum_\text{rows} \text{grad\_out}_i \, r x_i
+       \text{grad x}_i = r \left(g_i - r x_i \, \frac{1}{D} \sum_j g_j r x_j\right), \qquad
+       \text{grad weight}_i = \sum_\text{rows} \text{grad out}_i \, r x_i
 
     The sum over the rows is cut into blocks of 64 rows, which are added in float64 in their order, so its bits do not
     depend on the number of threads.
