@@ -171,7 +171,7 @@ static bool parse_rotary_dim(struct call *call, PyObject *object) {
 
 static bool parse_scaling(struct call *call, PyObject *object) {
     struct cattn_rope_scaling *s = &call->params->scaling;
-    int type, truncate;
+    int type = CATTN_ROPE_DEFAULT, truncate = 0;
     if (object == Py_None)
         return true;
     PyObject *numbers = PyObject_CallFunction(call->state->as_rope_scaling, "OdLL", object, call->params->theta,

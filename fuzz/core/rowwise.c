@@ -257,14 +257,16 @@ static void choose_rope(struct input *in, const struct rows *rows, struct cattn_
     p->interleaved = take_chance(in, 2);
     p->inverse = take_chance(in, 2);
     p->theta = TAKE_FROM(in, thetas);
-    p->scaling = (struct cattn_rope_scaling){.type = (enum cattn_rope_type)take_below(in, CATTN_ROPE_LLAMA3 + 1),
-                                             .truncate = take_chance(in, 2),
-                                             .factor = 1 + (double)take_below(in, 9),
-                                             .original_length = 1 + (double)take_below(in, 900),
-                                             .low_freq_factor = 1,
-                                             .high_freq_factor = 4,
-                                             .beta_fast = 32,
-                                             .beta_slow = 1};
+    /* one statement for each choice: C does not fix the order of initialisers */
+    struct cattn_rope_scaling *s = &p->scaling;
+    s->type = (enum cattn_rope_type)take_below(in, CATTN_ROPE_LLAMA3 + 1);
+    s->truncate = take_chance(in, 2);
+    s->factor = 1 + (double)take_below(in, 9);
+    s->original_length = 1 + (double)take_below(in, 900);
+    s->low_freq_factor = s->beta_slow = 1;
+    s->high_freq_factor = 4;
+    s->beta_fast = 32;
+    s->attention_factor = take_chance(in, 2) ? 1.25 : 0;
     if (p->scaling.type == CATTN_ROPE_DYNAMIC && p->rotary_dim < 4)
         p->scaling.type = CATTN_ROPE_DEFAULT;
     p->length = (double)p->seqlen;
