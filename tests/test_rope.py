@@ -291,6 +291,12 @@ def test_empty_arrays_keep_their_shape(shape: tuple[int, ...]) -> None:
     assert cattn.rope(np.ones(shape), np.ones(shape[-2])).shape == shape
 
 
+def test_flags_may_be_numpys(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((3, 4))
+    expected = cattn.rope(x, interleaved=True)
+    assert_same_bits(cattn.rope(x, interleaved=np.True_, inverse=np.False_), expected)  # type: ignore[arg-type]
+
+
 def test_no_column_is_rotated(dtype: type, rng: np.random.Generator) -> None:
     x = rng.standard_normal((3, 4, 5)).astype(dtype)
     for interleaved in (False, True):

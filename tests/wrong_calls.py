@@ -366,8 +366,11 @@ TABLE = [
         x=ones(2, 5, 7),
         rotary_dim=None,
     ),
-    wrong_type(ROPE, "interleaved must be True or False, got ndarray", interleaved=np.ones(2)),
-    wrong_type(ROPE, "inverse must be True or False, got ndarray", inverse=np.ones(2)),
+    *[
+        wrong_type(ROPE, f"{name} must be True or False, got {type(x).__name__}", **{name: x})
+        for name in ("interleaved", "inverse")
+        for x in ("halves", 1, None, np.ones(2))
+    ],
     wrong_type(ROPE, "scaling must be a dict as in the config of a model, or None, got float", scaling=2.0),
     wrong_type(ROPE, r"rope\(\) got an unexpected keyword argument 'base': did you mean 'theta'\?$", base=1),
     # rms_norm

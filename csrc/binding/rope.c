@@ -188,6 +188,13 @@ static bool parse_scaling(struct call *call, PyObject *object) {
     return parsed;
 }
 
+/* Not the truth of any object: "halves" or "pairs" would be true. */
+static bool parse_bool(PyObject *object, const char *name, bool *value) {
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
+        return cattn_error_type(name, "True or False", object);
+    return cattn_arg_truth(object, name, value);
+}
+
 /* ---- the result ---- */
 
 static bool make_output(struct call *call, PyObject *out) {
@@ -222,8 +229,8 @@ PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL;
     if (parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
         parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
-        cattn_arg_flag(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
-        parse_scaling(&call, args[ROPE_scaling]) && cattn_arg_flag(args[ROPE_inverse], "inverse", &params.inverse) &&
+        parse_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
+        parse_scaling(&call, args[ROPE_scaling]) && parse_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
         make_output(&call, args[ROPE_out]) && run(&call) && cattn_output_finish(&call.output))
         result = cattn_output_result(&call.output);
     Py_XDECREF((PyObject *)call.x);
