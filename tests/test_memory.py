@@ -80,6 +80,19 @@ def test_statistics_hold_no_matrix_of_weights() -> None:
 
 @pytest.mark.promise("memory")
 @measured
+@pytest.mark.parametrize(
+    "call", ["rope(query", "rope(query, np.arange(16384) + 2.0**40, interleaved=True", "rms_norm(query"]
+)
+def test_rows_hold_at_most_one_mebibyte_a_thread(call: str) -> None:
+    """The sines and cosines of all tokens would take 16 MiB."""
+    code = GROWTH.format(shape=(1, 1, 16384, 128), dtype="float64", threads=2, options={}, strided=True)
+    code = code.replace("cattn.causal_attention(query, key, value,", f"cattn.{call},")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) <= 1024 * 2 + 256, "KiB"
+
+
+@pytest.mark.promise("memory")
+@measured
 def test_gradients_hold_no_matrix_of_scores() -> None:
     """Beside its results the backward pass holds a few blocks a thread: at most 3 MiB (the documentation says 20)."""
     code = GROWTH.format(
