@@ -120,8 +120,7 @@ typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
 cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
     cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
     cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
-    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask,
-    cattn_body_rope, cattn_body_rms_norm;
+    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
