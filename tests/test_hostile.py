@@ -94,6 +94,7 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
     "scratch of gradients": lambda: backward(
         X[:1], repeated(1, 2), repeated(MOST, 2), repeated(MOST, 2), X[:1], np.ones(1, F)
     ),
+    "scratch of statistics": lambda: cattn.attention_statistics(repeated(1, MOST), repeated(1, MOST)),
     "softmax": lambda: cattn.softmax(repeated(2**60)),
     "masked_softmax": lambda: cattn.masked_softmax(repeated(2**60)),
     "dropout": lambda: cattn.dropout(repeated(2**60), 0.5, rng=1),

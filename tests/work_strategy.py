@@ -62,6 +62,15 @@ def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # ---- attention and its gradients -----------------------------------------------------------------------------------
 @st.composite
+def summary(draw: st.DrawFn) -> Work:
+    """Statistics of attention weights."""
+    call = {name: a for name, a in draw(calls())[0].items() if name not in ("value", "dropout_p", "rng")}
+    call |= {"top_k": min(draw(st.sampled_from([0, 1, 5])), call["key"].shape[-2])}
+    call |= {"observation_window": draw(st.sampled_from([None, 1, 50]))}
+    return Work("summary", lambda: arrays(cattn.attention_statistics(**call)), call)
+
+
+@st.composite
 def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     call, _ = draw(calls())
     stream = draw(rngs)
@@ -292,7 +301,9 @@ def modules(draw: st.DrawFn) -> Work:
 # ---- all of them ---------------------------------------------------------------------------------------------------
 def any_function() -> st.SearchStrategy[Work]:
     """All work except layers, whose projections are NumPy's."""
-    return st.one_of(attention(), gradients(), packed(), decoding(), merging(), rowwise(), rotation(), stream())
+    return st.one_of(
+        attention(), gradients(), summary(), packed(), decoding(), merging(), rowwise(), rotation(), stream()
+    )
 
 
 def any_work() -> st.SearchStrategy[Work]:
