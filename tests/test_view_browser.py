@@ -198,7 +198,7 @@ def test_the_scale_can_be_chosen(show: Open, logarithmic: bool) -> None:
 def _light_colours() -> list[str]:
     """Return the colours of the light scale: nine stops, linear in between."""
     hexes = ["ffffd9", "edf8b1", "c7e9b4", "7fcdbb", "41b6c4", "1d91c0", "225ea8", "253494", "081d58"]
-    stops = np.array([[int(text[i : i + 2], 16) for i in (0, 2, 4)] for text in hexes])
+    stops = np.array([list(bytes.fromhex(text)) for text in hexes])
     places = np.arange(256) / 255 * 8
     colours = np.stack([np.interp(places, range(9), stops[:, c]) for c in range(3)], -1)
     return [f"rgb({r}, {g}, {b})" for r, g, b in np.floor(colours + 0.5).astype(int)]

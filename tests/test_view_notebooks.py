@@ -125,7 +125,7 @@ def marimo(browser: Any, folder: Path, code: str, *, dark: bool = False, **optio
     app = f"{header}import marimo\napp = marimo.App(width='full')\n\n@app.cell\ndef _():\n{body}    return\n"
     (folder / "view.py").write_text(app)
     port = free_port()
-    command = ["marimo", "run", "view.py", "--headless", f"--port={port}", "--no-token", "--skip-update-check"]
+    command = ["marimo", "run", "view.py", "--headless", f"--port={port}", "--no-token"]
     with server(folder, f"http://127.0.0.1:{port}/health", *command):
         tab = Tab(browser, **options)
         tab.page.goto(f"http://127.0.0.1:{port}/")

@@ -82,7 +82,7 @@ def _means_of_blocks(rows: Array, block: int) -> Array:
 
 def _smallest_block(size: Callable[[int], int], most: int) -> int:
     """Return the smallest power of two with size(block) <= most, or the first beyond all sizes."""
-    return next(block for block in (2**n for n in itertools.count()) if size(block) <= most or block > 2**20)
+    return next(block for block in (1 << n for n in itertools.count()) if size(block) <= most or block > 2**20)
 
 
 def _layer_names(layers: Sequence[object] | None, count: int) -> list[str] | None:
@@ -132,8 +132,8 @@ class Weights:
         n_layers, heads, seqlen_q, seqlen_k = self.shape
 
         def size(block: int) -> int:
-            cells: int = -(-seqlen_q // block) * -(-seqlen_k // block)
-            return n_layers * heads * cells * self.dtype.itemsize
+            cells = -(-seqlen_q // block) * -(-seqlen_k // block)
+            return int(n_layers * heads * cells * self.dtype.itemsize)
 
         block = _smallest_block(size, most)
         data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(self.dtype)) for layer in self.layers)
