@@ -106,9 +106,13 @@ def jupyterlab(browser: Any, folder: Path, code: str, *, dark: bool = False, **o
         page = tab.page
         page.goto(f"http://127.0.0.1:{port}/lab/tree/view.ipynb?token=t&reset")
         page.locator(".jp-Notebook-cell").first.wait_for(timeout=60_000)
-        page.get_by_text("Python 3 (ipykernel)").or_(page.get_by_text("Python 3")).first.wait_for(timeout=60_000)
-        page.locator(".jp-Notebook-cell .cm-content").first.click()
-        page.keyboard.press("Shift+Enter")
+        prompt = page.locator(".jp-InputPrompt").first
+        for _ in range(20):  # JupyterLab drops a cell that is run before the kernel is connected
+            page.locator(".jp-Notebook-cell .cm-content").first.click()
+            page.keyboard.press("Shift+Enter")
+            page.wait_for_timeout(1500)
+            if prompt.inner_text().strip("[]: "):
+                break
         page.wait_for_selector(".cattn-view[data-theme]", timeout=60_000)
         yield page
         assert [url for url in tab.requests if "//127.0.0.1" not in url and url.startswith("http")] == []
