@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "dtype.h"
+#include "row_statistics.h"
 #include "score_options.h"
 
 enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
@@ -63,17 +64,17 @@ struct cattn_dropout_spec {
 /* Offsets lie within +-this, so that neither positions nor ends of windows overflow int64. */
 #define CATTN_MAX_OFFSET ((int64_t)1 << 61)
 
-/* All masks that leave each query one range of keys: causality, windows, lengths. Query i stands at position
- * p = i + offset and sees the keys p - left .. p + right among the first key_length ones. Queries from query_length on
- * see none. The tensors hold int64 and have batch strides only; if one is absent, its number below holds for the whole
- * batch. */
+/* All masks that leave each query one range of keys: causality, windows, lengths, padding before the first key. Query i
+ * stands at position p = i + offset and sees the keys p - left .. p + right among first_key .. key_length - 1. Queries
+ * from query_length on see none. The tensors hold int64 and have batch strides only; if one is absent, its number below
+ * holds for the whole batch. */
 struct cattn_ranges {
     int64_t left, right; /* >= 0, or CATTN_UNBOUNDED; causal: right is 0 */
     bool lower_right;    /* the offset of each batch entry is its key_length - query_length; else as given */
     bool all_visible;    /* every query sees all seqlen_k keys; the offset still gives its position */
     int64_t seqlen_k;    /* read if all_visible */
-    int64_t offset, query_length, key_length;
-    struct cattn_tensor offsets, query_lengths, key_lengths;
+    int64_t offset, query_length, key_length, first_key;
+    struct cattn_tensor offsets, query_lengths, key_lengths, first_keys;
 };
 
 struct cattn_attention_params {
@@ -129,6 +130,18 @@ struct cattn_backward_params {
      * SUM_ROWS: (batch, head, col). SUM_COLS: (batch, head, row); no stride is 0 in either. */
     struct cattn_tensor grad_bias;
     struct cattn_tensor grad_sinks; /* (batch, head), or absent */
+    struct cattn_attention_params forward;
+};
+
+/* Statistics of the attention weights, which are never stored as a whole. `forward` describes the weights, without
+ * dropout; value, out and weights are absent, and lse takes float64. All results have the dtype of the computation and
+ * unit stride along the last axis. */
+struct cattn_statistics_params {
+    int64_t top_k;
+    int64_t observation_window; /* the last queries of each batch entry that column sums count; or CATTN_UNBOUNDED */
+    struct cattn_tensor rows[CATTN_N_ROW_STATISTICS]; /* (batch, head, row); or absent */
+    struct cattn_tensor top_keys, top_weights;        /* (batch, head, row, top_k), int64 and weights; if top_k > 0 */
+    struct cattn_tensor received, received_max;       /* (batch, head, col), 0 on entry; or absent */
     struct cattn_attention_params forward;
 };
 
@@ -197,6 +210,7 @@ struct cattn_dropout_params {
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
 void cattn_clear_backward(struct cattn_backward_params *params);
+void cattn_clear_statistics(struct cattn_statistics_params *params);
 void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
@@ -211,6 +225,8 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
+/* Also computes the forward pass, as far as lse needs it. */
+enum cattn_status cattn_attention_statistics(const struct cattn_statistics_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);

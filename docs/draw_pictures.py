@@ -80,6 +80,44 @@ def main() -> None:
         queries=TOKENS[-1:],
     )
 
+    draw_statistics()
+
+
+def draw_statistics() -> None:
+    """Draw the weights of one head, with a bar for each query or key, for each statistic."""
+    rng = np.random.default_rng(3)
+    query, key = rng.standard_normal((2, 6, 4)) * 1.5
+    options = {"is_causal": True, "enable_gqa": True, "sinks": [-0.5]}
+    weights = cattn.attention_weights(query[None], key[None], **options)[0]
+    result = cattn.attention_statistics(query[None], key[None], top_k=1, **options)
+    for name in ("lse", "max_score", "entropy", "max_weight", "sink_weight", "distance", "received", "received_max"):
+        draw_statistic(name, weights, getattr(result, name)[0])
+    draw_statistic("top_keys", weights, result.top_weights[0, :, 0], result.top_keys[0, :, 0])
+
+
+def draw_statistic(name: str, weights: Any, numbers: Any, keys: Any = None) -> None:
+    """Draw weights, and a statistic of the queries beside them or of the keys below them."""
+    columns = name.startswith("received")
+    shape = {"nrows": 2, "height_ratios": [3, 1]} if columns else {"ncols": 2, "width_ratios": [3, 1.2]}
+    share = {"sharex": True} if columns else {"sharey": True}
+    figure, (left, bars) = plt.subplots(
+        figsize=(3.4, 4.3) if columns else (4.6, 3.4), layout="constrained", dpi=150, **shape, **share
+    )
+    cattn.plot_attention(weights, TOKENS, left)
+    left.images[0].colorbar.remove()
+    left.set_aspect("auto")  # as high or wide as the bars
+    places = np.arange(len(numbers))
+    drawn = (bars.bar if columns else bars.barh)(places, numbers, color="tab:orange")
+    bars.bar_label(drawn, fmt="%.2f", padding=2, size=8)
+    bars.margins(**{"y" if columns else "x": 0.35})
+    bars.tick_params("x", rotation=45 if columns else 0)
+    bars.set_title(name.replace("_", " "), size=10)
+    bars.spines[["top", "right"]].set_visible(False)
+    if keys is not None:
+        left.scatter(keys, places, marker="o", facecolors="none", edgecolors="tab:orange", s=160, linewidths=2)
+    figure.savefig(FOLDER / f"statistic_{name}.png", facecolor="white")
+    plt.close(figure)
+
 
 def head_weights(query: Any, key: Any, **options: Any) -> Any:
     """Return the weights of one head, for options that have one number a head."""

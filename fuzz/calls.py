@@ -83,6 +83,7 @@ class Shapes:
             "window_size": lambda: (data.below(4), 0),
             "key_value_seq_lengths": lambda: data.below(self.T_k + 1),
             "query_seq_lengths": lambda: data.below(self.T_q + 1),
+            "key_value_seq_starts": lambda: data.below(self.T_k + 1),
         }
         for name, make in options.items():
             if data.chance(5):

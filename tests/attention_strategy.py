@@ -89,6 +89,8 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
         call["query_seq_lengths"] = rng.integers(0, T_q + 1, broadcastable(batch))
         call["key_value_seq_lengths"] = rng.integers(0, T_k + 1, broadcastable(batch))
     if draw(st.booleans()):
+        call["key_value_seq_starts"] = rng.integers(0, T_k + 1, broadcastable(batch))
+    if draw(st.booleans()):
         call |= {"dropout_p": draw(st.sampled_from([0.1, 0.5, 1.0])), "rng": draw(st.integers(0, 2**64 - 1))}
     if draw(st.booleans()):
         call["scale"] = draw(st.floats(-1, 1))

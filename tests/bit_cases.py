@@ -102,6 +102,10 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     "lengths": lambda normal: plain(
         normal, is_causal="lower_right", query_seq_lengths=[101, 60], key_value_seq_lengths=[100, 193]
     ),
+    "starts": lambda normal: plain(normal, is_causal="lower_right", key_value_seq_starts=[7, 190]),
+    "starts and lengths": lambda normal: grouped(
+        normal, 90, is_causal=True, key_value_seq_starts=[33, 0], key_value_seq_lengths=[90, 70]
+    ),
     "softcap": lambda normal: plain(normal, softcap=2.0, is_causal="lower_right"),
     "softcap of scores that overflow": lambda normal: huge(normal, 0.6, softcap=10.0),
     "slopes": lambda normal: plain(normal, alibi_slopes=np.array([0.37]), query_offset=40),

@@ -71,6 +71,11 @@ def _differentiate(*, threads: int, **options: Any) -> object:
         return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, **options)
 
 
+def _in_threads(threads: int, function: Any, *arrays: np.ndarray, **options: Any) -> object:
+    with _path_and_threads("auto", threads):
+        return function(*arrays, **options)
+
+
 ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 
@@ -127,7 +132,7 @@ CALLS: dict[str, Call] = {
     "masks": lambda: _attend(QUERY, KEY, VALUE, MASK, bias=BIAS, softcap=5.0, alibi_slopes=SLOPES, sinks=SINKS),
     "ranges": lambda: _attend(
         QUERY, KEY, VALUE, is_causal="upper_left", query_offset=np.array([[3], [90]])[:, 0], window_size=(60, 0),
-        key_value_seq_lengths=LENGTHS[:, 0],
+        key_value_seq_lengths=LENGTHS[:, 0], key_value_seq_starts=LENGTHS[::-1, 0] // 9,
     ),
     "all outputs": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=5, **ALL_OUTPUTS),
     "stream": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=cattn.TorchGenerator(5), threads=2, **ALL_OUTPUTS),
@@ -153,6 +158,14 @@ CALLS: dict[str, Call] = {
     "attention_backward": lambda: _differentiate(threads=1, bias=BIAS, sinks=SINKS, attn_mask=MASK),
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
+    # statistics
+    "attention_statistics": lambda: cattn.attention_statistics(QUERY, KEY, MASK, bias=BIAS, sinks=SINKS, top_k=3),
+    "attention_statistics, one head, threads": lambda: _in_threads(
+        3, cattn.attention_statistics, HALF, HALF, is_causal=True, observation_window=70
+    ),
+    "varlen_attention_statistics": lambda: cattn.varlen_attention_statistics(PACKED, PACKED, EDGES, EDGES, top_k=2),
+    "head_scores": lambda: cattn.head_scores(BIAS[:, :, :1], [3]),
+    "attention_rollout": lambda: cattn.attention_rollout(np.abs(SCORES)[None, :, :, :70]),
     "softmax_backward": lambda: cattn.softmax_backward(SCORES, SCORES),
     "softmax_backward, half": lambda: cattn.softmax_backward(HALF, HALF, axis=1),
     "dropout_backward": lambda: cattn.dropout_backward(SCORES, 0.3, mask=SCORES_MASK),

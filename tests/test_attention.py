@@ -131,10 +131,39 @@ CASES: dict[str, Build] = {
         (3, 2), 120, 230, is_causal="lower_right", key_value_seq_lengths=[230, 40, 197], query_seq_lengths=[7, 120, 99]
     ),
     "one length": attend((2,), 5, 300, key_value_seq_lengths=np.int32(193), is_causal="lower_right"),
-    "lengths of two batch dimensions": attend(
+    "starts": attend((3,), 20, 50, key_value_seq_starts=[0, 50, 17]),
+    "starts, lower right": attend((3, 2), 120, 230, is_causal="lower_right", key_value_seq_starts=[0, 140, 197]),
+    "starts and lengths": attend(
+        (3, 2),
+        20,
+        230,
+        is_causal="lower_right",
+        key_value_seq_starts=[10, 0, 201],
+        query_seq_lengths=[7, 20, 9],
+        key_value_seq_lengths=[230, 40, 197],
+    ),
+    "starts, window, slopes, sinks, dropout": attend(
+        (2, 2),
+        99,
+        300,
+        is_causal="upper_left",
+        query_offset=201,
+        window_size=(120, 0),
+        key_value_seq_starts=[150, 20],
+        alibi_slopes=[0.5, 0.1],
+        sinks=[0.5, -1.0],
+        dropout_p=0.3,
+        rng=3,
+    ),
+    "starts and masks": attend(
+        (2, 2), 30, 250, attn_mask=mask(30, 250), bias=bias(2, 1, 250), key_value_seq_starts=[97, 13]
+    ),
+    "one start": attend((2,), 5, 300, key_value_seq_starts=np.int32(193), is_causal="lower_right"),
+    "lengths and starts of two batch dimensions": attend(
         (2, 3, 2),
         9,
         40,
+        key_value_seq_starts=[[0], [2]],
         query_seq_lengths=[[9], [4]],
         key_value_seq_lengths=[0, 11, 40],
         is_causal="upper_left",

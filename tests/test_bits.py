@@ -100,6 +100,7 @@ LONG: dict[str, tuple[int, dict[str, Any]]] = {
     "window within a chunk": (5, {"is_causal": "lower_right", "window_size": (100, 0)}),
     "windows from chunk to chunk": (7, {"query_offset": 2 * CHUNK - 4, "window_size": (CHUNK + 3, 900)}),
     "lengths": (4, {"is_causal": "lower_right", "key_value_seq_lengths": [2 * CHUNK + 1, 77]}),
+    "starts": (4, {"is_causal": "lower_right", "key_value_seq_starts": [2 * CHUNK + 1, 77]}),
     "softcap, slopes, sinks": (5, {"softcap": 3.0, "alibi_slopes": [1e-3], "sinks": [2.0], "query_offset": 2000}),
     "dropout": (9, {"dropout_p": 0.3, "rng": 3, "is_causal": "upper_left"}),
     "a tile of queries": (98, {"is_causal": "lower_right", "bias": np.sin(np.arange(3 * CHUNK + 250.0))}),

@@ -165,6 +165,7 @@ def problem() -> tuple[list[Any], dict[str, Any]]:
         "attn_mask": da.from_array(normal(300, 350, seed=3) > -2, chunks=(150, 200)),
         "bias": normal(4, 1, 350, seed=4),
         "key_value_seq_lengths": [350, 200],
+        "key_value_seq_starts": [100, 0],
         "window_size": (200, -1),
         "softcap": 20.0,
         "alibi_slopes": cattn.get_alibi_slopes(4),
@@ -266,6 +267,8 @@ def test_only_visible_pairs_have_a_task(data: st.DataObject) -> None:
     if draw(st.booleans()):
         options["query_seq_lengths"] = draw(st.lists(st.integers(0, T_q), min_size=3, max_size=3))
         options["key_value_seq_lengths"] = draw(st.lists(st.integers(0, T_k), min_size=3, max_size=3))
+    if draw(st.booleans()):
+        options["key_value_seq_starts"] = draw(st.lists(st.integers(0, T_k), min_size=3, max_size=3))
     chunks = [draw_chunks(draw, n) for n in (3, T_q, T_k)]
     query = da.ones((3, T_q, 4), chunks=(*chunks[:2], 4))
     key = da.ones((3, T_k, 4), chunks=(chunks[0], chunks[2], 4))
@@ -299,23 +302,25 @@ def test_nothing_is_computed_before_it_is_asked() -> None:
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
-def dropped(chunks: Any, rng: Any, p: float = 0.5) -> np.ndarray:
+def dropped(chunks: Any, rng: Any, p: float = 0.5, **options: Any) -> np.ndarray:
     """Return the dropout mask of zero scores: with the identity as values, the output is the weights."""
     scores = da.zeros((2, 2, 64, 4), chunks=chunks)
     values = da.from_array(np.broadcast_to(np.eye(64), (2, 2, 64, 64)), chunks=(*chunks[:3], 64))
-    weights = compute(attention(scores, scores, values, dropout_p=p, rng=rng))
+    weights = compute(attention(scores, scores, values, dropout_p=p, rng=rng, **options))
     assert set(np.unique(weights * 64 * (1 - p)).round(12)) == {0.0, 1.0}
     return weights == 0
 
 
-def test_no_two_chunks_share_a_dropout_mask() -> None:
-    mask = dropped((1, 1, 16, 4), rng=3)
+# With slopes or an offset each chunk of queries has positions of its own; the weights stay equal.
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": [0.0, 0.0]}, {"alibi_slopes": [0.0, 0.0], "query_offset": 7}])
+def test_no_two_chunks_share_a_dropout_mask(options: dict[str, Any]) -> None:
+    mask = dropped((1, 1, 16, 4), rng=3, **options)
     blocks = mask.reshape(4, 4, 16, 4, 16).swapaxes(2, 3).reshape(64, 256)
     agreement = (blocks[:, None] == blocks).mean(axis=-1)[np.triu_indices(64, 1)]
     assert agreement.max() < 0.5 + 6 * 0.5 / 16  # six standard deviations of 256 coins; the same mask would give 1
     assert abs(mask.mean() - 0.5) < 6 * 0.5 / 128
-    assert (mask == dropped((1, 1, 16, 4), rng=3)).all()
-    assert (mask != dropped((1, 1, 16, 4), rng=4)).any()
+    assert (mask == dropped((1, 1, 16, 4), rng=3, **options)).all()
+    assert (mask != dropped((1, 1, 16, 4), rng=4, **options)).any()
 
 
 def test_one_chunk_has_the_dropout_mask_of_one_call() -> None:
@@ -356,6 +361,8 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"rng": 2**64, "dropout_p": 0.5}, ValueError, "rng must be in"),
         ({"query_offset": da.zeros(2, dtype=int)}, TypeError, r"pass query_offset\.compute\(\)"),
         ({"key_value_seq_lengths": da.zeros(2, dtype=int)}, TypeError, "key_value_seq_lengths must be an int"),
+        ({"key_value_seq_starts": da.zeros(2, dtype=int)}, TypeError, r"pass key_value_seq_starts\.compute\(\)"),
+        ({"key_value_seq_starts": [1, 7]}, ValueError, "key_value_seq_starts must be between 0 and 6"),
         ({"query_seq_lengths": [1, 7]}, ValueError, "query_seq_lengths must be between 0 and 6"),
         ({"num_threads": 0}, ValueError, "num_threads must be at least 1"),
         ({"attn_mask": da.ones((6, 6), dtype=int)}, TypeError, "attn_mask has dtype int64"),

@@ -40,6 +40,8 @@ def test_explain_names_the_path_and_the_threads(call: list[np.ndarray], threads:
         {"is_causal": "lower_right"},
         {"is_causal": "lower_right", "window_size": (100, 0)},
         {"window_size": (5, 7), "query_offset": 90},
+        {"key_value_seq_starts": [0, 401]},
+        {"key_value_seq_starts": [193, 30], "key_value_seq_lengths": [450, 20], "is_causal": "lower_right"},
         {"query_seq_lengths": [300, 17], "key_value_seq_lengths": [500, 0], "is_causal": "upper_left"},
     ],
 )

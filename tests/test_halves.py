@@ -103,6 +103,7 @@ def cases(rng: np.random.Generator, half: np.dtype) -> dict[str, Call]:
         ),
         "dropout": inputs(rng, half, 101, long, dropout_p=0.3, rng=5, is_causal="lower_right"),
         "lengths": inputs(rng, half, 40, long, query_seq_lengths=[40, 3], key_value_seq_lengths=[long, 100]),
+        "starts": inputs(rng, half, 40, long, is_causal="lower_right", key_value_seq_starts=[long - 20, 100]),
         "one head of many": inputs(rng, half, 9, 50, heads=6),
         "no key": inputs(rng, half, 5, 0),
         "large": inputs(rng, half, 33, 70, scale=50.0),

@@ -98,6 +98,12 @@ def hiding(name: str) -> Callable[[Normal], Call]:
                 "query_seq_lengths": [37, 20],
                 "key_value_seq_lengths": [300, 12],
             },
+            "key starts": {"key_value_seq_starts": [7, 301]},
+            "starts, lengths and causal": {
+                "is_causal": "lower_right",
+                "key_value_seq_starts": [250, 3],
+                "key_value_seq_lengths": [390, 12],
+            },
             "no key at all": {"attn_mask": np.zeros((T_q, 1), bool)},
             "some rows see none": {"attn_mask": ~hidden & (rows % 3 != 1)},
             "before all": {"is_causal": True, "query_offset": -T_q},
@@ -109,6 +115,7 @@ def hiding(name: str) -> Callable[[Normal], Call]:
 
 HIDING = ["bool", "bool, per key", "-inf", "-inf bias", "-inf in one of two", "bool and bias", "bool, dropout"]
 HIDING += ["softcap, slopes, sinks", "window", "window to both sides", "key lengths", "lengths and causal"]
+HIDING += ["key starts", "starts, lengths and causal"]
 HIDING += ["lower right", "offset", "offsets", "upper left", "no key at all", "some rows see none", "before all"]
 
 

@@ -91,6 +91,13 @@ OWN: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "offsets": (inputs(), {"is_causal": "upper_left", "query_offset": np.array([10, -5]), "local_window_size": 4}),
     "window without a bound": (inputs(), {"local_window_size": (None, 3)}),
     "one length": (inputs(), {"key_value_seq_lengths": np.array(17)}),
+    "starts": (inputs(kv_heads=K), {"key_value_seq_starts": np.array([7, 0]), "is_causal": "lower_right"}),
+    "starts and lengths": (
+        inputs(),
+        {"key_value_seq_starts": np.array([7, 20]), "key_value_seq_lengths": np.array([30, 9]), "sinks": normal(N)},
+    ),
+    "starts beyond the arrays": (inputs(), {"key_value_seq_starts": np.array([-5, 99])}),
+    "one start": (inputs(), {"key_value_seq_starts": np.array(17), "is_causal": True, "query_offset": np.array(30)}),
     "no visible key": (inputs(), {"key_value_seq_lengths": np.array([0, S])}),
     "dropout": (inputs(kv_heads=K), {"dropout_p": 0.3, "dropout_key": 5, "is_causal": True}),
     "all is dropped": (inputs(), {"dropout_p": 1.0, "dropout_key": 5}),
@@ -134,13 +141,19 @@ def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bridge._compiled.clear_cache()
 
 
-def gradients(function: Callable[..., Any], name: str, dtype: str, grad: Any) -> tuple[Any, Any, Any]:
-    """Return the output and the gradients of the arrays and of the differentiable keywords."""
+def gradients(function: Callable[..., Any], name: str, dtype: str, *grads: Any) -> tuple[Any, Any, Any]:
+    """Return the results and the gradients of the arrays and of the differentiable keywords.
+
+    The given gradients are that of the output and, if it is to be differentiated, that of the residual.
+    """
     arrays, wanted, rest = case(name, dtype)
+    rest |= {"return_residual": True} if len(grads) == 2 else {}
 
     def differentiate(arrays: Any, wanted: Any) -> tuple[Any, Any, Any]:
-        out, pull = jax.vjp(lambda arrays, wanted: function(*arrays, **wanted, **rest), arrays, wanted)
-        return out, *pull(jnp.asarray(grad, out.dtype).reshape(out.shape))
+        results, pull = jax.vjp(lambda arrays, wanted: function(*arrays, **wanted, **rest), arrays, wanted)
+        leaves, tree = jax.tree.flatten(results)
+        pulled = [jnp.asarray(g, x.dtype).reshape(x.shape) for g, x in zip(grads, leaves, strict=True)]
+        return results, *pull(jax.tree.unflatten(tree, pulled))
 
     found: tuple[Any, Any, Any] = jax.jit(differentiate)(arrays, wanted)  # JAX compiles every operation outside of jit
     return found
@@ -213,9 +226,9 @@ def numpy_call(name: str, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     window = options.pop("local_window_size", None)
     left, right = window if isinstance(window, tuple) else (window, window)
     options["window_size"] = (left, right)
-    for key, most in (("query_seq_lengths", arrays[0].shape[1]), ("key_value_seq_lengths", arrays[1].shape[1])):
+    for key in ("query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts"):
         if key in options:
-            options[key] = np.clip(options[key], 0, most)
+            options[key] = np.clip(options[key], 0, arrays[key != "query_seq_lengths"].shape[1])
     if options.get("is_causal") != "lower_right":
         options.setdefault("query_offset", 0)
     if "dropout_key" in options:
@@ -224,7 +237,7 @@ def numpy_call(name: str, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     return [x.swapaxes(1, 2) for x in arrays], options
 
 
-def check_bits(name: str, dtype: str) -> None:
+def check_bits(name: str, dtype: str, with_residual: bool) -> None:
     (query, key, value), options = numpy_call(name, dtype)
     lse = np.empty(query.shape[:3])
     right = cattn.scaled_dot_product_attention(
@@ -234,14 +247,18 @@ def check_bits(name: str, dtype: str) -> None:
     assert right.out is not None
     assert narrow.lse is not None
     grad_out = np.random.default_rng(1).standard_normal(right.out.shape).astype(right.out.dtype)
-    expected = cattn.attention_backward(grad_out, query, key, value, right.out, lse, **options)
+    given, grad_lse = [grad_out.swapaxes(1, 2)], None
+    if with_residual:
+        grad_lse = np.random.default_rng(2).standard_normal(lse.shape).astype(right.out.dtype)
+        given.append(grad_lse.swapaxes(1, 2))
+    expected = cattn.attention_backward(grad_out, query, key, value, right.out, lse, grad_lse=grad_lse, **options)
     arrays, wanted, rest = case(name, dtype)
     jitted = jax.jit(lambda arrays, wanted: attention(*arrays, **wanted, **rest, return_residual=True))
     out, residual = jitted(arrays, wanted)
     assert bits(out) == bits(right.out.swapaxes(1, 2))
     assert bits(residual) == bits(narrow.lse.swapaxes(1, 2).astype(out.dtype))
-    saved, grads, others = gradients(attention, name, dtype, grad_out.swapaxes(1, 2))
-    assert bits(saved) == bits(out)
+    saved, grads, others = gradients(attention, name, dtype, *given)
+    assert_same(saved, (out, residual) if with_residual else out)
     for ours, field in zip(grads, ("query", "key", "value"), strict=True):
         assert bits(ours) == bits(getattr(expected, field).swapaxes(1, 2)), field
     for field, ours in others.items():
@@ -255,28 +272,16 @@ def check_bits(name: str, dtype: str) -> None:
 @pytest.mark.promise("JAX")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_functions_for_numpy(name: str, dtype: str) -> None:
-    check_bits(name, dtype)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
+def test_bits_are_those_of_the_functions_for_numpy(name: str, dtype: str, with_residual: bool) -> None:
+    check_bits(name, dtype, with_residual)
 
 
 @pytest.mark.usefixtures("by_python")
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.long) for x in DTYPES[1:])])
 @pytest.mark.parametrize("name", CASES)
 def test_calls_by_python_have_the_same_bits(name: str, dtype: str) -> None:
-    check_bits(name, dtype)
-
-
-def test_the_residual_beside_a_gradient_has_the_same_bits() -> None:
-    arrays, _, _ = case("groups", "float32")
-    plain = attention(*arrays, return_residual=True)[1]
-    (_, beside), _ = jax.vjp(lambda q: attention(q, *arrays[1:], return_residual=True), arrays[0])
-    assert bits(beside) == bits(plain)
-
-
-def test_nothing_is_differentiated_through_the_residual() -> None:
-    arrays, _, _ = case("plain", "float32")
-    grad = jax.grad(lambda q: attention(q, *arrays[1:], return_residual=True)[1].sum())(arrays[0])
-    assert not np.any(grad)
+    check_bits(name, dtype, with_residual=True)
 
 
 def test_gradients_agree_with_differences() -> None:

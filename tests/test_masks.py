@@ -70,6 +70,9 @@ def test_show_mask_draws_each_batch_entry_and_head() -> None:
     assert second.splitlines() == ["[1]:", "key      012", "query 0  xx.", "query 1  ..."]
     heads = np.ones((2, 2, 1, 3), bool)
     assert cattn.show_mask(2, 3, attn_mask=heads, key_value_seq_lengths=[3, 2]).count("[") == 4
+    first, second = cattn.show_mask(2, 3, is_causal="lower_right", key_value_seq_starts=[0, 2]).split("\n\n")
+    assert first.splitlines() == ["[0]:", "key      012", "query 0  xx.", "query 1  xxx"]
+    assert second.splitlines() == ["[1]:", "key      012", "query 0  ...", "query 1  ..x"]
 
 
 def test_show_mask_of_many_tokens_lists_ranges() -> None:
@@ -185,7 +188,7 @@ def test_only_the_rows_that_are_shown_are_computed() -> None:
 def test_many_queries_as_text(is_causal: Any) -> None:
     """The first rows are those of the whole matrix."""
     mask = np.random.default_rng(0).random((2, 100, 90)) < 0.5
-    lengths: Any = {"query_seq_lengths": [100, 30], "key_value_seq_lengths": [60, 90]}
+    lengths: Any = {"query_seq_lengths": [100, 30], "key_value_seq_lengths": [60, 90], "key_value_seq_starts": [0, 7]}
     offset: Any = {} if is_causal else {"query_offset": [0, 5]}
     options: Any = {"is_causal": is_causal, "window_size": (50, 9), **offset, **lengths}
     text = cattn.show_mask(100, 90, attn_mask=mask[:, None], **options)

@@ -74,6 +74,32 @@ def test_only_empty_parts_give_zero_and_minus_infinity(dtype: type) -> None:
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("sinks", [None, [0.5, -np.inf, 1.0]])
+def test_scores_of_minus_infinity_merge_to_what_one_call_gives(sinks: Any, dtype: type) -> None:
+    """Row 0 has scores of -inf only, row 1 in its first part only, row 2 sees no key, row 3 none of the first part."""
+    query, key, value = inputs(dtype)
+    top = np.finfo(dtype).max
+    query[..., :2] = 0
+    query[..., 0, 0] = query[..., 1, 1] = 8
+    key[..., 0] = -top
+    key[..., :40, 1] = -top
+    mask = np.ones((20, 90), bool)
+    mask[2], mask[3, :40] = False, False
+    with np.errstate(all="ignore"):
+        whole = attend(query, key, value, attn_mask=mask, sinks=sinks)
+        parts = [
+            attend(query, key[..., a:b, :], value[..., a:b, :], attn_mask=mask[:, a:b], sinks=None if a else sinks)
+            for a, b in ((0, 40), (40, 60), (60, 90))
+        ]
+    heads = slice(None) if sinks is None else [1]  # the others have a finite sink
+    assert np.isnan(whole.out[:, heads, 0]).all()
+    assert not np.isnan(whole.out[:, :, 1:]).any()
+    assert not whole.out[:, :, 2].any()
+    for merged in (cattn.merge_attention(parts), cattn.merge_attention([cattn.merge_attention(parts[:2]), parts[2]])):
+        np.testing.assert_allclose(merged.out, whole.out, rtol=0, atol=30 * np.finfo(dtype).eps * np.abs(value).max())
+        np.testing.assert_allclose(merged.lse, whole.lse, rtol=4 * np.finfo(dtype).eps)
+
+
 def test_log_sum_exps_may_be_far_apart_or_nan(dtype: type) -> None:
     out, lse = cattn.merge_attention(np.array([[[1.0]], [[2.0]]], dtype), np.array([[-1e30], [1e30]], dtype))
     assert (out.item(), lse.item()) == (2.0, dtype(1e30))

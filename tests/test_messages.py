@@ -130,7 +130,9 @@ def test_varlen_refuses_a_wrong_is_causal_for_sequences_of_any_length() -> None:
                 cattn.varlen_attention(PACKED, PACKED, PACKED, [0, 2, 5], edges, is_causal=wrong)
 
 
-@pytest.mark.parametrize("name", ["attn_mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths"])
+@pytest.mark.parametrize(
+    "name", ["attn_mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts"]
+)
 def test_show_mask_refuses_ragged_lists_by_name(name: str) -> None:
     ragged: Any = [[1], [1, 2]]
     with pytest.raises(ValueError, match=f"^{name} cannot be read as an array"):

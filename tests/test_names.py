@@ -84,6 +84,10 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.varlen_attention_backward, *[X] * 6), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    (functools.partial(cattn.attention_statistics, X, X), "causal", "did you mean 'is_causal'?"),
+    (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    (functools.partial(cattn.head_scores, X), "token_id", "did you mean 'token_ids'?"),
+    (functools.partial(cattn.attention_rollout, X), "residuals", "did you mean 'residual'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Need_weights", "did you mean 'need_weights'?"),

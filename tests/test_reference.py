@@ -331,6 +331,21 @@ def test_lower_right_aligns_the_last_query_with_the_last_key_of_each_length(rng:
             assert not out[b, queries:].any()
 
 
+def test_keys_before_the_start_are_left_out(rng: np.random.Generator) -> None:
+    """Each entry gives the result of its own keys alone, with the positions of the whole array."""
+    q, k, v = rng.normal(size=(3, 5, 3)), rng.normal(size=(3, 7, 3)), rng.normal(size=(3, 7, 2))
+    starts, ends = [0, 4, 6], [7, 6, 3]
+    for lengths in (None, ends):
+        out = reference.scaled_dot_product_attention(
+            q, k, v, is_causal="lower_right", key_value_seq_starts=starts, key_value_seq_lengths=lengths
+        )
+        for b, (start, end) in enumerate(zip(starts, lengths or [7] * 3, strict=True)):
+            expected, _, _ = loop_attention(
+                q[b], k[b, start:end], v[b, start:end], scale=3**-0.5, offset=end - 5 - start
+            )
+            np.testing.assert_allclose(out[b], expected, rtol=1e-13, atol=1e-14)
+
+
 def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 5, 4))
     mask = rng.random((2, 5, 5)) < 0.5
@@ -413,9 +428,9 @@ def test_wrong_arguments_are_refused() -> None:
         reference.scaled_dot_product_attention(x, x, x, bias=np.ones((2, 2), bool))
     with pytest.raises(ValueError, match="softmax"):
         reference.attention_weights(x, x, stage="lse")
-    for lengths in (3, -1, [2, 3]):
-        with pytest.raises(ValueError, match="key_value_seq_lengths must be between 0 and 2"):
-            reference.scaled_dot_product_attention(x, x, x, key_value_seq_lengths=lengths)
+    for name, counts in itertools.product(("key_value_seq_lengths", "key_value_seq_starts"), (3, -1, [2, 3])):
+        with pytest.raises(ValueError, match=f"{name} must be between 0 and 2"):
+            reference.scaled_dot_product_attention(x, x, x, **{name: counts})
     for kind in (np.float32, np.int64, list):
         converted = x.tolist() if kind is list else x.astype(kind)
         assert reference.causal_attention(converted, x, x).dtype == np.float64

@@ -40,6 +40,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0].T, "cu_seqlens_q": [0, 1, 3],
         "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "alignment": "lower_right",
     },
+    "attention_statistics": {"query": X, "key": X, "statistics": ["lse"], "top_k": 2, "is_causal": True},
+    "varlen_attention_statistics": {
+        "query": X, "key": X, "cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 2, 3], "observation_window": 1,
+    },
     "explain": {"query": X, "key": X, "value": X, "window_size": (1, 0), "query_offset": 0},
     "softmax": {"x": X, "axis": 1, "where": X < 0, "scale": 2.0},
     "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},
@@ -79,9 +83,9 @@ def test_signatures_are_those_of_the_source() -> None:
     attention = inspect.signature(cattn.scaled_dot_product_attention)
     assert str(attention) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
-        "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, window_size=(-1, -1), "
-        "softcap=None, alibi_slopes=None, sinks=None, rng=None, return_weights=False, return_lse=False, "
-        "return_dropout_mask=False, need_weights=False, out=None)"
+        "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None, return_weights=False, "
+        "return_lse=False, return_dropout_mask=False, need_weights=False, out=None)"
     )
     causal = inspect.signature(cattn.causal_attention)
     assert list(causal.parameters) == [p for p in attention.parameters if p != "is_causal"]
@@ -95,8 +99,8 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.softmax)) == "(x, axis=-1, *, where=None, scale=1.0, out=None)"
     assert str(inspect.signature(cattn.attention_weights)) == (
         "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
-        "query_seq_lengths=None, key_value_seq_lengths=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
-        "sinks=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
+        "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
+        "softcap=None, alibi_slopes=None, sinks=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
@@ -106,11 +110,13 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
-        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None, grad_lse=None)"
+        "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, rng=None, "
+        "grad_lse=None)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "
-        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, window_size=(-1, -1))"
+        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "window_size=(-1, -1))"
     )
     assert str(inspect.signature(cattn.causal_mask)) == (
         "(T_q, T_k=None, *, is_causal='lower_right', query_offset=None, window_size=(-1, -1))"

@@ -23,6 +23,7 @@ def options(batch: tuple[int, ...], T_q: int, T_k: int) -> dict[str, Any]:
         "is_causal": "lower_right",
         "window_size": (T_k // 2, 0),
         "key_value_seq_lengths": T_k - 3,
+        "key_value_seq_starts": 2,
         "softcap": 2.0,
         "alibi_slopes": rng.random(heads) / 8,
         "sinks": rng.random(heads),

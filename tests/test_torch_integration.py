@@ -53,7 +53,7 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
 def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> tuple[Any, ...]:
     """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
     seed = torch.tensor(-5) if options.get("dropout_p") else None
-    names = ("alibi_slopes", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
+    names = ("alibi_slopes", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
     arrays = [options.get(name) for name in names]
     causal = "upper_left" if options.get("is_causal") else ""
     numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
@@ -75,7 +75,7 @@ def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p
     with torch.no_grad():
         out, lse, _ = torch.ops.cattn.attention(*args)
         still = [t.detach() if isinstance(t, torch.Tensor) else t for t in args[:-1]]
-    backward = (torch.ones_like(out), out, lse, *still)
+    backward = (torch.ones_like(out), torch.ones_like(lse), out, lse, *still)
     torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward)
 
 

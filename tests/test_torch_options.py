@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal with an offset for each batch entry": {"is_causal": True, "query_offset": torch.tensor([3, 0])},
     "aligned to the lower right": {"is_causal": "lower_right"},
     "lengths": {"query_seq_lengths": torch.tensor([6, 4]), "key_value_seq_lengths": torch.tensor([5, 9])},
+    "starts": {"key_value_seq_starts": torch.tensor([0, 5]), "is_causal": "lower_right"},
+    "starts and lengths": {"key_value_seq_starts": 2, "key_value_seq_lengths": torch.tensor([1, 8])},
     "one length for all": {"key_value_seq_lengths": 7, "query_seq_lengths": 5},
     "slopes": {"alibi_slopes": torch.from_numpy(cattn.get_alibi_slopes(H)), "query_offset": 3},
     "sinks": {"sinks": tensor(H)},
@@ -64,8 +66,9 @@ def compiled(**options: Any) -> Any:
     return torch.compile(lambda q, k, v: attention(q, k, v, **options), backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.parametrize("by_lse", [False, True], ids=["", "by lse"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str) -> None:
+def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str, by_lse: bool) -> None:
     inputs, options, leaves = case(name)
     arrays = [x.detach().numpy() for x in inputs]
     wanted = cattn.scaled_dot_product_attention(*arrays, return_weights=True, return_lse=True, **as_arrays(options))
@@ -78,15 +81,20 @@ def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str)
             np.testing.assert_array_equal(getattr(result, field).detach().numpy(), getattr(wanted, field))
     assert not at_once.out.requires_grad
     assert not with_gradients.weights.requires_grad
-    assert not with_gradients.lse.requires_grad
 
     grad = tensor(*wanted.out.shape, seed=5)
     kwargs = as_arrays(options)
     if name == "bias and a float mask":  # attention_backward gives the gradient of one of them, in its shape
         kwargs["bias"] = kwargs["bias"] + kwargs.pop("attn_mask")
-    grads = cattn.attention_backward(grad.numpy(), *arrays, wanted.out, wanted.lse, **kwargs)
-    found = torch.autograd.grad(with_gradients.out, leaves, grad)
-    also = torch.autograd.grad(operator.out, leaves, grad)
+    grad_lse = tensor(*wanted.lse.shape, seed=6) if by_lse else None
+    grads = cattn.attention_backward(
+        grad.numpy(), *arrays, wanted.out, wanted.lse, grad_lse=None if grad_lse is None else grad_lse.numpy(), **kwargs
+    )
+    found, also = (
+        torch.autograd.grad((x.out, x.lse), leaves, (grad, grad_lse)) if by_lse
+        else torch.autograd.grad(x.out, leaves, grad)
+        for x in (with_gradients, operator)
+    )  # fmt: skip
     for ours, other, right in zip(found, also, grads[:3], strict=False):
         np.testing.assert_array_equal(ours, right)
         assert torch.equal(ours, other)
@@ -112,13 +120,95 @@ def test_gradients_are_derivatives(name: str) -> None:
     assert torch.autograd.gradcheck(call, order, fast_mode=True)
 
 
+# ---- the gradient of the log-sum-exp -------------------------------------------------------------------------------
+def plain_formula(q: Any, k: Any, v: Any, bias: Any, sinks: Any, visible: Any) -> tuple[Any, Any]:
+    """Attention and its log-sum-exp in PyTorch's own operations."""
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, -torch.inf)
+    sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    lse = torch.cat([scores, sink], dim=-1).logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+def z_loss(out: Any, lse: Any, uses: str) -> Any:
+    of_lse = lse.square().mean() + lse.sin().sum()
+    return of_lse if uses == "lse" else of_lse + out.cos().sum()
+
+
+WAYS = {
+    "autograd.Function": lambda function: function,
+    "operator": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
+    "vmap": lambda function: lambda *x: tuple(y[0] for y in torch.vmap(function)(*(t[None] for t in x))),
+}
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("uses", ["lse", "both"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_log_sum_exp_has_the_gradients_of_the_plain_formula(way: str, uses: str, dtype: Any) -> None:
+    shapes = ((B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5), (H, T_q, T_k), (H,))
+    leaves = [tensor(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
+    visible = tensor(B, 1, T_q, T_k, seed=9) > -1
+
+    def ours(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any]:
+        result: Any = attention(q, k, v, visible, bias=bias, sinks=sinks, return_lse=True)
+        return result.out, result.lse
+
+    torch.compiler.reset()
+    out, lse = WAYS[way](ours)(*leaves)
+    assert out.dtype is dtype
+    assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    found = torch.autograd.grad(z_loss(out, lse, uses), leaves, allow_unused=uses == "lse")
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(z_loss(*plain_formula(*exact, visible), uses), exact, allow_unused=uses == "lse")
+    # A rounding of each result, here of numbers up to about 3; of bfloat16 also the rounding of the output.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        right = torch.zeros_like(exact[2]) if b is None else b  # the log-sum-exp does not depend on the values
+        torch.testing.assert_close(torch.zeros_like(right) if a is None else a.double(), right, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
+def test_gradients_of_the_log_sum_exp_are_derivatives(name: str) -> None:
+    inputs, options, leaves = case(name)
+    names = [option for option in WITH_GRADIENT if option in options and options[option].is_floating_point()]
+    order = [*inputs, *(options[option] for option in names)]
+    assert len(order) == len(leaves)
+
+    def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
+        result: Any = attention(query, key, value, **options | dict(zip(names, extras, strict=True)), return_lse=True)
+        return result.out, result.lse.nan_to_num(neginf=0.0)  # differences of -inf are NaN
+
+    assert torch.autograd.gradcheck(call, order, fast_mode=True)
+
+
+def test_several_gradients_of_the_log_sum_exp_at_once() -> None:
+    q, k, v = tensors(*[(B, H, T_q, D)] * 3)
+    lse = attention(q, k, v, is_causal=True, return_lse=True).lse
+    grads = tensor(3, *lse.shape, seed=2)
+    batched = torch.autograd.grad(lse, (q, k), grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(lse, (q, k), grad, retain_graph=True) for grad in grads]
+    for i, found in enumerate(batched):
+        torch.testing.assert_close(found, torch.stack([grad[i] for grad in each]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_without_keys_has_no_gradient_by_its_log_sum_exp() -> None:
+    """Its log-sum-exp is -inf: the square has the gradient -inf, which does not count."""
+    q, k, v = tensors(*[(2, 3, 9, 8)] * 3)
+    lse = attention(q, k, v, query_seq_lengths=torch.tensor([9, 4]), return_lse=True).lse
+    assert torch.isneginf(lse[1, :, 4:]).all()
+    for grad in torch.autograd.grad(lse.square().sum(), (q, k)):
+        assert torch.isfinite(grad).all()
+
+
 @pytest.mark.long
 @pytest.mark.promise("torch.compile")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("return_weights", [False, True])
 def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_weights: bool) -> None:
     inputs, options, _ = case(name)
-    options = {k: torch.as_tensor(v) if k.endswith(("offset", "lengths")) else v for k, v in options.items()}
+    counts = ("offset", "lengths", "starts")
+    options = {k: torch.as_tensor(v) if k.endswith(counts) else v for k, v in options.items()}
     mask = options.pop("attn_mask", None)
     mask = None if mask is None else mask.detach()  # with a bias the function adds the two before the operator
     args = operator_arguments([t.detach().requires_grad_() for t in inputs], mask, return_weights=return_weights,
@@ -226,7 +316,8 @@ LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
          "alibi_slopes": tensor(H)},
     ),
     "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
-    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_value_seq_lengths": 8}),
+    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
+        {"key_value_seq_lengths": 8, "key_value_seq_starts": torch.tensor([[1, 4]])}),
 }  # fmt: skip
 
 

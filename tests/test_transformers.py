@@ -23,7 +23,7 @@ backend.register()
 
 # Largest differences in float32, of numbers of about 1: eager sums in another order, in each of two layers.
 LOGITS, GRADIENTS = 3e-6, 5e-6
-SIDES, CACHES = (None, "left", "right", "both"), ("dynamic", "static")
+SIDES, CACHES = (None, "left", "right", "both", "middle"), ("dynamic", "static")
 
 
 def each(argument: str, short: dict[str, tuple[Any, ...]], values: tuple[Any, ...]) -> Any:
@@ -49,12 +49,14 @@ def make(name: str, **sizes: Any) -> Any:
 
 
 def padding(side: str | None, tokens: int = 11) -> Any:
-    """Return the mask of two sequences, of which one has padding in the middle, too, if the side is "both"."""
+    """Return the mask of two sequences, of which one at least has padding on this side."""
     mask = torch.ones(2, tokens, dtype=torch.long)
     if side in ("left", "both"):
         mask[0, :4] = 0
     if side in ("right", "both"):
         mask[1, -3:] = 0
+    if side == "middle":
+        mask[0, 6:8] = 0
     return mask
 
 
@@ -184,7 +186,7 @@ def expand(mask: Any) -> Any:
     return torch.from_numpy(scores == 0)
 
 
-@pytest.mark.parametrize("side", [None, "left", "right", "both"])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"), [(11, 0, 0), (3, 8, 0), (1, 10, 0), (2, 9, 5)])
 @pytest.mark.parametrize("name", [*RANGES, *OTHERS])
 def test_a_description_is_the_matrix_of_transformers(
@@ -208,9 +210,11 @@ def test_a_description_is_the_matrix_of_transformers(
         wanted.shape,
         11 - kv_offset,
     )
-    if name in RANGES:  # nothing of T x T elements; lengths if they say everything
-        assert (mask.attn_mask is None) == (side in (None, "right") or kv_offset == 5)
+    if name in RANGES:  # nothing of T x T elements; lengths and starts if they say everything
+        assert (mask.attn_mask is None) == (side != "middle")
         assert mask.attn_mask is None or mask.attn_mask.shape[2] == 1
+        assert ("key_value_seq_starts" in mask.options) == (side in ("left", "both") and kv_offset == 0)
+        assert ("key_value_seq_lengths" in mask.options) == (side in ("right", "both"))
 
 
 def test_bounds_that_hide_nothing_are_left_out() -> None:
@@ -226,8 +230,36 @@ def test_bounds_that_hide_nothing_are_left_out() -> None:
 def test_no_matrix_of_a_mask_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make(name)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    for side in (None, "left", "right", "both"):
+    for side in SIDES:
         run(module, "cattn", **inputs_of(MODELS[name], side))
+
+
+@pytest.mark.promise("transformers")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_generation_with_padding_on_the_left_has_no_mask(
+    name: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the prompt nor for a single token: the index of the first token of each sequence says it all."""
+    calls, attend = [], backend.scaled_dot_product_attention
+
+    def record(query: Any, key: Any, value: Any, attn_mask: Any, *rest: Any, **options: Any) -> Any:
+        calls.append((query.shape[2], attn_mask, options.get("key_value_seq_starts")))
+        return attend(query, key, value, attn_mask, *rest, **options)
+
+    module = make(name, **{"sliding_window": 64} if name != "llama" else {})
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True, "eos_token_id": None}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    inputs = inputs_of(MODELS[name], "left")
+    right = module.generate(**inputs, **options)
+    monkeypatch.setattr(backend, "scaled_dot_product_attention", record)
+    module.set_attn_implementation("cattn")
+    assert torch.equal(module.generate(**inputs, **options), right)
+    assert [queries for queries, _, _ in calls] == [11, 11, 1, 1, 1, 1, 1, 1]
+    for _, attn_mask, starts in calls:
+        assert attn_mask is None
+        assert starts.tolist() == [4, 0]
 
 
 def test_a_mask_of_the_caller_is_used() -> None:

@@ -40,6 +40,8 @@ assert_type(cattn.varlen_attention(x, x, x, edges, edges, return_lse=True), catt
 assert_type(cattn.varlen_attention(x, x, x, edges, edges, return_lse=np.float64), cattn.AttentionOutput)
 assert_type(cattn.scaled_dot_product_attention(x, x, x, return_lse=np.float64), cattn.AttentionOutput)
 assert_type(cattn.varlen_attention_backward(x, x, x, x, x, x, edges, edges), cattn.AttentionGradients)
+assert_type(cattn.attention_statistics(x, x), cattn.AttentionStatistics)
+assert_type(cattn.varlen_attention_statistics(x, x, edges, edges), cattn.AttentionStatistics)
 assert_type(cattn.show_mask(3), str)
 assert_type(cattn.masked_softmax(x, axis=(0, 1)), Array)
 

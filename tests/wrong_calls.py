@@ -398,7 +398,7 @@ TABLE = [
     ],
     *[
         row
-        for name, most in (("query_seq_lengths", 5), ("key_value_seq_lengths", 6))
+        for name, most in (("query_seq_lengths", 5), ("key_value_seq_lengths", 6), ("key_value_seq_starts", 6))
         for row in (
             wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got {most + 1}", **{name: most + 1}),
             wrong_value(ALL_THREE, f"{name} must be between 0 and {most}, got -1", **{name: [2, -1]}),

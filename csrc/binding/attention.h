@@ -32,8 +32,10 @@ struct cattn_variant {
 };
 
 PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
-/* The gradients, of such a call or of packed sequences; stage and finish of the variant are unused. */
+/* The gradients, or the statistics, of such a call or of packed sequences; stage and finish of the variant are unused.
+ */
 PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
+PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant);
 
 /* Comes after all checks and allocations: draws a seed, or from a TorchGenerator, and computes; without the GIL if
  * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */

@@ -233,7 +233,8 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
                                             .n_batch_dims = call->n_batch_dims,
                                             .batch = call->dims,
                                             .query_lengths = args[ARG_query_seq_lengths],
-                                            .key_lengths = args[ARG_key_value_seq_lengths]};
+                                            .key_lengths = args[ARG_key_value_seq_lengths],
+                                            .first_keys = args[ARG_key_value_seq_starts]};
     return cattn_arg_ranges(call->state, args[ARG_is_causal], args[ARG_query_offset], args[ARG_window_size],
                             &call->ranges) &&
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);

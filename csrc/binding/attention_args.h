@@ -21,6 +21,7 @@
     A(query_offset)                                                                                                    \
     A(query_seq_lengths)                                                                                               \
     A(key_value_seq_lengths)                                                                                           \
+    A(key_value_seq_starts)                                                                                            \
     A(window_size)                                                                                                     \
     A(softcap)                                                                                                         \
     A(alibi_slopes)                                                                                                    \
@@ -36,18 +37,22 @@
 #define WEIGHTS_EXTRA(A) A(stage)
 #define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse)
+#define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
 
 #define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)
 #define VARLEN_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) VARLEN_EXTRA(A)
 #define BACKWARD_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) BACKWARD_EXTRA(A)
 #define VARLEN_BACKWARD_ARGUMENTS(A) BACKWARD_ARGUMENTS(A) VARLEN_EXTRA(A)
+#define STATISTICS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) STATISTICS_EXTRA(A)
+#define VARLEN_STATISTICS_ARGUMENTS(A) STATISTICS_ARGUMENTS(A) VARLEN_EXTRA(A)
 
 /* The extras take the slots after the shared ones. */
 #define ARG_SLOT(name) ARG_##name,
 enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };
-/* Two functions have these, in different places: the index counts from the first of them. */
+enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT) N_STATISTICS_ARGS };
+/* Several functions have these, in different places: the index counts from the first of them. */
 #define VARLEN_SLOT(name) VARLEN_##name,
 enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 

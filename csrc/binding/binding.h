@@ -28,6 +28,8 @@ enum cattn_entry_point {
     CATTN_VARLEN_ATTENTION,
     CATTN_ATTENTION_BACKWARD,
     CATTN_VARLEN_ATTENTION_BACKWARD,
+    CATTN_ATTENTION_STATISTICS,
+    CATTN_VARLEN_ATTENTION_STATISTICS,
     CATTN_EXPLAIN,
     CATTN_SOFTMAX,
     CATTN_MASKED_SOFTMAX,
@@ -64,6 +66,7 @@ struct cattn_signature {
     H(draw_seed)                                                                                                       \
     /* cattn._input.types */                                                                                           \
     H(attention_output)                                                                                                \
+    H(make_statistics)                                                                                                 \
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
     H(softmax_axes)                                                                                                    \
@@ -74,6 +77,8 @@ struct cattn_signature {
     H(unpack_sequences)                                                                                                \
     H(pack_gradients)                                                                                                  \
     H(unpack_gradients)                                                                                                \
+    H(pack_statistics)                                                                                                 \
+    H(unpack_statistics)                                                                                               \
     H(sum_gradients)                                                                                                   \
     H(make_explanation)
 
@@ -110,7 +115,8 @@ static inline struct binding_state *cattn_state(PyObject *module) {
 typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
 cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
     cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
-    cattn_body_explain, cattn_body_softmax, cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask;
+    cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
+    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}

@@ -26,8 +26,11 @@ PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
         goto done;
     }
     const npy_intp dims[2] = {(npy_intp)params.seqlen_q, (npy_intp)params.seqlen_k};
-    const struct cattn_range_sizes sizes = {
-        .seqlen_q = dims[0], .seqlen_k = dims[1], .query_lengths = Py_None, .key_lengths = Py_None};
+    const struct cattn_range_sizes sizes = {.seqlen_q = dims[0],
+                                            .seqlen_k = dims[1],
+                                            .query_lengths = Py_None,
+                                            .key_lengths = Py_None,
+                                            .first_keys = Py_None};
     const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
     if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
         goto done;

@@ -1,4 +1,4 @@
-/* key_ranges.c -- which keys a query sees: alignment, offset, window and lengths. See key_ranges.h. */
+/* key_ranges.c -- which keys a query sees: alignment, offset, window, lengths and first keys. See key_ranges.h. */
 #include "key_ranges.h"
 #include "arrays.h"
 #include "error.h"
@@ -96,6 +96,7 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
     Py_CLEAR(args->offsets);
     Py_CLEAR(args->query_lengths);
     Py_CLEAR(args->key_lengths);
+    Py_CLEAR(args->first_keys);
 }
 
 /* The alignment is ambiguous if T_q and T_k differ and no argument gives the position of a query. */
@@ -127,25 +128,32 @@ static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, con
     return true;
 }
 
-static bool set_lengths(struct binding_state *state, PyObject *object, const char *name, npy_intp most, int64_t *length,
-                        PyArrayObject **lengths) {
-    *length = most;
-    return object == Py_None || parse_integers(state, object, name, 0, most, length, lengths);
+/* Numbers of queries or keys, 0 .. most. `number` keeps its value if the argument is None. */
+static bool parse_counts(struct binding_state *state, PyObject *object, const char *name, npy_intp most,
+                         int64_t *number, PyArrayObject **numbers) {
+    return object == Py_None || parse_integers(state, object, name, 0, most, number, numbers);
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
                          const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges) {
-    static const char *const query_name = "query_seq_lengths", *const key_name = "key_value_seq_lengths";
+    static const char *const query_name = "query_seq_lengths", *const key_name = "key_value_seq_lengths",
+                             *const first_name = "key_value_seq_starts";
     ranges->left = args->left;
     ranges->right = args->is_causal ? 0 : args->right;
     ranges->lower_right = args->lower_right;
     ranges->seqlen_k = sizes->seqlen_k;
     ranges->offset = args->offset;
-    return set_lengths(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
-                       &args->query_lengths) &&
-           set_lengths(state, sizes->key_lengths, key_name, sizes->seqlen_k, &ranges->key_length, &args->key_lengths) &&
+    ranges->query_length = sizes->seqlen_q;
+    ranges->key_length = sizes->seqlen_k;
+    ranges->first_key = 0;
+    return parse_counts(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
+                        &args->query_lengths) &&
+           parse_counts(state, sizes->key_lengths, key_name, sizes->seqlen_k, &ranges->key_length,
+                        &args->key_lengths) &&
+           parse_counts(state, sizes->first_keys, first_name, sizes->seqlen_k, &ranges->first_key, &args->first_keys) &&
            set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_batch_dims, sizes->batch) &&
            set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_batch_dims, sizes->batch) &&
            set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_batch_dims, sizes->batch) &&
+           set_numbers(&ranges->first_keys, args->first_keys, first_name, sizes->n_batch_dims, sizes->batch) &&
            warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k);
 }

@@ -1,5 +1,5 @@
-/* key_ranges.h -- which keys a query sees: from is_causal, query_offset, window_size and lengths to struct
- * cattn_ranges.
+/* key_ranges.h -- which keys a query sees: from is_causal, query_offset, window_size, lengths and first valid keys to
+ * struct cattn_ranges.
  *
  * In two steps, because the arguments are checked before the sizes of the call are known: parse, then settle.
  */
@@ -10,10 +10,10 @@
 
 struct cattn_range_args {
     bool is_causal, lower_right;
-    bool bare;                                            /* no argument says how queries and keys are aligned */
-    int64_t left, right;                                  /* of the window */
-    int64_t offset;                                       /* of every query; unused if there are offsets */
-    PyArrayObject *offsets, *query_lengths, *key_lengths; /* int64, owned, or NULL */
+    bool bare;           /* no argument says how queries and keys are aligned */
+    int64_t left, right; /* of the window */
+    int64_t offset;      /* of every query; unused if there are offsets */
+    PyArrayObject *offsets, *query_lengths, *key_lengths, *first_keys; /* int64, owned, or NULL */
 };
 bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, PyObject *window_size,
                       struct cattn_range_args *args);
@@ -22,9 +22,10 @@ struct cattn_range_sizes {
     npy_intp seqlen_q, seqlen_k;
     int n_batch_dims;
     const npy_intp *batch;
-    PyObject *query_lengths, *key_lengths; /* the arguments, or None */
+    PyObject *query_lengths, *key_lengths, *first_keys; /* the arguments, or None */
 };
-/* Fills in `ranges`, which is cleared. Lengths are checked against the sizes; warns if the alignment is ambiguous. */
+/* Fills in `ranges`, which is cleared. Lengths and first keys are checked against the sizes; warns if the alignment is
+ * ambiguous. */
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
                          const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges);
 void cattn_ranges_clear(struct cattn_range_args *args);

@@ -19,6 +19,8 @@
     E(CATTN_VARLEN_ATTENTION, varlen_attention, VARLEN_ARGUMENTS)                                                      \
     E(CATTN_ATTENTION_BACKWARD, attention_backward, BACKWARD_ARGUMENTS)                                                \
     E(CATTN_VARLEN_ATTENTION_BACKWARD, varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                           \
+    E(CATTN_ATTENTION_STATISTICS, attention_statistics, STATISTICS_ARGUMENTS)                                          \
+    E(CATTN_VARLEN_ATTENTION_STATISTICS, varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                     \
     E(CATTN_EXPLAIN, explain, ATTENTION_ARGUMENTS)                                                                     \
     E(CATTN_SOFTMAX, softmax, SOFTMAX_ARGUMENTS)                                                                       \
     E(CATTN_MASKED_SOFTMAX, masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                  \

@@ -89,7 +89,8 @@ static bool parse_positions(struct call *call, PyObject *is_causal, PyObject *qu
                                             .n_batch_dims = n_batch_dims,
                                             .batch = batch,
                                             .query_lengths = Py_None,
-                                            .key_lengths = Py_None};
+                                            .key_lengths = Py_None,
+                                            .first_keys = Py_None};
     params->ranges.offsets.batch[sizes.n_batch_dims] = 0; /* the query axis */
     return cattn_ranges_settle(call->state, &call->ranges, &sizes, &params->ranges);
 }

@@ -1,5 +1,5 @@
-/* varlen_attention.c -- varlen_attention(...) and varlen_attention_backward(...): sequences of different lengths,
- * packed into the same arrays.
+/* varlen_attention.c -- varlen_attention(...), its gradients and its statistics: sequences of different lengths, packed
+ * into the same arrays.
  */
 #include "arrays.h"
 #include "attention.h"
@@ -90,6 +90,25 @@ PyObject *cattn_body_varlen_attention_backward(struct binding_state *state, PyOb
     PyObject *result = cattn_differentiate(state, args, &variant);
     if (result != NULL)
         final = PyObject_CallFunctionObjArgs(state->unpack_gradients, result, NULL);
+    Py_XDECREF(result);
+    Py_DECREF(packed);
+    return final;
+}
+
+PyObject *cattn_body_varlen_attention_statistics(struct binding_state *state, PyObject **args) {
+    PyObject *final = NULL, *const *varlen = args + N_STATISTICS_ARGS;
+    PyObject *packed = PyObject_CallFunctionObjArgs(
+        state->pack_statistics, args[ARG_query], args[ARG_key], varlen[VARLEN_cu_seqlens_q],
+        varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q], varlen[VARLEN_max_seqlen_k], args[ARG_is_causal],
+        varlen[VARLEN_alignment], args[ARG_window_size], NULL);
+    if (packed == NULL)
+        return NULL;
+    const npy_intp n_sequences = take_packed(args, packed);
+    const struct cattn_variant variant = {
+        .stage = CATTN_STAGE_SOFTMAX, .unpack = unpack, .n_sequences = &n_sequences, .context = packed};
+    PyObject *result = cattn_statistics(state, args, &variant);
+    if (result != NULL)
+        final = PyObject_CallFunctionObjArgs(state->unpack_statistics, result, NULL);
     Py_XDECREF(result);
     Py_DECREF(packed);
     return final;

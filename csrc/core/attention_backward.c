@@ -78,25 +78,13 @@ static void set_up_view(struct cattn_rows *view, const struct cattn_call_shape *
     view->value = value;
 }
 
-/* Elements from a tensor's start to its part for the step's batch entry and head. */
-static int64_t head_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
-                          const struct step *step) {
-    return cattn_batch_start(p, tensor, step->batch) + step->head * tensor->head;
-}
-
-/* The first row of a packed sequence; 0 if they are not packed. */
-static int64_t start_of_sequence(const struct cattn_attention_params *p, const struct cattn_tensor *starts,
-                                 int64_t index) {
-    return cattn_batch_number(starts, 0, p->n_batch_dims, p->batch_shape, index);
-}
-
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
     const struct cattn_attention_params *p = &params->forward;
     const struct cattn_tensor *bias = &params->grad_bias;
     b->grad_bias[0] = b->grad_bias_row[0] = b->grad_bias_keys = NULL;
     if (!bias->data)
         return;
-    const int64_t start = head_start(p, bias, step);
+    const int64_t start = cattn_head_start(p, bias, step->batch, step->head);
     if (params->bias_sum == CATTN_BIAS_SUM_ROWS) {
         b->grad_bias_keys = cattn_tensor_at(p, bias, start);
         return;
@@ -111,8 +99,8 @@ static void set_up_plain_out(const struct cattn_attention_params *p, struct catt
                              int64_t first_row) {
     b->out_storage = CATTN_STORED_PLAIN;
     for (int r = 0; r < b->scores.n_rows; r++)
-        b->scores.per_row->out[r] =
-            cattn_tensor_at(p, &p->out, head_start(p, &p->out, step) + (first_row + r) * p->out.row);
+        b->scores.per_row->out[r] = cattn_tensor_at(
+            p, &p->out, cattn_head_start(p, &p->out, step->batch, step->head) + (first_row + r) * p->out.row);
 }
 
 /* Sets n_rows to 0, and nothing else, for a step past the end of a packed sequence. */
@@ -120,24 +108,12 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
     struct cattn_backward *b = cattn_backward_lay_out(&job->plan, params, job->kernels, memory);
-    struct cattn_batch batch;
-    cattn_batch_fill(p, step->batch, &batch);
-    const int64_t kv_head = step->head / p->group_size, first = step->block * CATTN_TILE_ROWS;
     struct cattn_rows *rows = &b->scores;
-    /* packed sequences share the row axes, and the next one follows the last query */
-    const bool packed = p->query_starts.data;
-    const int64_t n_queries = packed ? batch.batch_range.n_queries : p->seqlen_q;
-    const int64_t first_row = first + start_of_sequence(p, &p->query_starts, step->batch);
-    const int64_t first_key = start_of_sequence(p, &p->key_starts, step->batch);
-    rows->call = job->scores;
-    rows->n_rows = (int)cattn_min(n_queries - first, CATTN_TILE_ROWS);
-    if (rows->n_rows <= 0) {
-        rows->n_rows = 0;
-        rows->n_keys = 0;
+    const int64_t first_row = cattn_rows_of_block(rows, p, &job->scores, step->batch, step->head, step->block);
+    if (rows->n_rows == 0)
         return b;
-    }
-    cattn_rows_of_batch(rows, p, &batch, kv_head);
-    cattn_rows_of_head(rows, p, &batch, 0, rows->n_rows, step->head, first);
+    const int64_t first_key = cattn_sequence_start(p, &p->key_starts, step->batch);
+    const int64_t kv_head = step->head / p->group_size;
     b->out_storage = p->storage;
     if (params->plain_out)
         set_up_plain_out(p, b, step, first_row);
@@ -149,10 +125,13 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     const double *grad_lse_data = grad_lse->data;
     b->has_grad_lse = grad_lse_data;
     for (int r = 0; r < rows->n_rows; r++) {
-        b->grad_query[r] = cattn_tensor_at(p, query, head_start(p, query, step) + (first_row + r) * query->row);
-        b->grad_out[r] = cattn_stored_at(p, grad_out, head_start(p, grad_out, step) + (first_row + r) * grad_out->row);
+        b->grad_query[r] = cattn_tensor_at(
+            p, query, cattn_head_start(p, query, step->batch, step->head) + (first_row + r) * query->row);
+        b->grad_out[r] = cattn_stored_at(
+            p, grad_out, cattn_head_start(p, grad_out, step->batch, step->head) + (first_row + r) * grad_out->row);
         if (grad_lse_data)
-            b->grad_lse[r] = grad_lse_data[head_start(p, grad_lse, step) + (first_row + r) * grad_lse->row];
+            b->grad_lse[r] =
+                grad_lse_data[cattn_head_start(p, grad_lse, step->batch, step->head) + (first_row + r) * grad_lse->row];
     }
     b->grad_key =
         cattn_tensor_at(p, key, cattn_batch_start(p, key, step->batch) + kv_head * key->head + first_key * key->row);
@@ -177,7 +156,7 @@ static int64_t place_of_keys(const struct backward_job *job, const struct step *
 static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t key_block) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
-    const int64_t start = head_start(p, bias, step);
+    const int64_t start = cattn_head_start(p, bias, step->batch, step->head);
     const int64_t row = start / (p->seqlen_q * p->seqlen_k) * job->plan.blocks_per_head + step->block;
     return (job->plan.n_units + row) * job->plan.n_key_blocks + key_block;
 }

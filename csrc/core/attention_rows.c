@@ -54,7 +54,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->score_options = p->score_options;
     call->keep_scale = p->dropout.enabled ? p->dropout.keep_scale : 1;
     call->fully_ranged = !p->attn_mask.data && p->n_bias == 0;
-    call->has_slopes = p->slopes.data;
+    call->has_slopes = call->has_positions = p->slopes.data;
     call->has_sinks = p->sinks.data;
     call->has_mask = p->attn_mask.data;
     call->has_out = p->out.data;
@@ -124,11 +124,12 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
     /* positions count from key 0 of the batch entry, so they include the offset of the queries */
-    if (p->slopes.data)
-        for (int k = 0; k < n; k++) {
+    if (rows->call.has_positions)
+        for (int k = 0; k < n; k++)
             at->position[r + k] = i + k + batch->batch_range.offset;
+    if (p->slopes.data)
+        for (int k = 0; k < n; k++)
             at->slope[r + k] = number_at(p, &p->slopes, batch->slopes + head * p->slopes.head);
-        }
     if (p->dropout.enabled)
         for (int k = 0; k < n; k++) {
             at->drop_position[r + k] = (uint32_t)(i + k + batch->batch_range.offset);
@@ -173,6 +174,34 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
                 p->storage == CATTN_STORED_PLAIN ? at->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
         }
     }
+}
+
+int64_t cattn_head_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t batch,
+                         int64_t head) {
+    return cattn_batch_start(p, tensor, batch) + head * tensor->head;
+}
+
+int64_t cattn_sequence_start(const struct cattn_attention_params *p, const struct cattn_tensor *starts, int64_t batch) {
+    return cattn_batch_number(starts, 0, p->n_batch_dims, p->batch_shape, batch);
+}
+
+int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attention_params *p,
+                            const struct cattn_call_shape *call, int64_t batch, int64_t head, int64_t block) {
+    struct cattn_batch at;
+    cattn_batch_fill(p, batch, &at);
+    /* packed sequences share the row axes, and the next one follows the last query */
+    const int64_t n_queries = p->query_starts.data ? at.batch_range.n_queries : p->seqlen_q;
+    const int64_t first = block * CATTN_TILE_ROWS;
+    rows->call = *call;
+    rows->n_rows = (int)cattn_min(n_queries - first, CATTN_TILE_ROWS);
+    if (rows->n_rows <= 0) {
+        rows->n_rows = 0;
+        rows->n_keys = 0;
+        return 0;
+    }
+    cattn_rows_of_batch(rows, p, &at, head / p->group_size);
+    cattn_rows_of_head(rows, p, &at, 0, rows->n_rows, head, first);
+    return first + cattn_sequence_start(p, &p->query_starts, batch);
 }
 
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {

@@ -33,6 +33,17 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p,
                         const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i);
 
+/* Fills *rows with the queries of one block of one head; the scratch must be set. Returns the block's first row in the
+ * tensors, which is not its first query in packed sequences. n_rows is 0, and nothing else is set, past the end of one.
+ */
+int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attention_params *p,
+                            const struct cattn_call_shape *call, int64_t batch, int64_t head, int64_t block);
+/* Elements from a tensor's start to its part for one batch entry and head. */
+int64_t cattn_head_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t batch,
+                         int64_t head);
+/* The first row of a packed sequence; 0 if they are not packed. */
+int64_t cattn_sequence_start(const struct cattn_attention_params *p, const struct cattn_tensor *starts, int64_t batch);
+
 /* The smallest range that holds the ranges of all rows of the task; {0, 0} if they are empty. */
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);
 

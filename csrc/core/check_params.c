@@ -7,6 +7,7 @@
                    #type " has no gap between its tensors")
 WHOLE_TENSORS(cattn_attention_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_backward_params, grad_out, forward);
+WHOLE_TENSORS(cattn_statistics_params, rows, forward);
 WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
@@ -78,6 +79,7 @@ static void check_ranges(const struct cattn_ranges *r, int n_batch_dims, const i
         return;
     check_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, count, 0, seqlen_q);
     check_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, count, 0, seqlen_k);
+    check_number(&r->first_keys, r->first_key, n_batch_dims, batch_shape, count, 0, seqlen_k);
 }
 
 static void check_dropout_spec(const struct cattn_dropout_spec *spec) {
@@ -143,6 +145,29 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
     assert(!params->grad_sinks.data || p->sinks.data);
 }
 
+/* A result of a statistic, whose last axis has n elements. */
+static void check_statistic(const struct cattn_tensor *tensor, size_t element, int64_t stride, int64_t n) {
+    check_aligned(tensor, element);
+    assert(!tensor->data || stride == 1 || n <= 1);
+}
+
+void cattn_check_statistics(const struct cattn_statistics_params *params) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t element = cattn_element_size(p->dtype);
+    cattn_check_attention(p);
+    assert(p->lse.data && p->double_lse && p->d_v == 0 && !p->out.data && !p->weights.data);
+    assert(!p->dropout.enabled && params->observation_window >= 0 && params->top_k >= 0);
+    assert(params->top_k == 0 || (params->top_keys.data && params->top_weights.data));
+    if (p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k == 0)
+        return; /* strides of empty arrays mean nothing */
+    for (int i = 0; i < CATTN_N_ROW_STATISTICS; i++)
+        check_statistic(&params->rows[i], element, params->rows[i].row, p->seqlen_q);
+    check_statistic(&params->top_weights, element, params->top_weights.col, params->top_k);
+    check_statistic(&params->top_keys, sizeof(int64_t), params->top_keys.col, params->top_k);
+    check_statistic(&params->received, element, params->received.col, p->seqlen_k);
+    check_statistic(&params->received_max, element, params->received_max.col, p->seqlen_k);
+}
+
 void cattn_check_softmax(const struct cattn_softmax_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
     check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
@@ -177,6 +202,7 @@ void cattn_check_dropout(const struct cattn_dropout_params *p) {
 void cattn_check_mask(const struct cattn_mask_params *p) {
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->mask);
     assert(!p->ranges.offsets.data && !p->ranges.query_lengths.data && !p->ranges.key_lengths.data);
+    assert(!p->ranges.first_keys.data);
     check_ranges(&p->ranges, 0, NULL, 1, p->seqlen_q, p->seqlen_k);
 }
 

@@ -27,6 +27,11 @@ void cattn_clear_backward(struct cattn_backward_params *params) {
     cattn_clear_attention(&params->forward);
 }
 
+void cattn_clear_statistics(struct cattn_statistics_params *params) {
+    CLEAR(params, rows, forward);
+    cattn_clear_attention(&params->forward);
+}
+
 void cattn_clear_softmax(struct cattn_softmax_params *params) { CLEAR(params, ranges.offsets, batch_shape); }
 
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params) { CLEAR(params, grad, batch_shape); }

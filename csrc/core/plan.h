@@ -7,7 +7,7 @@
  *     task = one block of rows of one unit against one key chunk    (split)
  *
  * Every row gets the same sums in the same order, whatever the plan. All tuning numbers of attention are in plan.c and
- * plan_backward.c: nothing in them can change a result.
+ * plan_second.c: nothing in them can change a result.
  */
 #ifndef CATTN_PLAN_H
 #define CATTN_PLAN_H
@@ -63,6 +63,16 @@ static inline int64_t cattn_block_end(int64_t k0, int64_t n_keys) { return cattn
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);
 
+/* ---- second passes, which read the results of a forward pass: gradients and statistics ---- */
+
+/* 1 if other threads would wake up too late to help. */
+int cattn_plan_second_threads(const struct cattn_attention_params *params);
+/* Whether a task is a whole unit instead of one block: then nobody waits for a ticket. `ordered` fixes the order of
+ * blocks across units. */
+bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered);
+struct cattn_arena;
+void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element);
+
 /* ---- gradients: a unit is the query heads of one key-value head, a step is one block of queries of one head ---- */
 
 struct cattn_backward_plan {
@@ -82,5 +92,21 @@ struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_param
 struct cattn_backward *cattn_backward_lay_out(const struct cattn_backward_plan *plan,
                                               const struct cattn_backward_params *params,
                                               const struct cattn_kernels *kernels, void *memory);
+
+/* ---- statistics: a unit is one query head of one batch entry ---- */
+
+struct cattn_statistics_plan {
+    int num_threads;
+    int64_t n_units, blocks_per_unit, n_key_blocks;
+    bool adds_columns; /* blocks of queries add to the same column sums, in order */
+    bool whole_units;  /* one task takes all blocks of a unit; otherwise a task is one block */
+    size_t scratch_size;
+};
+
+struct cattn_statistics_plan cattn_statistics_plan(const struct cattn_statistics_params *params,
+                                                   const struct cattn_kernels *kernels);
+struct cattn_statistics *cattn_statistics_lay_out(const struct cattn_statistics_plan *plan,
+                                                  const struct cattn_statistics_params *params,
+                                                  const struct cattn_kernels *kernels, void *memory);
 
 #endif

@@ -5,12 +5,6 @@
 #include "dropout_stream.h"
 #include "plan.h"
 
-/* Below this many multiply-adds of the forward pass, other threads would wake up too late to help. */
-#define POOL_WORK 800000.0
-/* With at least this many units a thread, whole units are tasks: the last one to finish costs little, and nobody waits
- * for a ticket. */
-#define PLENTY 4
-
 /* Sets the memory of `b` and its views. It is the only description of the layout: called without memory to
  * measure it, and with memory to cut it. */
 static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_backward_params *params,
@@ -41,9 +35,7 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
     k->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
     k->alpha = cattn_carve(arena, rows * size);
     k->acc = cattn_carve(arena, rows * (size_t)b->query_cols * size);
-    b->lse = cattn_carve(arena, rows * size);
-    b->lse_residual = cattn_carve(arena, rows * size);
-    b->lse_factor = cattn_carve(arena, rows * size);
+    cattn_plan_carve_lse(&b->lse, arena, size);
     b->delta = cattn_carve(arena, rows * size);
     b->bias_sum = cattn_carve(arena, rows * size);
     b->bias_part = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
@@ -76,7 +68,7 @@ static bool shares_bias(const struct cattn_backward_params *params) {
 struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_params *params,
                                                const struct cattn_kernels *kernels) {
     const struct cattn_attention_params *p = &params->forward;
-    struct cattn_backward_plan plan = {.num_threads = p->num_threads};
+    struct cattn_backward_plan plan = {.num_threads = cattn_plan_second_threads(p)};
     plan.units_per_batch = p->num_heads / p->group_size;
     plan.n_units = p->n_batch * plan.units_per_batch;
     plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, CATTN_TILE_ROWS);
@@ -84,11 +76,8 @@ struct cattn_backward_plan cattn_backward_plan(const struct cattn_backward_param
     plan.n_key_blocks = cattn_ceil_div(p->seqlen_k, CATTN_BLOCK_KEYS);
     plan.shares_bias = shares_bias(params);
     plan.uses_stream = cattn_plan_uses_stream(p);
-    if (cattn_attention_work(p) < POOL_WORK || plan.num_threads < 1)
-        plan.num_threads = 1;
     /* a shared bias and a serial stream fix the order of steps across units */
-    const bool ordered = plan.shares_bias || plan.uses_stream;
-    plan.whole_units = plan.num_threads == 1 || (!ordered && plan.n_units >= PLENTY * plan.num_threads);
+    plan.whole_units = cattn_plan_whole_units(plan.n_units, plan.num_threads, plan.shares_bias || plan.uses_stream);
     struct cattn_arena count = cattn_arena(NULL, 0, false);
     struct cattn_backward unused;
     cattn_carve(&count, sizeof unused);

@@ -1,4 +1,4 @@
-/* visible_keys.c -- from causality, windows and lengths to a range of keys; see visible_keys.h. */
+/* visible_keys.c -- from causality, windows, lengths and first keys to a range of keys; see visible_keys.h. */
 #include "visible_keys.h"
 
 #include "strides.h"
@@ -16,6 +16,7 @@ void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int
     batch_range->offset = cattn_batch_number(&r->offsets, r->offset, n_batch_dims, batch_shape, index);
     batch_range->n_queries = cattn_batch_number(&r->query_lengths, r->query_length, n_batch_dims, batch_shape, index);
     batch_range->n_keys = cattn_batch_number(&r->key_lengths, r->key_length, n_batch_dims, batch_shape, index);
+    batch_range->first_key = cattn_batch_number(&r->first_keys, r->first_key, n_batch_dims, batch_shape, index);
     batch_range->left = clamp(r->left, 0, FAR);
     batch_range->right = clamp(r->right, 0, FAR);
     if (r->lower_right)
@@ -23,8 +24,10 @@ void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int
     if (r->all_visible) {
         batch_range->n_queries = INT64_MAX;
         batch_range->n_keys = r->seqlen_k;
+        batch_range->first_key = 0;
         batch_range->left = batch_range->right = FAR;
     }
+    batch_range->first_key = cattn_min(batch_range->first_key, batch_range->n_keys); /* after the last: none is valid */
 }
 
 struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i) {
@@ -33,23 +36,24 @@ struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_rang
     return range;
 }
 
-/* Writes first, first + 1, ..., n of them, each clamped to 0 .. most. If both ends clamp to one number, all do: without
- * a mask that is so for every task, and a plain fill is quicker. */
-static void clamp_run(int64_t first, int n, int64_t most, int64_t *to) {
-    const int64_t least = clamp(first, 0, most);
-    if (least == clamp(first + n - 1, 0, most))
+/* Writes first, first + 1, ..., n of them, each clamped to least .. most. If both ends clamp to one number, all do:
+ * without a mask that is so for every task, and a plain fill is quicker. */
+static void clamp_run(int64_t first, int n, int64_t least, int64_t most, int64_t *to) {
+    const int64_t common = clamp(first, least, most);
+    if (common == clamp(first + n - 1, least, most))
         for (int r = 0; r < n; r++)
-            to[r] = least;
+            to[r] = common;
     else
         for (int r = 0; r < n; r++)
-            to[r] = clamp(first + r, 0, most);
+            to[r] = clamp(first + r, least, most);
 }
 
 void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i, int n, int64_t *lo, int64_t *hi) {
-    const int64_t n_keys = batch_range->n_keys, position = i + batch_range->offset;
+    const int64_t first_key = batch_range->first_key, n_keys = batch_range->n_keys;
+    const int64_t position = i + batch_range->offset;
     const int valid = (int)clamp(batch_range->n_queries - i, 0, n); /* queries after the last one see nothing */
-    clamp_run(position - batch_range->left, valid, n_keys, lo);
-    clamp_run(position + batch_range->right + 1, valid, n_keys, hi);
+    clamp_run(position - batch_range->left, valid, first_key, n_keys, lo);
+    clamp_run(position + batch_range->right + 1, valid, first_key, n_keys, hi);
     for (int r = valid; r < n; r++)
         lo[r] = hi[r] = 0;
 }

@@ -1,7 +1,7 @@
 /* visible_keys.h -- the range of keys that a query sees.
  *
- * Causality, windows and lengths all leave each query one range: keys lo <= k < hi. Nothing else in core/ or kernels/
- * knows which of them made it.
+ * Causality, windows, lengths and a first valid key all leave each query one range: keys lo <= k < hi. Nothing else in
+ * core/ or kernels/ knows which of them made it.
  */
 #ifndef CATTN_VISIBLE_KEYS_H
 #define CATTN_VISIBLE_KEYS_H
@@ -21,7 +21,7 @@ static inline struct cattn_range cattn_range_union(struct cattn_range a, struct 
 
 /* struct cattn_ranges for one batch entry: what its queries share. */
 struct cattn_batch_range {
-    int64_t offset, n_queries, n_keys, left, right;
+    int64_t offset, n_queries, first_key, n_keys, left, right; /* first_key <= n_keys */
 };
 void cattn_batch_range(const struct cattn_ranges *ranges, int n_batch_dims, const int64_t *batch_shape, int64_t index,
                        struct cattn_batch_range *batch_range);

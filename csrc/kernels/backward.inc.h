@@ -87,25 +87,6 @@ static void subtract_grad_lse(const struct cattn_backward *b) {
         delta[r] = (real)((double)delta[r] - b->grad_lse[r]);
 }
 
-/* Splits the lse into (real)lse and a residual. Below 1/64 the residual becomes a factor of the weight, because adding
- * it to score - lse would lose digits. Above, it is added to that difference: such a residual occurs only with scores
- * above 2^18, whose differences are exact. */
-static void load_lse(const struct cattn_backward *b, int r) {
-    const struct cattn_rows *rows = &b->scores;
-    double lse = (double)INFINITY; /* padding rows get the weights exp(-inf) = 0 */
-    if (r < rows->n_rows)
-        lse = rows->call.double_lse ? *(const double *)rows->per_row->lse[r]
-                                    : (double)*(const real *)rows->per_row->lse[r];
-    const double lse_residual = (double)(real)lse - lse; /* NaN if lse is infinite: neither little nor much */
-    const bool little = lse_residual > -1.0 / 64 && lse_residual < 1.0 / 64,
-               much = !little && lse_residual - lse_residual == 0;
-    ((real *)b->lse)[r] = (real)lse;
-    ((real *)b->lse_residual)[r] = much ? (real)lse_residual : 0;
-    /* exp(residual) - 1 by its series */
-    ((real *)b->lse_factor)[r] =
-        little ? (real)(lse_residual * (1 + lse_residual * (0.5 + lse_residual * (1.0 / 6)))) : 0;
-}
-
 static void backward_begin(struct cattn_backward *b) {
     pack_query_tile(&b->scores);
     pack_query_tile(&b->grads);
@@ -117,7 +98,7 @@ static void backward_begin(struct cattn_backward *b) {
     /* up to whole vectors and whole groups of P V, which are read too */
     const int padded = (int)max64(cattn_round_up(b->scores.n_rows, LANES), cattn_round_up(b->scores.n_rows, MR));
     for (int r = 0; r < padded; r++) {
-        load_lse(b, r);
+        split_lse(&b->scores, &b->lse, r);
         ((real *)b->bias_sum)[r] = 0;
         ((real *)b->keys.scratch.alpha)[r] = 1;
     }
@@ -125,25 +106,11 @@ static void backward_begin(struct cattn_backward *b) {
         memset(b->keys.scratch.acc, 0, (size_t)padded * (size_t)b->keys.call.acc_cols * sizeof(real));
 }
 
-/* The statistics of LANES rows that turn a score into a weight and a dS. */
-struct row_lanes {
-    vf lse, lse_residual, factor, delta;
-};
-
-INLINE struct row_lanes row_lanes(const struct cattn_backward *b, int r) {
-    return (struct row_lanes){vf_loadu((const real *)b->lse + r), vf_loadu((const real *)b->lse_residual + r),
-                              vf_loadu((const real *)b->lse_factor + r), vf_loadu((const real *)b->delta + r)};
-}
-
-/* exp(score - lse) with all digits of the lse. */
-INLINE vf weight_of(vf score, struct row_lanes rows) {
-    return vf_exp_of_difference(score, rows.lse, rows.lse_residual, rows.factor);
-}
-
-/* Scores, products dO V^T and statistics of LANES rows. */
+/* Scores, products dO V^T, lse and delta of LANES rows. */
 struct lanes_to_weigh {
     real *score, *grad;
-    struct row_lanes rows;
+    struct lse_lanes lse;
+    vf delta;
 };
 
 /* One vector of queries and one key: replaces the score by the weight after dropout, and the product dO V^T by dS. */
@@ -151,10 +118,10 @@ INLINE void weigh(const struct lanes_to_weigh *lanes, int k, bool dropping, vm d
     real *score = lanes->score + k * CATTN_TILE_ROWS, *grad = lanes->grad + k * CATTN_TILE_ROWS;
     const vf zero = vf_set1(0), s = vf_loadu(score);
     const vm hidden = vf_eq(s, vf_set1(NEG_INF));
-    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, weight_of(s, lanes->rows));
+    vf dp = vf_loadu(grad), p = vf_select(hidden, zero, weight_of(s, lanes->lse));
     if (dropping)
         dp = vf_select(drop_bits, dp, zero);
-    vf_storeu(grad, vf_select(hidden, zero, p * (dp - lanes->rows.delta)));
+    vf_storeu(grad, vf_select(hidden, zero, p * (dp - lanes->delta)));
     vf_storeu(score, dropping ? vf_select(drop_bits, p, zero) : p);
 }
 
@@ -162,7 +129,7 @@ INLINE void weigh_dropping(void *lanes, int k, vm drop_bits) { weigh(lanes, k, t
 
 static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
     struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
-                                   row_lanes(b, r)};
+                                   lse_lanes(&b->lse, r), vf_loadu((const real *)b->delta + r)};
     const vm all = vf_eq(vf_set1(0), vf_set1(0));
     if (b->scores.scratch.drop_bits)
         each_stream_bits(t, e, r, weigh_dropping, &lanes);
@@ -403,13 +370,10 @@ static double backward_sink(struct cattn_backward *b) {
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         const real sink = (real)rows->per_row->sink[r];
-        struct row_lanes row = {vf_set1(((const real *)b->lse)[r]), vf_set1(((const real *)b->lse_residual)[r]),
-                                vf_set1(((const real *)b->lse_factor)[r]), vf_set1(((const real *)b->delta)[r])};
         const bool sees = row_sees_any_key(rows, r);
-        if (!sees && b->has_grad_lse)
-            row.delta = vf_set1((real)-b->grad_lse[r]);
+        const real delta = !sees && b->has_grad_lse ? (real)-b->grad_lse[r] : ((const real *)b->delta)[r];
         if (!is_neg_inf(sink) && (sees || b->has_grad_lse))
-            vf_storeu_n(&sum, vf_fma(weight_of(vf_set1(sink), row), row.delta, vf_set1(sum)), 1);
+            vf_storeu_n(&sum, vf_fma(vf_set1(weight_of_row(sink, &b->lse, r)), vf_set1(delta), vf_set1(sum)), 1);
     }
     return (double)sum;
 }

@@ -59,12 +59,13 @@ INLINE vf vf_exp(vf x) {
     return vf_scale2_unless(vf_lt(x, vf_set1(EXP_CUT)), vf_fma(exp_horner(r), r, vf_set1(1)), n);
 }
 
-/* exp(a - b + c) * (1 + factor) for a small `factor`. Recovers the digits that rounding a - b loses, provided that |b|
- * is the larger one: `lost` is that rounding error, and exp(lost) is 1 + lost. */
-INLINE vf vf_exp_of_difference(vf a, vf b, vf c, vf factor) {
-    const vf d = a - b, lost = a - (d + b), x = d + c;
+/* exp(a - b + c) * (1 + factor) for a small `factor`, and its logarithm. Recovers the digits that rounding a - b loses,
+ * provided that |b| is the larger one: `lost` is that rounding error, and exp(lost) is 1 + lost. */
+INLINE vf vf_exp_of_difference(vf a, vf b, vf c, vf factor, vf *log) {
+    const vf d = a - b, lost = a - (d + b), x = d + c, little = lost + factor;
     vf p = vf_exp(x);
-    return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_fma(p, lost + factor, p));
+    *log = x + little;
+    return vf_select(vf_lt(x, vf_set1(EXP_CUT)), vf_set1(0), vf_fma(p, little, p));
 }
 
 /* tanh of any x, from exp(-2|x|) = q = 1 + e. Near 0 it is -e / (2 + e), because e is accurate there. Farther out it is

@@ -23,6 +23,7 @@
 #include <stdint.h>
 
 #include "../dtype.h"
+#include "../row_statistics.h"
 #include "../score_options.h"
 
 #define CATTN_BLOCK_KEYS 192
@@ -60,7 +61,7 @@ struct cattn_call_shape {
     struct cattn_score_options score_options;
     double keep_scale; /* 1; under dropout 1/(1-p) */
     bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
-    bool has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
+    bool has_positions, has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
     enum cattn_storage storage; /* of query, key, value, out and weights_out */
@@ -75,7 +76,7 @@ struct cattn_per_row {
     const void *query[CATTN_TILE_ROWS];
     const uint8_t *mask[CATTN_TILE_ROWS];
     const void *bias[2][CATTN_TILE_ROWS];
-    int64_t position[CATTN_TILE_ROWS];                    /* if has_slopes: the query's position among the keys */
+    int64_t position[CATTN_TILE_ROWS];                    /* if has_positions: the query's position among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
     uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
     uint8_t *drop_bits[CATTN_TILE_ROWS]; /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
@@ -115,6 +116,12 @@ struct cattn_rows {
     struct cattn_row_scratch scratch;
 };
 
+/* The log-sum-exp of a block of rows, from which weights are computed again. Scratch, one number a row; split_lse in
+ * weights.inc.h explains the parts. */
+struct cattn_split_lse {
+    void *value, *residual, *factor;
+};
+
 /* The gradients of a block of queries. Three views share masks and ranges, so that the kernels of the forward pass
  * serve all products: `scores` has the queries and keys of the forward pass; `grads` has grad_out as queries and the
  * values as keys; `keys` has the gradients of the scores as weights and the keys as values. A driver calls
@@ -137,10 +144,10 @@ struct cattn_backward {
     double grad_lse[CATTN_TILE_ROWS]; /* if has_grad_lse */
     /* scratch: the queries and grad_out, row by row, with zeros after the last row and column */
     void *query_rows, *grad_rows;
-    int64_t query_cols, grad_cols;         /* multiples of CATTN_PAD */
-    void *lse, *lse_residual, *lse_factor; /* one a row; see load_lse */
-    void *delta, *bias_sum;                /* one a row: grad_out . out - grad_lse; the sum of dS */
-    void *bias_part;                       /* [CATTN_BLOCK_KEYS]: sums of dS over the rows */
+    int64_t query_cols, grad_cols; /* multiples of CATTN_PAD */
+    struct cattn_split_lse lse;
+    void *delta, *bias_sum; /* one a row: grad_out . out - grad_lse; the sum of dS */
+    void *bias_part;        /* [CATTN_BLOCK_KEYS]: sums of dS over the rows */
     /* results; all gradients have unit column stride */
     void *grad_query[CATTN_TILE_ROWS]; /* written */
     void *grad_key, *grad_value;       /* of this key-value head; added to */
@@ -149,6 +156,35 @@ struct cattn_backward {
     void *grad_bias[CATTN_TILE_ROWS];     /* dS is added, row by row */
     void *grad_bias_keys;                 /* the sums of dS over the rows are added */
     void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
+};
+
+/* Statistics of the attention weights of a block of queries. The rows have an lse in float64, and no output. A driver
+ * calls
+ *
+ *     statistics_begin     once
+ *       statistics_block   for each key block: sums over its keys, and its weights
+ *       statistics_add     only if column sums are wanted: adds the sums over the rows to them
+ *     statistics_finish    once: writes the statistics of the rows
+ *
+ * The driver fixes the order of statistics_add among blocks of queries; it is part of the bit contract.
+ */
+struct cattn_statistics {
+    struct cattn_rows rows;
+    struct cattn_split_lse lse;
+    bool wants_received; /* some row counts in the column sums */
+    int first_received;  /* the first such row */
+    int64_t top_k;
+    /* scratch, one a row: the sums of w ln w and w |position - key| so far, the largest score, the score that a key
+     * must exceed to be among the top keys, and whether the weights are NaN */
+    void *log_sum, *distance, *max_score, *top_root;
+    bool *undefined;
+    bool any_undefined;
+    void *column_sum, *column_max; /* [CATTN_BLOCK_KEYS]: over the rows */
+    /* results with unit stride: the first row's, or NULL */
+    void *row_results[CATTN_N_ROW_STATISTICS];
+    void *top_weights; /* [row][top_k]; the scores until statistics_finish */
+    int64_t *top_keys;
+    void *received, *received_max; /* of this head; added to; or NULL */
 };
 
 /* Softmax over one row of n elements, lanes across the row. */
@@ -213,6 +249,10 @@ struct cattn_kernels {
     /* the sum over the rows of (weight of the sink) * delta */
     double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);
+    void (*statistics_begin)(struct cattn_statistics *s);
+    void (*statistics_block)(struct cattn_statistics *s, int64_t k0, int64_t k1);
+    void (*statistics_add)(struct cattn_statistics *s, int64_t k0, int64_t k1);
+    void (*statistics_finish)(struct cattn_statistics *s);
     /* the drop bits of the keys 0 .. n-1 of one row of an attention matrix, as bytes */
     void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,
                              int64_t stride, int64_t n);

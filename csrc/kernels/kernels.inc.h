@@ -19,7 +19,10 @@
 #include "rowwise.inc.h"
 #include "tile.inc.h"
 
+#include "weights.inc.h"
+
 #include "backward.inc.h"
+#include "statistics.inc.h"
 
 #include "torch.inc.h"
 
@@ -55,6 +58,10 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .backward_keys = backward_keys,
     .backward_sink = backward_sink,
     .backward_finish = backward_finish,
+    .statistics_begin = statistics_begin,
+    .statistics_block = statistics_block,
+    .statistics_add = statistics_add,
+    .statistics_finish = statistics_finish,
     .dropout_mask_row = dropout_mask_row,
     .widen_row = widen_row,
     .narrow_row = narrow_row,

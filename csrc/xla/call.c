@@ -4,6 +4,7 @@
  * would make the core read or write beyond a buffer is an error here.
  */
 #include "call.h"
+#include "../fp_mode.h"
 #include "metadata.h"
 
 #include <math.h>
@@ -12,7 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum kind { STORED, COMPUTED, BYTES, INTEGERS, WORDS };
+/* WIDENED is COMPUTED in XLA and float64 in the core. */
+enum kind { STORED, COMPUTED, WIDENED, BYTES, INTEGERS, WORDS };
 enum fits { EXACTLY, BROADCASTS };
 
 static const struct description {
@@ -97,6 +99,7 @@ static int xla_type(const struct xla_call *call, enum kind kind) {
     case STORED:
         return call->storage == CATTN_STORED_PLAIN ? computed : halves[call->storage];
     case COMPUTED:
+    case WIDENED:
         return computed;
     case BYTES:
         return XLA_PRED;
@@ -108,7 +111,7 @@ static int xla_type(const struct xla_call *call, enum kind kind) {
     return XLA_U32;
 }
 
-/* Bytes of an element as the core counts them: of WORDS both words, of INTEGERS the widened one. */
+/* Bytes of an element as the core counts them: of WORDS both words, of INTEGERS and WIDENED the widened one. */
 static size_t element_size(const struct xla_call *call, enum kind kind) {
     switch (kind) {
     case STORED:
@@ -117,6 +120,7 @@ static size_t element_size(const struct xla_call *call, enum kind kind) {
         return cattn_element_size(call->dtype);
     case BYTES:
         return 1;
+    case WIDENED:
     case INTEGERS:
     case WORDS:
         break;
@@ -192,20 +196,21 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s has size %lld on axis %d, wanted %lld",
                                   d->name, (long long)own, axis, (long long)size);
     }
-    if ((uintptr_t)buffer->data % element_size(call, d->kind == INTEGERS ? BYTES : d->kind) != 0)
+    const bool is_copied = d->kind == INTEGERS || d->kind == WIDENED;
+    if ((uintptr_t)buffer->data % (is_copied ? sizeof(int32_t) : element_size(call, d->kind)) != 0)
         return cattn_xla_fail(call->frame, XLA_INTERNAL, "%s is not aligned", d->name);
     return NULL;
 }
 
 /* ---- numbers that the core checks no more ---- */
 
-/* The core takes int64. A length may be any number, as in JAX; the core wants one within the array. */
+/* The core takes int64. A length or start may be any number, as in JAX; the core wants one within the array. */
 static struct xla_error *widen_integers(struct xla_call *call, int i) {
     const struct xla_buffer *buffer = call->operands[i];
     const int64_t count = cattn_xla_count(buffer);
     const int64_t most = i == XLA_query_seq_lengths ? call->sizes['T'] : call->sizes['S'];
     const int32_t *from = buffer->data;
-    int64_t *to = call->integers[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
+    int64_t *to = call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
     if (to == NULL)
         return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
     for (int64_t j = 0; j < count; j++) {
@@ -213,6 +218,20 @@ static struct xla_error *widen_integers(struct xla_call *call, int i) {
         if (i != XLA_query_offset)
             to[j] = to[j] < 0 ? 0 : to[j] > most ? most : to[j];
     }
+    return NULL;
+}
+
+/* The core takes float64. Subnormal numbers keep their values, whatever mode XLA runs in. */
+static struct xla_error *widen_reals(struct xla_call *call, int i) {
+    const struct xla_buffer *buffer = call->operands[i];
+    const int64_t count = cattn_xla_count(buffer);
+    double *to = call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
+    if (to == NULL)
+        return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
+    const unsigned mode = cattn_fp_enter();
+    for (int64_t j = 0; j < count; j++)
+        to[j] = call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : (double)((const float *)buffer->data)[j];
+    cattn_fp_leave(mode);
     return NULL;
 }
 
@@ -256,6 +275,8 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
         error = check_operand(call, i);
         if (error == NULL && DESCRIPTIONS[i].kind == INTEGERS)
             error = widen_integers(call, i);
+        if (error == NULL && DESCRIPTIONS[i].kind == WIDENED)
+            error = widen_reals(call, i);
         if (error == NULL && (i == XLA_alibi_slopes || i == XLA_sinks))
             error = check_heads(call, i);
     }
@@ -264,7 +285,7 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
 
 void cattn_xla_clear(struct xla_call *call) {
     for (int i = 0; i < XLA_N_OPERANDS; i++)
-        free(call->integers[i]);
+        free(call->widened[i]);
 }
 
 /* ---- views ---- */
@@ -316,6 +337,6 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
     }
     if (strchr("HD", d->axes[strlen(d->axes) - 1]) != NULL)
         tensor->col = 1; /* even if there is one column */
-    char *data = call->integers[operand] != NULL ? (void *)call->integers[operand] : buffer->data;
+    char *data = call->widened[operand] != NULL ? call->widened[operand] : buffer->data;
     tensor->data = data != NULL ? data + offset * (int64_t)element_size(call, d->kind) : (void *)&nothing;
 }

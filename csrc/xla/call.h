@@ -20,12 +20,14 @@
     OPERAND(query_offset, "B", INTEGERS, BROADCASTS)                                                                   \
     OPERAND(query_seq_lengths, "B", INTEGERS, BROADCASTS)                                                              \
     OPERAND(key_value_seq_lengths, "B", INTEGERS, BROADCASTS)                                                          \
+    OPERAND(key_value_seq_starts, "B", INTEGERS, BROADCASTS)                                                           \
     OPERAND(alibi_slopes, "BN", COMPUTED, BROADCASTS)                                                                  \
     OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
     OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
     OPERAND(forward_out, "BTND", STORED, EXACTLY)                                                                      \
     OPERAND(forward_lse, "BTNW", WORDS, EXACTLY)                                                                       \
-    OPERAND(grad_out, "BTND", STORED, EXACTLY)
+    OPERAND(grad_out, "BTND", STORED, EXACTLY)                                                                         \
+    OPERAND(grad_residual, "BTN", WIDENED, EXACTLY)
 #define XLA_RESULTS(OPERAND)                                                                                           \
     OPERAND(out, "BTND", STORED, EXACTLY)                                                                              \
     OPERAND(residual, "BTN", COMPUTED, EXACTLY)                                                                        \
@@ -61,7 +63,7 @@ struct xla_call {
     const struct xla_frame *frame;
     struct xla_options options;
     const struct xla_buffer *operands[XLA_N_OPERANDS]; /* NULL: this call does not have it */
-    int64_t *integers[XLA_N_OPERANDS];                 /* owned: INTEGERS, widened to int64 */
+    void *widened[XLA_N_OPERANDS];                     /* owned: INTEGERS as int64, WIDENED as double */
     int n_leading;
     const int64_t *leading; /* the leading axes of the results */
     enum cattn_dtype dtype;

@@ -15,7 +15,7 @@
 #define INPUTS (BIT(query) | BIT(key) | BIT(value))
 #define OPTIONAL_INPUTS                                                                                                \
     (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
-     BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
+     BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
@@ -68,6 +68,7 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
                  {XLA_query_offset, &params->ranges.offsets},
                  {XLA_query_seq_lengths, &params->ranges.query_lengths},
                  {XLA_key_value_seq_lengths, &params->ranges.key_lengths},
+                 {XLA_key_value_seq_starts, &params->ranges.first_keys},
                  {XLA_alibi_slopes, &params->slopes},
                  {XLA_sinks, &params->sinks},
                  {XLA_forward_out, &params->out},
@@ -198,6 +199,7 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
     params->bias_sum = bias_sum(call);
     params->forward.path = CATTN_PATH_TILE;
     cattn_xla_view(call, XLA_grad_out, index, &params->grad_out);
+    cattn_xla_view(call, XLA_grad_residual, index, &params->grad_lse);
     cattn_xla_view(call, XLA_grad_query, index, &params->grad_query);
     cattn_xla_view(call, XLA_grad_key, index, &params->grad_key);
     cattn_xla_view(call, XLA_grad_value, index, &params->grad_value);
@@ -212,8 +214,8 @@ struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    struct xla_error *error =
-        cattn_xla_parse(&call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_bias) | BIT(grad_sinks));
+    struct xla_error *error = cattn_xla_parse(
+        &call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)

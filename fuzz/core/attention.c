@@ -13,10 +13,10 @@
 #include "visible.h"
 
 static const char *const INPUT_NAMES[] = {
-    "query was changed",          "key was changed",         "value was changed",
-    "attn_mask was changed",      "bias was changed",        "second bias was changed",
-    "slopes were changed",        "sinks were changed",      "offsets were changed",
-    "query lengths were changed", "key lengths were changed"};
+    "query was changed",          "key was changed",          "value was changed",
+    "attn_mask was changed",      "bias was changed",         "second bias was changed",
+    "slopes were changed",        "sinks were changed",       "offsets were changed",
+    "query lengths were changed", "key lengths were changed", "first keys were changed"};
 static const char *const OUTPUT_NAMES[] = {"out differs", "weights differ", "lse differs", "dropout_mask differs"};
 static const char *const GRADIENT_NAMES[] = {"grad_query differs", "grad_key differs", "grad_value differs",
                                              "grad_bias differs", "grad_sinks differ"};
@@ -60,7 +60,8 @@ static void fill_params(struct problem *problem) {
                   {&p->sinks, HEAD},
                   {&p->ranges.offsets, 0},
                   {&p->ranges.query_lengths, 0},
-                  {&p->ranges.key_lengths, 0}},
+                  {&p->ranges.key_lengths, 0},
+                  {&p->ranges.first_keys, 0}},
       outputs[] = {{&p->out, HEAD | ROW | COL},
                    {&p->weights, HEAD | ROW | COL},
                    {&p->lse, HEAD | ROW},

@@ -131,6 +131,18 @@ static void choose_ranges(struct input *in, struct problem *problem, struct nois
     }
 }
 
+/* Padding on the left. Chosen last, so that older inputs keep their meaning. */
+static void choose_first_keys(struct input *in, struct problem *problem, struct noise *noise) {
+    struct cattn_attention_params *p = &problem->back.forward;
+    if (!take_chance(in, 4))
+        return;
+    p->ranges.first_key = take_below(in, p->seqlen_k + 1);
+    if (take_chance(in, 2)) {
+        add_input(in, problem, FIRST_KEYS, INT64, p->n_batch_dims, p->batch_shape, noise, PLAIN);
+        set_integers(&problem->inputs[FIRST_KEYS], noise, 0, p->seqlen_k);
+    }
+}
+
 /* Sets one number in `one_in` to -inf. */
 static void hide_some(struct array *bias, struct noise *noise, uint64_t one_in) {
     for (int64_t i = 0; i < bias->span; i++)
@@ -288,5 +300,6 @@ void choose_problem(struct input *in, struct problem *problem) {
     }
     if (problem->has_grad_lse)
         problem->grad_lse = make_input(in, computed_element(CATTN_F64), n_axes - 1, dims, 0, &noise, content);
+    choose_first_keys(in, problem, &noise);
     problem->is_tame = content != EXTREME;
 }

@@ -7,7 +7,21 @@
 #include "memory.h"
 #include "torch_random.h"
 
-enum { QUERY, KEY, VALUE, MASK, BIAS_0, BIAS_1, SLOPES, SINKS, OFFSETS, QUERY_LENGTHS, KEY_LENGTHS, N_INPUTS };
+enum {
+    QUERY,
+    KEY,
+    VALUE,
+    MASK,
+    BIAS_0,
+    BIAS_1,
+    SLOPES,
+    SINKS,
+    OFFSETS,
+    QUERY_LENGTHS,
+    KEY_LENGTHS,
+    FIRST_KEYS,
+    N_INPUTS
+};
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
 

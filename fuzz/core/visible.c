@@ -8,7 +8,7 @@
 /* A row of scores: the ranges of its query, and the offsets of its masks. */
 struct row {
     const struct problem *problem;
-    int64_t query, n_queries, n_keys;
+    int64_t query, n_queries, first_key, n_keys;
     double position; /* of the query among the keys; rounded beyond 2^62, far from any key */
     int64_t mask, bias[2];
 };
@@ -25,6 +25,7 @@ static struct row row_at(const struct problem *problem, const int64_t *index) {
     struct row row = {.problem = problem, .query = index[p->n_batch_dims + 1]};
     row.n_queries = number_of(problem, QUERY_LENGTHS, index, r->query_length);
     row.n_keys = number_of(problem, KEY_LENGTHS, index, r->key_length);
+    row.first_key = number_of(problem, FIRST_KEYS, index, r->first_key);
     const int64_t offset = r->lower_right ? row.n_keys - row.n_queries : number_of(problem, OFFSETS, index, r->offset);
     row.position = (double)row.query + (double)offset;
     row.mask = offset_of(&problem->inputs[MASK], index);
@@ -42,9 +43,9 @@ static bool sees(const struct row *row, int64_t k) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct cattn_ranges *r = &p->ranges;
     const double before = row->position - (double)k; /* distance from this key to the query's position */
-    if (!r->all_visible &&
-        (row->query >= row->n_queries || k >= row->n_keys || (r->left != CATTN_UNBOUNDED && before > (double)r->left) ||
-         (r->right != CATTN_UNBOUNDED && -before > (double)r->right)))
+    if (!r->all_visible && (row->query >= row->n_queries || k < row->first_key || k >= row->n_keys ||
+                            (r->left != CATTN_UNBOUNDED && before > (double)r->left) ||
+                            (r->right != CATTN_UNBOUNDED && -before > (double)r->right)))
         return false;
     const struct array *mask = &problem->inputs[MASK];
     if (problem->has_input[MASK] && number_at(mask, along_keys(mask, row->mask, k)) == 0)

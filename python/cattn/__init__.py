@@ -13,14 +13,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
-from ._input.types import AttentionGradients, AttentionOutput, CausalAlignmentWarning
+from ._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
 from .cache import KVCache
 from .functional import (
     Explanation,
+    HeadScores,
     attention_backward,
+    attention_rollout,
+    attention_statistics,
     attention_weights,
     causal_attention,
     causal_mask,
@@ -28,6 +31,7 @@ from .functional import (
     dropout_backward,
     explain,
     get_alibi_slopes,
+    head_scores,
     masked_softmax,
     merge_attention,
     scaled_dot_product_attention,
@@ -37,6 +41,7 @@ from .functional import (
     softmax_backward,
     varlen_attention,
     varlen_attention_backward,
+    varlen_attention_statistics,
 )
 from .nn import (
     CausalAttention,
@@ -56,11 +61,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionGradients",
     "AttentionOutput",
+    "AttentionStatistics",
     "AttentionView",
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
     "Explanation",
+    "HeadScores",
     "KVCache",
     "Linear",
     "MultiHeadAttention",
@@ -70,6 +77,8 @@ __all__ = [
     "TorchGenerator",
     "__version__",
     "attention_backward",
+    "attention_rollout",
+    "attention_statistics",
     "attention_weights",
     "causal_attention",
     "causal_mask",
@@ -78,6 +87,7 @@ __all__ = [
     "explain",
     "get_alibi_slopes",
     "get_num_threads",
+    "head_scores",
     "manual_seed",
     "masked_softmax",
     "merge_attention",
@@ -93,6 +103,7 @@ __all__ = [
     "softmax_backward",
     "varlen_attention",
     "varlen_attention_backward",
+    "varlen_attention_statistics",
     "view_attention",
 ]
 

@@ -109,15 +109,19 @@ static void draw_sizes(struct attention *a) {
     say(", %" PRId64 "x%" PRId64 ", %" PRId64 ",%" PRId64, p->seqlen_q, p->seqlen_k, p->head_dim, p->d_v);
 }
 
+/* The shape of an array by tokens: packed sequences have one row axis for the whole batch. */
+static struct shape by_tokens(const struct attention *a, int64_t heads, int64_t tokens, int64_t cols) {
+    struct shape shape = sized(a, heads, a->packed ? a->params.forward.n_batch * tokens : tokens, cols);
+    if (a->packed)
+        shape.batch[0] = 1;
+    return shape;
+}
+
 static void draw_inputs(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
-    /* packed sequences have one row axis for the whole batch */
-    const int64_t n = a->packed ? p->n_batch : 1;
-    struct shape query = sized(a, p->num_heads, n * p->seqlen_q, p->head_dim);
-    struct shape key = sized(a, a->n_kv_heads, n * p->seqlen_k, p->head_dim);
-    struct shape value = sized(a, a->n_kv_heads, n * p->seqlen_k, p->d_v);
-    if (a->packed)
-        query.batch[0] = key.batch[0] = value.batch[0] = 1;
+    const struct shape query = by_tokens(a, p->num_heads, p->seqlen_q, p->head_dim);
+    const struct shape key = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->head_dim);
+    const struct shape value = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->d_v);
     struct block made[3] = {input(&p->query, a->type, thinned(query, true))};
     made[1] = input(&p->key, a->type, thinned(key, true));
     if (!a->stage)
@@ -182,8 +186,10 @@ static void draw_ranges(struct attention *a) {
         integers(&r->query_lengths, all, 0, p->seqlen_q);
         integers(&r->key_lengths, all, 0, p->seqlen_k);
     }
-    say("%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
-        r->query_lengths.data ? " lengths" : "");
+    if (!a->packed && chance(20))
+        integers(&r->first_keys, numbers, 0, p->seqlen_k);
+    say("%s%s%s%s", r->right == 0 ? " causal" : "", r->left != CATTN_UNBOUNDED ? " window" : "",
+        r->query_lengths.data ? " lengths" : "", r->first_keys.data ? " first keys" : "");
     if (a->packed) { /* gaps only where a length is less than the longest */
         integers(&p->query_starts, sized(a, 1, 1, 1), 0, 0);
         integers(&p->key_starts, sized(a, 1, 1, 1), 0, 0);
@@ -212,11 +218,7 @@ static void draw_dropout(struct cattn_dropout_spec *spec, struct cattn_torch_ran
 
 static void draw_results(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
-    struct shape rows = sized(a, p->num_heads, p->seqlen_q, p->d_v);
-    if (a->packed) {
-        rows.batch[0] = 1;
-        rows.rows *= p->n_batch;
-    }
+    struct shape rows = by_tokens(a, p->num_heads, p->seqlen_q, p->d_v);
     if (!a->stage)
         output(&p->out, a->type, rows, false);
     rows.cols = 1;
@@ -257,14 +259,14 @@ static void gradients(struct attention *a) {
     struct cattn_attention_params *p = &b->forward;
     n_outputs = 0;
     p->weights.data = p->dropout_mask.data = NULL;
-    input(&b->grad_out, a->type, sized(a, p->num_heads, p->seqlen_q, p->d_v));
+    input(&b->grad_out, a->type, by_tokens(a, p->num_heads, p->seqlen_q, p->d_v));
     if (chance(30)) {
-        input(&b->grad_lse, &TYPES[CATTN_F64], sized(a, p->num_heads, p->seqlen_q, 1));
+        input(&b->grad_lse, &TYPES[CATTN_F64], by_tokens(a, p->num_heads, p->seqlen_q, 1));
         say(" grad_lse");
     }
-    output(&b->grad_query, a->wide, sized(a, p->num_heads, p->seqlen_q, p->head_dim), true);
-    output(&b->grad_key, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
-    output(&b->grad_value, a->wide, sized(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);
+    output(&b->grad_query, a->wide, by_tokens(a, p->num_heads, p->seqlen_q, p->head_dim), true);
+    output(&b->grad_key, a->wide, by_tokens(a, a->n_kv_heads, p->seqlen_k, p->head_dim), true);
+    output(&b->grad_value, a->wide, by_tokens(a, a->n_kv_heads, p->seqlen_k, p->d_v), true);
     const struct shape scores = sized(a, p->num_heads, p->seqlen_q, p->seqlen_k);
     if (p->n_bias > 0) {
         b->bias_sum = (enum cattn_bias_sum)between(0, 2);
@@ -313,8 +315,65 @@ static void attention(int64_t index) {
     attend(&a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
     attend(&a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
     end_line();
-    if (!a.stage && !a.packed)
+    if (!a.stage)
         gradients(&a);
+    forget();
+}
+
+/* ---- statistics of attention weights ---- */
+
+static void draw_statistics(struct cattn_statistics_params *s, const struct attention *a) {
+    const struct cattn_attention_params *p = &s->forward;
+    struct shape rows = sized(a, p->num_heads, p->seqlen_q, 1), cols = sized(a, p->num_heads, 1, p->seqlen_k);
+    if (a->packed) { /* one row axis for the whole batch */
+        rows.batch[0] = cols.batch[0] = 1;
+        rows.rows *= p->n_batch;
+        cols.cols *= p->n_batch;
+    }
+    output(&s->forward.lse, &TYPES[CATTN_F64], rows, true);
+    for (int i = 0; i < CATTN_N_ROW_STATISTICS; i++)
+        if (chance(80))
+            output(&s->rows[i], a->wide, rows, true);
+    if (chance(60))
+        output(&s->received, a->wide, cols, true);
+    if (chance(60))
+        output(&s->received_max, a->wide, cols, true);
+    s->observation_window = chance(30) ? between(1, 150) : CATTN_UNBOUNDED;
+    s->top_k = chance(50) ? cattn_min(between(1, 40), p->seqlen_k) : 0;
+    rows.cols = s->top_k;
+    if (s->top_k > 0) {
+        output(&s->top_weights, a->wide, rows, true);
+        output(&s->top_keys, &INTEGERS, rows, true);
+    }
+    say(", top %" PRId64, s->top_k);
+}
+
+static void statistics(int64_t index) {
+    static struct attention a;
+    static struct cattn_statistics_params s;
+    begin("statistics", index);
+    memset(&a, 0, sizeof a);
+    memset(&s, 0, sizeof s);
+    a.type = &TYPES[index % 4];
+    a.wide = &TYPES[a.type->dtype];
+    a.params.forward.dtype = a.type->dtype;
+    a.params.forward.storage = a.type->storage;
+    a.params.forward.score_options.scale = number() / 8;
+    a.stage = true; /* there are no values */
+    a.packed = chance(20);
+    draw_sizes(&a);
+    draw_inputs(&a);
+    if (!a.packed)
+        draw_masks(&a);
+    draw_ranges(&a);
+    s.forward = a.params.forward;
+    s.forward.double_lse = true;
+    draw_statistics(&s, &a);
+    for (s.forward.num_threads = 1; s.forward.num_threads <= 3; s.forward.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_attention_statistics(&s), "statistics", s.forward.num_threads);
+    }
+    end_line();
     forget();
 }
 
@@ -459,6 +518,7 @@ int main(int argc, char **argv) {
     }
     for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++) {
         attention(i);
+        statistics(i);
         softmax(i);
         softmax_gradient(i);
         dropout(i);

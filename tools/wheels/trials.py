@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from build import ROOT, Wheel, WheelError, run
 
 OLDEST_NUMPY = {11: "2.0.0", 12: "2.0.0", 13: "2.1.0", 14: "2.3.2"}  # the first with wheels for this Python 3
 TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=8", "pytest-xdist>=3.6"]
+_LOCK = threading.Lock()
 FAST_TABLES = {"avx2", "avx512_256", "avx512"}
 # One test is about builds in place, which have one table more than wheels.
 NOT_OF_WHEELS = "tests/test_machines.py::test_every_table_is_compiled_wherever_it_can_be"
@@ -71,13 +73,18 @@ def emulator(wheel: Wheel) -> list[str] | None:
 
 # ---- bits.c ----------------------------------------------------------------------------------------------------------
 @functools.cache
-def right_lines(n: int) -> list[str]:
-    """Return what bits.c prints for n problems with GCC and the scalar table."""
+def _right_lines(n: int) -> list[str]:
     with tempfile.TemporaryDirectory() as work:
         x86 = machines().X86
         program = machines().compile_core(x86, ROOT, ["scalar"], Path(work, "gcc"))
         lines: list[str] = machines().lines_of(x86, program, "scalar", n)
         return lines
+
+
+def right_lines(n: int) -> list[str]:
+    """Return what bits.c prints for n problems with GCC and the scalar table; wheels are tried side by side."""
+    with _LOCK:
+        return _right_lines(n)
 
 
 def compare_bits(wheel: Wheel, n: int) -> str:

@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number is for all entries. Other keys are not read, and other queries get 0",
     )
     add("--query-lengths", metavar="N,N", help="valid queries of each batch entry, if they differ from the keys")
+    add("--starts", metavar="N,N", help="index of the first valid key of each batch entry: padding on the left")
     add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
     add("--softcap", type=float, metavar="X", help="bound of the scaled scores: X * tanh(score / X)")
     add("--mask", metavar="FILE", help="bool: True where the key is visible; or floats to add; as (..., T_q, T_k)")
@@ -151,6 +152,7 @@ class _Job:
         self.inputs = dict(files)
         lengths = {"key_value_seq_lengths": ("--lengths", options.lengths)}
         lengths |= {"query_seq_lengths": ("--query-lengths", options.query_lengths)}
+        lengths |= {"key_value_seq_starts": ("--starts", options.starts)}
         self.lengths: dict[str, NDArray[np.int64]] = {}
         for name, (option, text) in lengths.items():
             if text is not None:
@@ -246,6 +248,8 @@ class _Job:
             options["query_seq_lengths"] = cut(lengths, self.batch_dims)
         if "key_value_seq_lengths" in self.lengths:
             options["key_value_seq_lengths"] = cut(self.key_lengths, self.batch_dims)
+        if "key_value_seq_starts" in self.lengths:
+            options["key_value_seq_starts"] = cut(self.lengths["key_value_seq_starts"], self.batch_dims)
         parts = {}
         for name, array in outputs.items():
             whole = array[entries] if self.batch > 1 else array

@@ -38,6 +38,8 @@ _OTHERS = {
     "query_seq_lengths": "q_lengths query_lengths q_seqlens seqused_q seqlens_q q_seq_lengths",
     "key_value_seq_lengths": "lengths seq_lengths seqlens seq_lens sequence_lengths kv_lengths key_lengths kv_seqlens "
     "seqused_k seqlens_k key_seq_lengths kv_seq_lengths cache_seqlens total_sequence_length nonpad_kv_seqlen",
+    "key_value_seq_starts": "starts seq_starts kv_starts key_starts kv_seq_starts key_seq_starts leftpad_k "
+    "cache_leftpad left_padding left_pad",
     "cu_seqlens_q": "cu_seqlens cu_seq_q cu_seqlen_q cu_seq_lens_q",
     "cu_seqlens_k": "cu_seqlens_kv cu_seq_k cu_seqlen_k cu_seq_lens_k",
     "return_weights": "need_weights return_attention_scores return_attention return_attention_weights "

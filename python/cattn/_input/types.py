@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..random import TorchGenerator
 
-__all__ = ["AttentionGradients", "AttentionOutput", "CausalAlignmentWarning"]
+__all__ = ["AttentionGradients", "AttentionOutput", "AttentionStatistics", "CausalAlignmentWarning"]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 LseDType: TypeAlias = type[np.float32] | type[np.float64] | type[float] | np.dtype[np.float32] | np.dtype[np.float64]
@@ -105,6 +105,70 @@ class AttentionGradients(NamedTuple):
     value: Any
     bias: Any = None
     sinks: Any = None
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
+
+
+class AttentionStatistics(NamedTuple):
+    """The result of `attention_statistics`.
+
+    Fields that were not asked for are None. All numbers have the dtype of the computation: float64 for float64 inputs,
+    else float32. Without an axis of heads, leave H out of the shapes.
+
+    Attributes
+    ----------
+    lse : ndarray, shape (..., H, T_q), or None
+        Natural logarithm of the sum of the exponentials of the scores that the query sees, and of its sink.
+    max_score : ndarray, shape (..., H, T_q), or None
+        The largest of these scores, without the sink; -inf where the query sees no key.
+    entropy : ndarray, shape (..., H, T_q), or None
+        Sum over the keys of ``-w * log(w)``, in nats: 0 if one key has all the weight, ``log(n)`` if n keys share it.
+        The sink is not a key.
+    max_weight : ndarray, shape (..., H, T_q), or None
+        The largest weight.
+    sink_weight : ndarray, shape (..., H, T_q), or None
+        The share of the softmax that the sink takes; 0 without sinks.
+    distance : ndarray, shape (..., H, T_q), or None
+        Sum over the keys of ``w * abs(p - j)``, with p the position of the query and j that of the key: how far the
+        head looks, in tokens.
+    top_keys : ndarray of int64, shape (..., H, T_q, top_k), or None
+        The keys with the largest scores, in descending order; of equal scores the lower key first. -1 where the query
+        sees fewer keys with a score above -inf.
+    top_weights : ndarray, shape (..., H, T_q, top_k), or None
+        Their weights; 0 where the key is -1.
+    received : ndarray, shape (..., H, T_k), or None
+        Sum over the queries of the weight that they give to a key.
+    received_max : ndarray, shape (..., H, T_k), or None
+        The largest weight that a query gives to it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.zeros((3, 2))
+    >>> statistics = cattn.attention_statistics(x, x, is_causal=True, statistics=["entropy", "received"])
+    >>> statistics.entropy.round(3)
+    array([0.   , 0.693, 1.099])
+    >>> statistics.received.round(3)
+    array([1.833, 0.833, 0.333])
+    >>> statistics
+    AttentionStatistics(entropy=<float64 (3,)>, received=<float64 (3,)>)
+    """
+
+    lse: Any = None
+    max_score: Any = None
+    entropy: Any = None
+    max_weight: Any = None
+    sink_weight: Any = None
+    distance: Any = None
+    top_keys: Any = None
+    top_weights: Any = None
+    received: Any = None
+    received_max: Any = None
 
     def __repr__(self) -> str:
         return show_fields(self)

@@ -2,7 +2,7 @@
 
 from .. import _cattn
 from .._input import arrays, rng
-from .._input.types import AttentionOutput, CausalAlignmentWarning
+from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._attention import (
     attention_weights,
     causal_attention,
@@ -13,9 +13,16 @@ from ._attention import (
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
+from ._heads import HeadScores, attention_rollout, head_scores
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
+from ._statistics import (
+    attention_statistics,
+    pack_statistics,
+    unpack_statistics,
+    varlen_attention_statistics,
+)
 from ._varlen import (
     pack_gradients,
     pack_sequences,
@@ -27,7 +34,10 @@ from ._varlen import (
 
 __all__ = [
     "Explanation",
+    "HeadScores",
     "attention_backward",
+    "attention_rollout",
+    "attention_statistics",
     "attention_weights",
     "causal_attention",
     "causal_mask",
@@ -35,6 +45,7 @@ __all__ = [
     "dropout_backward",
     "explain",
     "get_alibi_slopes",
+    "head_scores",
     "masked_softmax",
     "merge_attention",
     "scaled_dot_product_attention",
@@ -44,6 +55,7 @@ __all__ = [
     "softmax_backward",
     "varlen_attention",
     "varlen_attention_backward",
+    "varlen_attention_statistics",
 ]
 
 # C imports nothing of this package: these are the functions and classes that it calls.
@@ -59,6 +71,7 @@ _cattn._register_helpers(
     refuse_masked=arrays.refuse_masked,
     draw_seed=rng.draw_seed,
     attention_output=AttentionOutput,
+    make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,
     masked_softmax_axes=masked_softmax_axes,
@@ -68,6 +81,8 @@ _cattn._register_helpers(
     unpack_sequences=unpack_sequences,
     pack_gradients=pack_gradients,
     unpack_gradients=unpack_gradients,
+    pack_statistics=pack_statistics,
+    unpack_statistics=unpack_statistics,
     sum_gradients=sum_gradients,
     make_explanation=make_explanation,
 )

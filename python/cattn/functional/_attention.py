@@ -25,6 +25,7 @@ class AttentionOptions(TypedDict, total=False):
     query_offset: ArrayLike | None
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
+    key_value_seq_starts: ArrayLike | None
     window_size: Window
     softcap: float | None
     alibi_slopes: ArrayLike | None
@@ -159,6 +160,7 @@ def scaled_dot_product_attention(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -200,7 +202,8 @@ def scaled_dot_product_attention(
         d_v may differ from head_dim.
     attn_mask : array_like, optional
         Boolean: True where the key is visible. Float: added to the scores; -inf hides. Broadcasts to (..., T_q, T_k):
-        a mask of padding (B, T_k) is ``mask[:, None, None, :]`` for four dimensions, or key_value_seq_lengths.
+        a mask of padding (B, T_k) is ``mask[:, None, None, :]`` for four dimensions, or key_value_seq_lengths for
+        padding on the right, key_value_seq_starts for padding on the left.
     dropout_p : float
         Probability that a weight is dropped, in [0, 1]. The others are divided by 1 - dropout_p. Dropout is
         always applied: pass 0 outside of training.
@@ -232,6 +235,10 @@ def scaled_dot_product_attention(
     key_value_seq_lengths : int or array_like of int, optional
         Number of valid keys, from 0 to T_k, in the same way; those after them are never read. "lower_right" then
         aligns the last valid query with the last valid key.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key, from 0 to T_k, in the same way: padding on the left. The keys before it are
+        hidden, whatever they hold, and cost no time. Nothing else changes: positions, key_value_seq_lengths and
+        "lower_right" count from key 0, so that the keys ``start <= j < length`` are valid; none if start >= length.
     window_size : (int, int)
         (left, right): the query at position p sees the keys from p - left to p + right. -1 or None sets no bound on
         that side. Query i has position i + query_offset, with "lower_right" i + T_k - T_q. Other masks apply too.
@@ -330,6 +337,12 @@ def scaled_dot_product_attention(
     >>> out[..., 0]
     array([[1. , 1.5, 2.5, 3.5],
            [1. , 1.5, 0. , 0. ]])
+
+    The second batch entry is padded on the left by two tokens:
+
+    >>> cattn.scaled_dot_product_attention(x, x, value, is_causal=True, key_value_seq_starts=[0, 2])[..., 0]
+    array([[1. , 1.5, 2. , 2.5],
+           [0. , 0. , 3. , 3.5]])
     """
 
 
@@ -452,6 +465,7 @@ def causal_attention(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -507,6 +521,8 @@ def causal_attention(
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. The default offset is their difference, for each batch entry.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys that a query sees before its own position; the second number has no effect here.
     softcap : float, optional
@@ -562,6 +578,7 @@ def attention_weights(  # type: ignore[empty-body]
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -611,6 +628,8 @@ def attention_weights(  # type: ignore[empty-body]
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional

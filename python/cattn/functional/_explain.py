@@ -95,6 +95,7 @@ def explain(  # type: ignore[empty-body]
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
 ) -> Explanation:
     """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
@@ -123,6 +124,8 @@ def explain(  # type: ignore[empty-body]
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
 

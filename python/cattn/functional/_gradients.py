@@ -51,6 +51,7 @@ def attention_backward(  # type: ignore[empty-body]
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -105,6 +106,8 @@ def attention_backward(  # type: ignore[empty-body]
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. Gradients of the others are 0.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left. Gradients of the keys before it are 0.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional

@@ -174,6 +174,7 @@ def show_mask(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
 ) -> str:
     """Describe as text which keys each query sees under the masks of `scaled_dot_product_attention`.
@@ -192,6 +193,8 @@ def show_mask(
         Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
 
@@ -227,6 +230,7 @@ def show_mask(
         query_offset=shape_of(query_offset, "query_offset"),
         query_seq_lengths=shape_of(query_seq_lengths, "query_seq_lengths"),
         key_value_seq_lengths=shape_of(key_value_seq_lengths, "key_value_seq_lengths"),
+        key_value_seq_starts=shape_of(key_value_seq_starts, "key_value_seq_starts"),
     )
     options: dict[str, Any] = {
         "attn_mask": attn_mask,
@@ -234,6 +238,7 @@ def show_mask(
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
+        "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size,
     }
     query, key = (np.broadcast_to(np.zeros(1, np.float32), (*batch_dims, T, 1)) for T in (T_q, T_k))
@@ -255,6 +260,7 @@ def _first_queries(
     query_offset: Any,
     query_seq_lengths: Any,
     key_value_seq_lengths: Any,
+    key_value_seq_starts: Any,
     window_size: Window,
 ) -> dict[str, Any]:
     """Return arguments for a call of the first MOST_ROWS queries, which then have the same masks."""
@@ -271,6 +277,7 @@ def _first_queries(
         "query_offset": 0 if query_offset is None else query_offset,
         "query_seq_lengths": None if query_seq_lengths is None else np.minimum(queries, MOST_ROWS),
         "key_value_seq_lengths": key_value_seq_lengths,
+        "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size,
     }
 

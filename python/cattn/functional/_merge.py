@@ -36,7 +36,8 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
         ``out`` and ``lse``, so that results of merges can be merged again. With lses, the tuple (out, lse).
     out : ndarray, shape (..., T_q, d_v)
         The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
-        in which a query saw no key (lse -inf) changes no bit of its result.
+        in which a query saw no key (lse -inf) changes no bit of its result. If all parts have lse -inf, the output is
+        NaN where that of a part is, which then saw keys with scores of -inf, and else 0: as in one call.
     lse : ndarray, shape (..., T_q)
         The log-sum-exp over all parts.
 
@@ -137,10 +138,14 @@ def _merge(
             factor = share[..., None]  # one part at a time: all parts with one more axis may exceed 64 dimensions
             np.multiply(factor, out, out=product)
             np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part has no influence
-        merged /= np.where(total == 0, dtype.type(1), total)[..., None]
+        empty = total == 0
+        merged /= np.where(empty, dtype.type(1), total)[..., None]
+        if empty.any():
+            for out in all_outs:
+                np.copyto(merged, np.nan, where=empty[..., None] & np.isnan(out))
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)
-        return merged, top + np.log(np.where(total == 0, dtype.type(1), total))
+        return merged, top + np.log(np.where(empty, dtype.type(1), total))
 
 
 def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:

@@ -278,7 +278,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     """
 
 
-def _pack(
+def pack(
     q: NDArray[Any],
     k: NDArray[Any],
     v: NDArray[Any],
@@ -339,9 +339,9 @@ def pack_sequences(
     rng: RNG,
     out: NDArray[Any] | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `_pack`, a view of the output as heads, and the output."""
+    """Return the arguments of `pack`, a view of the output as heads, and the output."""
     q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
-    packed = _pack(
+    packed = pack(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
     )
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # a single head is broadcast
@@ -379,9 +379,9 @@ def pack_gradients(
     lse: ArrayLike,
     grad_lse: ArrayLike | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `_pack`, and views of the other four as heads."""
+    """Return the arguments of `pack`, and views of the other four as heads."""
     q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
-    packed = _pack(
+    packed = pack(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
     )
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)

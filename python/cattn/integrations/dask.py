@@ -156,6 +156,7 @@ class _Ranges(NamedTuple):
     offset: NDArray[np.int64]
     queries: NDArray[np.int64] | None
     keys: NDArray[np.int64] | None
+    starts: NDArray[np.int64] | None
 
     def sees(self, batch: tuple[slice, ...], rows: Interval, keys: Interval) -> bool:
         """Return whether any of these queries sees any of these keys: their windows are a range without a gap."""
@@ -163,6 +164,8 @@ class _Ranges(NamedTuple):
         last = rows[1] if self.queries is None else np.minimum(rows[1], self.queries[batch])
         end = keys[1] if self.keys is None else np.minimum(keys[1], self.keys[batch])
         low = np.maximum(keys[0], rows[0] + offset - self.left)
+        if self.starts is not None:
+            low = np.maximum(low, self.starts[batch])
         high = np.minimum(end, last + offset + self.right)  # the last query is at last - 1
         return bool(np.any((last > rows[0]) & (low < high)))
 
@@ -179,12 +182,14 @@ class _Ranges(NamedTuple):
             found["query_seq_lengths"] = np.clip(self.queries[batch] - rows[0], 0, rows[1] - rows[0])
         if self.keys is not None:
             found["key_value_seq_lengths"] = np.clip(self.keys[batch] - keys[0], 0, keys[1] - keys[0])
+        if self.starts is not None:
+            found["key_value_seq_starts"] = np.clip(self.starts[batch] - keys[0], 0, keys[1] - keys[0])
         return found
 
 
 def _read_ranges(
     batch: tuple[int, ...], T_q: int, T_k: int, is_causal: Alignment, query_offset: Any, query_seq_lengths: Any,
-    key_value_seq_lengths: Any, window_size: Window, has_slopes: bool,
+    key_value_seq_lengths: Any, key_value_seq_starts: Any, window_size: Window, has_slopes: bool,
 ) -> _Ranges:  # fmt: skip
     """Read arguments that `cattn.explain` has checked."""
 
@@ -195,12 +200,13 @@ def _read_ranges(
     left, right = (_UNBOUNDED if side in (None, -1) else min(int(side), _UNBOUNDED) for side in window_size or (-1, -1))
     queries = read(query_seq_lengths, "query_seq_lengths", T_q)
     keys = read(key_value_seq_lengths, "key_value_seq_lengths", T_k)
+    starts = read(key_value_seq_starts, "key_value_seq_starts", T_k)
     offset = read(0 if query_offset is None else query_offset, "query_offset", _UNBOUNDED)
     if isinstance(is_causal, str) and is_causal == "lower_right":
         offset = np.broadcast_to((T_k if keys is None else keys) - (T_q if queries is None else queries), batch)
     assert offset is not None
     positional = causal or has_slopes or min(left, right) < _UNBOUNDED
-    return _Ranges(causal, left, 0 if causal else right, positional, offset, queries, keys)
+    return _Ranges(causal, left, 0 if causal else right, positional, offset, queries, keys, starts)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -252,6 +258,7 @@ class _Options(TypedDict, total=False):
     query_offset: ArrayLike | None
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
+    key_value_seq_starts: ArrayLike | None
     window_size: Window
     softcap: float | None
     alibi_slopes: Any
@@ -303,6 +310,7 @@ def attention(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -349,6 +357,8 @@ def attention(
     query_offset, query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Position of the first query, and numbers of valid queries and keys. They decide which tasks exist, so that they
         cannot be dask arrays.
+    key_value_seq_starts : int or array_like of int, optional
+        Index of the first valid key: padding on the left. No dask array either.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
@@ -386,15 +396,15 @@ def attention(
     -----
     The result has the same bits for any scheduler, number of workers and threads, but it depends on the chunks. A row
     has the bits of `cattn.scaled_dot_product_attention` on the whole arrays if all keys that it may see by causality,
-    window and length are in one chunk, whose first key is a multiple of 1536, and if no other chunk of keys is visible
-    to its chunk of queries when there are sinks. Other rows equal it to rounding: parts are merged in float64, and the
-    result is rounded once.
+    window, length and start are in one chunk, whose first key is a multiple of 1536, and if no other chunk of keys is
+    visible to its chunk of queries when there are sinks. Other rows equal it to rounding: parts are merged in float64,
+    and the result is rounded once.
 
     The dropout mask of a chunk of queries and keys depends on the seed and on the place where the chunk starts in the
     whole arrays. The mask of another chunking, and of `cattn.scaled_dot_product_attention`, is another one, unless
     there is only one chunk.
 
-    Pairs of chunks that causality, windows and lengths hide get no task. Masks are not looked into.
+    Pairs of chunks that causality, windows, lengths and starts hide get no task. Masks are not looked into.
 
     Examples
     --------
@@ -419,6 +429,7 @@ def attention(
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
+        "key_value_seq_starts": key_value_seq_starts,
     }
     for name, given in numbers.items():
         if isinstance(given, da.Array):
@@ -447,7 +458,8 @@ def attention(
 
     problem = _Problem(inputs, masks, shape, enable_gqa is not None and bool(enable_gqa), threads, probe)
     ranges = _read_ranges(problem.batch, shape[-2], key.shape[-2], is_causal, query_offset, query_seq_lengths,
-                          key_value_seq_lengths, window_size, alibi_slopes is not None)  # fmt: skip
+                          key_value_seq_lengths, key_value_seq_starts, window_size,
+                          alibi_slopes is not None)  # fmt: skip
     if float(dropout_p) > 0:
         scores["dropout_p"] = float(dropout_p)
     arrays = problem.build(ranges, scores, probe.dropout_seed)

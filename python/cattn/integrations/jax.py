@@ -27,7 +27,8 @@ __all__ = ["dot_product_attention"]
 # attribute `present` says by its bits which of them a call has.
 _ARGUMENTS = (
     "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-    "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
+    "key_value_seq_starts", "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
+    "grad_residual",
 )  # fmt: skip
 _RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
@@ -112,17 +113,16 @@ def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arr
 
 def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions."""
-    seq_lengths = {
-        name: np.clip(operands[name], 0, operands[array].shape[1])
-        for name, array in (("query_seq_lengths", "query"), ("key_value_seq_lengths", "key"))
-        if name in operands
+    tokens = {"query_seq_lengths": "query", "key_value_seq_lengths": "key", "key_value_seq_starts": "key"}
+    counts = {
+        name: np.clip(operands[name], 0, operands[array].shape[1]) for name, array in tokens.items() if name in operands
     }
     numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
     if numbers["query_offset"] is None and not options.lower_right:
         numbers["query_offset"] = 0
     words = operands.get("dropout_seed")
     return {
-        **seq_lengths,
+        **counts,
         **numbers,
         "attn_mask": operands.get("mask"),
         "is_causal": "lower_right" if options.lower_right else False,
@@ -160,7 +160,10 @@ def _forward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> di
 def _backward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
     grad_out, query, key, value, out = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
     lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
-    grads = cattn.attention_backward(grad_out, query, key, value, out, lse, **_numpy_options(options, operands))
+    grad_lse = operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
+    grads = cattn.attention_backward(
+        grad_out, query, key, value, out, lse, grad_lse=grad_lse, **_numpy_options(options, operands)
+    )
     found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
     return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
 
@@ -226,7 +229,7 @@ def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[dict[str, Any]]:
-    """Return the gradients. Nothing flows back through the residual, as in JAX's own function."""
+    """Return the gradients."""
     operands, out, lse, wanted = saved
     query, key = operands["query"], operands["key"]
     dtype = _compute_dtype(query.dtype)
@@ -236,10 +239,12 @@ def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[
     if _is_foreign() and "sinks" in wanted:
         shapes["sinks"] = (query.shape[0], query.shape[2])
     results = {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    grad_out = cotangents["out"]
-    if isinstance(grad_out, jax.custom_derivatives.SymbolicZero):
-        grad_out = jnp.zeros(out.shape, out.dtype)
-    given = {**operands, "forward_out": out, "forward_lse": lse, "grad_out": grad_out}
+    given = {**operands, "forward_out": out, "forward_lse": lse}
+    for name in _results(options):
+        gradient = cotangents[name]
+        if not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+            given[f"grad_{name}"] = gradient
+    given.setdefault("grad_out", jnp.zeros(out.shape, out.dtype))
     grads = _call("backward", options, given, results)
     return (
         {
@@ -425,6 +430,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     return_residual: bool = False,
     query_offset: Any = None,
+    key_value_seq_starts: Any = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -455,19 +461,21 @@ def dot_product_attention(
     local_window_size : int or (int, int), optional
         Numbers of keys that a query sees before and after its own position. None as one of the two sets no bound.
     return_residual : bool
-        Also return the log-sum-exp of the scores. Nothing is differentiated through it.
+        Also return the log-sum-exp of the scores, which is differentiable.
 
     Returns
     -------
     array, shape (B, T, N, D) or (T, N, D)
         The output, in the dtype of query. A query that sees no key has the output 0.
     residual : array, shape (B, T, N) or (T, N)
-        Only with `return_residual`. In the dtype of query; -inf for a query that sees no key.
+        Only with `return_residual`. In the dtype of query; -inf for a query that sees no key, whose gradient is 0.
 
     Other Parameters
     ----------------
     query_offset : int or array of int, shape (B,), optional
         Position of the first query among the keys, for causality, windows and slopes. Default 0.
+    key_value_seq_starts : int or array of int, shape (B,), optional
+        Index of the first valid key: padding on the left. Lengths and positions still count from key 0.
     softcap : float, optional
         Bounds the scaled scores: ``softcap * tanh(score / softcap)``.
     alibi_slopes : array, shape (N,) or (B, N), optional
@@ -492,9 +500,9 @@ def dot_product_attention(
     or sinks is summed over broadcast axes. The seed of a dropout mask is ``words[0] + words[1] * 2**32`` with
     ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
 
-    The function is differentiable once, in reverse mode, in query, key, value, bias and sinks. `cattn.set_num_threads`
-    sets the number of threads. The context `cattn.num_threads` has no effect, because JAX computes on threads of its
-    own.
+    The output and the residual are differentiable once, in reverse mode, in query, key, value, bias and sinks. JAX's
+    own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The context
+    `cattn.num_threads` has no effect, because JAX computes on threads of its own.
 
     Examples
     --------
@@ -520,6 +528,7 @@ def dot_product_attention(
         ("query_offset", query_offset),
         ("query_seq_lengths", query_seq_lengths),
         ("key_value_seq_lengths", key_value_seq_lengths),
+        ("key_value_seq_starts", key_value_seq_starts),
     )
     for name, numbers in integers:
         if numbers is not None:

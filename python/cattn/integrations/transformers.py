@@ -140,9 +140,9 @@ class AttentionMask:
     shape : tuple of int
         The shape of the tensor in whose place it is.
     options : dict
-        Arguments of the attention function: causality, window, offset and lengths.
+        Arguments of the attention function: causality, window, offset, lengths and starts.
     attn_mask : Tensor or None
-        A boolean mask besides: (B, 1, 1, T_k) for padding that is not on the right, the whole mask for other patterns.
+        A boolean mask besides: (B, 1, 1, T_k) for padding between tokens, the whole mask for other patterns.
     """
 
     def __init__(
@@ -192,20 +192,29 @@ class AttentionMask:
         masks[0]._refuse(f"computes {getattr(func, '__name__', func)} with")
 
 
-def _describe_padding(attention_mask: Tensor, kv_length: int, kv_offset: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return lengths (B,) for padding on the right, or a mask (B, 1, 1, T_k) for other padding; nothing without any."""
+def _describe_padding(
+    attention_mask: Tensor, kv_length: int, kv_offset: Any
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return lengths and starts (B,) for padding at the ends, or a mask (B, 1, 1, T_k) for padding between tokens."""
     missing = kv_length + kv_offset - attention_mask.shape[-1]
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     visible = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     if torch.compiler.is_compiling():  # its values are not known yet
-        return None, visible[:, None, None, :]
-    lengths = visible.sum(-1)
-    if bool((lengths == kv_length).all()):
-        return None, None
-    if bool((visible == (torch.arange(kv_length) < lengths[:, None])).all()):
-        return lengths, None
-    return None, visible[:, None, None, :]
+        return {}, visible[:, None, None, :]
+    tokens = visible.sum(-1)
+    if bool((tokens == kv_length).all()):
+        return {}, None
+    starts = visible.to(torch.uint8).argmax(-1)
+    lengths, keys = starts + tokens, torch.arange(kv_length)
+    if not bool((visible == ((keys >= starts[:, None]) & (keys < lengths[:, None]))).all()):
+        return {}, visible[:, None, None, :]
+    ends = {}
+    if bool((lengths < kv_length).any()):
+        ends["key_value_seq_lengths"] = lengths
+    if bool((starts > 0).any()):
+        ends["key_value_seq_starts"] = starts
+    return ends, None
 
 
 def _make_mask(
@@ -254,9 +263,8 @@ def _make_mask(
         call["query_offset"] = offset
     visible = None
     if attention_mask is not None:
-        lengths, visible = _describe_padding(attention_mask, kv_length, kv_offset)
-        if lengths is not None:
-            call["key_value_seq_lengths"] = lengths
+        ends, visible = _describe_padding(attention_mask, kv_length, kv_offset)
+        call |= ends
     return AttentionMask(shape, call, visible, model)
 
 

@@ -8,7 +8,7 @@ For a query i at position p = i + query_offset and a key j::
     score  = softcap(scale * (query[i] . key[j])) - slope * |p - j| + attn_mask[i, j] + bias[i, j]
              where softcap(s) is softcap * tanh(s / softcap), and masks are additive
     visible = attn_mask[i, j] is True, no term is -inf, j <= p if causal, p - left <= j <= p + right in a window,
-              i < query_seq_lengths and j < key_value_seq_lengths
+              i < query_seq_lengths and key_value_seq_starts <= j < key_value_seq_lengths
     weight = exp(score) / sum of exp(score) over the visible keys, and 0 where a key is not visible
     out[i] = sum over the visible keys of dropout(weight) * value[j]
 
@@ -24,9 +24,11 @@ from ._backward import attention_backward, dropout_backward, softmax_backward, v
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
+from ._statistics import attention_statistics, varlen_attention_statistics
 
 __all__ = [
     "attention_backward",
+    "attention_statistics",
     "attention_weights",
     "causal_attention",
     "causal_mask",
@@ -41,4 +43,5 @@ __all__ = [
     "textbook_masked_softmax",
     "varlen_attention",
     "varlen_attention_backward",
+    "varlen_attention_statistics",
 ]

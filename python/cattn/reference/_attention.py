@@ -33,6 +33,7 @@ def scaled_dot_product_attention(
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -74,9 +75,9 @@ def scaled_dot_product_attention(
     problem = score(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    weights, lse = _normalize(problem.scores, problem.visible, sinks)
+    weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
     drop_bits = _dropout_bits(p, seed, problem)
     result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible)
@@ -220,7 +221,7 @@ def attention_weights(
     if stage == "mask":
         result = np.where(problem.visible, result, -np.inf)
     elif step > STAGES.index("mask"):
-        result, _ = _normalize(result, problem.visible, sinks)
+        result, _ = normalize(result, problem.visible, sinks)
     if stage == "dropout":
         p = probability(dropout_p, "dropout_p")
         result = apply_dropout(result, _dropout_bits(p, new_seed(rng), problem), p)
@@ -299,7 +300,7 @@ def score(
     return Problem(q, k, v, scale, products, capped, scores, visible, position, one_head)
 
 
-def _normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
+def normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
     """Return weights and LSE of the visible scores. A sink is an extra score, whose weight is left out."""
     if sinks is not None:
         sink = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*scores.shape[:-1], 1))

@@ -1,4 +1,4 @@
-"""The keys that a query sees by position: causality, windows, lengths."""
+"""The keys that a query sees by position: causality, windows, lengths, padding on the left."""
 
 import warnings
 from typing import NamedTuple
@@ -14,12 +14,13 @@ Causal = bool | np.bool_ | str
 
 
 class Ranges(NamedTuple):
-    """The arguments that give each query one range of keys. Offset and lengths are numbers, or arrays (*batch,)."""
+    """The arguments that give each query one range of keys. All but the window are numbers, or arrays (*batch,)."""
 
     is_causal: Causal
     query_offset: ArrayLike | None = None
     query_seq_lengths: ArrayLike | None = None
     key_value_seq_lengths: ArrayLike | None = None
+    key_value_seq_starts: ArrayLike | None = None
     window_size: Window = None
 
 
@@ -59,14 +60,17 @@ def causal_mask(
 def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
     """Return which keys the queries of each batch entry see (*batch, T_q, T_k), and their positions (*batch, T_q).
 
-    Queries and keys at or after their length do not exist: such a query sees no key, such a key is hidden.
+    Queries and keys at or after their length do not exist: such a query sees no key, such a key is hidden. Neither do
+    keys before the first valid one.
     """
     left, right = (np.inf if side is None or side == -1 else side for side in ranges.window_size or (None, None))
-    queries = _lengths(ranges.query_seq_lengths, T_q, "query_seq_lengths")
-    keys = _lengths(ranges.key_value_seq_lengths, T_k, "key_value_seq_lengths")
+    queries = _counts(ranges.query_seq_lengths, T_q, T_q, "query_seq_lengths")
+    keys = _counts(ranges.key_value_seq_lengths, T_k, T_k, "key_value_seq_lengths")
+    starts = _counts(ranges.key_value_seq_starts, 0, T_k, "key_value_seq_starts")
     position = positions(ranges, T_q, T_k, keys - queries, windowed=left < np.inf or right < np.inf)
     i, j, p = np.arange(T_q)[:, None], np.arange(T_k), position[..., None]
-    visible = (i < queries[..., None, None]) & (j < keys[..., None, None]) & (j >= p - left) & (j <= p + right)
+    exists = (i < queries[..., None, None]) & (j >= starts[..., None, None]) & (j < keys[..., None, None])
+    visible = exists & (j >= p - left) & (j <= p + right)
     return (visible & (j <= p) if ranges.is_causal else visible), position
 
 
@@ -94,8 +98,8 @@ def _integers(numbers: ArrayLike, name: str) -> Integers:
     return array.astype(np.int64)
 
 
-def _lengths(lengths: ArrayLike | None, most: int, name: str) -> Integers:
-    array = _integers(most if lengths is None else lengths, name)
+def _counts(counts: ArrayLike | None, default: int, most: int, name: str) -> Integers:
+    array = _integers(default if counts is None else counts, name)
     if np.any((array < 0) | (array > most)):
-        raise ValueError(f"{name} must be between 0 and {most}, got {lengths!r}")
+        raise ValueError(f"{name} must be between 0 and {most}, got {counts!r}")
     return array

@@ -37,6 +37,7 @@ class _Options(TypedDict, total=False):
     query_offset: int | Tensor | None
     query_seq_lengths: int | Tensor | None
     key_value_seq_lengths: int | Tensor | None
+    key_value_seq_starts: int | Tensor | None
     window_size: Window
     softcap: float | None
     alibi_slopes: Tensor | None
@@ -136,6 +137,7 @@ def scaled_dot_product_attention(
     query_offset: int | Tensor | None = None,
     query_seq_lengths: int | Tensor | None = None,
     key_value_seq_lengths: int | Tensor | None = None,
+    key_value_seq_starts: int | Tensor | None = None,
     window_size: Window = (-1, -1),
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -181,6 +183,8 @@ def scaled_dot_product_attention(
         Position of the first query, for causality, window_size and alibi_slopes.
     query_seq_lengths, key_value_seq_lengths : int or Tensor of int, optional
         Numbers of valid queries and keys.
+    key_value_seq_starts : int or Tensor of int, optional
+        Index of the first valid key: padding on the left. Lengths and positions still count from key 0.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
     softcap : float, optional
@@ -195,7 +199,7 @@ def scaled_dot_product_attention(
     return_weights : bool
         Also return the weights before dropout, without a gradient.
     return_lse : bool
-        Also return the log-sum-exp of each row, without a gradient.
+        Also return the log-sum-exp of each row, which is differentiable too: for a z-loss, or results that are merged.
 
     Raises
     ------
@@ -267,6 +271,7 @@ def scaled_dot_product_attention(
             _as_positions(query_offset, "query_offset"),
             _as_positions(query_seq_lengths, "query_seq_lengths"),
             _as_positions(key_value_seq_lengths, "key_value_seq_lengths"),
+            _as_positions(key_value_seq_starts, "key_value_seq_starts"),
             seed,
         )
         numbers = (dropout_p, alignment, scale, enable_gqa, *read_window(window_size), softcap)
@@ -287,6 +292,8 @@ def scaled_dot_product_attention(
             options["query_seq_lengths"] = _own_array(query_seq_lengths)
         if key_value_seq_lengths is not None:
             options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
+        if key_value_seq_starts is not None:
+            options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
         if seed is not None:
             options["rng"] = int(seed) % 2**64
         if gradients:

@@ -49,8 +49,8 @@ def _spread_arguments(size: int, dims: tuple[int | None, ...], arguments: tuple[
     ndim = max(_logical_ndim(x, dim) for x, dim in zip(arguments[:3], dims, strict=False))
     layout = _Layout(size, ndim, arguments[_ENABLE_GQA])
     n = layout.ndim
-    # query, key, value, attn_mask, bias: (..., H, T, d); sinks, alibi_slopes: (..., H); offset, lengths: (...)
-    places: list[Any] = [(n, -3)] * 5 + [(n - 2, None)] * 2 + [(n - 3, None)] * 3
+    # query, key, value, attn_mask, bias: (..., H, T, d); sinks, alibi_slopes: (..., H); offset, lengths, starts: (...)
+    places: list[Any] = [(n, -3)] * 5 + [(n - 2, None)] * 2 + [(n - 3, None)] * 4
     spread = [
         None if x is None else layout.spread(x, dim, *place)
         for x, dim, place in zip(arguments[: len(places)], dims, places, strict=False)
@@ -91,14 +91,14 @@ def _attention_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: 
 
 @backward_operator.register_vmap
 def _gradients_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-    dims, rest = in_dims[3:], arguments[3:]
+    dims, rest = in_dims[4:], arguments[4:]  # after grad_out, grad_lse, out, lse
     if _one_mask_for_all(dims, rest):
         return _in_turn(backward_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
     n = layout.ndim
     of_output = [
-        layout.spread(x, dim, *place)
-        for x, dim, place in zip(arguments, in_dims, ((n, -3), (n, -3), (n - 1, -2)), strict=False)
+        None if x is None else layout.spread(x, dim, *place)
+        for x, dim, place in zip(arguments, in_dims, ((n, -3), (n - 1, -2)) * 2, strict=False)
     ]
     grads = backward_operator(*of_output, *spread)
     results: list[Tensor] = []

@@ -83,9 +83,21 @@ def forward(operands: tuple[Tensor | None, ...], options: dict[str, Any], lse: b
 
 
 def backward(
-    grad_out: Tensor, operands: tuple[Tensor | None, ...], out: Tensor, lse: Tensor, options: dict[str, Any]
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operands: tuple[Tensor | None, ...],
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands. The mask has one only if it is additive and there is no bias."""
+    """Return the gradients of the operands, given those of the output and of lse; None is 0.
+
+    The mask has one only if it is additive and there is no bias.
+    """
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_lse is not None:
+        options = {**options, "grad_lse": as_array(grad_lse)}
     named: dict[str, Any] = {
         name: as_array(x) for name, x in zip(DIFFERENTIABLE[3:], operands[3:], strict=True) if x is not None
     }

@@ -14,12 +14,13 @@ from ._tensors import as_array, check_class, is_batched_gradient, nobody_watches
 # The arguments of both operators, without a repetition of the list in every function that takes them.
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
 _ARRAYS = (
-    "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, Tensor? seed"
+    "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
+    "Tensor? key_value_seq_starts, Tensor? seed"
 )
 _NUMBERS = (
     "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
 )
-N_OPERANDS, N_ARRAYS = 6, 5
+N_OPERANDS, N_ARRAYS = 6, 6
 
 
 def _read_options(
@@ -27,6 +28,7 @@ def _read_options(
     query_offset: Tensor | None,
     query_seq_lengths: Tensor | None,
     key_value_seq_lengths: Tensor | None,
+    key_value_seq_starts: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
     is_causal: str,
@@ -45,6 +47,7 @@ def _read_options(
         "query_offset": None if query_offset is None else as_array(query_offset),
         "query_seq_lengths": None if query_seq_lengths is None else as_array(query_seq_lengths),
         "key_value_seq_lengths": None if key_value_seq_lengths is None else as_array(key_value_seq_lengths),
+        "key_value_seq_starts": None if key_value_seq_starts is None else as_array(key_value_seq_starts),
         "window_size": (window_left, window_right),
         "softcap": softcap,
         "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
@@ -59,6 +62,7 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options.get("query_offset"),
         options.get("query_seq_lengths"),
         options.get("key_value_seq_lengths"),
+        options.get("key_value_seq_starts"),
     )
     seed = options.get("rng")
     return (
@@ -93,18 +97,21 @@ class WithGradients(torch.autograd.Function):
         result = forward(tuple(operands), options, lse=True, weights=return_weights)
         ctx.save_for_backward(*operands, result.out, result.lse)
         ctx.options = options
-        ctx.mark_non_differentiable(*(extra for extra in result[1:] if extra is not None))
+        ctx.set_materialize_grads(False)
+        if result.weights is not None:
+            ctx.mark_non_differentiable(result.weights)
         return tuple(result)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_weights: Any) -> Any:
         """Return the gradients of the operands."""
         *operands, out, lse = ctx.saved_tensors
-        if nobody_watches() and not is_batched_gradient(grad_out):
-            grads = backward(grad_out, tuple(operands), out, lse, ctx.options)
+        batched = any(grad is not None and is_batched_gradient(grad) for grad in (grad_out, grad_lse))
+        if nobody_watches() and not batched:
+            grads = backward(grad_out, grad_lse, tuple(operands), out, lse, ctx.options)
         else:  # vmap over several gradients, or compiled autograd
-            grads = backward_operator(grad_out, out, lse, *operands, *_write_options(ctx.options))
+            grads = backward_operator(grad_out, grad_lse, out, lse, *operands, *_write_options(ctx.options))
         return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None)
 
 
@@ -129,13 +136,15 @@ def attention_operator(*arguments: Any) -> Any:
     "cattn::attention_backward",
     mutates_args=(),
     device_types="cpu",
-    schema=f"(Tensor grad_out, Tensor out, Tensor lse, {_OPERANDS}, {_ARRAYS}, {_NUMBERS})"
+    schema=f"(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, {_ARRAYS}, {_NUMBERS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def backward_operator(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> Any:
+def backward_operator(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> Any:
     """Return the gradients of the operands; an empty tensor for one that has none."""
     operands = arguments[:N_OPERANDS]
-    grads = backward(grad_out, operands, out, lse, _read_options(*arguments[N_OPERANDS:]))
+    grads = backward(grad_out, grad_lse, operands, out, lse, _read_options(*arguments[N_OPERANDS:]))
     return tuple(out.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -155,7 +164,9 @@ def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @backward_operator.register_fake
-def _gradient_shapes(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _gradient_shapes(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
     query, key, value, attn_mask, bias, sinks = arguments[:N_OPERANDS]
     none = out.new_empty(0)
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool and bias is None
@@ -171,11 +182,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     n = N_OPERANDS + N_ARRAYS
     ctx.save_for_backward(*output[:2], *inputs[:n])
     ctx.numbers = inputs[n:-1]
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    grads = backward_operator(grad_out, *ctx.saved_tensors, *ctx.numbers)
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    grads = backward_operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers)
     needed = ctx.needs_input_grad[:N_OPERANDS]
     rest = (None,) * (N_ARRAYS + len(ctx.numbers) + 1)
     return (*(g if n else None for g, n in zip(grads, needed, strict=True)), *rest)

@@ -1,0 +1,171 @@
+/* attention_statistics.c -- attention_statistics(...): parse, allocate, run the core, build the result. */
+#include "arrays.h"
+#include "attention.h"
+#include "error.h"
+#include "numbers.h"
+
+/* The fields of the result, in its order. The first are those of enum cattn_row_statistic. */
+enum { TOP_KEYS = CATTN_N_ROW_STATISTICS, TOP_WEIGHTS, RECEIVED, RECEIVED_MAX, N_FIELDS };
+static const char *const NAMES[N_FIELDS] = {"lse",      "max_score", "entropy",     "max_weight", "sink_weight",
+                                            "distance", "top_keys",  "top_weights", "received",   "received_max"};
+
+struct statistics {
+    struct cattn_call call;
+    struct cattn_statistics_params params;
+    bool wants[N_FIELDS];
+    PyArrayObject *fields[N_FIELDS]; /* owned, or NULL */
+    PyArrayObject *lse;              /* owned: in float64, from the forward pass */
+    struct cattn_draw draw;
+    npy_intp dims[NPY_MAXDIMS]; /* of the call */
+};
+
+/* ---- arguments ---- */
+
+static bool is_top(int field) { return field == TOP_KEYS || field == TOP_WEIGHTS; }
+
+static bool want(struct statistics *s, PyObject *name) {
+    for (int i = 0; PyUnicode_Check(name) && i < N_FIELDS; i++) {
+        if (!is_top(i) && PyUnicode_CompareWithASCIIString(name, NAMES[i]) == 0) {
+            s->wants[i] = true;
+            return true;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "statistics must hold names of 'lse', 'max_score', 'entropy', 'max_weight', 'sink_weight', "
+                 "'distance', 'received' and 'received_max', got %R%s",
+                 name,
+                 PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, "top_keys") == 0 ||
+                                           PyUnicode_CompareWithASCIIString(name, "top_weights") == 0)
+                     ? ": pass top_k for the top keys"
+                     : "");
+    return false;
+}
+
+/* None means all of them. One name may stand without a sequence. */
+static bool parse_statistics(struct statistics *s, PyObject *object) {
+    if (object == Py_None || PyUnicode_Check(object)) {
+        for (int i = 0; object == Py_None && i < N_FIELDS; i++)
+            s->wants[i] = !is_top(i);
+        return object == Py_None || want(s, object);
+    }
+    PyObject *names = PySequence_Tuple(object);
+    if (names == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            cattn_error_type("statistics", "None, a name or a sequence of names", object);
+        }
+        return false;
+    }
+    bool fine = true;
+    for (Py_ssize_t i = 0; fine && i < PyTuple_Size(names); i++)
+        fine = want(s, PyTuple_GetItem(names, i));
+    Py_DECREF(names);
+    return fine;
+}
+
+static bool parse_top_k(struct statistics *s, PyObject *top_k) {
+    if (!cattn_arg_count(top_k, "top_k", 0, s->call.params->seqlen_k, &s->params.top_k))
+        return false;
+    s->wants[TOP_KEYS] = s->wants[TOP_WEIGHTS] = s->params.top_k > 0;
+    return true;
+}
+
+static bool parse_observation_window(struct statistics *s, PyObject *window) {
+    s->params.observation_window = CATTN_UNBOUNDED;
+    return window == Py_None ||
+           cattn_arg_count(window, "observation_window", 1, CATTN_UNBOUNDED, &s->params.observation_window);
+}
+
+/* ---- results ---- */
+
+static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
+    struct cattn_statistics_params *p = &s->params;
+    return field == TOP_KEYS       ? &p->top_keys
+           : field == TOP_WEIGHTS  ? &p->top_weights
+           : field == RECEIVED     ? &p->received
+           : field == RECEIVED_MAX ? &p->received_max
+                                   : &p->rows[field];
+}
+
+/* (*batch, [H], T_q), with top_k behind it for the top keys; or (*batch, [H], T_k), which the core adds to. */
+static bool make_field(struct statistics *s, int i) {
+    const struct cattn_call *call = &s->call;
+    const bool columns = i == RECEIVED || i == RECEIVED_MAX;
+    const int nd = call->nd - (is_top(i) ? 0 : 1), type = i == TOP_KEYS ? NPY_INT64 : call->compute_type;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    if (columns)
+        dims[nd - 1] = call->dims[call->nd - 1];
+    else if (is_top(i))
+        dims[nd - 1] = (npy_intp)s->params.top_k;
+    s->fields[i] = (PyArrayObject *)(columns ? PyArray_ZEROS(nd, dims, type, 0) : PyArray_SimpleNew(nd, dims, type));
+    if (s->fields[i] == NULL)
+        return false;
+    cattn_tensor_from(tensor_of(s, i), s->fields[i], call->n_batch_dims,
+                      call->axes & ~(columns     ? CATTN_AXIS_ROW
+                                     : is_top(i) ? 0
+                                                 : CATTN_AXIS_COL));
+    return true;
+}
+
+static bool make_fields(struct statistics *s) {
+    const struct cattn_call *call = &s->call;
+    s->lse = (PyArrayObject *)PyArray_SimpleNew(call->nd - 1, call->dims, NPY_DOUBLE);
+    if (s->lse == NULL)
+        return false;
+    cattn_tensor_from(&call->params->lse, s->lse, call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+    call->params->double_lse = true;
+    for (int i = 0; i < N_FIELDS; i++) {
+        if (s->wants[i] && !make_field(s, i))
+            return false;
+    }
+    return true;
+}
+
+static PyObject *build_result(const struct statistics *s) {
+    PyObject *fields = PyTuple_New(N_FIELDS), *result = NULL;
+    for (int i = 0; fields != NULL && i < N_FIELDS; i++)
+        PyTuple_SetItem(fields, i, Py_NewRef(s->fields[i] != NULL ? (PyObject *)s->fields[i] : Py_None));
+    if (fields != NULL)
+        result = PyObject_CallObject(s->call.state->make_statistics, fields);
+    Py_XDECREF(fields);
+    return result;
+}
+
+/* ---- entry points ---- */
+
+static enum cattn_status compute(const void *params) { return cattn_attention_statistics(params); }
+
+PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant) {
+    struct statistics s;
+    PyObject *result = NULL, *no_dropout = PyFloat_FromDouble(0);
+    if (no_dropout == NULL)
+        return NULL;
+    args[ARG_dropout_p] = no_dropout; /* statistics are of the weights before dropout */
+    args[ARG_value] = NULL;
+    cattn_clear_statistics(&s.params);
+    s.call = (struct cattn_call){
+        .state = state, .params = &s.params.forward, .dims = s.dims, .n_sequences = variant->n_sequences};
+    s.lse = NULL;
+    memset(s.wants, 0, sizeof s.wants);
+    memset(s.fields, 0, sizeof s.fields);
+    cattn_draw_clear(&s.draw);
+    if (cattn_call_parse(&s.call, args) && parse_statistics(&s, args[ARG_statistics]) &&
+        parse_top_k(&s, args[ARG_top_k]) && parse_observation_window(&s, args[ARG_observation_window]) &&
+        make_fields(&s) && (variant->unpack == NULL || variant->unpack(&s.call, variant->context))) {
+        s.params.forward.path = CATTN_PATH_AUTO;
+        if (cattn_call_run(&s.call, Py_None, 2 * cattn_attention_work(s.call.params), compute, &s.params, &s.draw))
+            result = build_result(&s);
+    }
+    cattn_call_clear(&s.call);
+    Py_XDECREF((PyObject *)s.lse);
+    for (int i = 0; i < N_FIELDS; i++)
+        Py_XDECREF((PyObject *)s.fields[i]);
+    Py_DECREF(no_dropout);
+    return cattn_draw_end(&s.draw, result);
+}
+
+PyObject *cattn_body_attention_statistics(struct binding_state *state, PyObject **args) {
+    static const struct cattn_variant variant = {.stage = CATTN_STAGE_SOFTMAX};
+    return cattn_statistics(state, args, &variant);
+}

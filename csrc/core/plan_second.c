@@ -1,0 +1,81 @@
+/* plan_second.c -- the plans of second passes: what gradients and statistics share, and the plan of the statistics; see
+ * plan.h. */
+#include <assert.h>
+
+#include "arena.h"
+#include "plan.h"
+
+/* Below this many multiply-adds of the forward pass, other threads would wake up too late to help. */
+#define POOL_WORK 800000.0
+/* With at least this many units a thread, whole units are tasks: the last one to finish costs little, and nobody waits
+ * for a ticket. */
+#define PLENTY 4
+
+int cattn_plan_second_threads(const struct cattn_attention_params *params) {
+    return cattn_attention_work(params) < POOL_WORK || params->num_threads < 1 ? 1 : params->num_threads;
+}
+
+bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered) {
+    return num_threads == 1 || (!ordered && n_units >= PLENTY * num_threads);
+}
+
+void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element) {
+    lse->value = cattn_carve(arena, CATTN_TILE_ROWS * element);
+    lse->residual = cattn_carve(arena, CATTN_TILE_ROWS * element);
+    lse->factor = cattn_carve(arena, CATTN_TILE_ROWS * element);
+}
+
+/* ---- statistics ---- */
+
+/* Sets the memory of `s`. As for the other plans, it is called without memory to measure it, and with memory to cut it.
+ */
+static void lay_out(const struct cattn_statistics_params *params, const struct cattn_kernels *kernels,
+                    struct cattn_statistics *s, struct cattn_arena *arena) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS, depth = (size_t)p->head_dim;
+    struct cattn_row_scratch *scratch = &s->rows.scratch;
+    s->rows.per_row = cattn_carve(arena, sizeof *s->rows.per_row);
+    scratch->drop_bits = NULL;
+    scratch->cap_derivative = NULL;
+    scratch->packed_query = cattn_carve(arena, rows * depth * size);
+    scratch->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    scratch->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    scratch->block_copy = cattn_carve(arena, cattn_plan_copies(p, &p->key) ? CATTN_BLOCK_KEYS * depth * size : 0);
+    scratch->block_max = cattn_carve(arena, rows * size);
+    cattn_plan_carve_lse(&s->lse, arena, size);
+    s->log_sum = cattn_carve(arena, rows * size);
+    s->distance = cattn_carve(arena, rows * size);
+    s->max_score = cattn_carve(arena, rows * size);
+    s->top_root = cattn_carve(arena, rows * size);
+    s->undefined = cattn_carve(arena, rows * sizeof *s->undefined);
+    s->column_sum = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
+    s->column_max = cattn_carve(arena, CATTN_BLOCK_KEYS * size);
+}
+
+struct cattn_statistics *cattn_statistics_lay_out(const struct cattn_statistics_plan *plan,
+                                                  const struct cattn_statistics_params *params,
+                                                  const struct cattn_kernels *kernels, void *memory) {
+    struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, true);
+    struct cattn_statistics *s = cattn_carve(&arena, sizeof *s);
+    assert(s); /* for the analyzer: a task always has scratch */
+    lay_out(params, kernels, s, &arena);
+    s->rows.query = s->rows.per_row->query;
+    return s;
+}
+
+struct cattn_statistics_plan cattn_statistics_plan(const struct cattn_statistics_params *params,
+                                                   const struct cattn_kernels *kernels) {
+    const struct cattn_attention_params *p = &params->forward;
+    struct cattn_statistics_plan plan = {.num_threads = cattn_plan_second_threads(p)};
+    plan.n_units = p->n_batch * p->num_heads;
+    plan.blocks_per_unit = cattn_ceil_div(p->seqlen_q, CATTN_TILE_ROWS);
+    plan.n_key_blocks = cattn_ceil_div(p->seqlen_k, CATTN_BLOCK_KEYS);
+    plan.adds_columns = params->received.data || params->received_max.data;
+    plan.whole_units = cattn_plan_whole_units(plan.n_units, plan.num_threads, false);
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
+    struct cattn_statistics unused;
+    cattn_carve(&count, sizeof unused);
+    lay_out(params, kernels, &unused, &count);
+    plan.scratch_size = count.used;
+    return plan;
+}
