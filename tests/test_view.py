@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +22,7 @@ from cattn._view._contents import Rectangle, Statistics, Weights, to_bytes
 TOKENS = ["Your", "journey", "starts"]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 ROOT = Path(__file__).parent.parent
+statistics = cattn.AttentionStatistics
 
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -31,12 +31,6 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 def random(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(0).random(shape).astype(dtype)
-
-
-def statistics(**fields: Any) -> Any:
-    """Stand-in with the fields of an AttentionStatistics."""
-    names = "lse max_score entropy max_weight sink_weight distance top_keys top_weights received received_max"
-    return SimpleNamespace(**{**dict.fromkeys(names.split()), **fields})
 
 
 def unpack(info: dict[str, Any], data: bytes) -> np.ndarray:
@@ -362,7 +356,11 @@ def test_the_widget_checks_the_chosen_heads() -> None:
             TypeError,
             "weights_of must be callable, got ",
         ),
-        ({"weights": statistics()}, ValueError, "weights is an AttentionStatistics without a statistic for"),
+        (
+            {"weights": statistics()},
+            ValueError,
+            "weights is an AttentionStatistics without a statistic for",
+        ),
         (
             {"weights": statistics(entropy=ones(2, 3), distance=ones(2, 4))},
             ValueError,

@@ -37,15 +37,15 @@ LARGE = (
     + "import cattn._view\ncattn._view.MOST_BYTES_SENT = 100_000\n"
     + "view = cattn.view_attention(weights, tokens)\nview"
 )
-STATISTICS = SETUP.format(n=3000).replace("weights =", "weights_of = lambda layer, head, rows:").replace(
-    "(query, key, is_causal=True)",
-    "(query[layer, head, rows], key[layer, head], is_causal=True, query_offset=rows.start)",
-) + (
-    "from types import SimpleNamespace\n"
-    "names = 'lse max_score max_weight sink_weight distance top_keys top_weights received_max'.split()\n"
-    "numbers = rng.random((2, 2, 3, 3000))\n"
-    "statistics = SimpleNamespace(**dict.fromkeys(names), entropy=numbers[0], received=numbers[1])\n"
-    "view = cattn.view_attention(statistics, tokens, weights_of=weights_of)\nview"
+STATISTICS = (
+    SETUP.format(n=3000)
+    .replace("weights =", "weights_of = lambda layer, head, rows:")
+    .replace(
+        "(query, key, is_causal=True)",
+        "(query[layer, head, rows], key[layer, head], is_causal=True, query_offset=rows.start)",
+    )
+    + "statistics = cattn.attention_statistics(query, key, is_causal=True)\n"
+    + "view = cattn.view_attention(statistics, tokens, weights_of=weights_of)\nview"
 )
 
 
@@ -84,15 +84,18 @@ def server(folder: Path, url: str, *command: str, **environment: str) -> Iterato
             process.wait(30)
 
 
+def write_notebook(path: Path, code: str) -> None:
+    cell = {"cell_type": "code", "id": "one", "metadata": {}, "source": code, "outputs": [], "execution_count": None}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    path.write_text(json.dumps({"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+
+
 @contextlib.contextmanager
 def jupyterlab(browser: Any, folder: Path, code: str, *, dark: bool = False, **options: Any) -> Iterator[Any]:
     """Run the code as the cell of a notebook in JupyterLab."""
     if not all(map(importlib.util.find_spec, ("jupyterlab", "anywidget"))):
         pytest.skip("jupyterlab or anywidget is not installed")
-    cell = {"cell_type": "code", "id": "one", "metadata": {}, "source": code, "outputs": [], "execution_count": None}
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = {"cells": [cell], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
-    (folder / "view.ipynb").write_text(json.dumps(notebook))
+    write_notebook(folder / "view.ipynb", code)
     themes = folder / "settings" / "@jupyterlab" / "apputils-extension"
     themes.mkdir(parents=True)
     theme = {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"}
@@ -213,3 +216,25 @@ def test_python_and_the_page_follow_each_other(browser: Any, tmp_path: Path) -> 
         page.wait_for_function("() => document.querySelectorAll('.cattn-view[data-theme]').length === 2")
         page.locator(".cattn-view").nth(0).get_by_role("gridcell", name="layer 1, head 2").click()
         page.wait_for_function("() => document.querySelectorAll('.cattn-title')[1].textContent === 'layer 1, head 2'")
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["anywidget", "no anywidget"])
+def test_nbconvert_shows_a_picture_or_the_page(browser: Any, tmp_path: Path, installed: bool) -> None:
+    """With anywidget the notebook keeps a picture, as for GitHub; without it, the page itself."""
+    if not all(map(importlib.util.find_spec, ("nbconvert", "anywidget", "matplotlib"))):
+        pytest.skip("nbconvert, anywidget or matplotlib is not installed")
+    start = "" if installed else "import sys\nsys.modules['anywidget'] = None\n"
+    write_notebook(tmp_path / "view.ipynb", start + SMALL)
+    command = [sys.executable, "-m", "nbconvert", "--execute", "--to", "html", "--embed-images", "view.ipynb"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    tab = Tab(browser, offline=True)
+    tab.page.goto((tmp_path / "view.html").as_uri())
+    pictures = tab.page.locator("img[src^='data:image/png']:visible")
+    if installed:
+        pictures.first.wait_for()
+        assert pictures.first.evaluate("node => node.naturalWidth") > 500
+        assert tab.page.locator("iframe").count() == 0
+    else:
+        tab.page.frame_locator("iframe").locator(".cattn-view[data-theme] .cattn-map").wait_for()
+        assert pictures.count() == 0
+    tab.context.close()

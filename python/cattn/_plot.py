@@ -88,6 +88,7 @@ def plot_attention(
     --------
     attention_weights : Computes the weights.
     show_mask : A mask as text.
+    view_attention : A view with pointer and keyboard.
 
     Examples
     --------

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import ArrayLike
 
 from .._input.names import with_hints
-from .._input.types import AttentionOutput
+from .._input.types import AttentionOutput, AttentionStatistics
 from ..nn._files import FilePath, errors_name, temporary_beside
-from ._contents import Statistics, Weights, WeightsOf, is_statistics
+from ._contents import Statistics, Weights, WeightsOf
 from ._page import page, picture
 
 if TYPE_CHECKING:
@@ -74,7 +74,13 @@ class AttentionView:
         return self._widget
 
     def to_html(self, title: str = "attention") -> str:
-        """Return the view as one page of HTML that fetches nothing, as `save` writes it."""
+        """Return the view as one page of HTML that fetches nothing, as `save` writes it.
+
+        Parameters
+        ----------
+        title : str
+            The title of the page.
+        """
         return page(self._contents, title, MOST_BYTES_SAVED)
 
     def save(self, path: FilePath, title: str | None = None) -> None:
@@ -135,7 +141,7 @@ def _frame(html: str, image: str | None) -> str:
 
 @with_hints
 def view_attention(
-    weights: ArrayLike | AttentionOutput | Sequence[Any],
+    weights: ArrayLike | AttentionOutput | AttentionStatistics | Sequence[Any],
     tokens: Sequence[str] | None = None,
     *,
     query_tokens: Sequence[str] | None = None,
@@ -154,7 +160,7 @@ def view_attention(
         Weights of shape (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k), in any dtype that cattn takes; further axes must
         have length 1. Of an `AttentionOutput`, its weights. A sequence has the weights of one layer each, such as the
         ``attentions`` of a model of transformers. Negative numbers, as of scores, get a scale of two colours.
-        Statistics, as of (H, T) or (L, H, T) tokens, are shown as strips along the text.
+        Statistics, of shape (T,), (H, T) or (L, H, T), are shown as strips along the text.
     tokens : sequence of str, optional
         The T_k tokens. With T_q < T_k the queries are the last T_q of them.
     query_tokens : sequence of str, optional
@@ -181,6 +187,7 @@ def view_attention(
     See Also
     --------
     attention_weights : Computes the weights.
+    attention_statistics : Computes statistics of long texts.
     plot_attention : Heat maps by matplotlib.
 
     Notes
@@ -203,7 +210,7 @@ def view_attention(
     given: Any = weights.weights if isinstance(weights, AttentionOutput) else weights
     if given is None and weights is not None:
         raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
-    if is_statistics(given):
+    if isinstance(given, AttentionStatistics):
         if weights_of is not None and not callable(weights_of):
             raise TypeError(f"weights_of must be callable, got {type(weights_of).__name__}")
         return AttentionView(Statistics(given, tokens, query_tokens, layers, weights_of))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from .._input.arrays import as_array, common_dtype, is_bfloat16
 from .._input.display import summary
+from .._input.types import AttentionStatistics
 from .._plot import strings, token_labels
 
 Array = NDArray[Any]
@@ -43,11 +44,6 @@ class Rectangle(NamedTuple):
     q1: int
     k0: int
     k1: int
-
-
-def is_statistics(value: object) -> bool:
-    """Return whether value is an AttentionStatistics."""
-    return hasattr(value, "entropy") and hasattr(value, "received")
 
 
 def to_bytes(array: Array) -> bytes:
@@ -186,17 +182,19 @@ def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> 
 class Statistics:
     """AttentionStatistics of layers and heads."""
 
-    def __init__(self, given: Any, tokens: Any, query_tokens: Any, layers: Any, weights_of: WeightsOf | None) -> None:
+    def __init__(
+        self, given: AttentionStatistics, tokens: Any, query_tokens: Any, layers: Any, weights_of: WeightsOf | None
+    ) -> None:
         self.weights_of = weights_of
         self.fields: dict[str, Array] = {}
         for name in FIELDS:
-            if getattr(given, name, None) is not None:
+            if getattr(given, name) is not None:
                 array = as_array(getattr(given, name), f"weights.{name}")
                 self.fields[name] = _rows(array, f"weights.{name}", 1)
         if not self.fields:
             raise ValueError("weights is an AttentionStatistics without a statistic for each token")
         self.top_keys, self.top_weights = None, None
-        if getattr(given, "top_keys", None) is not None:
+        if given.top_keys is not None:
             self.top_keys = _rows(np.asarray(given.top_keys), "weights.top_keys", 2)
             self.top_weights = _rows(as_array(given.top_weights, "weights.top_weights"), "weights.top_weights", 2)
         self.shape = next(iter(self.fields.values())).shape[:2]

@@ -80,12 +80,12 @@ function shortText(x) {
   return String(Number(x.toPrecision(3)));
 }
 
-// Returns a number for a token's chip: two digits after the point.
+// Returns a number for a token's chip: two digits after the point, three of small ones.
 function chipText(x) {
   if (!Number.isFinite(x)) return x === -Infinity ? "" : exactText(x, "float64");
   if (x === 0) return "";
-  if (Math.abs(x) < 0.005) return "~0";
-  return x.toFixed(2).replace(/^(-?)0\./, "$1.");
+  if (Math.abs(x) < 0.0005) return "~0";
+  return x.toFixed(Math.abs(x) < 0.01 ? 3 : 2).replace(/^(-?)0\./, "$1.");
 }
 
 // Returns the positions of about `most` round ticks from `from` up to but not including `to`.
