@@ -88,6 +88,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.head_scores, X), "token_id", "did you mean 'token_ids'?"),
     (functools.partial(cattn.attention_rollout, X), "residuals", "did you mean 'residual'?"),
+    (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
+    (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Need_weights", "did you mean 'need_weights'?"),

@@ -152,6 +152,14 @@ def test_large_statistics_are_reduced_to_means() -> None:
     np.testing.assert_allclose(np.frombuffer(data).reshape(2, 3), wanted, rtol=1e-15)
 
 
+def test_sinks_that_are_not_there_have_no_strip() -> None:
+    for sinks, wanted in (([0.5], True), (None, False)):
+        x = np.random.default_rng(0).standard_normal((1, 5, 4))
+        given = cattn.attention_statistics(x, x, enable_gqa=True, sinks=sinks)
+        assert ("sink_weight" in Statistics(given, None, None, None, None).fields) == wanted
+    assert list(Statistics(statistics(sink_weight=np.zeros(3)), None, None, None, None).fields) == ["sink_weight"]
+
+
 def test_a_window_of_statistics_is_what_weights_of_computes() -> None:
     query, key = np.random.default_rng(0).standard_normal((2, 2, 3, 20, 4))
 
@@ -250,7 +258,9 @@ def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch)
     "view",
     [
         lambda: cattn.view_attention(random(3, 3), TOKENS),
-        lambda: cattn.view_attention(random(14, 2, 300, 300) - 0.5),
+        lambda: cattn.view_attention(random(2, 60, 300) - 0.5),
+        lambda: cattn.view_attention(random(3, 5, 9, 7, dtype=np.float16), layers=["a", "$b", "c"]),
+        lambda: cattn.view_attention(random(11, 70, 70), [str(i) for i in range(70)]),
         lambda: cattn.view_attention(random(2, 3, 3, dtype=ml_dtypes.bfloat16), TOKENS, query_tokens=list("abc")),
         lambda: cattn.view_attention(statistics(entropy=random(2, 5, dtype=np.float16), received=random(2, 7))),
     ],

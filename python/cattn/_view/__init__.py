@@ -51,6 +51,7 @@ class AttentionView:
     AttentionView(float64 (1, 1, 3, 3))
     """
 
+    @with_hints
     def __init__(self, contents: Weights | Statistics) -> None:
         self._contents = contents
         self._widget: AttentionWidget | None = None

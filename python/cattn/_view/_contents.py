@@ -191,6 +191,8 @@ class Statistics:
             if getattr(given, name) is not None:
                 array = as_array(getattr(given, name), f"weights.{name}")
                 self.fields[name] = _rows(array, f"weights.{name}", 1)
+        if len(self.fields) > 1 and "sink_weight" in self.fields and not self.fields["sink_weight"].any():
+            del self.fields["sink_weight"]  # without sinks
         if not self.fields:
             raise ValueError("weights is an AttentionStatistics without a statistic for each token")
         self.top_keys, self.top_weights = None, None

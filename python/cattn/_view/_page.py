@@ -21,8 +21,9 @@ SCRIPTS = (
     *("numbers", "colours", "grids", "page", "heatmap", "text", "strips"),
     *("view", "weights", "statistics", "main"),
 )
-MOST_PANELS = 12  # of the picture
-MOST_CELLS = 256  # of a panel of the picture, along one axis
+MOST_PANELS = 6  # of the picture; more heads are drawn on one sheet
+MOST_CELLS = 256  # of a panel, along one axis
+MOST_CELLS_OF_A_TILE = 48  # of a head on the sheet
 
 PAGE = """\
 <!DOCTYPE html>
@@ -111,29 +112,65 @@ def _head_title(contents: Weights | Statistics, layer: int, head: int) -> str:
 
 
 def _draw_weights(figure: Any, contents: Weights) -> None:
-    """Draw the first heads."""
+    """Draw each head as a panel, or all on one sheet if they are many."""
     n_layers, heads, seqlen_q, seqlen_k = contents.shape
-    chosen = [(layer, head) for layer in range(n_layers) for head in range(heads)][:MOST_PANELS]
+    if n_layers * heads > MOST_PANELS:
+        _draw_sheet(figure, contents)
+        return
+    chosen = [(layer, head) for layer in range(n_layers) for head in range(heads)]
     block = -(-max(seqlen_q, seqlen_k) // MOST_CELLS)
     panels = np.stack([_largest_of_blocks(contents.layers[layer][head], block) for layer, head in chosen])
-    columns = min(len(chosen), 4)
+    columns = 2 if len(chosen) == 4 else min(len(chosen), 3)
     rows = -(-len(chosen) // columns)
-    width = 5.0 if len(chosen) == 1 else 2.8
+    width = 5.0 if len(chosen) == 1 else 3.0
     height = float(np.clip(width * seqlen_q / seqlen_k, 1.0, 8.0))
     figure.set_size_inches(columns * width + 1.4, rows * (height + 0.6))
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for unused in axes[len(chosen) :]:
         unused.set_visible(False)
-    named = block == 1 and contents.info["tokens"] is not None
     info = contents.info
+    named = max(seqlen_q, seqlen_k) * 0.16 < width  # inches of a line of text
     plot_attention(
         panels,
         info["tokens"] if named else None,
         axes[: len(chosen)],
-        query_tokens=info["query_tokens"] if block == 1 else None,
-        titles=[_head_title(contents, *each) for each in chosen] if n_layers * heads > 1 else "",
-        label="weight" if block == 1 else f"largest weight of {block} x {block}",
+        query_tokens=info["query_tokens"] if named else None,
+        titles=[_head_title(contents, *each) for each in chosen] if len(chosen) > 1 else "",
+        label=_label(block),
     )
+
+
+def _label(block: int) -> str:
+    return "weight" if block == 1 else f"largest weight of {block} x {block}"
+
+
+def _draw_sheet(figure: Any, contents: Weights) -> None:
+    """Draw all heads beside each other: a row for each layer, or rows of eight heads of one layer."""
+    n_layers, heads, seqlen_q, seqlen_k = contents.shape
+    columns = heads if n_layers > 1 else 8
+    block = -(-max(seqlen_q, seqlen_k) // MOST_CELLS_OF_A_TILE)
+    tiles = [tile for layer in contents.layers for tile in _largest_of_blocks(layer, block)]
+    height, width = tiles[0].shape
+    gap = 1 + max(height, width) // 16
+    rows = -(-len(tiles) // columns)
+    sheet = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap), tiles[0].dtype)
+    for i, tile in enumerate(tiles):
+        top, left = i // columns * (height + gap), i % columns * (width + gap)
+        sheet[top : top + height, left : left + width] = tile
+    scale = min(9.0 / sheet.shape[1], 9.0 / sheet.shape[0])
+    figure.set_size_inches(sheet.shape[1] * scale + 2.0, sheet.shape[0] * scale + 0.6)
+    axes = figure.subplots()
+    plot_attention(sheet, ax=axes, annotate=False, label=_label(block))
+    middles = [np.arange(count) * (size + gap) + size / 2 for count, size in ((columns, width), (rows, height))]
+    if n_layers > 1:
+        names = contents.info["layers"] or [str(layer) for layer in range(n_layers)]
+        axes.set(xlabel="head", ylabel="layer")
+    else:
+        names = [f"{first} to {min(first + columns, heads) - 1}" for first in range(0, heads, columns)]
+        axes.set(xlabel="", ylabel="heads")
+    axes.set_xticks(middles[0], range(heads) if n_layers > 1 else [""] * columns)
+    axes.set_yticks(middles[1], names, parse_math=False)
+    axes.tick_params(length=0)
 
 
 def _draw_statistics(figure: Any, contents: Statistics) -> None:
