@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,18 @@ def test_the_module_is_small_and_fetches_nothing() -> None:
 def test_every_script_of_the_folder_is_in_the_module() -> None:
     folder = ROOT / "python" / "cattn" / "_view"
     assert sorted(path.stem for path in folder.glob("*.js")) == sorted(_page.SCRIPTS)
+
+
+def test_wheels_and_source_distributions_have_every_file() -> None:
+    package = ROOT / "python" / "cattn"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["cattn"]
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {path for path in (package / "_view").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert len(others) > 5
+    assert others <= packed
+    (line,) = [line for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line.startswith("recursive-include")]
+    assert {f"*{path.suffix}" for path in others} <= set(line.split())
 
 
 def test_a_saved_page_is_one_file_with_everything(tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ def test_nbconvert_shows_a_picture_or_the_page(browser: Any, tmp_path: Path, ins
     start = "" if installed else "import sys\nsys.modules['anywidget'] = None\n"
     write_notebook(tmp_path / "view.ipynb", start + SMALL)
     command = [sys.executable, "-m", "nbconvert", "--execute", "--to", "html", "--embed-images", "view.ipynb"]
+    # as JupyterLab saves notebooks; with the state, nbconvert would load a manager of widgets from the network
+    command += ["--ExecutePreprocessor.store_widget_state=False"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
     tab = Tab(browser, offline=True)
     tab.page.goto((tmp_path / "view.html").as_uri())
