@@ -33,7 +33,7 @@ def made_by_hand(tokens: list[str]) -> dict[str, Any]:
     key = [(nothing, place), (is_word, nowhere), (after_word, nowhere), (nothing, nowhere)]
     joined = [np.stack([np.concatenate(parts, axis=1) for parts in side]) for side in (query, key)]
     arrays = {name: side.astype(np.float32) for name, side in zip(("query", "key"), joined, strict=True)}
-    return {**arrays, "is_causal": True, "enable_gqa": True, "scale": 6.0, "alibi_slopes": [0.0, 0.0, 0.0, 0.5]}
+    return {**arrays, "is_causal": True, "enable_gqa": True, "scale": 10.0, "alibi_slopes": [0.0, 0.0, 0.0, 0.5]}
 
 
 def long_text(rng: np.random.Generator) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,35 @@ def test_statistics_are_sent_in_their_dtype() -> None:
     assert found["received"]["offset"] == 0
 
 
+def test_statistics_of_queries_alone_take_the_number_of_keys_from_the_tokens() -> None:
+    info, _ = Statistics(statistics(entropy=random(2, 3)), list("abcde"), None, None, None).pack(1000)
+    assert (info["T_q"], info["T_k"], info["offset"], info["length"]) == (3, 5, 2, 5)
+    info, _ = Statistics(statistics(received=random(3)), None, None, None, None).pack(1000)
+    assert (info["n_layers"], info["heads"], info["T_q"], info["T_k"]) == (1, 1, 3, 3)
+
+
+def test_a_batch_of_one_is_taken() -> None:
+    given = statistics(
+        entropy=random(1, 4, 2, 3), top_keys=np.zeros((1, 4, 2, 3, 1), int), top_weights=ones(1, 4, 2, 3, 1)
+    )
+    view = cattn.view_attention(given, layers=["a", "b", "c", "d"])
+    assert view._contents.shape == (4, 2)
+    assert repr(view) == "AttentionView(entropy=<float32 (4, 2, 3)>)"
+
+
+def test_queries_of_another_text_are_not_the_keys() -> None:
+    for tokens, queries, same in [
+        (TOKENS, TOKENS[1:], True),
+        (TOKENS, None, True),
+        (TOKENS, ["x", "y"], False),
+        (None, ["x", "y"], False),
+        (None, None, False),
+    ]:
+        info = Weights(ones(2, 3), tokens, queries, None).info
+        assert info["shared"] == same
+        assert info["query_tokens"] == (None if same else queries)
+
+
 def test_large_statistics_are_reduced_to_means() -> None:
     entropy = random(2, 10, dtype=np.float64)
     given = statistics(entropy=entropy, top_keys=np.zeros((2, 10, 1), int), top_weights=ones(2, 10, 1))
@@ -211,7 +241,7 @@ def test_a_saved_page_is_one_file_with_everything(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == [path.name]
     assert state_of(text)["info"]["tokens"] == [*TOKENS[:2], "</script>"]
     data = re.search(r'id="weights">(.*?)</script>', text)[1]
-    assert base64.b64decode(data) == weights.tobytes()
+    assert zlib.decompress(base64.b64decode(data)) == weights.tobytes()
     assert re.findall(r'(?:src|href)="(?!data:)', text) == []
     view.save(str(path), title="other")
     assert "<title>other</title>" in path.read_text("utf-8")
@@ -272,6 +302,7 @@ def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch)
     [
         lambda: cattn.view_attention(random(3, 3), TOKENS),
         lambda: cattn.view_attention(random(2, 60, 300) - 0.5),
+        lambda: cattn.view_attention(random(5, 3, 4), [*TOKENS, "."], layers=["only"]),
         lambda: cattn.view_attention(random(3, 5, 9, 7, dtype=np.float16), layers=["a", "$b", "c"]),
         lambda: cattn.view_attention(random(11, 70, 70), [str(i) for i in range(70)]),
         lambda: cattn.view_attention(random(2, 3, 3, dtype=ml_dtypes.bfloat16), TOKENS, query_tokens=list("abc")),
@@ -323,13 +354,22 @@ def test_the_widget_sends_windows(answer: Any) -> None:
             "ValueError: weights_of(...) must return the shape (queries, T_k) = (3, 8), got (2, 2)",
         ),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (None, "ValueError: the view was made without weights_of"),
     ],
 )
 def test_an_error_of_weights_of_reaches_the_page(answer: Any, result: Any, says: str) -> None:
-    view = cattn.view_attention(statistics(entropy=random(2, 8)), weights_of=lambda *_: result())
+    weights_of = None if result is None else lambda *_: result()
+    view = cattn.view_attention(statistics(entropy=random(2, 8)), weights_of=weights_of)
     content, buffers = answer(view, layer=0, head=1, q0=2, q1=5, k0=1, k1=3)
     assert content == {"id": "x", "error": says}
     assert buffers is None
+
+
+def test_marimo_gets_the_widget_and_other_messages_are_ignored() -> None:
+    pytest.importorskip("anywidget")
+    view = cattn.view_attention(random(3, 3))
+    assert view._display_() is view.widget
+    assert view.widget._answer(None, {"kind": "other"}, []) is None
 
 
 def test_the_widget_checks_the_chosen_heads() -> None:
@@ -389,6 +429,7 @@ def test_the_widget_checks_the_chosen_heads() -> None:
             ValueError,
             "weights.entropy must have shape",
         ),
+        ({"weights": statistics(entropy=np.float64(1))}, ValueError, "weights.entropy must have at least 1 axes"),
         ({"weights": statistics(entropy=ones(2, 0))}, ValueError, "weights must not be empty"),
         (
             {"weights": statistics(entropy=ones(2, 2, 2, 3))},

@@ -443,6 +443,15 @@ def test_strips_zoom_and_name_the_largest_keys(show: Open) -> None:
     assert page.locator(".cattn-where").inner_text() == "3000 tokens"
 
 
+def test_reduced_statistics_say_so(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = statistics_of(2, 60)
+    monkeypatch.setattr(_view, "MOST_BYTES_SAVED", 4 * 2 * 60 * 4 // 4)
+    page = show(cattn.view_attention(statistics))
+    text = strip_numbers(page)["entropy"]
+    assert text.startswith("≈ ")
+    assert number(text[2:], np.float32) == pytest.approx(statistics.entropy[0, 56:].mean(), rel=1e-6)
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
 def test_strips_are_legible_and_fit(show: Open, theme: str, width: int) -> None:

@@ -183,6 +183,7 @@ def test_the_widget_shows_the_numbers_in_the_theme_of_its_host(
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)
 def test_the_kernel_sends_what_the_page_lacks(host: Any, browser: Any, tmp_path: Path) -> None:
+    """Weights that were reduced are exact once a head is open, also in the difference of two heads."""
     weights = arrays(LARGE)["weights"]
     with host(browser, tmp_path, LARGE) as page:
         page.get_by_role("gridcell", name="layer 1, head 1").click()
@@ -193,6 +194,11 @@ def test_the_kernel_sends_what_the_page_lacks(host: Any, browser: Any, tmp_path:
         q, k, value, _ = value_of(page)
         assert (q, k) == (198, 198)
         assert np.float32(value) == weights[1, 1, q, k]
+        page.get_by_role("gridcell", name="layer 0, head 2").click(modifiers=["Shift"])
+        page.wait_for_function("() => document.querySelector('.cattn-title').textContent.includes('−')")
+        page.wait_for_selector(".cattn-status[data-block='1']")
+        q, k, value, _ = value_of(page)
+        assert float(value) == np.float64(weights[1, 1, q, k]) - weights[0, 2, q, k]
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__name__)

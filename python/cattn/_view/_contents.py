@@ -139,8 +139,6 @@ class Weights:
         """Return a part of a head's matrix."""
         return self.layers[where.layer][where.head, where.q0 : where.q1, where.k0 : where.k1].astype(self.dtype)
 
-    has_windows = True
-
 
 def _matrices(given: Any) -> list[Array]:
     """Return the weights of each layer, (H, T_q, T_k)."""
@@ -280,11 +278,6 @@ class Statistics:
         if rows.shape != wanted:
             raise ValueError(f"weights_of(...) must return the shape (queries, T_k) = {wanted}, got {rows.shape}")
         return rows[:, where.k0 : where.k1]
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a kernel can compute weights."""
-        return self.weights_of is not None
 
 
 def _rows(array: Array, name: str, trailing: int) -> Array:

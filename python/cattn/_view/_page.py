@@ -6,6 +6,7 @@ import base64
 import functools
 import io
 import json
+import zlib
 from html import escape
 from importlib import resources
 from typing import Any
@@ -51,7 +52,7 @@ body {{ margin: 0; padding: 12px; background: Canvas; color: CanvasText; }}
 {module}
 fitIntoFrame();
 const state = JSON.parse(document.getElementById("state").textContent);
-state.weights = document.getElementById("weights").textContent;
+state.weights = await unpack(document.getElementById("weights").textContent);
 showSaved(state, document.getElementById("view"));
 </script>
 </body>
@@ -85,7 +86,7 @@ def page(contents: Weights | Statistics, title: str, most: int) -> str:
         title=escape(title),
         style=style(),
         state=state.replace("<", "\\u003c"),  # a token must not end the script
-        weights=base64.b64encode(data).decode("ascii"),
+        weights=base64.b64encode(zlib.compress(data, level=1)).decode("ascii"),  # half of causal weights are zeros
         module=module(),
     )
 

@@ -25,6 +25,12 @@ function showSaved(state, el) {
   });
 }
 
+// Returns the bytes of a saved page, which are deflated and in base64.
+async function unpack(text) {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
 // In a frame the saved page takes the theme of the page around it, and gives the frame its height.
 function fitIntoFrame() {
   let frame = null;

@@ -104,8 +104,9 @@ class Largest {
       const bar = make("span", { class: "cattn-bar" });
       bar.style.width = `${Math.max(part * 100, 1)}%`;
       bar.style.background = scale.css[scale.level(x)];
+      const position = name(at) === String(at) ? "" : String(at);
       return make("tr", { "data-at": at, "data-value": x },
-        make("th", { scope: "row" }, make("bdi", {}, name(at))), make("td", { class: "cattn-at" }, String(at)),
+        make("th", { scope: "row" }, make("bdi", {}, name(at))), make("td", { class: "cattn-at" }, position),
         make("td", { class: "cattn-room" }, bar), make("td", { class: "cattn-number" }, text(x)));
     }));
     this.element.hidden = top.length === 0;
