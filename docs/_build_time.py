@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import _promises
+import draw_views
 
 from cattn import __main__ as command
 
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "examples"
 GALLERY = HERE / "examples"
 GENERATED = HERE / "api" / "generated"
+VIEWS = HERE / "_views"
 
 HEADER = """\
 # Examples
@@ -32,7 +34,7 @@ and `pip install 'cattn[examples]'` installs the packages that they need. Notebo
 
 
 def write_pages(*_: Any) -> None:
-    """Write the gallery, the help text and the tables of promises."""
+    """Write the gallery, the help text, the tables of promises and the views."""
     GALLERY.mkdir(exist_ok=True)
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     stale = {path.name for path in GALLERY.iterdir()} - {path.name for path in notebooks} - {"index.md"}
@@ -51,6 +53,8 @@ def write_pages(*_: Any) -> None:
             command.main([name, "--help"])
         _write(GENERATED / f"{name}.txt", text.getvalue())
     _write(GENERATED / "promises.txt", _promises.tables())
+    VIEWS.mkdir(exist_ok=True)
+    draw_views.write(VIEWS)
 
 
 def _write(path: Path, text: str) -> None:

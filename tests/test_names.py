@@ -100,6 +100,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.rms_norm, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(cattn.rms_norm, X), "normalized_shape", "the last axis is normalised"),
     (functools.partial(cattn.rms_norm_backward, X, X), "epsilon", "did you mean 'eps'?"),
+    (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
+    (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
     (attend, "Need_weights", "did you mean 'need_weights'?"),

@@ -59,11 +59,13 @@ from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
     from . import reference
+    from ._view import AttentionView, view_attention
 
 __all__ = [
     "AttentionGradients",
     "AttentionOutput",
     "AttentionStatistics",
+    "AttentionView",
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
@@ -108,6 +110,7 @@ __all__ = [
     "varlen_attention",
     "varlen_attention_backward",
     "varlen_attention_statistics",
+    "view_attention",
 ]
 
 
@@ -120,11 +123,15 @@ sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in 
 
 
 def __getattr__(name: str) -> Any:
-    """Import `cattn.reference` at its first use: it would take a third of the import time."""
+    """Import `cattn.reference` and the views at their first use: the reference takes a third of the import time."""
     if name == "reference":
         import importlib
 
         return importlib.import_module(".reference", __name__)
+    if name in ("AttentionView", "view_attention"):
+        from . import _view
+
+        return getattr(_view, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -88,6 +88,7 @@ def plot_attention(
     --------
     attention_weights : Computes the weights.
     show_mask : A mask as text.
+    view_attention : A view with pointer and keyboard.
 
     Examples
     --------
@@ -105,7 +106,7 @@ def plot_attention(
     panels = _panels(given)
     heads, seqlen_q, seqlen_k = panels.shape
     one = np.ndim(given) == 2
-    key_labels, query_labels = _labels(tokens, query_tokens, seqlen_q, seqlen_k)
+    key_labels, query_labels = token_labels(tokens, query_tokens, seqlen_q, seqlen_k)
     names = _titles(titles, heads, one)
     mpl = _matplotlib()
     colours = mpl.colormaps.get_cmap(cmap).with_extremes(bad="0.94")
@@ -161,22 +162,23 @@ def _panels(weights: ArrayLike) -> NDArray[Any]:
     return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # matplotlib has no bfloat16
 
 
-def _strings(labels: Sequence[str], name: str, length: int) -> list[str]:
+def strings(labels: Sequence[object], name: str, length: int, what: str = "tokens") -> list[str]:
+    """Return the labels as a list of str, of which there must be `length`."""
     if isinstance(labels, (str, bytes)):
         raise TypeError(f"{name} must be a sequence of str, got one {type(labels).__name__}: split it, or list() it")
     if not isinstance(labels, Iterable):
         raise TypeError(f"{name} must be a sequence of str, got {type(labels).__name__}")
-    strings = [str(label) for label in labels]
-    if len(strings) != length:
-        raise ValueError(f"{name} must name {length} tokens, got {len(strings)}")
-    return strings
+    found = [str(label) for label in labels]
+    if len(found) != length:
+        raise ValueError(f"{name} must name {length} {what}, got {len(found)}")
+    return found
 
 
-def _labels(tokens: Labels, query_tokens: Labels, seqlen_q: int, seqlen_k: int) -> tuple[list[str] | None, ...]:
+def token_labels(tokens: Labels, query_tokens: Labels, seqlen_q: int, seqlen_k: int) -> tuple[list[str] | None, ...]:
     """Return the labels of the keys and of the queries."""
-    keys = None if tokens is None else _strings(tokens, "tokens", seqlen_k)
+    keys = None if tokens is None else strings(tokens, "tokens", seqlen_k)
     if query_tokens is not None:
-        return keys, _strings(query_tokens, "query_tokens", seqlen_q)
+        return keys, strings(query_tokens, "query_tokens", seqlen_q)
     if keys is not None and seqlen_q > seqlen_k:
         raise ValueError(f"query_tokens must be given where T_q > T_k, got weights with {seqlen_q} > {seqlen_k}")
     return keys, None if keys is None else keys[seqlen_k - seqlen_q :]

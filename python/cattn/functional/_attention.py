@@ -656,6 +656,7 @@ def attention_weights(  # type: ignore[empty-body]
     --------
     scaled_dot_product_attention : Output and weights of one call, with ``return_weights=True``.
     plot_attention : The weights as heat maps.
+    view_attention : The weights to look at with the pointer.
     masked_softmax : The weights from scores that exist already.
     cattn.reference.attention_weights : The same in plain NumPy.
 

@@ -1,0 +1,224 @@
+"""Interactive views of attention: in notebooks (the extra "widget"), and as pages that need nothing else."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import ArrayLike
+
+from .._input.names import with_hints
+from .._input.types import AttentionOutput, AttentionStatistics
+from ..nn._files import FilePath, errors_name, temporary_beside
+from ._contents import Statistics, Weights, WeightsOf
+from ._page import page, picture
+
+if TYPE_CHECKING:
+    from ._widget import AttentionWidget
+
+__all__ = ["AttentionView", "view_attention"]
+
+MOST_BYTES_SENT = 2**24  # to a notebook's page; parts of larger weights are sent when they are shown
+MOST_BYTES_SAVED = 2**26  # in a file, before base64
+MOST_BYTES_IN_OUTPUT = 2**22  # of a notebook, where anywidget is not installed
+
+
+class AttentionView:
+    """What `view_attention` returns: an interactive view of attention.
+
+    As the last line of a notebook's cell it shows itself, in JupyterLab, Notebook, VS Code, Colab and marimo. Where no
+    widget can run, as on GitHub, the notebook shows a picture, if matplotlib is installed.
+
+    Parameters
+    ----------
+    contents : object
+        What `view_attention` has prepared; views are not constructed by hand.
+
+    See Also
+    --------
+    view_attention : Makes views.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(3)
+    >>> cattn.view_attention(cattn.attention_weights(x, x), ["a", "b", "c"])
+    AttentionView(float64 (1, 1, 3, 3))
+    """
+
+    @with_hints
+    def __init__(self, contents: Weights | Statistics) -> None:
+        self._contents = contents
+        self._widget: AttentionWidget | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._contents!r})"
+
+    @property
+    def widget(self) -> AttentionWidget:
+        """The anywidget of this view, made at its first use (the extra "widget").
+
+        Its traits ``heads``, a list of one or two ``[layer, head]``, ``query``, ``key`` and ``scale`` follow what the
+        reader chooses, and can be set.
+        """
+        if self._widget is None:
+            try:
+                from ._widget import AttentionWidget
+            except ImportError as error:
+                raise ImportError("the widget needs anywidget: pip install 'cattn[widget]'") from error
+            self._widget = AttentionWidget(self._contents, MOST_BYTES_SENT)
+        return self._widget
+
+    def to_html(self, title: str = "attention") -> str:
+        """Return the view as one page of HTML that fetches nothing, as `save` writes it.
+
+        Parameters
+        ----------
+        title : str
+            The title of the page.
+        """
+        return page(self._contents, title, MOST_BYTES_SAVED)
+
+    def save(self, path: FilePath, title: str | None = None) -> None:
+        """Write the view to one file of HTML, which any browser shows without a kernel and without a network.
+
+        Weights above 64 MiB are reduced: each cell is then the largest weight of a block, and the page says so. Save
+        fewer layers, or ``weights.astype(np.float16)``, to keep every weight.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file. An existing one is replaced when the new one is complete.
+        title : str, optional
+            The title of the page. The name of the file by default.
+        """
+        target = Path(os.path.realpath(path))
+        text = self.to_html(target.stem if title is None else title)
+        temporary = temporary_beside(target)
+        try:
+            with errors_name(target):
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        """Return the widget for front ends that can run it, and a picture for all others.
+
+        Without anywidget it is the page in a frame, unless that is large. The picture follows the frame, whose script
+        hides it: viewers that remove frames, such as GitHub, still show it.
+        """
+        data: dict[str, Any] = {"text/plain": repr(self)}
+        metadata: dict[str, Any] = {}
+        image = picture(self._contents)
+        if image is not None:
+            data["image/png"] = base64.b64encode(image).decode("ascii")
+        try:
+            bundle = self.widget._repr_mimebundle_()
+        except ImportError:
+            html = page(self._contents, "attention", MOST_BYTES_IN_OUTPUT)
+            data["text/html"] = _frame(html, data.get("image/png"))
+        else:
+            found, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+            data = {**(found or {}), **data}
+        return data, metadata
+
+    def _display_(self) -> Any:
+        """Return the widget for marimo, which shows anywidgets itself."""
+        return self.widget
+
+
+def _frame(html: str, image: str | None) -> str:
+    """Return a page in a frame, followed by a picture that the page's script hides."""
+    frame = f'<iframe srcdoc="{escape(html)}" style="width: 100%; height: 640px; border: 0" title="attention"></iframe>'
+    alt = "Attention as heat maps."
+    return frame + (f'<img class="cattn-picture" src="data:image/png;base64,{image}" alt="{alt}">' if image else "")
+
+
+@with_hints
+def view_attention(
+    weights: ArrayLike | AttentionOutput | AttentionStatistics | Sequence[Any],
+    tokens: Sequence[str] | None = None,
+    *,
+    query_tokens: Sequence[str] | None = None,
+    layers: Sequence[object] | None = None,
+    weights_of: WeightsOf | None = None,
+) -> AttentionView:
+    """Show attention weights, or their statistics, to look at with pointer and keyboard.
+
+    All heads are shown small, and one of them large. A token under the pointer shows the keys that it looks at and the
+    queries that look at it, coloured in the text. Two heads can be compared. The page shows the numbers of the array,
+    exactly; zeros, as of hidden keys, and scores of -inf stay blank, and NaN is red.
+
+    Parameters
+    ----------
+    weights : array_like, AttentionOutput, sequence of arrays, or AttentionStatistics
+        Weights of shape (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k), in any dtype that cattn takes; further axes must
+        have length 1. Of an `AttentionOutput`, its weights. A sequence has the weights of one layer each, such as the
+        ``attentions`` of a model of transformers. Negative numbers, as of scores, get a scale of two colours.
+        Statistics, of shape (T,), (H, T) or (L, H, T), are shown as strips along the text.
+    tokens : sequence of str, optional
+        The T_k tokens. With T_q < T_k the queries are the last T_q of them.
+    query_tokens : sequence of str, optional
+        The T_q tokens of the queries, if they differ from `tokens`.
+    layers : sequence, optional
+        Names of the L layers. Their indices by default.
+    weights_of : callable, optional
+        For statistics: ``weights_of(layer, head, queries)``, with two ints and a slice, returns the weights of these
+        queries over all keys, shape (len, T_k). It is called in the kernel where the reader zooms in on 256 tokens or
+        fewer.
+
+    Returns
+    -------
+    AttentionView
+        A notebook shows it, and ``save("attention.html")`` writes it to a file.
+
+    Raises
+    ------
+    TypeError
+        weights are not numbers, tokens is one str, or weights_of is not callable or given without statistics.
+    ValueError
+        weights has another number of axes, or no element; or tokens, query_tokens or layers has another length.
+
+    See Also
+    --------
+    attention_weights : Computes the weights.
+    attention_statistics : Computes statistics of long texts.
+    plot_attention : Heat maps by matplotlib.
+
+    Notes
+    -----
+    A notebook's page gets up to 16 MiB of weights; of larger ones it gets the largest weight of each block, and asks
+    the kernel for the part that is shown. ``weights.astype(np.float16)`` halves the size of float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> query, key = np.random.default_rng(0).standard_normal((2, 4, 3, 8))  # four heads, three tokens
+    >>> weights = cattn.attention_weights(query, key, is_causal=True)
+    >>> view = cattn.view_attention(weights, ["Your", "journey", "starts"])
+    >>> view
+    AttentionView(float64 (1, 4, 3, 3))
+    >>> "journey" in view.to_html()
+    True
+    """
+    given: Any = weights.weights if isinstance(weights, AttentionOutput) else weights
+    if given is None and weights is not None:
+        raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
+    if isinstance(given, AttentionStatistics):
+        if weights_of is not None and not callable(weights_of):
+            raise TypeError(f"weights_of must be callable, got {type(weights_of).__name__}")
+        return AttentionView(Statistics(given, tokens, query_tokens, layers, weights_of))
+    if weights_of is not None:
+        raise TypeError("weights_of is for statistics: weights are given already")
+    return AttentionView(Weights(given, tokens, query_tokens, layers))
+
+
+# Pickles and help name the public place.
+AttentionView.__module__ = view_attention.__module__ = "cattn"

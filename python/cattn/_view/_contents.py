@@ -1,0 +1,294 @@
+"""What a view shows, made ready for the page: a description in JSON's types, and one string of bytes.
+
+The bytes are the arrays in their own dtype, so that the page shows exactly their numbers. What is larger than a limit
+is reduced in blocks; the exact part in which the reader is interested is then sent on request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._input.arrays import as_array, common_dtype, is_bfloat16
+from .._input.display import summary
+from .._input.types import AttentionStatistics
+from .._plot import strings, token_labels
+
+Array = NDArray[Any]
+WeightsOf = Callable[[int, int, slice], Any]
+
+WEIGHTS = "(T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k)"
+# Statistics in the order of their strips: the name of the field, its title, whether it belongs to queries or keys.
+FIELDS = {
+    "entropy": ("entropy (nats)", "queries"),
+    "distance": ("mean distance (tokens)", "queries"),
+    "max_weight": ("largest weight", "queries"),
+    "received": ("weight received", "keys"),
+    "received_max": ("largest weight received", "keys"),
+    "sink_weight": ("weight of the sink", "queries"),
+    "lse": ("log-sum-exp", "queries"),
+    "max_score": ("largest score", "queries"),
+}
+
+
+class Rectangle(NamedTuple):
+    """Queries q0 to q1 and keys k0 to k1 of one head."""
+
+    layer: int
+    head: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+def to_bytes(array: Array) -> bytes:
+    """Return the numbers of an array, little-endian."""
+    whole = np.ascontiguousarray(array)
+    if is_bfloat16(whole.dtype):
+        whole = whole.view(np.uint16)
+    return whole.astype(whole.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _largest_of_blocks(matrices: Array, block: int) -> Array:
+    """Return the number farthest from 0 of each block of block x block; NaN where it has one."""
+    if block == 1:
+        return matrices
+    numbers = matrices.astype(np.float32) if is_bfloat16(matrices.dtype) else matrices
+    numbers = np.where(np.isneginf(numbers), 0, numbers)  # hidden scores
+    low = high = numbers
+    for axis in (-2, -1):
+        starts = np.arange(0, matrices.shape[axis], block)
+        low, high = np.minimum.reduceat(low, starts, axis), np.maximum.reduceat(high, starts, axis)
+    return np.where(-low > high, low, high).astype(matrices.dtype)
+
+
+def _means_of_blocks(rows: Array, block: int) -> Array:
+    if block == 1:
+        return rows
+    starts = np.arange(0, rows.shape[-1], block)
+    counts = np.diff(starts, append=rows.shape[-1])
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return (np.add.reduceat(rows, starts, -1, dtype=np.float64) / counts).astype(rows.dtype)
+
+
+def _smallest_block(size: Callable[[int], int], most: int) -> int:
+    """Return the smallest power of two with size(block) <= most, or the first beyond all sizes."""
+    return next(block for block in (1 << n for n in itertools.count()) if size(block) <= most or block > 2**20)
+
+
+def _layer_names(layers: Sequence[object] | None, count: int) -> list[str] | None:
+    return None if layers is None else strings(layers, "layers", count, "layers")
+
+
+class Weights:
+    """Attention weights of layers and heads."""
+
+    def __init__(self, given: Any, tokens: Any, query_tokens: Any, layers: Any) -> None:
+        self.layers = _matrices(given)
+        self.dtype = common_dtype(self.layers, "weights")
+        heads, seqlen_q, seqlen_k = self.layers[0].shape
+        self.shape = (len(self.layers), heads, seqlen_q, seqlen_k)
+        keys, queries = token_labels(tokens, query_tokens, seqlen_q, seqlen_k)
+        offset = max(seqlen_k - seqlen_q, 0)
+        same = seqlen_q == seqlen_k if keys is None else queries == keys[offset:]
+        if queries is not None and keys is None:
+            same = False
+        low, high = 0.0, 0.0
+        for layer in self.layers:
+            finite = layer[np.isfinite(layer)]
+            low, high = min(low, float(finite.min(initial=0))), max(high, float(finite.max(initial=0)))
+        self.info: dict[str, Any] = {
+            "kind": "weights",
+            "title": "attention weights",
+            "n_layers": len(self.layers),
+            "heads": heads,
+            "T_q": seqlen_q,
+            "T_k": seqlen_k,
+            "offset": offset,
+            "shared": same,
+            "tokens": keys,
+            "query_tokens": None if same else queries,
+            "layers": _layer_names(layers, len(self.layers)),
+            "dtype": self.dtype.name,
+            "low": low,
+            "high": high,
+        }
+        self.scale = "linear" if seqlen_k <= 32 or low < 0 else "log"
+
+    def __repr__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
+        """Return the description and at most so many bytes."""
+        n_layers, heads, seqlen_q, seqlen_k = self.shape
+
+        def size(block: int) -> int:
+            cells = -(-seqlen_q // block) * -(-seqlen_k // block)
+            return int(n_layers * heads * cells * self.dtype.itemsize)
+
+        block = _smallest_block(size, most)
+        data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(self.dtype)) for layer in self.layers)
+        return {**self.info, "block": block}, data
+
+    def window(self, where: Rectangle) -> Array:
+        """Return a part of a head's matrix."""
+        return self.layers[where.layer][where.head, where.q0 : where.q1, where.k0 : where.k1].astype(self.dtype)
+
+
+def _matrices(given: Any) -> list[Array]:
+    """Return the weights of each layer, (H, T_q, T_k)."""
+    if isinstance(given, (list, tuple)) and given and all(getattr(item, "ndim", 0) >= 3 for item in given):
+        layers = [_heads(as_array(item, f"weights[{i}]"), f"weights[{i}]") for i, item in enumerate(given)]
+        for i, layer in enumerate(layers):
+            if layer.shape != layers[0].shape:
+                raise ValueError(
+                    f"weights[{i}] must have the shape of weights[0], {layers[0].shape}, got {layer.shape}"
+                )
+    else:
+        array = as_array(given, "weights")
+        if array.ndim < 2:
+            raise ValueError(f"weights must have shape {WEIGHTS}, got {array.shape}")
+        if array.ndim > 4:  # a batch of one, before the layers or after them
+            array = array.reshape(_without_ones(array.shape, 4, "weights", WEIGHTS))
+        layers = list(array) if array.ndim == 4 else [array if array.ndim == 3 else array[None]]
+    if not layers or layers[0].size == 0:
+        shape = layers[0].shape if layers else np.shape(given)
+        raise ValueError(f"weights must not be empty, got shape {shape}")
+    return layers
+
+
+def _heads(array: Array, name: str) -> Array:
+    """Return one layer's weights, which may have a batch axis of length 1."""
+    return array.reshape(_without_ones(array.shape, 3, name, "(H, T_q, T_k) or (1, H, T_q, T_k)"))
+
+
+def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> tuple[int, ...]:
+    """Return the shape with ndim axes: axes of length 1 before the last three go, the first ones first."""
+    sizes = list(shape)
+    while len(sizes) > ndim:
+        if 1 not in sizes[:-3]:
+            raise ValueError(f"{name} must have shape {wanted}, got {shape}: take one entry of the batch")
+        sizes.remove(1)
+    return tuple(sizes)
+
+
+class Statistics:
+    """AttentionStatistics of layers and heads."""
+
+    def __init__(
+        self, given: AttentionStatistics, tokens: Any, query_tokens: Any, layers: Any, weights_of: WeightsOf | None
+    ) -> None:
+        self.weights_of = weights_of
+        self.fields: dict[str, Array] = {}
+        for name in FIELDS:
+            if getattr(given, name) is not None:
+                array = as_array(getattr(given, name), f"weights.{name}")
+                self.fields[name] = _rows(array, f"weights.{name}", 1)
+        if len(self.fields) > 1 and "sink_weight" in self.fields and not self.fields["sink_weight"].any():
+            del self.fields["sink_weight"]  # without sinks
+        if not self.fields:
+            raise ValueError("weights is an AttentionStatistics without a statistic for each token")
+        self.top_keys, self.top_weights = None, None
+        if given.top_keys is not None:
+            self.top_keys = _rows(np.asarray(given.top_keys), "weights.top_keys", 2)
+            self.top_weights = _rows(as_array(given.top_weights, "weights.top_weights"), "weights.top_weights", 2)
+        self.shape = next(iter(self.fields.values())).shape[:2]
+        lengths = {FIELDS[name][1]: array.shape[-1] for name, array in self.fields.items()}
+        seqlen_q = lengths.get("queries", lengths.get("keys", 0))
+        seqlen_k = lengths.get("keys", seqlen_q)
+        if "keys" not in lengths and tokens is not None and not isinstance(tokens, str):
+            seqlen_k = max(seqlen_k, len(tokens))
+        if seqlen_q == 0 or seqlen_k == 0 or 0 in self.shape:
+            raise ValueError(f"weights must not be empty, got statistics of {seqlen_q} queries and {seqlen_k} keys")
+        self._check_shapes(seqlen_q, seqlen_k)
+        keys, queries = token_labels(tokens, query_tokens, seqlen_q, seqlen_k)
+        offset = max(seqlen_k - seqlen_q, 0)
+        same = seqlen_q <= seqlen_k if queries is None else keys is not None and queries == keys[offset:]
+        self.info: dict[str, Any] = {
+            "kind": "statistics",
+            "title": "attention statistics",
+            "n_layers": self.shape[0],
+            "heads": self.shape[1],
+            "T_q": seqlen_q,
+            "T_k": seqlen_k,
+            "length": max(seqlen_k, seqlen_q + offset),
+            "offset": offset,
+            "shared": same,
+            "tokens": keys,
+            "query_tokens": None if same else queries,
+            "layers": _layer_names(layers, self.shape[0]),
+            "windows": weights_of is not None,
+        }
+        self.scale = "linear"
+
+    def _check_shapes(self, seqlen_q: int, seqlen_k: int) -> None:
+        for name, array in self.fields.items():
+            wanted = (*self.shape, seqlen_q if FIELDS[name][1] == "queries" else seqlen_k)
+            if array.shape != wanted:
+                raise ValueError(f"weights.{name} must have shape {wanted}, as the other statistics, got {array.shape}")
+        for name, top in (("top_keys", self.top_keys), ("top_weights", self.top_weights)):
+            if top is not None and top.shape[:3] != (*self.shape, seqlen_q):
+                raise ValueError(f"weights.{name} must have shape {(*self.shape, seqlen_q, 'k')}, got {top.shape}")
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}=<{summary(array)}>" for name, array in self.fields.items())
+
+    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
+        """Return the description and about so many bytes; the keys of the largest weights only if they fit."""
+
+        def size(block: int) -> int:
+            parts = [array.nbytes // array.shape[-1] * -(-array.shape[-1] // block) for array in self.fields.values()]
+            return int(sum(parts))
+
+        block = _smallest_block(size, most)
+        data = bytearray()
+
+        def place(array: Array) -> dict[str, Any]:
+            data.extend(bytes(-len(data) % 8))
+            start = len(data)
+            data.extend(to_bytes(array))
+            return {"start": start, "bytes": len(data) - start, "dtype": array.dtype.name}
+
+        fields = []
+        for name, array in self.fields.items():
+            title, kind = FIELDS[name]
+            offset = self.info["offset"] if kind == "queries" else 0
+            where = place(_means_of_blocks(array, block))
+            fields.append({"name": name, "title": title, "length": array.shape[-1], "offset": offset, **where})
+            fields[-1]["block"] = block
+        info = {**self.info, "fields": fields, "top": None, "top_k": 0}
+        if self.top_keys is not None and self.top_weights is not None and self.top_keys.shape[-1] > 0:
+            keys = self.top_keys.astype(np.int32)
+            if len(data) + keys.nbytes + self.top_weights.nbytes <= most:
+                info.update(top={"keys": place(keys), "weights": place(self.top_weights)}, top_k=keys.shape[-1])
+        return info, bytes(data)
+
+    def window(self, where: Rectangle) -> Array:
+        """Return a part of a head's matrix, as weights_of computes it."""
+        if self.weights_of is None:
+            raise ValueError("the view was made without weights_of")
+        rows = as_array(self.weights_of(where.layer, where.head, slice(where.q0, where.q1)), "weights_of(...)")
+        wanted = (where.q1 - where.q0, self.info["T_k"])
+        rows = rows.reshape(rows.shape[-2:]) if rows.ndim > 2 and rows.size == np.prod(wanted) else rows
+        if rows.shape != wanted:
+            raise ValueError(f"weights_of(...) must return the shape (queries, T_k) = {wanted}, got {rows.shape}")
+        return rows[:, where.k0 : where.k1]
+
+
+def _rows(array: Array, name: str, trailing: int) -> Array:
+    """Return a statistic as (layers, heads, ...). Axes of length 1 before these two go."""
+    lead, rest = list(array.shape[: array.ndim - trailing]), array.shape[array.ndim - trailing :]
+    if array.ndim < trailing:
+        raise ValueError(f"{name} must have at least {trailing} axes, got shape {array.shape}")
+    while len(lead) > 2:
+        if 1 not in lead[:-1]:
+            raise ValueError(
+                f"{name} must have the shape of one text, (L, H, T), got {array.shape}: take one of the batch"
+            )
+        lead.remove(1)
+    return array.reshape((*[1] * (2 - len(lead)), *lead, *rest))

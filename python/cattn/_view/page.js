@@ -1,0 +1,134 @@
+// Elements, gestures and the host's theme.
+
+// Returns a new element. Keys that start with "on" are listeners; null and false leave an attribute out.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// Makes the white space of a token visible.
+function visible(token) {
+  if (token === "") return "∅";
+  return token.replace(/\n/g, "↵").replace(/\t/g, "→").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+}
+
+// Whether the page around the element is dark: JupyterLab, VS Code, Colab and marimo each say it in their own way, but
+// all have a background, or at least a colour of text.
+function isDark(element) {
+  const probe = make("canvas", { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+  const parse = (colour) => { // by drawing, because colours are written in many ways
+    probe.clearRect(0, 0, 1, 1);
+    probe.fillStyle = colour;
+    probe.fillRect(0, 0, 1, 1);
+    return probe.getImageData(0, 0, 1, 1).data;
+  };
+  for (let node = element; node; node = node.parentElement || (node.getRootNode() || {}).host) {
+    const [r, g, b, alpha] = parse(getComputedStyle(node).backgroundColor);
+    if (alpha > 127) return luminance([r, g, b]) < 0.18;
+  }
+  return luminance(parse(getComputedStyle(element).color)) > 0.4;
+}
+
+// Calls change(theme) when the theme of the page changes; returns a function that stops this.
+function watchTheme(element, change) {
+  let known = null;
+  const look = () => {
+    const theme = isDark(element) ? "dark" : "light";
+    if (theme !== known && element.isConnected) change((known = theme));
+  };
+  const lookTwice = () => {
+    look();
+    setTimeout(look, 400); // hosts load the style sheet of a theme after they have named it
+  };
+  const media = matchMedia("(prefers-color-scheme: dark)");
+  const observer = new MutationObserver(lookTwice);
+  const { documentElement, body } = element.ownerDocument;
+  for (const node of new Set([documentElement, body, document.documentElement])) observer.observe(node, { attributes: true });
+  media.addEventListener("change", lookTwice);
+  lookTwice();
+  return () => {
+    observer.disconnect();
+    media.removeEventListener("change", lookTwice);
+  };
+}
+
+// Pointer gestures of a canvas: hover(x, y), tap(x, y), brush(x0, y0, x1, y1, done), zoom(factor, x, y). The plain wheel
+// scrolls the page; with Ctrl, which a pinch on a touchpad sends as well, it zooms.
+function gestures(element, { hover, tap, brush, zoom }) {
+  const pointers = new Map();
+  let start = null;
+  let moved = false;
+  let spread = 0;
+  const place = (event) => {
+    const box = element.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  const distance = () => {
+    const [[ax, ay], [bx, by]] = [...pointers.values()];
+    return Math.hypot(ax - bx, ay - by);
+  };
+  element.addEventListener("pointerdown", (event) => {
+    if (event.button > 0) return;
+    element.setPointerCapture(event.pointerId);
+    pointers.set(event.pointerId, place(event));
+    start = place(event);
+    moved = false;
+    if (pointers.size === 2) spread = distance();
+  });
+  element.addEventListener("pointermove", (event) => {
+    const [x, y] = place(event);
+    if (pointers.has(event.pointerId)) pointers.set(event.pointerId, [x, y]);
+    if (pointers.size === 2) {
+      const now = distance();
+      const [[ax, ay], [bx, by]] = [...pointers.values()];
+      if (Math.abs(now / spread - 1) > 0.05) {
+        zoom(now / spread, (ax + bx) / 2, (ay + by) / 2);
+        spread = now;
+      }
+      moved = true;
+    } else if (start && (moved || Math.hypot(x - start[0], y - start[1]) > 6)) {
+      moved = true;
+      brush(...start, x, y, false);
+    } else {
+      hover(x, y);
+    }
+  });
+  const end = (event) => {
+    if (!pointers.delete(event.pointerId) || !start) return;
+    const [x, y] = place(event);
+    if (event.type === "pointerup" && pointers.size === 0 && spread === 0) {
+      if (moved) brush(...start, x, y, true);
+      else tap(x, y);
+    } else {
+      brush(0, 0, 0, 0, false);
+    }
+    if (pointers.size === 0) [start, spread] = [null, 0];
+  };
+  element.addEventListener("pointerup", end);
+  element.addEventListener("pointercancel", end);
+  element.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      zoom(Math.exp(-event.deltaY / 200), ...place(event));
+    },
+    { passive: false },
+  );
+}
+
+// Returns a window within 0 to `length`, `factor` times as narrow as `from` to `to`, in which `at` keeps its place.
+function zoomed(from, to, length, factor, at, least = 4) {
+  const size = Math.min(Math.max(Math.round((to - from) / factor), Math.min(least, length)), length);
+  const start = Math.min(Math.max(Math.round(at - ((at - from) / (to - from)) * size), 0), length - size);
+  return [start, start + size];
+}

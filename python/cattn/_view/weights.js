@@ -1,0 +1,300 @@
+// The view of weights: small pictures of all heads, one head large, its tokens as text.
+
+const THUMBNAIL = 64; // cells of a small picture, at most
+const MOST_CELLS = 2 ** 21; // that are asked of the kernel at once
+
+class WeightsView extends View {
+  constructor(model, element) {
+    super(model, element);
+    const { n_layers: layers, heads, T_q, T_k } = this.info;
+    this.whole = { q0: 0, q1: T_q, k0: 0, k1: T_k };
+    this.window = { ...this.whole };
+    this.data = numbersOf(this.bytes, this.info.dtype);
+    this.cellsOfHead = Math.ceil(T_q / this.info.block) * Math.ceil(T_k / this.info.block);
+    this.details = new Map(); // exact parts of heads that came from the kernel
+    this.map = new HeatMap({
+      point: (q, k, how) => this.point(q, k, how),
+      zoomed: (window) => {
+        this.window = window;
+        this.showHead();
+      },
+    });
+    const partner = (q) => (this.info.shared ? q + this.info.offset : this.at.k);
+    const owner = (k) => (this.info.shared && k >= this.info.offset ? k - this.info.offset : this.at.q);
+    const pointQuery = (q, how) => this.point(q, partner(q), how);
+    const pointKey = (k, how) => this.point(owner(k), k, how);
+    this.keyLane = new Lane({ point: pointKey });
+    this.queryLane = new Lane({ point: pointQuery });
+    this.largest = [new Largest("looks at most", pointKey), new Largest("is looked at most by", pointQuery)];
+    this.title = make("h3", { class: "cattn-title" });
+    this.compare = make("button", {
+      type: "button", class: "cattn-compare", "aria-pressed": "false", onclick: () => this.toggleCompare(),
+    }, "Compare two heads");
+    const many = layers * heads > 1;
+    this.root.append(
+      make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null),
+      make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" },
+        many ? this.makeHeads() : null,
+        make("div", { class: "cattn-large" },
+          make("header", {}, this.title, this.zoomButtons((factor) => this.map.zoomBy(factor))),
+          this.status, this.map.element),
+        make("div", { class: "cattn-texts" }, this.keyLane.element, this.queryLane.element,
+          make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element)))),
+    );
+    this.root.addEventListener("keydown", (event) => event.key === "Escape" && this.escape(event));
+    this.follow();
+    this.start();
+  }
+
+  // ---- heads ----
+  makeHeads() {
+    const { n_layers: layers, heads } = this.info;
+    this.thumbnails = [];
+    const rows = Array.from({ length: layers }, (_, layer) => {
+      const cells = Array.from({ length: heads }, (_, head) => {
+        const name = this.headName([layer, head]);
+        const canvas = make("canvas", { "aria-hidden": "true" });
+        const caption = layers === 1 ? make("span", {}, String(head)) : null;
+        const cell = make("div", {
+          role: "gridcell", class: "cattn-head", tabindex: "-1", "aria-label": name, title: name,
+          onclick: (event) => this.choose(layer, head, event.shiftKey),
+        }, canvas, caption);
+        Object.assign(cell, { layer, head, canvas });
+        this.thumbnails.push(cell);
+        return cell;
+      });
+      const label = layers === 1 ? null : make("span", { role: "rowheader" }, this.layerName(layer));
+      return make("div", { role: "row", class: "cattn-row" }, label, ...cells);
+    });
+    const numbers = Array.from({ length: heads }, (_, head) => make("span", {}, String(head)));
+    const top = layers === 1 ? null : make("div", { class: "cattn-row cattn-numbers", "aria-hidden": "true" },
+      make("span", {}, ""), ...numbers);
+    this.heads = make("div", {
+      role: "grid", class: layers === 1 ? "cattn-heads cattn-flat" : "cattn-heads", "aria-label": "heads",
+      "aria-multiselectable": "true", onkeydown: (event) => this.pressHead(event),
+    }, top, ...rows);
+    this.heads.style.setProperty("--cattn-heads", heads);
+    const words = layers === 1 ? `${heads} heads` : `${layers} layers (down) of ${heads} heads (across)`;
+    return make("div", { class: "cattn-overview" }, make("h4", {}, words), this.heads);
+  }
+
+  pressHead(event) {
+    const cell = event.target.closest(".cattn-head");
+    if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
+    const at = this.thumbnails.indexOf(cell);
+    const columns = this.columns();
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    if (step !== undefined) {
+      const next = this.thumbnails[at + step];
+      if (next) this.focusHead(next);
+    } else if (event.key === "Home" || event.key === "End") {
+      this.focusHead(this.thumbnails.at(event.key === "Home" ? 0 : -1));
+    } else if (event.key === "Enter") {
+      this.choose(cell.layer, cell.head, event.shiftKey);
+      this.map.element.focus();
+    } else if (event.key === " " || event.key === "c") {
+      this.choose(cell.layer, cell.head, true);
+    } else {
+      return;
+    }
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  // How many small pictures stand in a line.
+  columns() {
+    const top = this.thumbnails[0].offsetTop;
+    const next = this.thumbnails.findIndex((cell) => cell.offsetTop > top + 2);
+    return next < 0 ? this.thumbnails.length : next;
+  }
+
+  focusHead(cell) {
+    for (const other of this.thumbnails) other.tabIndex = other === cell ? 0 : -1;
+    cell.focus();
+  }
+
+  markHeads() {
+    if (!this.thumbnails) return;
+    const [first, second] = this.chosen;
+    const is = (cell, head) => Boolean(head) && cell.layer === head[0] && cell.head === head[1];
+    const active = this.thumbnails.includes(this.root.getRootNode().activeElement);
+    for (const cell of this.thumbnails) {
+      cell.setAttribute("aria-selected", String(is(cell, first) || is(cell, second)));
+      cell.classList.toggle("cattn-second", is(cell, second));
+      if (!active) cell.tabIndex = is(cell, first) ? 0 : -1;
+    }
+  }
+
+  drawThumbnails() {
+    const { q1, k1 } = this.whole;
+    for (const cell of this.thumbnails || []) {
+      const rows = Math.min(q1, THUMBNAIL);
+      const columns = Math.min(k1, THUMBNAIL);
+      cell.numbers ||= this.overview([cell.layer, cell.head]).picture(this.whole, rows, columns);
+      paint(cell.canvas, cell.numbers, rows, columns, this.scale);
+    }
+  }
+
+  toggleCompare() {
+    if (this.chosen.length === 2) this.choose(...this.chosen[0], false);
+    else this.setComparing(!this.compared);
+  }
+
+  escape(event) {
+    if (this.compared) this.setComparing(false);
+    else if (this.chosen.length === 2) this.choose(...this.chosen[0], false);
+    else if (this.pinned) this.pinned = false;
+    else if (this.map.element === event.target && this.thumbnails) {
+      this.focusHead(this.thumbnails.find((cell) => cell.tabIndex === 0) || this.thumbnails[0]);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  // ---- numbers ----
+  overview([layer, head]) {
+    const start = (layer * this.info.heads + head) * this.cellsOfHead;
+    const { q1, k1 } = this.whole;
+    return new Grid({ q1, k1, start, block: this.info.block, data: this.data, dtype: this.info.dtype });
+  }
+
+  // The best that is known of a head in this window. What is only known in blocks is asked of the kernel.
+  grid(head) {
+    if (this.info.block === 1) return this.overview(head);
+    const known = this.details.get(String(head));
+    if (known && known.covers(this.window)) return known;
+    const { q0, q1, k0, k1 } = this.window;
+    if (this.info.kernel && (q1 - q0) * (k1 - k0) <= MOST_CELLS) {
+      const [layer, number] = head;
+      const window = { q0, q1, k0, k1 };
+      this.kernel.ask(String(head), { kind: "window", layer, head: number, ...window }, (message, bytes) => {
+        if (message.error) return;
+        const data = numbersOf(bytes, message.dtype);
+        this.details.delete(String(head)); // the oldest go first
+        this.details.set(String(head), new Grid({ ...window, data, dtype: message.dtype }));
+        while (this.details.size > 4) this.details.delete(this.details.keys().next().value);
+        this.showHead();
+      });
+    }
+    return this.overview(head);
+  }
+
+  // ---- drawing ----
+  refresh() {
+    const { low, high } = this.info;
+    this.scale = new Scale({ low, high, log: this.log, theme: this.theme });
+    this.drawThumbnails();
+    this.setHeads();
+  }
+
+  resize() {
+    this.map.draw();
+  }
+
+  setHeads() {
+    if (!this.theme) return;
+    this.markHeads();
+    this.showHead();
+  }
+
+  showHead() {
+    const [first, second] = this.chosen;
+    const grids = [first, second].filter(Boolean).map((head) => this.grid(head));
+    if (grids.length === 2 && grids[0].block === grids[1].block && grids[0].covers(grids[1])
+      && grids[1].covers(grids[0])) {
+      this.current = grids[0].minus(grids[1]);
+    } else {
+      this.current = grids.length === 2 ? this.overview(first).minus(this.overview(second)) : grids[0];
+    }
+    this.parts = grids.length === 2 ? grids : null;
+    const range = this.parts ? this.current.range() : this.info;
+    this.shownScale = this.parts
+      ? new Scale({ ...range, log: this.log, theme: this.theme, diverging: true, zeroIsHidden: false })
+      : this.scale;
+    const name = this.parts ? `${this.headName(first)} − ${this.headName(second)}` : this.headName(first);
+    setText(this.title, name || "weights");
+    if (this.compare && !this.compared) {
+      setText(this.compare, this.parts ? "Stop comparing" : "Compare two heads");
+    }
+    this.showScale(this.shownScale);
+    this.map.element.setAttribute("aria-label", `${name || "weights"}: ${this.info.T_q} queries, ${this.info.T_k} keys. `
+      + "Arrow keys move, plus and minus zoom, Escape goes back to the heads.");
+    const { current: grid, whole, window, names, shownScale: scale } = this;
+    this.map.set({ grid, whole, window, names, scale });
+    const small = (size) => size <= MOST_TOKENS;
+    const { T_q, T_k } = this.info;
+    this.queryLane.build((q) => this.queryName(q), ...(small(T_q) ? [0, T_q] : this.part(window.q0, window.q1)));
+    this.keyLane.build((k) => this.keyName(k), ...(small(T_k) ? [0, T_k] : this.part(window.k0, window.k1)));
+    this.showPoint();
+  }
+
+  part(from, to) {
+    return [from, Math.min(to, from + MOST_TOKENS)];
+  }
+
+  // ---- the point ----
+  follow() {
+    const clip = (value, size) => Math.min(Math.max(value < 0 ? size - 1 : value, 0), size - 1);
+    this.at = { q: clip(this.model.get("query"), this.info.T_q), k: clip(this.model.get("key"), this.info.T_k) };
+    if (this.theme) this.showPoint();
+  }
+
+  point(q, k, how) {
+    if (how === "hover" && (this.pinned || (q === this.at.q && k === this.at.k))) return;
+    const again = this.pinned && q === this.at.q && k === this.at.k;
+    this.pinned = how === "hover" ? this.pinned : how === "key" || !again;
+    this.at = { q, k };
+    if (how !== "hover") this.save({ query: q, key: k });
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
+      this.showPoint();
+      this.keyLane.reveal();
+      this.queryLane.reveal();
+    });
+  }
+
+  text(x) {
+    return exactText(x, this.current.dtype);
+  }
+
+  showPoint() {
+    const { q, k } = this.at;
+    const { T_q, T_k } = this.info;
+    const [grid, scale] = [this.current, this.shownScale];
+    this.map.mark(q, k);
+    this.root.classList.toggle("cattn-pinned", this.pinned);
+    const row = (key) => (key >= grid.k0 && key < grid.k1 && q >= grid.q0 && q < grid.q1 ? grid.at(q, key) : undefined);
+    const column = (query) =>
+      (query >= grid.q0 && query < grid.q1 && k >= grid.k0 && k < grid.k1 ? grid.at(query, k) : undefined);
+    const [query, key] = [this.quoted(this.queryName(q), q), this.quoted(this.keyName(k), k)];
+    setText(this.keyLane.title, `Keys that query ${query} looks at`);
+    setText(this.queryLane.title, `Queries that look at key ${key}`);
+    this.keyLane.paint(row, scale, k, (x) => this.text(x));
+    this.queryLane.paint(column, scale, q, (x) => this.text(x));
+    this.showStatus(query, key, row(k));
+    const pairs = (size, value) =>
+      Array.from({ length: size }, (_, i) => [i, value(i)]).filter(([, x]) => x !== undefined);
+    const lists = [[T_k, row, (i) => this.keyName(i)], [T_q, column, (i) => this.queryName(i)]];
+    lists.forEach(([size, value, name], i) => {
+      const wanted = Math.max(T_q, T_k) > MOST_CHIPS_WITH_NUMBERS && grid.block === 1;
+      this.largest[i].show(wanted ? pairs(size, value) : [], name, scale, (x) => this.text(x));
+    });
+    setText(this.largest[0].caption, `query ${query} looks most at`);
+    setText(this.largest[1].caption, `key ${key} is looked at most by`);
+  }
+
+  showStatus(query, key, x) {
+    const { q, k } = this.at;
+    const known = x !== undefined;
+    const block = this.current.block;
+    let words = "";
+    if (this.parts && known && block === 1) {
+      words = this.parts.map((part) => exactText(part.at(q, k), part.dtype)).join(" − ") + " = ";
+    }
+    if (known && block > 1) words = `in ${block} × ${block} cells the largest is `;
+    const number = make("b", {}, known ? this.text(x) : "…");
+    Object.assign(this.status.dataset, { query: q, key: k, value: known ? this.text(x) : "", block });
+    this.status.replaceChildren(`query ${query} → key ${key}: ${words}`, number, this.pinned ? " · pinned" : "");
+  }
+}
