@@ -206,6 +206,80 @@ struct cattn_dropout_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
+/* How the inverse frequencies of rotary positions differ from theta^(-2i / rotary_dim). */
+enum cattn_rope_type {
+    CATTN_ROPE_DEFAULT = 0,
+    CATTN_ROPE_LINEAR,
+    CATTN_ROPE_DYNAMIC,
+    CATTN_ROPE_YARN,
+    CATTN_ROPE_LLAMA3
+};
+
+/* The numbers of a rope_scaling of Hugging Face transformers; a type reads those that it knows. */
+struct cattn_rope_scaling {
+    enum cattn_rope_type type;
+    bool truncate;                            /* yarn */
+    double factor;                            /* >= 1; all but DEFAULT */
+    double original_length;                   /* > 0; dynamic, yarn, llama3 */
+    double low_freq_factor, high_freq_factor; /* llama3: 0 < low < high */
+    double beta_fast, beta_slow;              /* yarn: > 0 */
+    double attention_factor;       /* yarn: a factor of every sine and cosine, or 0: it follows from factor */
+    double mscale, mscale_all_dim; /* yarn: and from these two, unless one is 0 */
+};
+
+/* Rotates pairs of columns of x by the angle position * frequency: of the first rotary_dim columns, column i with
+ * column i + rotary_dim / 2, or neighbours if interleaved. The other columns are copied. */
+struct cattn_rope_params {
+    enum cattn_dtype dtype;
+    enum cattn_storage storage; /* of x and out */
+    bool interleaved;
+    bool inverse; /* by the negative angle */
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_batch; /* product of batch_shape; or 0 if x is empty */
+    int64_t seqlen;
+    int64_t n_cols, rotary_dim; /* rotary_dim is even, and at least 4 with CATTN_ROPE_DYNAMIC */
+    double theta;               /* >= 1, and > 1 with CATTN_ROPE_YARN */
+    double length;              /* the largest position + 1; read by CATTN_ROPE_DYNAMIC */
+    struct cattn_rope_scaling scaling;
+    struct cattn_poll poll;
+    struct cattn_tensor x, out; /* batch, row and col strides; out may be x itself with the same strides */
+    /* double, batch and row strides: each from -CATTN_MAX_POSITION to CATTN_MAX_POSITION. If absent: 0, 1, 2, ... */
+    struct cattn_tensor positions;
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+#define CATTN_MAX_POSITION 0x1p53
+
+/* out = x / sqrt(mean of the row's squares + eps) * weight */
+struct cattn_rms_norm_params {
+    enum cattn_dtype dtype;
+    enum cattn_storage storage; /* of x and out */
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
+    int64_t n_cols;
+    double eps; /* >= 0 */
+    struct cattn_poll poll;
+    struct cattn_tensor x, out; /* batch and col strides; out may be x itself with the same strides */
+    struct cattn_tensor weight; /* col stride, in the dtype of the computation; or absent */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+
+/* The gradients of an RMS norm, in the dtype of the computation. */
+struct cattn_rms_norm_backward_params {
+    enum cattn_dtype dtype;
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
+    int64_t n_cols;
+    double eps;
+    struct cattn_poll poll;
+    struct cattn_tensor grad, x, grad_x; /* batch and col strides; grad_x may be one of the others, same strides */
+    struct cattn_tensor weight;          /* col stride; or absent */
+    struct cattn_tensor grad_weight;     /* col stride; present if weight is */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+
 /* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
@@ -214,6 +288,9 @@ void cattn_clear_statistics(struct cattn_statistics_params *params);
 void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
+void cattn_clear_rope(struct cattn_rope_params *params);
+void cattn_clear_rms_norm(struct cattn_rms_norm_params *params);
+void cattn_clear_rms_norm_backward(struct cattn_rms_norm_backward_params *params);
 
 /* All of `spec` but the seed or the generator, for a dropout with probability p, 0 <= p <= 1. */
 void cattn_set_dropout(struct cattn_dropout_spec *spec, double p);
@@ -231,6 +308,9 @@ enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);
 enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
+enum cattn_status cattn_rope(const struct cattn_rope_params *params);
+enum cattn_status cattn_rms_norm(const struct cattn_rms_norm_params *params);
+enum cattn_status cattn_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
 
 /* How cattn_attention would compute a call. Explaining reads no element, but computes the range of every row. */
 struct cattn_explanation {

@@ -178,6 +178,36 @@ def axis(data: Bytes) -> int:
     return data.below(4) - 2
 
 
+def rotating(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape = (*s.batch_dims, *s.heads, s.T_q, s.D)
+    options: dict[str, Callable[[], Any]] = {
+        "positions": lambda: data.pick((np.arange(s.T_q), np.arange(s.T_q) / 2, [3] * s.T_q)),
+        "theta": lambda: data.pick((10000.0, 1.5, 500000)),
+        "interleaved": lambda: data.chance(2),
+        "inverse": lambda: data.chance(2),
+        "scaling": lambda: data.pick((None, {"rope_type": "linear", "factor": 2.0}, {"type": "yarn"})),
+        "out": lambda: s.out(*shape),
+    }
+    call = {name: make() for name, make in options.items() if data.chance(2)}
+    return {"x": s.make(*shape), "rotary_dim": s.D // 2 * 2} | call
+
+
+def norming(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape = (*s.batch_dims, s.T_q, s.D)
+    call: dict[str, Any] = {"x": s.make(*shape), "eps": data.pick((1e-6, 0.0, 1))}
+    if data.chance(2):
+        call["weight"] = s.make(s.D)
+    return call | ({"out": s.out(*shape)} if data.chance(3) else {})
+
+
+def norm_gradients(data: Bytes) -> dict[str, Any]:
+    call = norming(data)
+    call.pop("out", None)
+    return {"grad_out": call["x"][::-1], **call}
+
+
 def merging(data: Bytes) -> dict[str, Any]:
     s, n = Shapes(data), 1 + data.below(3)
     shape = (*s.batch_dims, s.T_q)
@@ -323,4 +353,10 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (in_order(_cattn.softmax_backward), constant(grad_out=SHAPE, weights=SHAPE, scale=1.0, out=None)),
     every_argument(cattn.dropout, constant(x=SHAPE, rng=3, return_mask=True)),
     every_argument(cattn.causal_mask, constant(T_q=3, T_k=4)),
+    (cattn.rope, rotating),
+    (cattn.rms_norm, norming),
+    (cattn.rms_norm_backward, norm_gradients),
+    every_argument(cattn.rope, constant(x=TOKENS[..., :2])),
+    every_argument(cattn.rms_norm, constant(x=SHAPE)),
+    (in_order(_cattn.rms_norm_backward), constant(grad_out=SHAPE, x=SHAPE, weight=None, eps=1e-6)),
 ]  # fmt: skip

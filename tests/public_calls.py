@@ -38,6 +38,8 @@ X = _normal(3, 3)
 SCORES, SCORES_MASK = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
 PACKED = _normal(120, 2, 8)
 EDGES = np.array([0, 50, 50, 120])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WEIGHT_OF_9 = np.linspace(0.5, 2, 9, dtype=np.float32)
 HALF, BFLOAT16 = _normal(2, 101, 8, dtype=np.float16), _normal(2, 101, 8).astype(ml_dtypes.bfloat16)
 DOUBLE, SWAPPED = _normal(2, 40, 8, dtype=np.float64), _normal(2, 40, 8).astype(">f4")
 INPUTS = {name: value for name, value in globals().items() if isinstance(value, np.ndarray)}
@@ -58,6 +60,11 @@ def _path_and_threads(path: str, threads: int) -> Iterator[None]:
 def _attend(*arrays: np.ndarray, path: str = "auto", threads: int = 1, **options: Any) -> object:
     with _path_and_threads(path, threads):
         return cattn.scaled_dot_product_attention(*arrays, **options)
+
+
+def _threaded(call: Call) -> object:
+    with cattn.num_threads(3):
+        return call()
 
 
 def _attend_in_place() -> object:
@@ -179,6 +186,13 @@ CALLS: dict[str, Call] = {
     "masked_softmax, name made at run time": lambda: cattn.masked_softmax(**{"".join(("sco", "res")): SCORES}),
     "dropout": lambda: cattn.dropout(SCORES, 0.5, rng=np.random.default_rng(1), return_mask=True),
     "dropout, stream": lambda: cattn.dropout(SCORES, 0.5, rng=cattn.TorchGenerator(1)),
+    "rope": lambda: cattn.rope(QUERY, EDGES[1] + np.arange(101), rotary_dim=6, scaling=YARN),
+    "rope, threads": lambda: _threaded(lambda: cattn.rope(OUT_LIKE[..., :8], LENGTHS + np.arange(101))),
+    "rope, interleaved": lambda: cattn.rope(BFLOAT16, interleaved=True, inverse=True, out=BFLOAT16.copy()),
+    "rms_norm": lambda: cattn.rms_norm(SCORES, np.arange(90)),
+    "rms_norm, half": lambda: cattn.rms_norm(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
+    "rms_norm_backward": lambda: cattn.rms_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
+    "rms_norm_backward, threads": lambda: _threaded(lambda: cattn.rms_norm_backward(OUT_LIKE, OUT_LIKE, WEIGHT_OF_9)),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
     "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),

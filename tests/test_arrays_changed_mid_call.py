@@ -90,6 +90,25 @@ def test_softmax_backward_of_an_array_that_changes_its_shape(square: np.ndarray)
 
 
 @pytest.mark.promise("shapes that change")
+def test_rope_and_rms_norm_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
+    right = cattn.rope(square, theta=500.0)
+    assert_same_bits(cattn.rope(square, theta=ShapeChanger(500.0, square, T * T // 2, 2)), right)
+    square.shape = T, T
+    positions = ShapeChanger(np.arange(T), square, T * T // 2, 2)
+    assert_same_bits(cattn.rope(square, positions, theta=500.0), right)
+    square.shape = T, T
+    with pytest.raises(ValueError, match="out has shape"):
+        cattn.rope(square, theta=ShapeChanger(500.0, square, T * T), out=square)
+    square.shape = T, T
+    with pytest.raises(ValueError, match=r"^weight must have .*, shape \(2,\), got shape \(512,\)"):
+        cattn.rms_norm(square, ShapeChanger(np.ones(T, F), square, T * T // 2, 2))
+    square.shape = T, T
+    other = square.copy()
+    with pytest.raises(ValueError, match="grad_out has shape"):
+        cattn._cattn.rms_norm_backward(square, other, ShapeChanger(np.ones(T, F), square, T * T // 2, 2), 1e-6)
+
+
+@pytest.mark.promise("shapes that change")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_attention_of_arrays_that_change_their_shapes(
     attended: Iterator[np.ndarray], square: np.ndarray, name: str

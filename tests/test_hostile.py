@@ -94,11 +94,15 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
     "scratch of gradients": lambda: backward(
         X[:1], repeated(1, 2), repeated(MOST, 2), repeated(MOST, 2), X[:1], np.ones(1, F)
     ),
+    "scratch of statistics": lambda: cattn.attention_statistics(repeated(1, MOST), repeated(1, MOST)),
     "softmax": lambda: cattn.softmax(repeated(2**60)),
     "masked_softmax": lambda: cattn.masked_softmax(repeated(2**60)),
     "dropout": lambda: cattn.dropout(repeated(2**60), 0.5, rng=1),
     "causal_mask": lambda: cattn.causal_mask(2**30, 2**31),
     "softmax_backward": lambda: cattn.softmax_backward(repeated(2**60), repeated(2**60)),
+    "rope": lambda: cattn.rope(repeated(2**59, 2)),
+    "rms_norm": lambda: cattn.rms_norm(repeated(2**60)),
+    "rms_norm_backward": lambda: cattn.rms_norm_backward(repeated(2**60), repeated(2**60)),
     "merge_attention": lambda: cattn.merge_attention([repeated(2**40, 2)] * 2, [repeated(2**40)] * 2),
     "merge_attention, without columns": lambda: cattn.merge_attention([repeated(2**40, 0)] * 2, [repeated(2**40)] * 2),
     "merge_attention, parts": lambda: cattn.merge_attention(repeated(2**40, 2), repeated(2**40)),

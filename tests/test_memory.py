@@ -66,6 +66,33 @@ def test_a_call_holds_at_most_one_mebibyte_a_thread(
 
 @pytest.mark.promise("memory")
 @measured
+def test_statistics_hold_no_matrix_of_weights() -> None:
+    """A matrix of one head would take 256 MiB. The results are 10 numbers a token, and a thread may hold 1 MiB."""
+    code = GROWTH.format(shape=(1, 2, 8192, 16), dtype="float32", threads=2, options={}, strided=False)
+    code = code.replace(
+        "cattn.causal_attention(query, key, value, out=out, **options)\n",
+        "kept = cattn.attention_statistics(query, key, is_causal=True, top_k=1)\n",
+    ).replace("before = peak()", "cattn.attention_statistics(small, small, top_k=1); before = peak()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    results = 2 * 8192 * (9 * 4 + 8 + 8) // 1024  # with the lse in float64
+    assert int(done.stdout) <= results + 1024 * 2 + 512, "KiB"
+
+
+@pytest.mark.promise("memory")
+@measured
+@pytest.mark.parametrize(
+    "call", ["rope(query", "rope(query, np.arange(16384) + 2.0**40, interleaved=True", "rms_norm(query"]
+)
+def test_rows_hold_at_most_one_mebibyte_a_thread(call: str) -> None:
+    """The sines and cosines of all tokens would take 16 MiB."""
+    code = GROWTH.format(shape=(1, 1, 16384, 128), dtype="float64", threads=2, options={}, strided=True)
+    code = code.replace("cattn.causal_attention(query, key, value,", f"cattn.{call},")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) <= 1024 * 2 + 256, "KiB"
+
+
+@pytest.mark.promise("memory")
+@measured
 def test_gradients_hold_no_matrix_of_scores() -> None:
     """Beside its results the backward pass holds a few blocks a thread: at most 3 MiB (the documentation says 20)."""
     code = GROWTH.format(

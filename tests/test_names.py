@@ -88,6 +88,18 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.head_scores, X), "token_id", "did you mean 'token_ids'?"),
     (functools.partial(cattn.attention_rollout, X), "residuals", "did you mean 'residual'?"),
+    # rotary positions and RMS norm
+    (functools.partial(cattn.rope, X), "position_ids", "did you mean 'positions'?"),
+    (functools.partial(cattn.rope, X), "base", "did you mean 'theta'?"),
+    (functools.partial(cattn.rope, X), "rope_scaling", "did you mean 'scaling'?"),
+    (functools.partial(cattn.rope, X), "traditional", "did you mean 'interleaved'?"),
+    (functools.partial(cattn.rope, X), "partial_rotary_factor", "pass rotary_dim=int(partial_rotary_factor * D)"),
+    (functools.partial(cattn.rope, X), "cos", "rope computes cosines and sines itself, from positions and theta"),
+    (functools.partial(cattn.rope, X), "is_neox_style", "pass interleaved=not is_neox_style"),
+    (functools.partial(cattn.rms_norm, X), "epsilon", "did you mean 'eps'?"),
+    (functools.partial(cattn.rms_norm, X), "gamma", "did you mean 'weight'?"),
+    (functools.partial(cattn.rms_norm, X), "normalized_shape", "the last axis is normalised"),
+    (functools.partial(cattn.rms_norm_backward, X, X), "epsilon", "did you mean 'eps'?"),
     (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips

@@ -27,6 +27,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[int, ...]]] = {
     "masked_softmax": (lambda out: cattn.masked_softmax(S, is_causal=True, out=out), S.shape),
     "renormalized": (lambda out: cattn.masked_softmax(S, is_causal=True, method="renormalize", out=out), S.shape),
     "dropout": (lambda out: cattn.dropout(S, 0.5, rng=1, out=out), S.shape),
+    "rope": (lambda out: cattn.rope(Q, rotary_dim=6, out=out), Q.shape),
+    "interleaved": (lambda out: cattn.rope(Q, interleaved=True, out=out), Q.shape),
+    "rms_norm": (lambda out: cattn.rms_norm(S, out=out), S.shape),
 }
 
 LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
@@ -73,13 +76,15 @@ def test_out_may_overlap_an_input(name: str, shift: int) -> None:
 
 
 @pytest.mark.promise("out")
-@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward"])
+@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward", "rope", "rms_norm"])
 def test_out_may_be_the_transposed_input(name: str) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
         "softmax": lambda x, out=None: cattn.softmax(x, out=out),
         "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, out=out),
         "dropout": lambda x, out=None: cattn.dropout(x, 0.5, rng=1, out=out),
         "softmax_backward": lambda x, out=None: cattn.softmax_backward(x, S[0], out=out),
+        "rope": lambda x, out=None: cattn.rope(x, rotary_dim=16, out=out),
+        "rms_norm": lambda x, out=None: cattn.rms_norm(x, out=out),
     }
     x = S[1].copy()
     expected = functions[name](x)
@@ -87,7 +92,9 @@ def test_out_may_be_the_transposed_input(name: str) -> None:
     assert np.array_equal(x.T, expected)
 
 
-@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "gradient in place", "weights in place"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "masked_softmax", "dropout", "gradient in place", "weights in place", "rope", "rms_norm"]
+)
 def test_calls_in_place_copy_nothing(name: str) -> None:
     functions: dict[str, Callable[[np.ndarray, np.ndarray], object]] = {
         "softmax": lambda x, out: cattn.softmax(x, out=out),
@@ -95,6 +102,8 @@ def test_calls_in_place_copy_nothing(name: str) -> None:
         "dropout": lambda x, out: cattn.dropout(x, 0.5, rng=1, out=out),
         "gradient in place": lambda x, out: cattn.softmax_backward(x, other, out=out),
         "weights in place": lambda x, out: cattn.softmax_backward(other, x, out=out),
+        "rope": lambda x, out: cattn.rope(x, out=out),
+        "rms_norm": lambda x, out: cattn.rms_norm(x, out=out),
     }
     x, other = np.random.default_rng(0).random((2, 500, 500))
 

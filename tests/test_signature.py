@@ -49,6 +49,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},
     "dropout": {"x": X, "p": 0.25, "rng": 3, "return_mask": True},
     "causal_mask": {"T_q": 3, "T_k": 5, "window_size": (1, 0)},
+    "rope": {"x": X, "positions": [3, 4, 5, 6], "theta": 500.0, "rotary_dim": 4, "interleaved": True},
+    "rms_norm": {"x": X, "weight": X[0, 0], "eps": 0.5},
 }  # fmt: skip
 NAMES = list(ARGUMENTS)
 DROPPED = cattn.dropout(X, 0.5, rng=1)
@@ -121,6 +123,11 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.causal_mask)) == (
         "(T_q, T_k=None, *, is_causal='lower_right', query_offset=None, window_size=(-1, -1))"
     )
+    assert str(inspect.signature(cattn.rope)) == (
+        "(x, positions=None, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None, inverse=False, "
+        "out=None)"
+    )
+    assert str(inspect.signature(cattn.rms_norm)) == "(x, weight=None, eps=1e-06, *, out=None)"
 
 
 def attention_table() -> list[str]:
@@ -265,7 +272,7 @@ spec.loader.exec_module(module)
 def softmax(x, axis=-1): ...
 softmax = module._register(softmax, "", ("x", "axis"), (-1,), 2)
 for call in (lambda: softmax([1.0]), lambda: softmax(), lambda: module._store(1, 2), lambda: module._check_out(1, 2),
-             lambda: module.softmax_backward(1, 2, 1.0, None)):
+             lambda: module.softmax_backward(1, 2, 1.0, None), lambda: module.rms_norm_backward(1, 2, None, 1.0)):
     try:
         call()
     except RuntimeError as error:
@@ -280,7 +287,7 @@ def test_a_call_before_the_helpers_are_registered_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     early = "cattn is called before its import is complete, or after its end"
-    assert done.stdout.splitlines() == [early] * 5 + ["[0.5 0.5]"]
+    assert done.stdout.splitlines() == [early] * 6 + ["[0.5 0.5]"]
 
 
 @pytest.mark.parametrize("first", ["cattn._cattn", "cattn._input.arrays", "cattn.functional", "cattn.random"])

@@ -62,6 +62,15 @@ def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 # ---- attention and its gradients -----------------------------------------------------------------------------------
 @st.composite
+def summary(draw: st.DrawFn) -> Work:
+    """Statistics of attention weights."""
+    call = {name: a for name, a in draw(calls())[0].items() if name not in ("value", "dropout_p", "rng")}
+    call |= {"top_k": min(draw(st.sampled_from([0, 1, 5])), call["key"].shape[-2])}
+    call |= {"observation_window": draw(st.sampled_from([None, 1, 50]))}
+    return Work("summary", lambda: arrays(cattn.attention_statistics(**call)), call)
+
+
+@st.composite
 def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     call, _ = draw(calls())
     stream = draw(rngs)
@@ -96,7 +105,8 @@ def gradients(draw: st.DrawFn) -> Work:
         if double_lse:
             out = cattn.AttentionOutput(lse=np.empty(result.lse.shape, np.float64))
             result = cattn.scaled_dot_product_attention(**again(call), return_lse=True, out=out)
-        grad_out = np.cos(np.arange(result.out.size)).reshape(result.out.shape).astype(result.out.dtype)
+        steps = (np.arange(result.out.size) * 7 % 32 - 16) / 8  # exact, in any rounding direction
+        grad_out = steps.reshape(result.out.shape).astype(result.out.dtype)
         grad_lse = result.lse if double_lse else None
         return arrays(
             result,
@@ -195,6 +205,38 @@ def rowwise(draw: st.DrawFn) -> Work:
     return Work("rowwise", run, {"x": x, "axis": axis, "where": where, "offset": offset, "p": p, "rng": rng})
 
 
+SCALINGS = [
+    None,
+    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+]
+
+
+@st.composite
+def rotation(draw: st.DrawFn) -> Work:
+    """RMS norm, rotary positions, and the gradients of both."""
+    shape = [*draw(st.lists(st.sampled_from([1, 2, 5]), max_size=2)), draw(st.sampled_from(ROWS))]
+    n_cols = draw(st.sampled_from([4, 7, 16, 66, 128]))
+    x = normal(draw, *shape, n_cols, dtype=draw(st.sampled_from(FLOATS)))
+    x = x[..., ::-1] if draw(st.booleans()) else x
+    weight = normal(draw, n_cols, dtype=x.dtype) if draw(st.booleans()) else None
+    start = draw(st.sampled_from([0, 1000, 2**40]))
+    options = {
+        "positions": np.arange(start, start + shape[-1]),
+        "rotary_dim": n_cols // 2 * 2,
+        "interleaved": draw(st.booleans()),
+        "scaling": draw(st.sampled_from(SCALINGS)),
+    }
+
+    def run() -> Results:
+        normed = cattn.rms_norm(x, weight, 1e-5)
+        rotated = cattn.rope(normed, **options)
+        grad = cattn.rope(x, inverse=True, **options)
+        return arrays(normed, rotated, grad, cattn.rms_norm_backward(grad, x, weight, 1e-5))
+
+    return Work("rotation", run, {"x": x, "weight": weight} | options)
+
+
 @st.composite
 def stream(draw: st.DrawFn) -> Work:
     """Numbers of a TorchGenerator. Its state is saved and restored between the draws."""
@@ -259,7 +301,9 @@ def modules(draw: st.DrawFn) -> Work:
 # ---- all of them ---------------------------------------------------------------------------------------------------
 def any_function() -> st.SearchStrategy[Work]:
     """All work except layers, whose projections are NumPy's."""
-    return st.one_of(attention(), gradients(), packed(), decoding(), merging(), rowwise(), stream())
+    return st.one_of(
+        attention(), gradients(), summary(), packed(), decoding(), merging(), rowwise(), rotation(), stream()
+    )
 
 
 def any_work() -> st.SearchStrategy[Work]:

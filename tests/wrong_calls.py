@@ -60,6 +60,8 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
     "masked_softmax": lambda: {"scores": ones(2, 5, 6), "out": ones(2, 5, 6)},
     "dropout": lambda: {"x": ones(2, 5, 6), "p": 0.5, "rng": np.random.default_rng(1), "out": ones(2, 5, 6)},
     "causal_mask": lambda: {"T_q": 3, "T_k": 4},
+    "rope": lambda: {"x": ones(2, 5, 6), "positions": [0, 1, 2, 3, 4], "rotary_dim": 4, "out": ones(2, 5, 6)},
+    "rms_norm": lambda: {"x": ones(2, 5, 6), "weight": ones(6), "out": ones(2, 5, 6)},
     "set_num_threads": lambda: {"n": 1},
     "num_threads": lambda: {"n": 1},
     "show_config": lambda: {"mode": "dicts"},
@@ -67,8 +69,9 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
 SDPA, CAUSAL, WEIGHTS = "scaled_dot_product_attention", "causal_attention", "attention_weights"
 ATTENTION, ALL_THREE = (SDPA, CAUSAL), (SDPA, CAUSAL, WEIGHTS)
 SOFTMAX, MASKED, DROPOUT, STAGE, MASK_OF = ("softmax",), ("masked_softmax",), ("dropout",), (WEIGHTS,), ("causal_mask",)
+ROPE, NORM = ("rope",), ("rms_norm",)
 ANY_CAUSAL, THREADS = (SDPA, WEIGHTS, "masked_softmax"), ("set_num_threads", "num_threads")
-ROWWISE = ("softmax", "masked_softmax", "dropout")
+ROWWISE = ("softmax", "masked_softmax", "dropout", "rope", "rms_norm")
 
 
 class Row(NamedTuple):
@@ -197,7 +200,7 @@ TABLE = [
     *rows_for_dtypes(ALL_THREE, "query", (2, 4, 5, 8)),
     *rows_for_dtypes(ALL_THREE, "key", (2, 2, 6, 8)),
     *rows_for_dtypes(ATTENTION, "value", (2, 2, 6, 3)),
-    *rows_for_dtypes(("softmax", "dropout"), "x", (2, 5, 6)),
+    *rows_for_dtypes(("softmax", "dropout", "rope", "rms_norm"), "x", (2, 5, 6)),
     *rows_for_dtypes(("masked_softmax",), "scores", (2, 5, 6)),
     # ranks and sizes
     wrong_value(ALL_THREE, r"query must have at least 2 dimensions \(..., T_q, head_dim\), got 1", query=ones(8)),
@@ -312,6 +315,83 @@ TABLE = [
         wrong_value(MASKED, "method must be 'neg_inf' or 'renormalize', got", method=m)
         for m in ("NEG_INF", "", None, 1)
     ],
+    # rope
+    wrong_value(ROPE, r"x must have at least 2 dimensions \(..., T, D\), got 1", x=ones(6)),
+    wrong_value(ROPE, r"x must have at least 2 dimensions \(..., T, D\), got 0", x=1.0),
+    *[
+        wrong_type(ROPE, f"positions must hold ints or floats, got dtype {kind}", positions=positions)
+        for positions, kind in (([True] * 5, "bool"), ([1j] * 5, "complex128"), (["1"] * 5, "<U1"), ({}, "object"))
+    ],
+    wrong_type(ROPE, r"positions is a masked array .*: pass positions\.data$", positions=np.ma.masked_array([1] * 5)),
+    wrong_value(ROPE, "positions cannot be read as an array", positions=[[1], [2, 3]]),
+    wrong_value(ROPE, r"positions must have one .*, got just one: pass np\.arange\(start, start \+ T\)$", positions=7),
+    *[
+        wrong_value(ROPE, rf"positions must be between -2\*\*53 and 2\*\*53, got {got}$", positions=[0, 1, p, 3, 4])
+        for p, got in (
+            (NAN, "nan"),
+            (INF, "inf"),
+            (-INF, "-inf"),
+            (2**53 + 1, 2**53 + 1),
+            (-(2**53) - 1, -(2**53) - 1),
+            (1e17, r"1e\+17"),
+        )
+    ],
+    *[
+        wrong_value(
+            ROPE,
+            rf"positions has shape {re.escape(str(shape))}, which does not fit x's \(2, 5, 6\): pass one .*"
+            r"each of the 5 tokens, shape \(5,\), or .*\(heads\)$",
+            positions=np.zeros(shape),
+        )
+        for shape in ((4,), (1,), (3, 5), (2, 1), (2, 1, 5), (1, 2, 5), (5, 2, 3))
+    ],
+    wrong_value(
+        ROPE,
+        r"positions has shape \(2,\), .*; if x is \(\.\.\., tokens, heads, head_dim\), pass x\.swapaxes\(-3, -2\)$",
+        positions=[0, 1],
+    ),
+    *rows_for_numbers(ROPE, "theta"),
+    wrong_value(ROPE, "theta must be at least 1, got 0.5", theta=0.5),
+    wrong_value(ROPE, "theta must be at least 1, got -10000", theta=-10000),
+    *[
+        wrong_type(ROPE, f"rotary_dim must be an int, got {type(x).__name__}", rotary_dim=x)
+        for x in (4.0, "4", True, [4])
+    ],
+    wrong_value(ROPE, "rotary_dim must be even, because columns are rotated in pairs, got 3", rotary_dim=3),
+    wrong_value(ROPE, "rotary_dim must be at least 0, got -2", rotary_dim=-2),
+    wrong_value(ROPE, "rotary_dim must be at most 6, got 8", rotary_dim=8),
+    wrong_value(
+        ROPE,
+        "x has 7 columns, but they are rotated in pairs: pass an even rotary_dim, for example 6",
+        x=ones(2, 5, 7),
+        rotary_dim=None,
+    ),
+    *[
+        wrong_type(ROPE, f"{name} must be True or False, got {type(x).__name__}", **{name: x})
+        for name in ("interleaved", "inverse")
+        for x in ("halves", 1, None, np.ones(2))
+    ],
+    wrong_type(ROPE, "scaling must be a dict as in the config of a model, or None, got float", scaling=2.0),
+    wrong_type(ROPE, r"rope\(\) got an unexpected keyword argument 'base': did you mean 'theta'\?$", base=1),
+    # rms_norm
+    wrong_value(NORM, r"x must have at least 1 dimension \(..., D\), got 0", x=1.0),
+    *[
+        wrong_value(
+            NORM, rf"weight must have one number for each column of x, shape \(6,\), got shape {shape}", weight=w
+        )
+        for w, shape in ((ones(5), r"\(5,\)"), (1.0, r"\(\)"), (ones(5, 6), r"\(5, 6\)"), (ones(1, 6), r"\(1, 6\)"))
+    ],
+    wrong_type(NORM, "weight has dtype complex64", weight=ones(6, dtype=np.complex64)),
+    wrong_type(
+        NORM,
+        "x and weight mix float16 and bfloat16, which have no common dtype",
+        x=ones(2, 5, 6, dtype=np.float16),
+        weight=ones(6, dtype=ml_dtypes.bfloat16),
+    ),
+    *rows_for_numbers(NORM, "eps"),
+    wrong_type(NORM, "eps must be a real number, got NoneType", eps=None),
+    wrong_value(NORM, "eps must not be negative, got -1e-06", eps=-1e-6),
+    wrong_type(NORM, "out has dtype float32, the result has float64", weight=ones(6, dtype=np.float64)),
     # out
     *rows_for_out(ATTENTION, (2, 4, 5, 3)),
     *rows_for_out((WEIGHTS,), (2, 4, 5, 6)),

@@ -110,7 +110,7 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
-int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n) {
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
     for (int i = 0; i < n; i++) {
@@ -121,8 +121,10 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
             unlike |= own != type && is_half(state, own) && is_half(state, type);
     }
     if (unlike && is_half(state, type)) {
-        PyErr_SetString(PyExc_TypeError, "query, key and value mix float16 and bfloat16, which have no common "
-                                         "dtype in NumPy: convert them to one, or to float32");
+        PyErr_Format(PyExc_TypeError,
+                     "%s mix float16 and bfloat16, which have no common dtype in NumPy: convert them to one, or to "
+                     "float32",
+                     names);
         return -1;
     }
     for (int i = 0; i < n; i++) {

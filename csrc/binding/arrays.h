@@ -10,8 +10,9 @@
 
 /* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
-/* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes. Returns the type, or -1. */
-int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n);
+/* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes; `names` are theirs in a message.
+ * Returns the type, or -1. */
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* From NumPy's type number of such arrays to the core's types. */

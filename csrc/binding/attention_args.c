@@ -27,7 +27,7 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         if (call->inputs[i] == NULL)
             return false;
     }
-    call->stored_type = cattn_arg_promote(call->state, call->inputs, VALUE + 1);
+    call->stored_type = cattn_arg_promote(call->state, call->inputs, VALUE + 1, "query, key and value");
     if (call->stored_type < 0)
         return false;
     call->compute_type = cattn_arg_compute_type(call->stored_type);

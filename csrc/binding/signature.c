@@ -25,7 +25,9 @@
     E(CATTN_SOFTMAX, softmax, SOFTMAX_ARGUMENTS)                                                                       \
     E(CATTN_MASKED_SOFTMAX, masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                  \
     E(CATTN_DROPOUT, dropout, DROPOUT_ARGUMENTS)                                                                       \
-    E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)
+    E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)                                                           \
+    E(CATTN_ROPE, rope, ROPE_ARGUMENTS)                                                                                \
+    E(CATTN_RMS_NORM, rms_norm, RMS_NORM_ARGUMENTS)
 
 /* ---- a call ---- */
 

@@ -44,7 +44,7 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         if (inputs[i] == NULL)
             goto done;
     }
-    const int type = cattn_arg_promote(state, inputs, 2), nd = PyArray_NDIM(inputs[1]);
+    const int type = cattn_arg_promote(state, inputs, 2, "grad_out and weights"), nd = PyArray_NDIM(inputs[1]);
     npy_intp dims[NPY_MAXDIMS];
     if (type < 0 || !cattn_check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])))
         goto done;

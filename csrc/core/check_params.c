@@ -11,6 +11,9 @@ WHOLE_TENSORS(cattn_statistics_params, rows, forward);
 WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
+WHOLE_TENSORS(cattn_rope_params, x, batch_shape);
+WHOLE_TENSORS(cattn_rms_norm_params, x, batch_shape);
+WHOLE_TENSORS(cattn_rms_norm_backward_params, grad, batch_shape);
 
 #ifndef NDEBUG
 
@@ -197,6 +200,51 @@ void cattn_check_dropout(const struct cattn_dropout_params *p) {
     check_dropout_spec(&p->dropout);
     check_present(&p->x, stored);
     check_present(&p->out, stored);
+}
+
+static void check_scaling(const struct cattn_rope_params *p) {
+    const struct cattn_rope_scaling *s = &p->scaling;
+    assert(CATTN_ROPE_DEFAULT <= s->type && s->type <= CATTN_ROPE_LLAMA3);
+    assert(s->type == CATTN_ROPE_DEFAULT || s->factor >= 1);
+    assert(s->type <= CATTN_ROPE_LINEAR || s->original_length > 0);
+    assert(s->type != CATTN_ROPE_DYNAMIC || p->rotary_dim >= 4);
+    assert(s->type != CATTN_ROPE_LLAMA3 || (0 < s->low_freq_factor && s->low_freq_factor < s->high_freq_factor));
+    if (s->type == CATTN_ROPE_YARN)
+        assert(p->theta > 1 && s->beta_fast > 0 && s->beta_slow > 0 && s->attention_factor >= 0);
+}
+
+void cattn_check_rope(const struct cattn_rope_params *p) {
+    const size_t stored = cattn_stored_size(p->dtype, p->storage);
+    check_type(p->dtype, p->storage);
+    if (p->n_batch > 0)
+        check_batch(p->n_batch_dims, p->batch_shape, p->n_batch);
+    assert(p->seqlen >= 0 && 0 <= p->rotary_dim && p->rotary_dim <= p->n_cols && p->rotary_dim % 2 == 0);
+    assert(p->theta >= 1 && isfinite(p->theta));
+    check_scaling(p);
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+    check_aligned(&p->positions, sizeof(double));
+}
+
+void cattn_check_rms_norm(const struct cattn_rms_norm_params *p) {
+    const size_t stored = cattn_stored_size(p->dtype, p->storage);
+    check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
+    assert(p->eps >= 0 && isfinite(p->eps));
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+    check_aligned(&p->weight, cattn_element_size(p->dtype));
+}
+
+void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *p) {
+    const size_t element = cattn_element_size(p->dtype);
+    check_rows(p->dtype, CATTN_STORED_PLAIN, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
+    assert(p->eps >= 0 && isfinite(p->eps));
+    check_present(&p->grad, element);
+    check_present(&p->x, element);
+    check_present(&p->grad_x, element);
+    check_aligned(&p->weight, element);
+    check_aligned(&p->grad_weight, element);
+    assert(!p->weight.data == !p->grad_weight.data);
 }
 
 void cattn_check_mask(const struct cattn_mask_params *p) {

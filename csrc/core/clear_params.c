@@ -37,3 +37,9 @@ void cattn_clear_softmax(struct cattn_softmax_params *params) { CLEAR(params, ra
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params) { CLEAR(params, grad, batch_shape); }
 
 void cattn_clear_dropout(struct cattn_dropout_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_rope(struct cattn_rope_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_rms_norm(struct cattn_rms_norm_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_rms_norm_backward(struct cattn_rms_norm_backward_params *params) { CLEAR(params, grad, batch_shape); }

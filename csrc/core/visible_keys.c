@@ -8,7 +8,8 @@
 #define FAR (2 * CATTN_MAX_OFFSET)
 
 static int64_t clamp(int64_t value, int64_t least, int64_t most) {
-    return value < least ? least : value > most ? most : value;
+    value = value < least ? least : value;
+    return value > most ? most : value; /* also if `least` is above it: a first key after the last one leaves none */
 }
 
 void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t index,
@@ -27,7 +28,6 @@ void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int
         batch_range->first_key = 0;
         batch_range->left = batch_range->right = FAR;
     }
-    batch_range->first_key = cattn_min(batch_range->first_key, batch_range->n_keys); /* after the last: none is valid */
 }
 
 struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i) {

@@ -21,7 +21,7 @@ static inline struct cattn_range cattn_range_union(struct cattn_range a, struct 
 
 /* struct cattn_ranges for one batch entry: what its queries share. */
 struct cattn_batch_range {
-    int64_t offset, n_queries, first_key, n_keys, left, right; /* first_key <= n_keys */
+    int64_t offset, n_queries, first_key, n_keys, left, right; /* from n_keys on, first_key hides all keys */
 };
 void cattn_batch_range(const struct cattn_ranges *ranges, int n_batch_dims, const int64_t *batch_shape, int64_t index,
                        struct cattn_batch_range *batch_range);

@@ -226,6 +226,53 @@ struct cattn_dropout_row {
     struct cattn_drop drop;
 };
 
+/* Sines and cosines of one position, rounded once to the dtype of a table. */
+struct cattn_rope_angles {
+    int64_t n; /* pairs */
+    const double *frequencies;
+    double position;
+    double cosine_factor, sine_factor; /* the attention factor; negative for the sines of the inverse rotation */
+    enum cattn_dtype dtype;            /* of the tables */
+    /* Interleaved tables have 2 n numbers, two for each pair: its cosine twice, its sine once negated. Others have n.
+     */
+    bool interleaved;
+    void *cosines, *sines;
+};
+
+/* Rotates the first rotary_dim columns of rows at consecutive positions and copies the other ones. */
+struct cattn_rope_rows {
+    int64_t n_rows, n_cols, rotary_dim;
+    bool interleaved;           /* pairs are neighbours, else column i and column i + rotary_dim / 2 */
+    enum cattn_storage storage; /* of x and out */
+    const void *x;
+    int64_t x_row, x_col;
+    void *out; /* may be x with the same strides */
+    int64_t out_row, out_col;
+    const void *cosines, *sines; /* as rope_angles writes them, a table for each row */
+    int64_t table_row;
+};
+
+/* x / sqrt(mean of its squares + eps) * weight over one row. */
+struct cattn_rms_norm_row {
+    int64_t n;
+    double eps;
+    enum cattn_storage storage; /* of x and out */
+    const void *x;
+    int64_t x_stride;
+    const void *weight; /* or NULL */
+    int64_t weight_stride;
+    void *out; /* may be x with the same stride */
+    int64_t out_stride;
+};
+
+/* The gradient of an RMS norm over one row. */
+struct cattn_rms_norm_gradient {
+    struct cattn_rms_norm_row forward; /* plain storage; out receives the gradient of x and may be one of the inputs */
+    const void *grad;
+    int64_t grad_stride;
+    void *weight_sums; /* the row's gradient of the weight is added; unit stride; or NULL */
+};
+
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
@@ -266,6 +313,14 @@ struct cattn_kernels {
     void (*stream_end)(void);
     void (*softmax_gradient)(const struct cattn_softmax_gradient *row);
     void (*dropout_row)(const struct cattn_dropout_row *row);
+
+    /* frequencies[i] = exp(-i * (step_high + step_low)) for i below n; step_high has at most 27 bits. This and
+     * rope_angles compute in double whatever the dtype of the call: NULL in the tables of float32. */
+    void (*rope_frequencies)(int64_t n, double step_high, double step_low, double *frequencies);
+    void (*rope_angles)(const struct cattn_rope_angles *angles);
+    void (*rope_rows)(const struct cattn_rope_rows *rows);
+    void (*rms_norm_row)(const struct cattn_rms_norm_row *row);
+    void (*rms_norm_gradient)(const struct cattn_rms_norm_gradient *row);
 
     /* PyTorch's generator (torch.inc.h): the next block of 624 words, in place */
     void (*mt19937_block)(uint32_t *state);

@@ -24,6 +24,9 @@
 #include "backward.inc.h"
 #include "statistics.inc.h"
 
+#include "rms_norm.inc.h"
+#include "rope.inc.h"
+
 #include "torch.inc.h"
 
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile consists of whole panels");
@@ -72,6 +75,13 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
 #endif
     .softmax_gradient = softmax_gradient,
     .dropout_row = dropout_row,
+#if REAL_BITS == 64
+    .rope_frequencies = rope_frequencies,
+    .rope_angles = rope_angles,
+#endif
+    .rope_rows = rope_rows,
+    .rms_norm_row = rms_norm_row,
+    .rms_norm_gradient = rms_norm_gradient,
     .mt19937_block = mt19937_block,
     .mt19937_temper = mt19937_temper,
     .torch_uniform = torch_uniform,

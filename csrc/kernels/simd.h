@@ -28,6 +28,7 @@
  *   vm_and  vm_or  vm_not  vm_any(m)
  *   vf_select(m, a, b) m ? a : b, bit for bit
  *   vf_transpose(v)    the LANES x LANES matrix in v[0 .. LANES-1], in place
+ *   vf_swap_pairs(v)   lanes 0 and 1 exchanged, 2 and 3, ...; not where LANES is 1
  *   vf_from_bytes(p)   LANES bytes: -inf where 0, +0 elsewhere
  *   vf_from_bytes_n(p, n)
  *
@@ -66,6 +67,7 @@ typedef uint32_t real_bits;
 #define REAL_MANT 23
 #define REAL_BIAS 127
 #define REAL_FMA cattn_fmaf
+#define REAL_SQRT sqrtf
 #elif REAL_BITS == 64
 typedef double real;
 typedef uint64_t real_bits;
@@ -73,6 +75,7 @@ typedef uint64_t real_bits;
 #define REAL_MANT 52
 #define REAL_BIAS 1023
 #define REAL_FMA cattn_fma
+#define REAL_SQRT sqrt
 #else
 #error "REAL_BITS must be 32 or 64"
 #endif

@@ -84,6 +84,11 @@ INLINE void vf_transpose(vf v[LANES]) {
     EACH_LANE(i) vf_storeu(t[i], v[i]);
     EACH_LANE(i) EACH_LANE(j) v[i][j] = t[j][i];
 }
+INLINE vf vf_swap_pairs(vf v) {
+    vf r;
+    EACH_LANE(i) r[i] = v[i ^ 1];
+    return r;
+}
 INLINE vf vf_from_bytes_n(const uint8_t *p, int n) {
     vf v = {0};
     for (int i = 0; i < n; i++)

@@ -12,6 +12,7 @@ INLINE void stream_end(void) { _mm_sfence(); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
 INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
+INLINE vf vf_swap_pairs(vf v) { return VF(permute)(v, REAL_BITS == 32 ? 0xb1 : 0x55 & ((1 << LANES) - 1)); }
 
 INLINE vu vu_set1(uint32_t x) { return VU(set1_epi32)((int)x); }
 INLINE vu vu_loadu(const uint32_t *p) { return VU_BITS(loadu)((const void *)p); }

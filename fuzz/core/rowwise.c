@@ -1,4 +1,6 @@
-/* rowwise.c -- fuzz targets: softmax, its gradient and dropout over the rows of any array, computed in two ways. */
+/* rowwise.c -- fuzz targets: softmax, RMS norm, their gradients, dropout and rotary positions over the rows of any
+ * array, computed in two ways.
+ */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -236,4 +238,188 @@ void fuzz_dropout(struct input *in) {
         finding("dropout failed the second time");
     check_same(in_place ? &x : &out, right, "dropout differs");
     free(right);
+}
+
+/* ---- rotary positions ---- */
+
+static void choose_rope(struct input *in, const struct rows *rows, struct cattn_rope_params *p) {
+    static const double thetas[] = {10000, 1.5, 500000, 1e300};
+    p->dtype = rows->dtype;
+    p->storage = rows->storage;
+    p->n_batch_dims = rows->n_axes - 2;
+    memcpy(p->batch_shape, rows->dims, sizeof rows->dims);
+    p->seqlen = rows->dims[rows->n_axes - 2];
+    p->n_batch = 1;
+    for (int d = 0; d < p->n_batch_dims; d++)
+        p->n_batch *= p->batch_shape[d];
+    p->n_cols = rows->n_cols;
+    p->rotary_dim = take_below(in, rows->n_cols / 2 + 1) * 2;
+    p->interleaved = take_chance(in, 2);
+    p->inverse = take_chance(in, 2);
+    p->theta = TAKE_FROM(in, thetas);
+    /* one statement for each choice: C does not fix the order of initialisers */
+    struct cattn_rope_scaling *s = &p->scaling;
+    s->type = (enum cattn_rope_type)take_below(in, CATTN_ROPE_LLAMA3 + 1);
+    s->truncate = take_chance(in, 2);
+    s->factor = 1 + (double)take_below(in, 9);
+    s->original_length = 1 + (double)take_below(in, 900);
+    s->low_freq_factor = s->beta_slow = 1;
+    s->high_freq_factor = 4;
+    s->beta_fast = 32;
+    s->attention_factor = take_chance(in, 2) ? 1.25 : 0;
+    if (p->scaling.type == CATTN_ROPE_DYNAMIC && p->rotary_dim < 4)
+        p->scaling.type = CATTN_ROPE_DEFAULT;
+    p->length = (double)p->seqlen;
+}
+
+/* Strides of a tensor whose last two axes are rows and columns. */
+static struct cattn_tensor to_matrix(const struct array *array) {
+    struct cattn_tensor tensor = to_tensor(array);
+    const int row = array->n_axes - 2;
+    tensor.row = array->stride[row];
+    tensor.batch[row] = 0;
+    return tensor;
+}
+
+/* Positions of all tokens, or of fewer that broadcast; some are far. */
+static struct array choose_positions(struct input *in, struct rows *rows) {
+    const int n_axes = rows->n_axes - 1;
+    struct array positions =
+        make_input(in, F64, n_axes, rows->dims, few_axes(in, n_axes) & ((1u << (n_axes - 1)) - 1), &rows->noise, PLAIN);
+    for (struct cursor c = walk(&positions); c.more; step(&c)) {
+        const double whole = (double)(take_below(in, 255) - 127);
+        set_number(&positions, c.offset, ldexp(whole, (int)(take_byte(in) % 46))); /* below 2^53 */
+    }
+    renew_sum(&positions);
+    return positions;
+}
+
+void fuzz_rope(struct input *in) {
+    struct rows rows = choose_rows(in, true);
+    struct cattn_rope_params p = {0};
+    if (rows.n_axes < 2)
+        return;
+    choose_rope(in, &rows, &p);
+    const enum element element = stored_element(p.dtype, p.storage);
+    struct array x = make_input(in, element, rows.n_axes, rows.dims, 0, &rows.noise, rows.content);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    struct array positions = choose_positions(in, &rows);
+    p.x = to_matrix(&x);
+    p.out = to_matrix(&out);
+    if (take_chance(in, 2)) {
+        p.positions = to_tensor(&positions);
+        p.positions.row = p.positions.col;
+    }
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rope(&p) != CATTN_OK)
+        finding("rope failed");
+    check_untouched(&x, "x was changed");
+    check_untouched(&positions, "positions were changed");
+    check_untouched(&out, "written between the elements of out");
+    void *const right = gathered(&out);
+    move_array(&x, true);
+    move_array(&out, false);
+    const bool in_place = take_chance(in, 2);
+    p.x = to_matrix(&x);
+    p.out = to_matrix(in_place ? &x : &out);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rope(&p) != CATTN_OK)
+        finding("rope failed the second time");
+    check_same(in_place ? &x : &out, right, "rope differs");
+    free(right);
+}
+
+/* ---- RMS norm ---- */
+
+/* One number for each column. */
+static struct array choose_weight(struct input *in, struct rows *rows) {
+    return make_input(in, computed_element(rows->dtype), 1, &rows->dims[rows->n_axes - 1], 0, &rows->noise, PLAIN);
+}
+
+void fuzz_rms_norm(struct input *in) {
+    struct rows rows = choose_rows(in, true);
+    struct cattn_rms_norm_params p = {.dtype = rows.dtype,
+                                      .storage = rows.storage,
+                                      .n_batch_dims = rows.n_axes - 1,
+                                      .n_rows = rows.n_rows,
+                                      .n_cols = rows.n_cols,
+                                      .eps = take_chance(in, 2) ? 1e-6 : 0};
+    memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
+    const enum element element = stored_element(p.dtype, p.storage);
+    struct array x =
+        make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    struct array weight = choose_weight(in, &rows);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    p.x = to_tensor(&x);
+    p.out = to_tensor(&out);
+    if (take_chance(in, 2))
+        p.weight = to_tensor(&weight);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rms_norm(&p) != CATTN_OK)
+        finding("rms_norm failed");
+    check_untouched(&x, "x was changed");
+    check_untouched(&weight, "weight was changed");
+    check_untouched(&out, "written between the elements of out");
+    void *const right = gathered(&out);
+    move_array(&x, true);
+    move_array(&out, false);
+    const bool in_place = take_chance(in, 2);
+    p.x = to_tensor(&x);
+    p.out = to_tensor(in_place ? &x : &out);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rms_norm(&p) != CATTN_OK)
+        finding("rms_norm failed the second time");
+    check_same(in_place ? &x : &out, right, "rms_norm differs");
+    free(right);
+}
+
+void fuzz_rms_norm_backward(struct input *in) {
+    struct rows rows = choose_rows(in, false);
+    struct cattn_rms_norm_backward_params p = {.dtype = rows.dtype,
+                                               .n_batch_dims = rows.n_axes - 1,
+                                               .n_rows = rows.n_rows,
+                                               .n_cols = rows.n_cols,
+                                               .eps = 1e-3};
+    memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
+    const enum element element = computed_element(p.dtype);
+    struct array arrays[2];
+    for (int i = 0; i < 2; i++)
+        arrays[i] =
+            make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    struct array weight = choose_weight(in, &rows), grad_x = make_output(in, element, rows.n_axes, rows.dims);
+    struct array grad_weight = make_output(in, element, 1, &rows.dims[rows.n_axes - 1]);
+    p.grad = to_tensor(&arrays[0]);
+    p.x = to_tensor(&arrays[1]);
+    p.grad_x = to_tensor(&grad_x);
+    if (take_chance(in, 2)) {
+        p.weight = to_tensor(&weight);
+        p.grad_weight = to_tensor(&grad_weight);
+    }
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rms_norm_backward(&p) != CATTN_OK)
+        finding("rms_norm_backward failed");
+    for (int i = 0; i < 2; i++)
+        check_untouched(&arrays[i], i ? "x was changed" : "grad was changed");
+    check_untouched(&grad_x, "written between the elements of grad_x");
+    check_untouched(&grad_weight, "written between the elements of grad_weight");
+    void *const right_x = gathered(&grad_x), *const right_weight = gathered(&grad_weight);
+    for (int i = 0; i < 2; i++)
+        move_array(&arrays[i], true);
+    const int place = (int)take_below(in, 3); /* grad_x is the first array, the second, or neither */
+    p.grad = to_tensor(&arrays[0]);
+    p.x = to_tensor(&arrays[1]);
+    p.grad_x = to_tensor(place < 2 ? &arrays[place] : &grad_x);
+    choose_table(in);
+    p.num_threads = choose_threads(in);
+    if (cattn_rms_norm_backward(&p) != CATTN_OK)
+        finding("rms_norm_backward failed the second time");
+    check_same(place < 2 ? &arrays[place] : &grad_x, right_x, "rms_norm_backward differs");
+    check_same(&grad_weight, right_weight, "the gradient of the weight differs");
+    free(right_x);
+    free(right_weight);
 }

@@ -74,6 +74,16 @@ struct attention {
     struct cattn_torch_random random, fresh; /* of the call, before the call */
 };
 
+static void begin_attention(struct attention *a, const char *kind, int64_t index) {
+    begin(kind, index);
+    memset(a, 0, sizeof *a);
+    a->type = &TYPES[index % 4];
+    a->wide = &TYPES[a->type->dtype];
+    a->params.forward.dtype = a->type->dtype;
+    a->params.forward.storage = a->type->storage;
+    a->params.forward.score_options.scale = number() / 8;
+}
+
 static struct shape sized(const struct attention *a, int64_t heads, int64_t rows, int64_t cols) {
     struct shape shape = a->shape;
     shape.heads = heads;
@@ -292,13 +302,7 @@ static void gradients(struct attention *a) {
 
 static void attention(int64_t index) {
     static struct attention a;
-    begin("attention", index);
-    memset(&a, 0, sizeof a);
-    a.type = &TYPES[index % 4];
-    a.wide = &TYPES[a.type->dtype];
-    a.params.forward.dtype = a.type->dtype;
-    a.params.forward.storage = a.type->storage;
-    a.params.forward.score_options.scale = number() / 8;
+    begin_attention(&a, "attention", index);
     a.stage = chance(15);
     a.packed = !a.stage && chance(15);
     draw_sizes(&a);
@@ -351,14 +355,8 @@ static void draw_statistics(struct cattn_statistics_params *s, const struct atte
 static void statistics(int64_t index) {
     static struct attention a;
     static struct cattn_statistics_params s;
-    begin("statistics", index);
-    memset(&a, 0, sizeof a);
+    begin_attention(&a, "statistics", index);
     memset(&s, 0, sizeof s);
-    a.type = &TYPES[index % 4];
-    a.wide = &TYPES[a.type->dtype];
-    a.params.forward.dtype = a.type->dtype;
-    a.params.forward.storage = a.type->storage;
-    a.params.forward.score_options.scale = number() / 8;
     a.stage = true; /* there are no values */
     a.packed = chance(20);
     draw_sizes(&a);
@@ -459,6 +457,121 @@ static void dropout(int64_t index) {
     forget();
 }
 
+/* ---- rotary positions and RMS norm ---- */
+
+/* One statement for each number: C does not fix the order in which initialisers and arguments are evaluated. */
+static struct cattn_rope_scaling draw_scaling(void) {
+    struct cattn_rope_scaling s;
+    s.type = (enum cattn_rope_type)between(0, CATTN_ROPE_LLAMA3);
+    s.truncate = chance(50);
+    s.factor = 1 + fabs(number());
+    s.original_length = 1 + 64 * fabs(number());
+    s.low_freq_factor = fabs(number());
+    s.high_freq_factor = s.low_freq_factor + fabs(number());
+    s.beta_slow = fabs(number());
+    s.beta_fast = s.beta_slow + 8 * fabs(number());
+    s.attention_factor = chance(30) ? fabs(number()) : 0;
+    s.mscale = chance(50) ? fabs(number()) : 0;
+    s.mscale_all_dim = fabs(number());
+    return s;
+}
+
+/* Near and far ones, whole and between: up to 2^51. */
+static void draw_positions(struct cattn_rope_params *p, struct shape shape) {
+    shape = thinned(shape, false);
+    shape.cols = 1;
+    const struct block positions = input(&p->positions, &TYPES[CATTN_F64], shape);
+    for (size_t i = 0; i < positions.n; i++) {
+        const int exponent = (int)between(0, 49);
+        const double position = ldexp(number(), exponent);
+        put(&TYPES[CATTN_F64], positions.data, i, chance(70) ? nearbyint(position) : position);
+        p->length = fmax(p->length, ((const double *)positions.data)[i] + 1);
+    }
+    say(" positions");
+}
+
+static void rope(int64_t index) {
+    static const int WIDTHS[] = {4, 5, 8, 16, 22, 34, 64, 66, 128, 129};
+    const struct type *type = &TYPES[index % 4];
+    struct cattn_rope_params p = {.dtype = type->dtype, .storage = type->storage, .n_batch_dims = 2, .n_batch = 1};
+    struct shape shape = {.n_batch_dims = 2, .heads = 1};
+    begin("rope", index);
+    for (int d = 0; d < 2; d++)
+        p.n_batch *= p.batch_shape[d] = shape.batch[d] = between(1, d == 0 ? 3 : 9);
+    shape.rows = p.seqlen = between(1, 90);
+    shape.cols = p.n_cols = PICK(WIDTHS);
+    p.rotary_dim = chance(50) ? p.n_cols / 2 * 2 : 2 * between(2, p.n_cols / 2);
+    p.interleaved = chance(50);
+    p.inverse = chance(30);
+    const int exponent = (int)between(-9, 40);
+    p.theta = chance(50) ? 10000 : 1 + ldexp(fabs(number()), exponent);
+    p.scaling = draw_scaling();
+    p.length = (double)p.seqlen;
+    say(" %s, %" PRId64 " of %" PRId64 "x%" PRId64 ", %" PRId64 " rotated, scaling %d", type->name, p.n_batch, p.seqlen,
+        p.n_cols, p.rotary_dim, (int)p.scaling.type);
+    const struct block x = input(&p.x, type, shape);
+    if (chance(20))
+        spoil(type, &x);
+    if (chance(60))
+        draw_positions(&p, shape);
+    output(&p.out, type, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        fesetround(p.num_threads == 1 ? FE_TONEAREST : FE_UPWARD);
+        const enum cattn_status status = cattn_rope(&p);
+        fesetround(FE_TONEAREST);
+        compare(status, "rope", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+static void rms_norm(int64_t index) {
+    const struct type *type = &TYPES[index % 4], *wide = &TYPES[type->dtype];
+    struct cattn_rms_norm_params p = {.dtype = type->dtype, .storage = type->storage};
+    begin("rms_norm", index);
+    say(" %s", type->name);
+    const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
+    const struct block x = input(&p.x, type, shape);
+    p.eps = fabs(number());
+    if (chance(20))
+        spoil(type, &x);
+    if (chance(70))
+        input(&p.weight, wide, (struct shape){.heads = 1, .rows = 1, .cols = p.n_cols});
+    output(&p.out, type, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_rms_norm(&p), "rms_norm", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+static void rms_norm_gradient(int64_t index) {
+    const struct type *type = &TYPES[index % 2];
+    const struct shape columns = {.heads = 1, .rows = 1};
+    struct cattn_rms_norm_backward_params p = {.dtype = type->dtype};
+    struct shape shape, weight = columns;
+    begin("rms_norm_backward", index);
+    say(" %s", type->name);
+    shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
+    weight.cols = p.n_cols;
+    p.eps = fabs(number());
+    input(&p.grad, type, shape);
+    input(&p.x, type, shape);
+    output(&p.grad_x, type, shape, false);
+    if (chance(70)) {
+        input(&p.weight, type, weight);
+        output(&p.grad_weight, type, weight, false);
+    }
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_rms_norm_backward(&p), "rms_norm_backward", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
 /* ---- PyTorch's random numbers ---- */
 
 static const char *const DISTRIBUTIONS[] = {"uniform", "normal", "integer", "bernoulli", "keep"};
@@ -522,6 +635,9 @@ int main(int argc, char **argv) {
         softmax(i);
         softmax_gradient(i);
         dropout(i);
+        rope(i);
+        rms_norm(i);
+        rms_norm_gradient(i);
         torch(i);
     }
     return agree ? 0 : 1;

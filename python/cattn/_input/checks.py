@@ -39,6 +39,17 @@ def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsi
     return size
 
 
+def as_head_counts(d_out: int, num_heads: object, num_kv_groups: object) -> tuple[int, int]:
+    """Return the numbers of query heads, which share d_out, and of key-value heads; None is as many."""
+    heads = as_size(num_heads, "num_heads")
+    groups = heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
+    if d_out % heads:
+        raise ValueError(f"d_out must be a multiple of num_heads, got {d_out} and {heads}")
+    if heads % groups:
+        raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {heads} and {groups}")
+    return heads, groups
+
+
 def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
     """Return dtype if it is float32 or float64, or with `halves` also float16 or bfloat16."""
     wanted: Any = dtype  # numpy.dtype(None) is float64, but None is not a dtype here

@@ -2,6 +2,7 @@
 
 from .. import _cattn
 from .._input import arrays, rng
+from .._input import rope as rope_input
 from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._attention import (
     attention_weights,
@@ -16,6 +17,7 @@ from ._gradients import attention_backward, sum_gradients
 from ._heads import HeadScores, attention_rollout, head_scores
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
+from ._rope import rms_norm, rms_norm_backward, rope
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
 from ._statistics import (
     attention_statistics,
@@ -48,6 +50,9 @@ __all__ = [
     "head_scores",
     "masked_softmax",
     "merge_attention",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
     "scaled_dot_product_attention",
     "show_mask",
     "sliding_window",
@@ -66,10 +71,12 @@ _cattn._register_helpers(
     as_bool=arrays.as_bool,
     as_integers=arrays.as_integers,
     as_head_numbers=arrays.as_head_numbers,
+    as_positions=rope_input.as_positions,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
     draw_seed=rng.draw_seed,
+    as_rope_scaling=rope_input.as_rope_scaling,
     attention_output=AttentionOutput,
     make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .._input.checks import as_dtype, as_size
+from .._input.checks import as_dtype, as_head_counts, as_size
 from .._input.names import with_hints
 from .._input.rng import as_generator
 from .._input.types import RNG, Window
@@ -408,12 +408,7 @@ class MultiHeadAttention(_Projections, Causal):
         rng: RNG = None,
     ) -> None:
         super().__init__(d_in, d_out, context_length, window_size, dtype)
-        self.num_heads = as_size(num_heads, "num_heads")
-        self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
-        if self.d_out % self.num_heads:
-            raise ValueError(f"d_out must be a multiple of num_heads, got {d_out} and {num_heads}")
-        if self.num_heads % self.num_kv_groups:
-            raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+        self.num_heads, self.num_kv_groups = as_head_counts(self.d_out, num_heads, num_kv_groups)
         self.head_dim = self.d_out // self.num_heads
         generator = as_generator(rng)
         d_kv = self.num_kv_groups * self.head_dim

@@ -16,6 +16,8 @@ References
 ----------
 - Vaswani et al., "Attention is all you need", NeurIPS 2017: scaled dot-product attention.
 - Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the generator Philox4x32-10.
+- Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
+- Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
@@ -23,6 +25,7 @@ from ._attention import attention_weights, causal_attention, scaled_dot_product_
 from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._masks import causal_mask
+from ._rope import rms_norm, rms_norm_backward, rope, rope_frequencies
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
 from ._statistics import attention_statistics, varlen_attention_statistics
 
@@ -37,6 +40,10 @@ __all__ = [
     "dropout_keep",
     "masked_softmax",
     "philox4x32",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "rope_frequencies",
     "scaled_dot_product_attention",
     "softmax",
     "softmax_backward",

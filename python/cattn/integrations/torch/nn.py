@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import cattn
 
-from ..._input.checks import as_size
+from ..._input.checks import as_head_counts, as_size
 from ..._input.types import Window
 from ...nn._state_dict import LoadResult, match
 from ._attention import scaled_dot_product_attention
@@ -390,12 +390,7 @@ class MultiHeadAttention(_Causal):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(d_in, d_out, context_length, window_size)
-        self.num_heads = as_size(num_heads, "num_heads")
-        self.num_kv_groups = self.num_heads if num_kv_groups is None else as_size(num_kv_groups, "num_kv_groups")
-        if self.d_out % self.num_heads:
-            raise ValueError(f"d_out must be a multiple of num_heads, got {d_out} and {num_heads}")
-        if self.num_heads % self.num_kv_groups:
-            raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+        self.num_heads, self.num_kv_groups = as_head_counts(self.d_out, num_heads, num_kv_groups)
         self.head_dim = self.d_out // self.num_heads
         d_kv = self.num_kv_groups * self.head_dim
         self.dropout = nn.Dropout(dropout)

@@ -1,0 +1,240 @@
+/* rope.c -- rope(...): parse, check, allocate, run, return. */
+#include "arrays.h"
+#include "error.h"
+#include "gil.h"
+#include "numbers.h"
+#include "outputs.h"
+#include "rowwise_args.h"
+
+#include <math.h>
+
+struct call {
+    struct binding_state *state;
+    struct cattn_rope_params *params;
+    PyArrayObject *x, *positions; /* owned; positions may be NULL, else float64 and contiguous */
+    struct cattn_output output;
+    int nd; /* of x, at least 2 */
+    npy_intp dims[NPY_MAXDIMS];
+};
+
+/* Strides are taken right after the shape: what follows may run Python code, which might change the array. */
+static bool parse_x(struct call *call, PyObject *object) {
+    struct cattn_rope_params *params = call->params;
+    cattn_clear_rope(params);
+    call->x = cattn_arg_floats(call->state, object, "x");
+    if (call->x == NULL)
+        return false;
+    const int nd = call->nd = PyArray_NDIM(call->x);
+    if (nd < 2) {
+        PyErr_Format(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
+        return false;
+    }
+    memcpy(call->dims, PyArray_DIMS(call->x), (size_t)nd * sizeof *call->dims);
+    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
+    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
+    params->n_batch_dims = nd - 2;
+    /* beside an axis of size 0 the others may be so large that their product overflows */
+    params->n_batch = PyArray_SIZE(call->x) > 0 ? 1 : 0;
+    for (int axis = 0; axis < nd - 2; axis++) {
+        params->batch_shape[axis] = call->dims[axis];
+        if (params->n_batch > 0)
+            params->n_batch *= call->dims[axis];
+    }
+    params->seqlen = call->dims[nd - 2];
+    params->n_cols = call->dims[nd - 1];
+    cattn_tensor_from(&params->x, call->x, nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
+    return true;
+}
+
+/* ---- positions ---- */
+
+/* Always false. */
+static bool error_positions(const struct call *call) {
+    const npy_intp tokens = call->dims[call->nd - 2];
+    const int nd = PyArray_NDIM(call->positions);
+    const npy_intp *dims = PyArray_DIMS(call->positions);
+    const bool swapped = nd > 0 && call->nd > 2 && dims[nd - 1] != tokens && dims[nd - 1] == call->dims[call->nd - 3];
+    PyObject *shape = cattn_shape_tuple(nd, dims), *own = cattn_shape_tuple(call->nd, call->dims);
+    if (shape != NULL && own != NULL)
+        PyErr_Format(PyExc_ValueError,
+                     "positions has shape %R, which does not fit x's %R: pass one for each of the %zd tokens, shape "
+                     "(%zd,), or (*lead, %zd) with the leading axes of x, with or without its axis -3 (heads)%s",
+                     shape, own, (Py_ssize_t)tokens, (Py_ssize_t)tokens, (Py_ssize_t)tokens,
+                     swapped ? "; if x is (..., tokens, heads, head_dim), pass x.swapaxes(-3, -2)" : "");
+    Py_XDECREF(shape);
+    Py_XDECREF(own);
+    return false;
+}
+
+/* Positions are (T,), or have the leading axes of x, with or without the heads; an axis of 1 is shared. */
+static bool take_positions(struct call *call) {
+    struct cattn_tensor *tensor = &call->params->positions;
+    const int own = PyArray_NDIM(call->positions), n_batch_dims = call->nd - 2;
+    const npy_intp *dims = PyArray_DIMS(call->positions);
+    if (own < 1 || dims[own - 1] != call->dims[call->nd - 2] ||
+        (own > 1 && own - 1 != n_batch_dims && own - 1 != n_batch_dims - 1))
+        return error_positions(call);
+    for (int axis = 0; axis < own - 1; axis++)
+        if (dims[axis] != 1 && dims[axis] != call->dims[axis])
+            return error_positions(call);
+    tensor->data = PyArray_DATA(call->positions);
+    tensor->row = 1;
+    for (int axis = 0; axis < n_batch_dims; axis++)
+        tensor->batch[axis] = 0;
+    npy_intp stride = dims[own - 1];
+    for (int axis = own - 2; axis >= 0; axis--) {
+        tensor->batch[axis] = dims[axis] == 1 ? 0 : stride;
+        stride *= dims[axis];
+    }
+    return true;
+}
+
+/* A copy of positions that need no conversion: int64 or float64, contiguous, each within bounds. NULL for all others;
+ * an exception is set only if there is no memory. */
+static PyArrayObject *copy_positions(PyObject *object) {
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_CheckExact(object) || !PyArray_ISCARRAY_RO(array) || PyArray_NDIM(array) == 0 ||
+        (PyArray_TYPE(array) != NPY_INT64 && PyArray_TYPE(array) != NPY_DOUBLE))
+        return NULL;
+    PyArrayObject *copy = (PyArrayObject *)PyArray_SimpleNew(PyArray_NDIM(array), PyArray_DIMS(array), NPY_DOUBLE);
+    if (copy == NULL)
+        return NULL;
+    const bool whole = PyArray_TYPE(array) == NPY_INT64;
+    const int64_t most = (int64_t)CATTN_MAX_POSITION;
+    double *to = PyArray_DATA(copy);
+    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        const int64_t n = whole ? ((const int64_t *)PyArray_DATA(array))[i] : 0;
+        to[i] = whole ? (double)n : ((const double *)PyArray_DATA(array))[i];
+        if (n < -most || n > most || !(fabs(to[i]) <= CATTN_MAX_POSITION)) {
+            Py_DECREF((PyObject *)copy);
+            return NULL;
+        }
+    }
+    return copy;
+}
+
+static bool parse_positions(struct call *call, PyObject *object) {
+    struct cattn_rope_params *params = call->params;
+    params->length = (double)params->seqlen;
+    if (object == Py_None)
+        return true;
+    call->positions = copy_positions(object);
+    if (call->positions == NULL && PyErr_Occurred())
+        return false;
+    if (call->positions == NULL)
+        call->positions = (PyArrayObject *)PyObject_CallFunction(call->state->as_positions, "Os", object, "positions");
+    if (call->positions == NULL)
+        return false;
+    if (!PyArray_CheckExact((PyObject *)call->positions) || PyArray_TYPE(call->positions) != NPY_DOUBLE ||
+        !PyArray_ISCARRAY(call->positions)) {
+        PyErr_SetString(PyExc_SystemError, "positions was converted to something unexpected");
+        return false;
+    }
+    if (!take_positions(call))
+        return false;
+    const double *positions = PyArray_DATA(call->positions);
+    params->length = 0;
+    for (npy_intp i = 0; i < PyArray_SIZE(call->positions); i++)
+        if (positions[i] + 1 > params->length)
+            params->length = positions[i] + 1;
+    return true;
+}
+
+/* ---- the angles ---- */
+
+static bool parse_theta(struct call *call, PyObject *object) {
+    double *theta = &call->params->theta;
+    if (!cattn_arg_real(object, "theta", theta))
+        return false;
+    if (*theta >= 1.0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "theta must be at least 1, got %R", object);
+    return false;
+}
+
+static bool parse_rotary_dim(struct call *call, PyObject *object) {
+    struct cattn_rope_params *params = call->params;
+    params->rotary_dim = params->n_cols;
+    if (object != Py_None && !cattn_arg_count(object, "rotary_dim", 0, params->n_cols, &params->rotary_dim))
+        return false;
+    if (params->rotary_dim % 2 == 0)
+        return true;
+    if (object != Py_None)
+        PyErr_Format(PyExc_ValueError, "rotary_dim must be even, because columns are rotated in pairs, got %lld",
+                     (long long)params->rotary_dim);
+    else
+        PyErr_Format(PyExc_ValueError,
+                     "x has %lld columns, but they are rotated in pairs: pass an even rotary_dim, for example %lld",
+                     (long long)params->n_cols, (long long)params->n_cols - 1);
+    return false;
+}
+
+static bool parse_scaling(struct call *call, PyObject *object) {
+    struct cattn_rope_scaling *s = &call->params->scaling;
+    int type = CATTN_ROPE_DEFAULT, truncate = 0;
+    if (object == Py_None)
+        return true;
+    PyObject *numbers = PyObject_CallFunction(call->state->as_rope_scaling, "OdLL", object, call->params->theta,
+                                              (long long)call->params->rotary_dim, (long long)call->params->n_cols);
+    const bool parsed =
+        numbers != NULL && PyArg_ParseTuple(numbers, "ipddddddddd", &type, &truncate, &s->factor, &s->original_length,
+                                            &s->low_freq_factor, &s->high_freq_factor, &s->beta_fast, &s->beta_slow,
+                                            &s->attention_factor, &s->mscale, &s->mscale_all_dim);
+    Py_XDECREF(numbers);
+    if (parsed) {
+        s->type = (enum cattn_rope_type)type;
+        s->truncate = truncate != 0;
+    }
+    return parsed;
+}
+
+/* Not the truth of any object: "halves" or "pairs" would be true. */
+static bool parse_bool(PyObject *object, const char *name, bool *value) {
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
+        return cattn_error_type(name, "True or False", object);
+    return cattn_arg_truth(object, name, value);
+}
+
+/* ---- the result ---- */
+
+static bool make_output(struct call *call, PyObject *out) {
+    struct cattn_rope_params *params = call->params;
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = PyArray_TYPE(call->x),
+                                           .nd = call->nd,
+                                           .dims = call->dims,
+                                           .inputs = &call->x,
+                                           .n_inputs = 1,
+                                           .in_place = call->x};
+    if (!cattn_arg_output(call->state, out, &spec, &call->output))
+        return false;
+    cattn_tensor_from(&params->out, call->output.array, call->nd - 2, CATTN_AXIS_COL | CATTN_AXIS_ROW);
+    if (params->n_cols == 1)
+        params->x.col = params->out.col = 1;
+    return true;
+}
+
+static enum cattn_status compute(const void *params) { return cattn_rope(params); }
+
+static bool run(struct call *call) {
+    struct cattn_rope_params *params = call->params;
+    params->num_threads = cattn_get_num_threads();
+    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
+    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
+}
+
+PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
+    struct cattn_rope_params params;
+    struct call call = {.state = state, .params = &params};
+    PyObject *result = NULL;
+    if (parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
+        parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
+        parse_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
+        parse_scaling(&call, args[ROPE_scaling]) && parse_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
+        make_output(&call, args[ROPE_out]) && run(&call) && cattn_output_finish(&call.output))
+        result = cattn_output_result(&call.output);
+    Py_XDECREF((PyObject *)call.x);
+    Py_XDECREF((PyObject *)call.positions);
+    cattn_output_clear(&call.output);
+    return result;
+}

@@ -1,0 +1,173 @@
+/* rope.c -- the driver of rotary positions.
+ *
+ * Batch entries are reordered, so that those with positions of their own come first: the others share sines and
+ * cosines. A task computes them once, for a block of tokens whose table stays in the nearest caches, and rotates that
+ * block in every entry that shares them. If these are too few tasks for the threads, the entries are divided among
+ * several tasks, each with its own table.
+ */
+#include "../fp_mode.h"
+#include "arena.h"
+#include "check_params.h"
+#include "dispatch.h"
+#include "rope_frequencies.h"
+#include "rowwise.h"
+
+/* Bytes of a table. Larger than the nearest cache: then a task writes whole pages of each entry, which matters more if
+ * they are new. */
+#define TABLE_BYTES ((int64_t)64 << 10)
+/* Tasks of a thread that even out their times. */
+#define TASKS_EACH 4
+/* Entries between two looks at the clock. */
+#define ENTRIES_PER_LOOK 16
+
+struct rope_job {
+    const struct cattn_rope_params *params;
+    const struct cattn_kernels *kernels, *kernels_f64;
+    struct cattn_rope_law law;
+    struct cattn_tensor x, out, positions; /* with the batch dimensions reordered, as batch_shape */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+    int64_t n_sharing; /* entries that share their positions: consecutive ones, after reordering */
+    int64_t block, n_blocks;
+    int64_t entries_per_task, parts; /* of n_sharing */
+    int64_t table_row;
+};
+
+/* Moves the dimensions along which the positions differ before the others. */
+static void reorder(struct rope_job *job) {
+    const struct cattn_rope_params *p = job->params;
+    int to = 0;
+    job->x = p->x;
+    job->out = p->out;
+    job->positions = p->positions;
+    job->n_sharing = 1;
+    for (int sharing = 0; sharing < 2; sharing++)
+        for (int d = 0; d < p->n_batch_dims; d++) {
+            const int64_t stride = p->positions.data ? p->positions.batch[d] : 0;
+            if ((stride == 0) != (sharing == 1))
+                continue;
+            job->x.batch[to] = p->x.batch[d];
+            job->out.batch[to] = p->out.batch[d];
+            job->positions.batch[to] = stride;
+            job->batch_shape[to++] = p->batch_shape[d];
+            job->n_sharing *= sharing ? p->batch_shape[d] : 1;
+        }
+}
+
+static void *batch_at(const struct rope_job *job, const struct cattn_tensor *tensor, int64_t entry, int64_t token,
+                      size_t element) {
+    char *at = cattn_row_at(tensor, job->params->n_batch_dims, job->batch_shape, entry, element);
+    return at + token * tensor->row * (int64_t)element;
+}
+
+static double position_at(const struct rope_job *job, int64_t entry, int64_t token) {
+    if (!job->params->positions.data)
+        return (double)token;
+    return *(const double *)batch_at(job, &job->positions, entry, token, sizeof(double));
+}
+
+struct tables {
+    double *frequencies;
+    void *cosines, *sines;
+};
+
+static size_t carve(const struct rope_job *job, void *memory, size_t size, struct tables *tables) {
+    struct cattn_arena arena = cattn_arena(memory, size, true);
+    const size_t bytes = (size_t)(job->block * job->table_row) * cattn_element_size(job->params->dtype);
+    tables->frequencies = cattn_carve(&arena, (size_t)job->law.n * sizeof(double));
+    tables->cosines = cattn_carve(&arena, bytes);
+    tables->sines = cattn_carve(&arena, bytes);
+    return arena.used;
+}
+
+static void fill(const struct rope_job *job, const struct tables *tables, int64_t entry, int64_t token, int64_t n) {
+    const struct cattn_rope_params *p = job->params;
+    const int64_t row_bytes = job->table_row * (int64_t)cattn_element_size(p->dtype);
+    cattn_rope_frequencies(&job->law, job->kernels_f64, tables->frequencies);
+    for (int64_t i = 0; i < n; i++) {
+        const struct cattn_rope_angles args = {
+            .n = job->law.n,
+            .frequencies = tables->frequencies,
+            .position = position_at(job, entry, token + i),
+            .cosine_factor = job->law.attention_factor,
+            .sine_factor = p->inverse ? -job->law.attention_factor : job->law.attention_factor,
+            .dtype = p->dtype,
+            .interleaved = p->interleaved,
+            .cosines = (char *)tables->cosines + i * row_bytes,
+            .sines = (char *)tables->sines + i * row_bytes,
+        };
+        job->kernels_f64->rope_angles(&args);
+    }
+}
+
+static void rope_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct rope_job *job = context;
+    const struct cattn_rope_params *p = job->params;
+    const size_t element = cattn_stored_size(p->dtype, p->storage);
+    const int64_t part = task % job->parts, block = task / job->parts % job->n_blocks;
+    const int64_t first = task / job->parts / job->n_blocks * job->n_sharing, token = block * job->block;
+    const int64_t n = cattn_min(job->block, p->seqlen - token), begin = part * job->entries_per_task;
+    const int64_t end = cattn_min(begin + job->entries_per_task, job->n_sharing);
+    struct tables tables;
+    char *scratch = cattn_worker_scratch(worker);
+    carve(job, scratch, carve(job, NULL, 0, &tables), &tables);
+    fill(job, &tables, first, token, n);
+    for (int64_t i = begin; i < end; i++) {
+        if (i % ENTRIES_PER_LOOK == ENTRIES_PER_LOOK - 1 && cattn_should_stop(worker))
+            return;
+        const struct cattn_rope_rows args = {
+            .n_rows = n,
+            .n_cols = p->n_cols,
+            .rotary_dim = p->rotary_dim,
+            .interleaved = p->interleaved,
+            .storage = p->storage,
+            .x = batch_at(job, &job->x, first + i, token, element),
+            .x_row = p->x.row,
+            .x_col = p->x.col,
+            .out = batch_at(job, &job->out, first + i, token, element),
+            .out_row = p->out.row,
+            .out_col = p->out.col,
+            .cosines = tables.cosines,
+            .sines = tables.sines,
+            .table_row = job->table_row,
+        };
+        job->kernels->rope_rows(&args);
+    }
+}
+
+/* Blocks of tokens, and the division of the entries that share them. Returns the number of tasks. */
+static int64_t divide(struct rope_job *job) {
+    const struct cattn_rope_params *p = job->params;
+    job->table_row = p->interleaved ? p->rotary_dim : p->rotary_dim / 2;
+    const int64_t row_bytes = 2 * job->table_row * (int64_t)cattn_element_size(p->dtype);
+    const int64_t fitting = row_bytes > 0 ? TABLE_BYTES / row_bytes : p->seqlen;
+    job->block = cattn_min(fitting > 0 ? fitting : 1, p->seqlen);
+    job->n_blocks = cattn_ceil_div(p->seqlen, job->block);
+    const int64_t n_tasks = p->n_batch / job->n_sharing * job->n_blocks;
+    const int64_t wanted = (int64_t)p->num_threads * TASKS_EACH;
+    job->entries_per_task = job->n_sharing;
+    if (p->num_threads > 1 && n_tasks < wanted) {
+        const int64_t least = cattn_ceil_div(CATTN_TASK_ELEMENTS, job->block * p->n_cols);
+        const int64_t each = cattn_ceil_div(job->n_sharing, cattn_ceil_div(wanted, n_tasks));
+        job->entries_per_task = cattn_min(job->n_sharing, each > least ? each : least);
+    }
+    job->parts = cattn_ceil_div(job->n_sharing, job->entries_per_task);
+    return n_tasks * job->parts;
+}
+
+enum cattn_status cattn_rope(const struct cattn_rope_params *p) {
+    CATTN_CHECK(rope, p);
+    if (p->n_batch == 0 || p->seqlen == 0 || p->n_cols == 0)
+        return CATTN_OK;
+    struct rope_job job = {
+        .params = p, .kernels = cattn_kernels_for(p->dtype), .kernels_f64 = cattn_kernels_for(CATTN_F64)};
+    struct tables unused;
+    reorder(&job);
+    const unsigned mode = cattn_fp_enter(); /* the caller's rounding must not show */
+    cattn_rope_settle(p, &job.law);
+    cattn_fp_leave(mode);
+    const int64_t n_tasks = divide(&job);
+    /* waking a second thread for less than a whole task costs more than it gains */
+    const bool alone = p->n_batch * p->seqlen * p->n_cols < 2 * CATTN_TASK_ELEMENTS;
+    return cattn_parallel_for(n_tasks, alone ? 1 : p->num_threads, carve(&job, NULL, 0, &unused), rope_task, &job,
+                              &p->poll);
+}
