@@ -195,7 +195,7 @@ def test_the_kernel_sends_what_the_page_lacks(host: Any, browser: Any, tmp_path:
         assert (q, k) == (198, 198)
         assert np.float32(value) == weights[1, 1, q, k]
         page.get_by_role("gridcell", name="layer 0, head 2").click(modifiers=["Shift"])
-        page.wait_for_function("() => document.querySelector('.cattn-title').textContent.includes('−')")
+        page.locator(".cattn-title", has_text="−").wait_for()
         page.wait_for_selector(".cattn-status[data-block='1']")
         q, k, value, _ = value_of(page)
         assert float(value) == np.float64(weights[1, 1, q, k]) - weights[0, 2, q, k]

@@ -75,7 +75,7 @@ function shortText(x) {
   if (x === 0) return "0";
   const size = Math.abs(x);
   if (size < 0.001) return x.toExponential(0);
-  if (size >= 10000) return x.toExponential(1);
+  if (size >= 1e6) return x.toExponential(1);
   if (size >= 100) return String(Math.round(x));
   return String(Number(x.toPrecision(3)));
 }

@@ -184,7 +184,7 @@ class Axis {
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.font = FONT;
     context.fillStyle = context.strokeStyle = style("--cattn-faint");
-    for (const tick of ticksOf(from, to, width / 80)) {
+    for (const tick of ticksOf(from, to, width / 64)) {
       const x = GUTTER + ((tick - from + (to - from < width / 3 ? 0.5 : 0)) * width) / (to - from);
       context.fillRect(x, 0, 1, 4);
       context.textAlign = x > available - 40 ? "right" : "center";
