@@ -75,7 +75,7 @@ numpydoc_validation_checks = {
 # ONNX classes that only ONNX constructs, and a mask that only transformers constructs.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
-    r"^cattn\.(AttentionGradients|AttentionOutput|CausalAlignmentWarning|Explanation)$",
+    r"^cattn\.(Attention(Gradients|Output|Statistics)|CausalAlignmentWarning|Explanation|HeadScores)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
 }

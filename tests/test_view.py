@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import struct
 import subprocess
 import sys
 import tomllib
@@ -267,7 +268,9 @@ def test_the_import_of_cattn_does_not_bring_the_view() -> None:
 def test_a_notebook_gets_the_widget_and_a_picture() -> None:
     pytest.importorskip("anywidget")
     pytest.importorskip("matplotlib")
-    data, _ = cattn.view_attention(random(2, 3, 3), TOKENS)._repr_mimebundle_()
+    data, metadata = cattn.view_attention(random(2, 3, 3), TOKENS)._repr_mimebundle_()
+    width, height = struct.unpack(">II", base64.b64decode(data["image/png"])[16:24])
+    assert np.allclose([width, height], 2 * np.array(list(metadata["image/png"].values())), atol=1)
     assert set(data) == {"text/plain", "application/vnd.jupyter.widget-view+json", "image/png"}
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
     assert data["text/plain"] == "AttentionView(float32 (1, 2, 3, 3))"
@@ -282,7 +285,7 @@ def test_without_anywidget_a_notebook_gets_the_page_in_a_frame(monkeypatch: pyte
         _ = view.widget
     data, metadata = view._repr_mimebundle_()
     assert set(data) == {"text/plain", "text/html", "image/png"}
-    assert metadata == {}
+    assert set(metadata) == {"image/png"}
     frame = re.match(r'<iframe srcdoc="([^"]*)"', data["text/html"])
     assert state_of(html.unescape(frame[1]))["info"]["tokens"] == TOKENS
     assert f'src="data:image/png;base64,{data["image/png"]}"' in data["text/html"]
@@ -312,7 +315,7 @@ def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch)
 def test_the_picture_is_not_left_to_pyplot(view: Any) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     before = plt.get_fignums()
-    image = _page.picture(view()._contents)
+    image, _ = _page.picture(view()._contents)
     assert image.startswith(b"\x89PNG")
     assert plt.get_fignums() == before
 

@@ -117,7 +117,7 @@ class AttentionView:
         metadata: dict[str, Any] = {}
         image = picture(self._contents)
         if image is not None:
-            data["image/png"] = base64.b64encode(image).decode("ascii")
+            data["image/png"] = base64.b64encode(image[0]).decode("ascii")
         try:
             bundle = self.widget._repr_mimebundle_()
         except ImportError:
@@ -126,7 +126,7 @@ class AttentionView:
         else:
             found, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
             data = {**(found or {}), **data}
-        return data, metadata
+        return data, metadata | ({} if image is None else {"image/png": image[1]})
 
     def _display_(self) -> Any:
         """Return the widget for marimo, which shows anywidgets itself."""
@@ -137,7 +137,7 @@ def _frame(html: str, image: str | None) -> str:
     """Return a page in a frame, followed by a picture that the page's script hides."""
     frame = f'<iframe srcdoc="{escape(html)}" style="width: 100%; height: 640px; border: 0" title="attention"></iframe>'
     alt = "Attention as heat maps."
-    return frame + (f'<img class="cattn-picture" src="data:image/png;base64,{image}" alt="{alt}">' if image else "")
+    return frame + (f'<img class="cattn-picture" src="data:image/png;base64,{image}" alt="{alt}" style="max-width: 100%">' if image else "")
 
 
 @with_hints

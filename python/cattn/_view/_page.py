@@ -22,6 +22,7 @@ SCRIPTS = (
     *("numbers", "colours", "grids", "page", "heatmap", "text", "strips"),
     *("view", "weights", "statistics", "main"),
 )
+PIXELS_PER_INCH = 80  # of the picture on a page
 MOST_PANELS = 6  # of the picture; more heads are drawn on one sheet
 MOST_CELLS = 256  # of a panel, along one axis
 MOST_CELLS_OF_A_TILE = 48  # of a head on the sheet
@@ -91,8 +92,8 @@ def page(contents: Weights | Statistics, title: str, most: int) -> str:
     )
 
 
-def picture(contents: Weights | Statistics) -> bytes | None:
-    """Return the contents as a picture in PNG; None without matplotlib."""
+def picture(contents: Weights | Statistics) -> tuple[bytes, dict[str, int]] | None:
+    """Return the contents as a picture in PNG, and its size on a page; None without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -102,8 +103,9 @@ def picture(contents: Weights | Statistics) -> bytes | None:
     figure = Figure(layout="constrained")  # not one of pyplot, which notebooks would show by itself
     _draw_weights(figure, contents) if isinstance(contents, Weights) else _draw_statistics(figure, contents)
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=80, facecolor="white")
-    return file.getvalue()
+    figure.savefig(file, format="png", dpi=2 * PIXELS_PER_INCH, facecolor="white")  # sharp on displays of high density
+    width, height = (round(PIXELS_PER_INCH * inches) for inches in figure.get_size_inches())
+    return file.getvalue(), {"width": width, "height": height}
 
 
 def _head_title(contents: Weights | Statistics, layer: int, head: int) -> str:
