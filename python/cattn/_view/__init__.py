@@ -137,7 +137,11 @@ def _frame(html: str, image: str | None) -> str:
     """Return a page in a frame, followed by a picture that the page's script hides."""
     frame = f'<iframe srcdoc="{escape(html)}" style="width: 100%; height: 640px; border: 0" title="attention"></iframe>'
     alt = "Attention as heat maps."
-    return frame + (f'<img class="cattn-picture" src="data:image/png;base64,{image}" alt="{alt}" style="max-width: 100%">' if image else "")
+    return frame + (
+        f'<img class="cattn-picture" src="data:image/png;base64,{image}" alt="{alt}" style="max-width: 100%">'
+        if image
+        else ""
+    )
 
 
 @with_hints
