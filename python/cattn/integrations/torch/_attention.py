@@ -18,7 +18,6 @@ from ._tensors import (
     check_tensor,
     dtype_of,
     is_causal_bias,
-    is_plain,
     is_readable,
     nobody_watches,
     read_causal_bias,
@@ -239,14 +238,16 @@ def scaled_dot_product_attention(
         attn_mask, alignment = read_causal_bias(attn_mask, query, key)
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
+    extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
         nobody_watches()
-        and is_plain(query)
-        and is_plain(key)
-        and is_plain(value)
+        and is_readable(query)
+        and is_readable(key)
+        and is_readable(value)
         and query.dtype is key.dtype is value.dtype
         and query.dtype in DTYPES
-        and all(map(is_readable, (query, key, value, attn_mask, bias, alibi_slopes, sinks)))
+        and all(map(is_readable, extras))
+        and (alibi_slopes is None or is_readable(alibi_slopes))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
@@ -255,8 +256,11 @@ def scaled_dot_product_attention(
         query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
         bias = None if bias is None else bias.to(dtype_of(bias))
-    gradients = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask, bias, sinks)
+    gradients = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any(tensor.requires_grad for tensor in extras)
     )
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")

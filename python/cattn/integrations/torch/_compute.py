@@ -61,20 +61,17 @@ def forward(operands: tuple[Tensor | None, ...], options: dict[str, Any], lse: b
         options = {**options, "bias": as_array(bias)}
     if sinks is not None:
         options = {**options, "sinks": as_array(sinks)}
-    if not (lse or weights or tokens_first(query)):
-        return Result(as_tensor(attention(*arrays, **options), query.dtype), None, None)
-    try:
-        rows = row_shape(query, key, value, options["enable_gqa"])
-    except RuntimeError:  # cattn's own error names the argument whose shape is wrong
-        rows = ()
-    out: Any = None
-    if len(rows) == 3 and tokens_first(query):
-        out = np.empty((rows[0], rows[2], rows[1], value.shape[-1]), arrays[0].dtype).swapaxes(1, 2)
+    if tokens_first(query):
+        try:
+            rows = row_shape(query, key, value, options["enable_gqa"])
+        except RuntimeError:  # cattn's own error names the argument whose shape is wrong
+            rows = ()
+        if len(rows) == 3:
+            out = np.empty((rows[0], rows[2], rows[1], value.shape[-1]), arrays[0].dtype).swapaxes(1, 2)
+            options = {**options, "out": cattn.AttentionOutput(out) if lse or weights else out}
     if not lse and not weights:
-        result = attention(*arrays, out=out, **options)
-        return Result(as_tensor(result, query.dtype), None, None)
-    fields = cattn.AttentionOutput(out, lse=np.empty(rows, np.float64) if lse else None)
-    extras = attention(*arrays, out=fields, return_lse=lse, return_weights=weights, **options)
+        return Result(as_tensor(attention(*arrays, **options), query.dtype), None, None)
+    extras = attention(*arrays, return_lse=np.float64 if lse else False, return_weights=weights, **options)
     return Result(
         as_tensor(extras.out, query.dtype),
         torch.from_numpy(extras.lse) if lse else None,

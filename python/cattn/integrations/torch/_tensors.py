@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from ..._input.arrays import load_bfloat16
 
+PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _functorch: Any = torch._C._functorch
 _private: Any = torch._C  # has no types for the functions that tell who watches
@@ -39,14 +40,12 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 def is_plain(tensor: Any) -> bool:
     """Return whether this is a tensor of PyTorch's own classes, whose memory holds its numbers."""
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+    return type(tensor) in PLAIN
 
 
-def is_readable(tensor: Tensor | None) -> bool:
-    """Return whether this is None or a plain tensor whose memory can be read at once."""
-    return tensor is None or (
-        is_plain(tensor) and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
-    )
+def is_readable(tensor: Any) -> bool:
+    """Return whether this is a plain tensor whose memory can be read at once."""
+    return type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def nobody_watches() -> bool:
