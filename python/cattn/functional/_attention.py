@@ -655,6 +655,7 @@ def attention_weights(  # type: ignore[empty-body]
     See Also
     --------
     scaled_dot_product_attention : Output and weights of one call, with ``return_weights=True``.
+    attention_statistics : Statistics of the weights, without the matrix.
     plot_attention : The weights as heat maps.
     view_attention : The weights to look at with the pointer.
     masked_softmax : The weights from scores that exist already.
