@@ -117,16 +117,16 @@ static enum cattn_status run_blocks(struct statistics_job *job) {
     const struct cattn_poll *poll = &job->params->forward.poll;
     if (plan->whole_units)
         return cattn_parallel_for(plan->n_units, plan->num_threads, plan->scratch_size, unit_task, job, poll);
+    const int64_t n_tasks = plan->n_units * plan->blocks_per_unit;
+    if (!plan->adds_columns)
+        return cattn_parallel_for(n_tasks, plan->num_threads, plan->scratch_size, block_task, job, poll);
     struct cattn_tickets tickets;
-    if (plan->adds_columns) {
-        if (!cattn_tickets_begin(&tickets, plan->n_units * plan->n_key_blocks))
-            return CATTN_NO_MEMORY;
-        job->tickets = &tickets;
-    }
-    const enum cattn_status status = cattn_parallel_for(plan->n_units * plan->blocks_per_unit, plan->num_threads,
-                                                        plan->scratch_size, block_task, job, poll);
-    if (job->tickets)
-        cattn_tickets_end(&tickets);
+    if (!cattn_tickets_begin(&tickets, plan->n_units * plan->n_key_blocks))
+        return CATTN_NO_MEMORY;
+    job->tickets = &tickets;
+    const enum cattn_status status =
+        cattn_parallel_for(n_tasks, plan->num_threads, plan->scratch_size, block_task, job, poll);
+    cattn_tickets_end(&tickets);
     return status;
 }
 
