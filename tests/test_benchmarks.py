@@ -58,6 +58,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert (f"{option} must be at least 1, got 0" if option else "unknown group nonsense; there are prefill") in message
 
 
+@pytest.mark.long
 def test_a_group_is_kept_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0

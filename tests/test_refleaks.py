@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,15 @@ EVERLASTING += [cattn.AttentionOutput, cattn.TorchGenerator, cattn.CausalAlignme
 forget_attributes: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> Iterator[None]:
+    """Keep what exists before these tests, a million objects of PyTorch among it, out of their many collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def counts(arguments: list[object]) -> list[int]:
     forget_attributes()
     gc.collect()
@@ -49,8 +58,6 @@ def growth(call: Call, arguments: list[object]) -> int:
         for _ in range(REPEATS):
             call()
 
-    gc.collect()
-    gc.freeze()  # makes the many later collections short
     worst = REPEATS
     for _ in range(8):  # a cache fills up once, a leak grows in every round
         before = counts(arguments)
@@ -58,7 +65,6 @@ def growth(call: Call, arguments: list[object]) -> int:
         worst = min(worst, max(b - a for a, b in zip(before, counts(arguments), strict=True)))
         if worst < REPEATS // 2:
             break
-    gc.unfreeze()
     return worst
 
 
