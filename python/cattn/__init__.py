@@ -20,9 +20,7 @@ from ._version import __version__
 from .cache import KVCache
 from .functional import (
     Explanation,
-    HeadScores,
     attention_backward,
-    attention_rollout,
     attention_statistics,
     attention_weights,
     causal_attention,
@@ -31,7 +29,6 @@ from .functional import (
     dropout_backward,
     explain,
     get_alibi_slopes,
-    head_scores,
     masked_softmax,
     merge_attention,
     rms_norm,
@@ -60,6 +57,7 @@ from .random import TorchGenerator, manual_seed
 if TYPE_CHECKING:
     from . import reference
     from ._view import AttentionView, view_attention
+    from .functional._heads import HeadScores, attention_rollout, head_scores
 
 __all__ = [
     "AttentionGradients",
@@ -114,6 +112,14 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "AttentionView": "._view",
+    "HeadScores": ".functional._heads",
+    "attention_rollout": ".functional._heads",
+    "head_scores": ".functional._heads",
+    "view_attention": "._view",
+}
+
 # Pickles and help name the public place of a function or class, which stays when the files change.
 for _name in __all__:
     if getattr(globals().get(_name), "__module__", f"{__name__}.nn") != f"{__name__}.nn":
@@ -123,15 +129,15 @@ sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in 
 
 
 def __getattr__(name: str) -> Any:
-    """Import `cattn.reference` and the views at their first use: the reference takes a third of the import time."""
+    """Import `cattn.reference`, the views and the scores of heads at their first use: they take time."""
+    import importlib
+
     if name == "reference":
-        import importlib
-
         return importlib.import_module(".reference", __name__)
-    if name in ("AttentionView", "view_attention"):
-        from . import _view
-
-        return getattr(_view, name)
+    if name in _LATER:
+        found = getattr(importlib.import_module(_LATER[name], __name__), name)
+        found.__module__ = __name__  # as above
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

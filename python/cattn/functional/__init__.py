@@ -1,8 +1,9 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
+from typing import Any
+
 from .. import _cattn
 from .._input import arrays, rng
-from .._input import rope as rope_input
 from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._attention import (
     attention_weights,
@@ -14,7 +15,6 @@ from ._attention import (
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
-from ._heads import HeadScores, attention_rollout, head_scores
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._rope import rms_norm, rms_norm_backward, rope
@@ -36,9 +36,7 @@ from ._varlen import (
 
 __all__ = [
     "Explanation",
-    "HeadScores",
     "attention_backward",
-    "attention_rollout",
     "attention_statistics",
     "attention_weights",
     "causal_attention",
@@ -47,7 +45,6 @@ __all__ = [
     "dropout_backward",
     "explain",
     "get_alibi_slopes",
-    "head_scores",
     "masked_softmax",
     "merge_attention",
     "rms_norm",
@@ -63,6 +60,21 @@ __all__ = [
     "varlen_attention_statistics",
 ]
 
+
+def as_positions(*arguments: Any) -> Any:
+    """Call the function of `cattn._input.rope`, which is imported at its first use."""
+    from .._input import rope
+
+    return rope.as_positions(*arguments)
+
+
+def as_rope_scaling(*arguments: Any) -> Any:
+    """Call the function of `cattn._input.rope`, which is imported at its first use."""
+    from .._input import rope
+
+    return rope.as_rope_scaling(*arguments)
+
+
 # C imports nothing of this package: these are the functions and classes that it calls.
 _cattn._register_helpers(
     as_array=arrays.as_array,
@@ -71,12 +83,12 @@ _cattn._register_helpers(
     as_bool=arrays.as_bool,
     as_integers=arrays.as_integers,
     as_head_numbers=arrays.as_head_numbers,
-    as_positions=rope_input.as_positions,
+    as_positions=as_positions,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
     draw_seed=rng.draw_seed,
-    as_rope_scaling=rope_input.as_rope_scaling,
+    as_rope_scaling=as_rope_scaling,
     attention_output=AttentionOutput,
     make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,
