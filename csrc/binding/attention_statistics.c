@@ -87,7 +87,8 @@ static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
                                    : &p->rows[field];
 }
 
-/* (*batch, [H], T_q), with top_k behind it for the top keys; or (*batch, [H], T_k), which the core adds to. */
+/* Statistics of queries have the shape (*batch, [H], T_q), top keys one more axis of length top_k. Those of keys have
+ * (*batch, [H], T_k), and begin with 0 because the core adds to them. */
 static bool make_field(struct statistics *s, int i) {
     const struct cattn_call *call = &s->call;
     const bool columns = i == RECEIVED || i == RECEIVED_MAX;

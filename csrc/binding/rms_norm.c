@@ -121,9 +121,9 @@ static bool make_output(struct call *call, struct cattn_rms_norm_params *params,
 
 static enum cattn_status compute(const void *params) { return cattn_rms_norm(params); }
 
-static bool run(struct cattn_rms_norm_params *params) {
+static bool run(struct cattn_rms_norm_params *params, PyArrayObject *result) {
     params->num_threads = cattn_get_num_threads();
-    const bool brief = params->n_cols == 0 || params->n_rows <= CATTN_GIL_ELEMENTS / params->n_cols;
+    const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;
     return cattn_error_status(cattn_compute(brief, &params->poll, compute, params));
 }
 
@@ -134,7 +134,8 @@ PyObject *cattn_body_rms_norm(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL;
     if (parse_eps(args[RMS_NORM_eps], &call.eps) &&
         parse_arrays(&call, args[RMS_NORM_x], args[RMS_NORM_weight], NULL) &&
-        make_output(&call, &params, args[RMS_NORM_out], &output) && run(&params) && cattn_output_finish(&output))
+        make_output(&call, &params, args[RMS_NORM_out], &output) && run(&params, output.array) &&
+        cattn_output_finish(&output))
         result = cattn_output_result(&output);
     release(&call);
     cattn_output_clear(&output);
@@ -170,9 +171,9 @@ static bool make_gradients(struct call *call, struct cattn_rms_norm_backward_par
 
 static enum cattn_status compute_backward(const void *params) { return cattn_rms_norm_backward(params); }
 
-static bool run_backward(struct cattn_rms_norm_backward_params *params) {
+static bool run_backward(struct cattn_rms_norm_backward_params *params, PyArrayObject *result) {
     params->num_threads = cattn_get_num_threads();
-    const bool brief = params->n_cols == 0 || params->n_rows <= CATTN_GIL_ELEMENTS / params->n_cols;
+    const bool brief = PyArray_SIZE(result) <= CATTN_GIL_ELEMENTS;
     return cattn_error_status(cattn_compute(brief, &params->poll, compute_backward, params));
 }
 
@@ -190,7 +191,7 @@ PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py
         PyErr_SetString(PyExc_TypeError, "x must be float32 or float64: cattn.rms_norm_backward widens halves");
         goto done;
     }
-    if (make_gradients(&call, &params, outputs) && run_backward(&params))
+    if (make_gradients(&call, &params, outputs) && run_backward(&params, outputs[0].array))
         result = PyTuple_Pack(2, (PyObject *)outputs[0].array,
                               outputs[1].array != NULL ? (PyObject *)outputs[1].array : Py_None);
 done:

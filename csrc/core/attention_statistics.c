@@ -37,6 +37,7 @@ static struct cattn_statistics *set_up(const struct statistics_job *job, int64_t
     const int64_t batch = unit / p->num_heads, head = unit % p->num_heads;
     struct cattn_statistics *s = cattn_statistics_lay_out(&job->plan, params, job->kernels, memory);
     const int64_t first_row = cattn_rows_of_block(&s->rows, p, &job->call, batch, head, block);
+    s->wants_received = false;
     if (s->rows.n_rows == 0)
         return s;
     for (int i = 0; i < CATTN_N_ROW_STATISTICS; i++)
@@ -59,14 +60,14 @@ static struct cattn_statistics *set_up(const struct statistics_job *job, int64_t
     return s;
 }
 
-/* Adds a block's column sums in its turn. A block without any still takes its tickets, because later blocks wait for
- * them. Returns false if the call was stopped. */
-static bool add_columns(const struct statistics_job *job, struct cattn_statistics *s, int64_t place, int64_t ticket,
-                        int64_t k0, int64_t k1, struct cattn_worker *worker) {
-    if (job->tickets && !cattn_tickets_wait(job->tickets, place, ticket, worker))
+/* Adds the column sums of a key block in its turn. A block of queries without any still takes its ticket, because later
+ * ones wait for it. Returns false if the call was stopped. */
+static bool add_columns(const struct statistics_job *job, const struct cattn_statistics *s, int64_t unit, int64_t block,
+                        int64_t key_block, struct cattn_worker *worker) {
+    const int64_t place = unit * job->plan.n_key_blocks + key_block;
+    if (job->tickets && !cattn_tickets_wait(job->tickets, place, block, worker))
         return false;
-    if (s->wants_received && k0 < k1)
-        job->kernels->statistics_add(s, k0, k1);
+    job->kernels->statistics_add(s, key_block * CATTN_BLOCK_KEYS);
     if (job->tickets)
         cattn_tickets_pass(job->tickets, place);
     return true;
@@ -80,18 +81,15 @@ static bool run_block(const struct statistics_job *job, int64_t unit, int64_t bl
     if (has_rows) {
         job->kernels->statistics_begin(s);
         keys = cattn_rows_keys(&s->rows);
-    } else {
-        s->wants_received = false;
     }
     for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++) {
         const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, s->rows.n_keys);
-        const bool sees = keys.lo < k1 && k0 < keys.hi;
         if (cattn_should_stop(worker))
             return false;
-        if (sees)
+        s->columns_begin = s->columns_end = 0; /* unless the kernel finds some */
+        if (keys.lo < k1 && k0 < keys.hi)
             job->kernels->statistics_block(s, k0, k1);
-        if (job->plan.adds_columns && !add_columns(job, s, unit * job->plan.n_key_blocks + key_block, block,
-                                                   sees ? k0 : 0, sees ? k1 : 0, worker))
+        if (job->plan.adds_columns && !add_columns(job, s, unit, block, key_block, worker))
             return false;
     }
     if (has_rows)

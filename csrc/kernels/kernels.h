@@ -179,7 +179,8 @@ struct cattn_statistics {
     void *log_sum, *distance, *max_score, *top_root;
     bool *undefined;
     bool any_undefined;
-    void *column_sum, *column_max; /* [CATTN_BLOCK_KEYS]: over the rows */
+    void *column_sum, *column_max;  /* [CATTN_BLOCK_KEYS]: over the rows */
+    int columns_begin, columns_end; /* the keys of the block that have them */
     /* results with unit stride: the first row's, or NULL */
     void *row_results[CATTN_N_ROW_STATISTICS];
     void *top_weights; /* [row][top_k]; the scores until statistics_finish */
@@ -298,7 +299,7 @@ struct cattn_kernels {
     void (*backward_finish)(struct cattn_backward *b);
     void (*statistics_begin)(struct cattn_statistics *s);
     void (*statistics_block)(struct cattn_statistics *s, int64_t k0, int64_t k1);
-    void (*statistics_add)(struct cattn_statistics *s, int64_t k0, int64_t k1);
+    void (*statistics_add)(const struct cattn_statistics *s, int64_t k0);
     void (*statistics_finish)(struct cattn_statistics *s);
     /* the drop bits of the keys 0 .. n-1 of one row of an attention matrix, as bytes */
     void (*dropout_mask_row)(const struct cattn_drop *drop, uint32_t position, uint32_t head, uint8_t *mask,

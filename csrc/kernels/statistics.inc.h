@@ -224,23 +224,22 @@ static void statistics_block(struct cattn_statistics *s, int64_t k0, int64_t k1)
         if (s->wants_received)
             zero_uncounted(&t, s, e, r);
     }
-    if (s->wants_received)
-        sum_columns(&t, s);
+    if (!s->wants_received)
+        return;
+    sum_columns(&t, s);
+    s->columns_begin = t.all.begin;
+    s->columns_end = (int)min64(t.all.end, t.n_keys);
 }
 
-static void statistics_add(struct cattn_statistics *s, int64_t k0, int64_t k1) {
-    struct tile t;
-    if (!tile_begin(&t, &s->rows, k0, k1))
-        return;
+static void statistics_add(const struct cattn_statistics *s, int64_t k0) {
     const real *sum = s->column_sum, *max = s->column_max;
-    for (int k = t.all.begin; k < min64(t.all.end, t.n_keys); k += CATTN_SUM_CHAINS)
-        for (int i = k; i < min64(k + CATTN_SUM_CHAINS, t.n_keys); i++) {
-            if (s->received)
-                ((real *)s->received)[k0 + i] += sum[i];
-            real *most = s->received_max ? (real *)s->received_max + k0 + i : NULL;
-            if (most && (sum[i] != sum[i] || max[i] > *most))
-                *most = max[i];
-        }
+    real *received = s->received, *received_max = s->received_max;
+    for (int k = s->columns_begin; k < s->columns_end; k++) {
+        if (received)
+            received[k0 + k] += sum[k];
+        if (received_max && (sum[k] != sum[k] || max[k] > received_max[k0 + k]))
+            received_max[k0 + k] = max[k];
+    }
 }
 
 /* ---- the end ---- */
