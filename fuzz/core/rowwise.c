@@ -57,6 +57,15 @@ static unsigned few_axes(struct input *in, int n_axes) {
     return (unsigned)(take_byte(in) & take_byte(in)) & ((1u << n_axes) - 1);
 }
 
+/* Calls a function of the core with any table and number of threads. */
+#define COMPUTE(in, function, params, failure)                                                                         \
+    do {                                                                                                               \
+        choose_table(in);                                                                                              \
+        (params).num_threads = choose_threads(in);                                                                     \
+        if (function(&(params)) != CATTN_OK)                                                                           \
+            finding(failure);                                                                                          \
+    } while (0)
+
 /* ---- softmax ---- */
 
 static void choose_softmax(struct input *in, const struct rows *rows, struct cattn_softmax_params *p) {
@@ -103,10 +112,7 @@ void fuzz_softmax(struct input *in) {
     p.out = to_tensor(&out);
     if (has_mask)
         p.mask = to_tensor(&mask);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_softmax(&p) != CATTN_OK)
-        finding("softmax failed");
+    COMPUTE(in, cattn_softmax, p, "softmax failed");
     check_untouched(&x, "x was changed");
     check_untouched(&mask, "mask was changed");
     check_untouched(&out, "written between the elements of out");
@@ -122,10 +128,7 @@ void fuzz_softmax(struct input *in) {
     p.x = to_tensor(&x);
     p.out = to_tensor(in_place ? &x : &out);
     p.mask = has_mask ? to_tensor(&mask) : p.mask;
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_softmax(&p) != CATTN_OK)
-        finding("softmax failed the second time");
+    COMPUTE(in, cattn_softmax, p, "softmax failed the second time");
     check_same(in_place ? &x : &out, right, "softmax differs");
     free(right);
 }
@@ -147,10 +150,7 @@ void fuzz_softmax_backward(struct input *in) {
     p.grad = to_tensor(&arrays[0]);
     p.weights = to_tensor(&arrays[1]);
     p.out = to_tensor(&out);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_softmax_backward(&p) != CATTN_OK)
-        finding("softmax_backward failed");
+    COMPUTE(in, cattn_softmax_backward, p, "softmax_backward failed");
     for (int i = 0; i < 2; i++)
         check_untouched(&arrays[i], i ? "weights were changed" : "grad was changed");
     check_untouched(&out, "written between the elements of out");
@@ -162,10 +162,7 @@ void fuzz_softmax_backward(struct input *in) {
     p.grad = to_tensor(&arrays[0]);
     p.weights = to_tensor(&arrays[1]);
     p.out = to_tensor(place < 2 ? &arrays[place] : &out);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_softmax_backward(&p) != CATTN_OK)
-        finding("softmax_backward failed the second time");
+    COMPUTE(in, cattn_softmax_backward, p, "softmax_backward failed the second time");
     check_same(place < 2 ? &arrays[place] : &out, right, "softmax_backward differs");
     free(right);
 }
@@ -216,10 +213,7 @@ void fuzz_dropout(struct input *in) {
     p.x = to_tensor(&x);
     p.out = to_tensor(&out);
     p.mask = to_tensor(&mask);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_dropout(&p) != CATTN_OK)
-        finding("dropout failed");
+    COMPUTE(in, cattn_dropout, p, "dropout failed");
     check_untouched(&x, "x was changed");
     check_untouched(&out, "written between the elements of out");
     check_untouched(&mask, "written between the elements of mask");
@@ -232,10 +226,7 @@ void fuzz_dropout(struct input *in) {
     p.x = to_tensor(&x);
     p.out = to_tensor(in_place ? &x : &out);
     p.mask.data = NULL;
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_dropout(&p) != CATTN_OK)
-        finding("dropout failed the second time");
+    COMPUTE(in, cattn_dropout, p, "dropout failed the second time");
     check_same(in_place ? &x : &out, right, "dropout differs");
     free(right);
 }
@@ -310,10 +301,7 @@ void fuzz_rope(struct input *in) {
         p.positions = to_tensor(&positions);
         p.positions.row = p.positions.col;
     }
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rope(&p) != CATTN_OK)
-        finding("rope failed");
+    COMPUTE(in, cattn_rope, p, "rope failed");
     check_untouched(&x, "x was changed");
     check_untouched(&positions, "positions were changed");
     check_untouched(&out, "written between the elements of out");
@@ -323,10 +311,7 @@ void fuzz_rope(struct input *in) {
     const bool in_place = take_chance(in, 2);
     p.x = to_matrix(&x);
     p.out = to_matrix(in_place ? &x : &out);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rope(&p) != CATTN_OK)
-        finding("rope failed the second time");
+    COMPUTE(in, cattn_rope, p, "rope failed the second time");
     check_same(in_place ? &x : &out, right, "rope differs");
     free(right);
 }
@@ -356,10 +341,7 @@ void fuzz_rms_norm(struct input *in) {
     p.out = to_tensor(&out);
     if (take_chance(in, 2))
         p.weight = to_tensor(&weight);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rms_norm(&p) != CATTN_OK)
-        finding("rms_norm failed");
+    COMPUTE(in, cattn_rms_norm, p, "rms_norm failed");
     check_untouched(&x, "x was changed");
     check_untouched(&weight, "weight was changed");
     check_untouched(&out, "written between the elements of out");
@@ -369,10 +351,7 @@ void fuzz_rms_norm(struct input *in) {
     const bool in_place = take_chance(in, 2);
     p.x = to_tensor(&x);
     p.out = to_tensor(in_place ? &x : &out);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rms_norm(&p) != CATTN_OK)
-        finding("rms_norm failed the second time");
+    COMPUTE(in, cattn_rms_norm, p, "rms_norm failed the second time");
     check_same(in_place ? &x : &out, right, "rms_norm differs");
     free(right);
 }
@@ -399,10 +378,7 @@ void fuzz_rms_norm_backward(struct input *in) {
         p.weight = to_tensor(&weight);
         p.grad_weight = to_tensor(&grad_weight);
     }
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rms_norm_backward(&p) != CATTN_OK)
-        finding("rms_norm_backward failed");
+    COMPUTE(in, cattn_rms_norm_backward, p, "rms_norm_backward failed");
     for (int i = 0; i < 2; i++)
         check_untouched(&arrays[i], i ? "x was changed" : "grad was changed");
     check_untouched(&grad_x, "written between the elements of grad_x");
@@ -414,10 +390,7 @@ void fuzz_rms_norm_backward(struct input *in) {
     p.grad = to_tensor(&arrays[0]);
     p.x = to_tensor(&arrays[1]);
     p.grad_x = to_tensor(place < 2 ? &arrays[place] : &grad_x);
-    choose_table(in);
-    p.num_threads = choose_threads(in);
-    if (cattn_rms_norm_backward(&p) != CATTN_OK)
-        finding("rms_norm_backward failed the second time");
+    COMPUTE(in, cattn_rms_norm_backward, p, "rms_norm_backward failed the second time");
     check_same(place < 2 ? &arrays[place] : &grad_x, right_x, "rms_norm_backward differs");
     check_same(&grad_weight, right_weight, "the gradient of the weight differs");
     free(right_x);
