@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module(".reference", __name__)
     if name in _LATER:
-        found = getattr(importlib.import_module(_LATER[name], __name__), name)
+        found = globals()[name] = getattr(importlib.import_module(_LATER[name], __name__), name)
         found.__module__ = __name__  # as above
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

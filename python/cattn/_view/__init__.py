@@ -222,7 +222,3 @@ def view_attention(
     if weights_of is not None:
         raise TypeError("weights_of is for statistics: weights are given already")
     return AttentionView(Weights(given, tokens, query_tokens, layers))
-
-
-# Pickles and help name the public place.
-AttentionView.__module__ = view_attention.__module__ = "cattn"

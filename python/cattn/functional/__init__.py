@@ -1,7 +1,5 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
-from typing import Any
-
 from .. import _cattn
 from .._input import arrays, rng
 from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
@@ -17,7 +15,7 @@ from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
-from ._rope import rms_norm, rms_norm_backward, rope
+from ._rope import as_positions, as_rope_scaling, rms_norm, rms_norm_backward, rope
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
 from ._statistics import (
     attention_statistics,
@@ -59,20 +57,6 @@ __all__ = [
     "varlen_attention_backward",
     "varlen_attention_statistics",
 ]
-
-
-def as_positions(*arguments: Any) -> Any:
-    """Call the function of `cattn._input.rope`, which is imported at its first use."""
-    from .._input import rope
-
-    return rope.as_positions(*arguments)
-
-
-def as_rope_scaling(*arguments: Any) -> Any:
-    """Call the function of `cattn._input.rope`, which is imported at its first use."""
-    from .._input import rope
-
-    return rope.as_rope_scaling(*arguments)
 
 
 # C imports nothing of this package: these are the functions and classes that it calls.

@@ -131,7 +131,6 @@ def _scores(keys: NDArray[np.int64], weights: NDArray[np.float64], ids: NDArray[
     duplicate = earlier & (_take(ids, flat) == own)
     # the token before the key is an earlier place of the query's token
     follows = (keys > 0) & (keys <= position[:, None]) & (_take(ids, np.maximum(flat - 1, 0)) == own)
-    follows &= keys - 1 < position[:, None]
     sees = weights.sum(-1) != 0
     has_duplicate = sees & _has_earlier(ids)[..., T_k - T_q :]
     has_previous = sees & (position > 0)

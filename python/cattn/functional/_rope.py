@@ -246,3 +246,17 @@ def rms_norm_backward(
         grad_x, grad_weight = (None if gradient is None else gradient.astype(dtype) for gradient in gradients)
     assert grad_x is not None
     return grad_x, grad_weight
+
+
+def as_positions(*arguments: Any) -> Any:
+    """Call the function of `cattn._input.rope` for C; that module is imported at its first use."""
+    from .._input import rope
+
+    return rope.as_positions(*arguments)
+
+
+def as_rope_scaling(*arguments: Any) -> Any:
+    """Call the function of `cattn._input.rope` for C, in the same way."""
+    from .._input import rope
+
+    return rope.as_rope_scaling(*arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from .._input.arrays import as_array
@@ -250,4 +249,4 @@ def pack_statistics(
 
 def unpack_statistics(statistics: AttentionStatistics) -> AttentionStatistics:
     """Return the statistics of C, of one batch entry, without that axis."""
-    return AttentionStatistics(*(np.asarray(field)[0] if field is not None else None for field in statistics))
+    return AttentionStatistics(*(None if field is None else field[0] for field in statistics))

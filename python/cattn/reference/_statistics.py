@@ -68,15 +68,9 @@ def attention_statistics(
     wanted = {name: fields[name] for name in names}
     if top_k:
         wanted |= {"top_keys": np.where(seen, order, -1), "top_weights": top_weights}
-    heads = -3 if problem.one_head else None
-    return AttentionStatistics(**{name: _without_heads(a, name, heads) for name, a in wanted.items()})
-
-
-def _without_heads(field: Any, name: str, heads: int | None) -> Any:
-    """Remove the axis of heads, which is the first of the last three, or of the last two."""
-    if heads is None:
-        return field
-    return field.squeeze(heads if name.startswith("top") else heads + 1)
+    if problem.one_head:  # the axis of heads is the third from the end of top keys, the second of all others
+        wanted = {name: a.squeeze(-3 if name.startswith("top") else -2) for name, a in wanted.items()}
+    return AttentionStatistics(**wanted)
 
 
 def varlen_attention_statistics(
@@ -106,7 +100,7 @@ def varlen_attention_statistics(
     for name, field in result._asdict().items():
         if field is None:
             continue
-        edges, rank = edges_k if name.startswith("received") else edges_q, 4 if name.startswith("top") else 3
-        rows = unpad(field.reshape(*field.shape[:3], -1), edges)  # (total, H, 1 or top_k)
-        fields[name] = rows.swapaxes(0, 1).astype(field.dtype) if rank == 4 else rows[..., 0].T
+        edges = edges_k if name.startswith("received") else edges_q
+        rows = unpad(field.reshape(*field.shape[:3], -1), edges).swapaxes(0, 1)  # (H, total, 1 or top_k)
+        fields[name] = rows if name.startswith("top") else rows[..., 0]
     return AttentionStatistics(**fields)
