@@ -1,4 +1,4 @@
-"""Saved views in a browser: numbers, pointer, keyboard, touch, themes, width, and that nothing is fetched."""
+"""Saved views in a browser: numbers, pointer, keyboard, touch, themes and width; no page loads anything else."""
 
 from __future__ import annotations
 
