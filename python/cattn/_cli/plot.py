@@ -9,7 +9,7 @@ from typing import Any
 import cattn
 from cattn._cli.files import Array, InputError, load, refuse_inputs
 from cattn._cli.messages import plain_warnings, say
-from cattn.nn._files import errors_name, temporary_beside
+from cattn.nn._files import replacing
 
 DESCRIPTION = """\
 Heat maps of attention weights in a .npy, .npz or .safetensors file. Needs pip install 'cattn[plot]'.
@@ -105,16 +105,13 @@ def run(options: argparse.Namespace) -> None:
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} (weights: {options.weights})") from error
         figure = (axes if weights.ndim == 2 else axes[0]).figure
-        temporary = temporary_beside(target)
         try:
             if options.title is not None:
                 figure.suptitle(options.title, parse_math=False)
-            with errors_name(target):
+            with replacing(target) as temporary:
                 figure.savefig(temporary, format=kind, dpi=options.dpi)
-                os.replace(temporary, target)
         finally:
             plt.close(figure)
-            temporary.unlink(missing_ok=True)
     if not options.quiet:
         heads = f"{len(weights)} heads, " if weights.ndim == 3 else ""
         say(f"{options.output}: {heads}{weights.shape[-2]} queries, {weights.shape[-1]} keys")

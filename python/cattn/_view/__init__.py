@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from .._input.names import with_hints
 from .._input.types import AttentionOutput, AttentionStatistics
-from ..nn._files import FilePath, errors_name, temporary_beside
+from ..nn._files import FilePath, replacing
 from ._contents import Statistics, Weights, WeightsOf
 from ._page import page, picture
 
@@ -99,13 +99,8 @@ class AttentionView:
         """
         target = Path(os.path.realpath(path))
         text = self.to_html(target.stem if title is None else title)
-        temporary = temporary_beside(target)
-        try:
-            with errors_name(target):
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         """Return the widget for front ends that can run it, and a picture for all others.

@@ -54,6 +54,18 @@ def errors_name(target: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(target)) from error
 
 
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a file name beside the target. The file takes the target's place, or is removed if the block raises."""
+    temporary = temporary_beside(target)
+    try:
+        with errors_name(target):
+            yield temporary
+            os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
     """Write arrays to an open file in the format of the suffix."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -67,14 +79,8 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
     """Write arrays to path. An existing file is replaced only when the new one is complete."""
     target = Path(os.path.realpath(path))  # replace the file that a link points to, not the link
     suffix = _suffix(target)
-    temporary = temporary_beside(target)
-    try:
-        with errors_name(target):
-            with open(temporary, "xb") as stream:
-                write_arrays(stream, suffix, arrays)
-            os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as temporary, open(temporary, "xb") as stream:
+        write_arrays(stream, suffix, arrays)
 
 
 def load_arrays(path: FilePath) -> dict[str, Array]:
