@@ -189,7 +189,8 @@ INLINE void score_packed(const struct cattn_rows *rows, int many, const struct c
                          struct key_scales scales, int64_t d, const vf packed[LANES], vf score[CATTN_FEW_ROWS]) {
     enum { MOST_CHAINS = 4 };
     const int per_lane = columns_per_lane(key->storage), vectors = CATTN_CHAIN_TERMS / per_lane;
-    const int n_chains = LANES / vectors, wanted = many >= 8 ? 1 : many >= 4 ? 2 : MOST_CHAINS;
+    const int n_chains = LANES / vectors;
+    const int wanted = many >= REGISTERS / 4 ? 1 : many >= REGISTERS / 8 ? 2 : MOST_CHAINS;
     const int side_by_side = wanted < n_chains ? wanted : n_chains;
     const int64_t depth = rows->call.head_dim;
     for (int first = 0; first < n_chains; first += side_by_side) {
