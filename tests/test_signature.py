@@ -152,7 +152,8 @@ def test_one_table_of_attention_arguments() -> None:
 def test_every_form_of_attention_has_every_option(name: str) -> None:
     parameters = inspect.signature(getattr(cattn, name)).parameters
     attention = inspect.signature(cattn.scaled_dot_product_attention).parameters
-    for option in AttentionOptions.__annotations__:
+    of_values = ["value_scale"] if name == "attention_weights" else []
+    for option in sorted(AttentionOptions.__annotations__.keys() - set(of_values)):
         assert parameters[option].default == attention[option].default
 
 
@@ -235,7 +236,7 @@ def named(name: str) -> Callable[..., Any]:
         ((named("dropout"), "", ("x", "p"), (1,), 0), "1 defaults and 0 positional"),
         ((named("dropout"), "", ("x", "p"), (1,), 3), "3 positional"),
         ((named("dropout"), "", ("x", "q"), (1,), 1), "dropout has a parameter q that its table in C lacks"),
-        ((named("softmax"), "", tuple(map(str, range(33))), (), 33), "softmax: 33 parameters"),
+        ((named("softmax"), "", tuple(map(str, range(41))), (), 41), "softmax: 41 parameters"),
     ],
 )
 def test_a_signature_that_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:

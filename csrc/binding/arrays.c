@@ -162,8 +162,9 @@ static bool error_broadcast(PyArrayObject *array, const char *name, int nd, cons
     return false;
 }
 
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
-    return broadcasts(array, nd, dims) || error_broadcast(array, name, nd, dims, meaning, "");
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+                          const char *hint) {
+    return broadcasts(array, nd, dims) || error_broadcast(array, name, nd, dims, meaning, hint);
 }
 
 /* The two shapes of a mask that people pass in the wrong layout: (batch, keys), and one whose last axis has the size of

@@ -35,8 +35,9 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ValueError unless array has this shape, which is that of `whose`. */
 bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
-/* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
-bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
+/* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+                          const char *hint);
 
 /* A walk over the elements of an array, in runs of n elements `stride` bytes apart. Elements that a broadcast axis
  * repeats are seen once. An empty array has one empty run. */

@@ -54,23 +54,24 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
     for (int i = QUERY; i <= VALUE; i++)
         floats[i] = quantized[i] ? NULL : call->inputs[i];
     int type = cattn_arg_promote(call->state, floats, VALUE + 1, "query, key and value");
-    const bool promoted = type >= 0;
-    if (promoted && type != NPY_DOUBLE && (quantized[KEY] || quantized[VALUE]))
+    for (int i = QUERY; i <= VALUE; i++)
+        if (!quantized[i])
+            call->inputs[i] = floats[i]; /* may be another array now, even after an error */
+    if (type < 0)
+        return false;
+    if (type != NPY_DOUBLE && (quantized[KEY] || quantized[VALUE]))
         type = NPY_FLOAT;
     for (int i = QUERY; i <= VALUE; i++) {
-        if (quantized[i]) {
-            if (type == NPY_DOUBLE &&
-                !cattn_arg_dequantize(call->state, &call->inputs[i], call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE],
-                                      INPUT_NAMES[i]))
-                return false;
-            continue;
-        }
-        call->inputs[i] = floats[i]; /* may be another array now, even after an error */
-        if (promoted && floats[i] != NULL && !cattn_arg_widen(call->state, &call->inputs[i], type))
+        PyArrayObject **array = &call->inputs[i];
+        if (!quantized[i] && *array != NULL && !cattn_arg_widen(call->state, array, type))
+            return false;
+        if (quantized[i] && type == NPY_DOUBLE &&
+            !cattn_arg_dequantize(call->state, array, INPUT_NAMES[i], call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE],
+                                  SCALE_NAMES[i]))
             return false;
     }
     call->stored_type = type;
-    return promoted;
+    return true;
 }
 
 static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
@@ -175,10 +176,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
 
 /* The scales of a quantized key or value, whose shape they broadcast to. */
 static bool fill_scale(struct cattn_call *call, int i, PyArrayObject *scale, struct cattn_tensor *to) {
-    char meaning[] = "the shape of value";
-    PyArrayObject *array = call->inputs[i];
-    PyOS_snprintf(meaning, sizeof meaning, "the shape of %s", INPUT_NAMES[i]);
-    if (!cattn_arg_broadcasts(scale, SCALE_NAMES[i], PyArray_NDIM(array), PyArray_DIMS(array), meaning))
+    if (!cattn_arg_scale_fits(scale, SCALE_NAMES[i], call->inputs[i], INPUT_NAMES[i]))
         return false;
     cattn_tensor_from(to, scale, call->n_batch_dims, call->axes);
     return true;
@@ -317,7 +315,8 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
     for (int axis = 0; axis < call->n_batch_dims; axis++)
         dims[axis] = call->n_sequences != NULL ? *call->n_sequences : call->dims[axis];
     dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
-    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)"))
+    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)",
+                              ""))
         return false;
     cattn_tensor_from(to, call->inputs[input], call->n_batch_dims, CATTN_AXIS_HEAD);
     return true;

@@ -25,7 +25,8 @@ static PyObject *drop(struct cattn_call *call, PyObject *result, PyObject *conte
  * float32 until then, so that they are rounded once. */
 static PyObject *drop_weights(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL, *out = args[ARG_out];
-    PyObject *wide = PyObject_CallFunctionObjArgs(state->widen_for_dropout, args[ARG_query], args[ARG_key], out, NULL);
+    PyObject *wide = PyObject_CallFunctionObjArgs(state->widen_for_dropout, args[ARG_query], args[ARG_key],
+                                                  args[ARG_key_scale], out, NULL);
     if (wide == NULL)
         return NULL;
     PyObject *context = PyTuple_Pack(3, args[ARG_dropout_p], PyTuple_GetItem(wide, 3), out);

@@ -122,7 +122,7 @@ static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, con
                         const npy_intp *dims) {
     if (numbers == NULL)
         return true;
-    if (!cattn_arg_broadcasts(numbers, name, n_batch_dims, dims, "the leading dimensions"))
+    if (!cattn_arg_broadcasts(numbers, name, n_batch_dims, dims, "the leading dimensions", ""))
         return false;
     cattn_tensor_from(tensor, numbers, n_batch_dims, 0);
     return true;

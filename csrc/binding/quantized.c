@@ -25,15 +25,6 @@ bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other) 
     return false;
 }
 
-bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, PyArrayObject *scale, const char *name) {
-    PyObject *wide = PyObject_CallFunction(state->dequantized, "OOs", (PyObject *)*array, (PyObject *)scale, name);
-    if (wide == NULL)
-        return false;
-    Py_DECREF((PyObject *)*array);
-    *array = (PyArrayObject *)wide;
-    return true;
-}
-
 /* Whether n numbers, `stride` bytes apart, may be scales. */
 static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
     int bad = 0;
@@ -72,4 +63,33 @@ PyArrayObject *cattn_arg_scale_array(struct binding_state *state, PyObject *obje
     Py_XDECREF(unused);
     Py_DECREF((PyObject *)scale);
     return NULL;
+}
+
+/* Whether the scale has one number for each row of the array, but lacks the last axis. */
+static bool lacks_last_axis(PyArrayObject *scale, PyArrayObject *array) {
+    const int nd = PyArray_NDIM(scale);
+    bool lacks = nd > 0 && nd == PyArray_NDIM(array) - 1;
+    for (int axis = 0; lacks && axis < nd; axis++)
+        lacks = PyArray_DIM(scale, axis) == 1 || PyArray_DIM(scale, axis) == PyArray_DIM(array, axis);
+    return lacks;
+}
+
+bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose) {
+    char meaning[32], hint[64] = "";
+    PyOS_snprintf(meaning, sizeof meaning, "the shape of %s", whose);
+    if (lacks_last_axis(scale, array))
+        PyOS_snprintf(hint, sizeof hint, ": for a scale of each token pass %s[..., None]", name);
+    return cattn_arg_broadcasts(scale, name, PyArray_NDIM(array), PyArray_DIMS(array), meaning, hint);
+}
+
+bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
+                          const char *scale_name) {
+    if (!cattn_arg_scale_fits(scale, scale_name, *array, name))
+        return false;
+    PyObject *wide = PyObject_CallFunctionObjArgs(state->dequantized, (PyObject *)*array, (PyObject *)scale, NULL);
+    if (wide == NULL)
+        return false;
+    Py_DECREF((PyObject *)*array);
+    *array = (PyArrayObject *)wide;
+    return true;
 }

@@ -9,9 +9,12 @@ PyArrayObject *cattn_arg_quantized(struct binding_state *state, PyObject *object
                                    enum cattn_storage *storage);
 /* TypeError if an array without a scale is int8, although `other` has a scale. */
 bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other);
-/* Replaces such an array by its elements times their scales, rounded to float32, as float64. */
-bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, PyArrayObject *scale, const char *name);
 /* key_scale or value_scale: positive, finite numbers in float32. */
 PyArrayObject *cattn_arg_scale_array(struct binding_state *state, PyObject *object, const char *name);
+/* ValueError unless a scale broadcasts to the shape of its key or value. */
+bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose);
+/* Replaces such an array by its elements times their scales, rounded to float32, as float64. */
+bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
+                          const char *scale_name);
 
 #endif

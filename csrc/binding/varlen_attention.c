@@ -10,6 +10,8 @@ enum {
     PACKED_QUERY,
     PACKED_KEY,
     PACKED_VALUE,
+    PACKED_KEY_SCALE,
+    PACKED_VALUE_SCALE,
     PACKED_IS_CAUSAL,
     PACKED_QUERY_OFFSET,
     LOWER_RIGHT,
@@ -45,6 +47,8 @@ static npy_intp take_packed(PyObject **args, PyObject *packed) {
     args[ARG_query] = PyTuple_GetItem(packed, PACKED_QUERY);
     args[ARG_key] = PyTuple_GetItem(packed, PACKED_KEY);
     args[ARG_value] = PyTuple_GetItem(packed, PACKED_VALUE);
+    args[ARG_key_scale] = PyTuple_GetItem(packed, PACKED_KEY_SCALE);
+    args[ARG_value_scale] = PyTuple_GetItem(packed, PACKED_VALUE_SCALE);
     args[ARG_is_causal] = PyTuple_GetItem(packed, PACKED_IS_CAUSAL);
     args[ARG_query_offset] = PyTuple_GetItem(packed, PACKED_QUERY_OFFSET);
     return PyArray_DIM((PyArrayObject *)PyTuple_GetItem(packed, QUERY_STARTS), 0);
@@ -53,9 +57,10 @@ static npy_intp take_packed(PyObject **args, PyObject *packed) {
 PyObject *cattn_body_varlen_attention(struct binding_state *state, PyObject **args) {
     PyObject *final = NULL, *const *varlen = args + N_ATTENTION_ARGS;
     PyObject *packed = PyObject_CallFunctionObjArgs(
-        state->pack_sequences, args[ARG_query], args[ARG_key], args[ARG_value], varlen[VARLEN_cu_seqlens_q],
-        varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q], varlen[VARLEN_max_seqlen_k], args[ARG_is_causal],
-        varlen[VARLEN_alignment], args[ARG_window_size], args[ARG_rng], args[ARG_out], NULL);
+        state->pack_sequences, args[ARG_query], args[ARG_key], args[ARG_value], args[ARG_key_scale],
+        args[ARG_value_scale], varlen[VARLEN_cu_seqlens_q], varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q],
+        varlen[VARLEN_max_seqlen_k], args[ARG_is_causal], varlen[VARLEN_alignment], args[ARG_window_size],
+        args[ARG_rng], args[ARG_out], NULL);
     if (packed == NULL)
         return NULL;
     const npy_intp n_sequences = take_packed(args, packed);
@@ -74,10 +79,10 @@ PyObject *cattn_body_varlen_attention(struct binding_state *state, PyObject **ar
 PyObject *cattn_body_varlen_attention_backward(struct binding_state *state, PyObject **args) {
     PyObject *final = NULL, *const *varlen = args + N_BACKWARD_ARGS;
     PyObject *packed = PyObject_CallFunctionObjArgs(
-        state->pack_gradients, args[ARG_query], args[ARG_key], args[ARG_value], varlen[VARLEN_cu_seqlens_q],
-        varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q], varlen[VARLEN_max_seqlen_k], args[ARG_is_causal],
-        varlen[VARLEN_alignment], args[ARG_window_size], args[ARG_rng], args[ARG_grad_out], args[ARG_out],
-        args[ARG_lse], args[ARG_grad_lse], NULL);
+        state->pack_gradients, args[ARG_query], args[ARG_key], args[ARG_value], args[ARG_key_scale],
+        args[ARG_value_scale], varlen[VARLEN_cu_seqlens_q], varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q],
+        varlen[VARLEN_max_seqlen_k], args[ARG_is_causal], varlen[VARLEN_alignment], args[ARG_window_size],
+        args[ARG_rng], args[ARG_grad_out], args[ARG_out], args[ARG_lse], args[ARG_grad_lse], NULL);
     if (packed == NULL)
         return NULL;
     const npy_intp n_sequences = take_packed(args, packed);
@@ -98,7 +103,7 @@ PyObject *cattn_body_varlen_attention_backward(struct binding_state *state, PyOb
 PyObject *cattn_body_varlen_attention_statistics(struct binding_state *state, PyObject **args) {
     PyObject *final = NULL, *const *varlen = args + N_STATISTICS_ARGS;
     PyObject *packed = PyObject_CallFunctionObjArgs(
-        state->pack_statistics, args[ARG_query], args[ARG_key], varlen[VARLEN_cu_seqlens_q],
+        state->pack_statistics, args[ARG_query], args[ARG_key], args[ARG_key_scale], varlen[VARLEN_cu_seqlens_q],
         varlen[VARLEN_cu_seqlens_k], varlen[VARLEN_max_seqlen_q], varlen[VARLEN_max_seqlen_k], args[ARG_is_causal],
         varlen[VARLEN_alignment], args[ARG_window_size], NULL);
     if (packed == NULL)

@@ -15,6 +15,8 @@
 #include "state.inc.h"
 
 #include "gemm.inc.h"
+#include "row_scores.inc.h"
+
 #include "rows.inc.h"
 #include "rowwise.inc.h"
 #include "tile.inc.h"

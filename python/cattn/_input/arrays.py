@@ -149,7 +149,9 @@ def _dtype_error(array: Array, name: str) -> TypeError:
     dtype = array.dtype
     if dtype.kind == "O" and array.ndim == 0:  # None, a dict or a generator, but not an array
         return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
-    if dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
+    if dtype.name == "float8_e4m3fn" and name in ("key", "value"):
+        cure = f"pass its {name}_scale, or {name}.astype(np.float32)"
+    elif dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":
         cure = f"pass {name}.astype(np.float64)"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _asarray, _as_readable, _quiet, broadcast_shapes
+from .arrays import _as_readable, _asarray, _quiet
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
@@ -68,16 +68,8 @@ def refuse_scale(scale: Array, name: str) -> None:
 
 @in_default_mode
 @_quiet
-def dequantized(array: Array, scale: Array, name: str) -> Array:
+def dequantized(array: Array, scale: Array) -> Array:
     """Return float64 numbers that are the products array * scale in float32. The array may be bits of float8_e4m3fn."""
     if array.dtype == np.uint8:
         array = array.view(sys.modules["ml_dtypes"].float8_e4m3fn)
-    try:
-        fits = broadcast_shapes(array.shape, scale.shape) == array.shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{name}_scale has shape {scale.shape}, which does not broadcast to the shape of {name} {array.shape}"
-        )
     return np.asarray(array.astype(np.float32) * scale, np.float64)

@@ -255,6 +255,11 @@ def scaled_dot_product_attention(
     sinks : array_like of float, shape (H,) or (..., H), optional
         One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
         rows of weights sum to less than 1.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value: int8, or float8_e4m3fn (of ``ml_dtypes``). An element then stands for
+        ``array.astype(np.float32) * scale``, rounded once, and the call computes, bit for bit, what it does for that
+        array, without making it. Positive, converted to float32; they broadcast to the shape of key or value:
+        (..., T_k, 1) is a scale for each token, (..., 1, head_dim) one for each channel. See `quantize` and `KVCache`.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
@@ -535,6 +540,8 @@ def causal_attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value; see `scaled_dot_product_attention`.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     return_weights : bool
@@ -645,6 +652,8 @@ def attention_weights(  # type: ignore[empty-body]
         One number for each query head: the slope of ALiBi, and one extra logit.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
+    key_scale : array_like of float, optional
+        Scales of a quantized key; see `scaled_dot_product_attention`.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
@@ -677,11 +686,15 @@ def attention_weights(  # type: ignore[empty-body]
     """
 
 
-def widen_for_dropout(query: ArrayLike, key: ArrayLike, out: Any) -> tuple[Any, Any, Any, Any]:
+def widen_for_dropout(
+    query: ArrayLike, key: ArrayLike, key_scale: ArrayLike | None, out: Any
+) -> tuple[Any, Any, Any, Any]:
     """Return query, key, the array to compute in and the dtype of the result.
 
     The dtype is None unless the inputs are half precision: their weights are rounded once, after the dropout.
     """
+    if key_scale is not None:
+        return query, key, out, None  # scaled keys are float32
     q, k = arrays.as_array(query, "query"), arrays.as_array(key, "key")
     dtype = arrays.common_dtype((q, k), "query and key")
     if dtype.itemsize > 2:

@@ -97,6 +97,8 @@ def explain(  # type: ignore[empty-body]
     key_value_seq_lengths: ArrayLike | None = None,
     key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
 ) -> Explanation:
     """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
 
@@ -128,6 +130,8 @@ def explain(  # type: ignore[empty-body]
         Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value.
 
     Returns
     -------

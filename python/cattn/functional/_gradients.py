@@ -116,6 +116,9 @@ def attention_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value; see `scaled_dot_product_attention`. The gradients of key and value are then
+        those of the numbers that they stand for, in float32.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.

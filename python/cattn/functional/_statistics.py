@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from .._input.arrays import as_array
 from .._input.types import Alignment, AttentionStatistics, Window
 from ._signature import implemented_in_c
-from ._varlen import Corner, pack
+from ._varlen import Corner, as_keys, pack
 
 __all__ = ["attention_statistics", "varlen_attention_statistics"]
 
@@ -93,6 +93,8 @@ def attention_statistics(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
+    key_scale : array_like of float, optional
+        Scales of a quantized key; see `scaled_dot_product_attention`.
 
     Raises
     ------
@@ -210,6 +212,8 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
+    key_scale : array_like of float, optional
+        Scales of a quantized key, which broadcast to its shape.
 
     Raises
     ------
@@ -234,6 +238,7 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
 def pack_statistics(
     query: ArrayLike,
     key: ArrayLike,
+    key_scale: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int | None,
@@ -243,10 +248,11 @@ def pack_statistics(
     window_size: Window,
 ) -> tuple[Any, ...]:
     """Return the arguments of `pack`; there are no values, and nothing is drawn."""
-    q, k = as_array(query, "query"), as_array(key, "key")
+    q, k = as_array(query, "query"), as_keys(key, "key", key_scale)
     return pack(
-        q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, None
-    )
+        q, k, k, key_scale, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        is_causal, alignment, window_size, None,
+    )  # fmt: skip
 
 
 def unpack_statistics(statistics: AttentionStatistics) -> AttentionStatistics:

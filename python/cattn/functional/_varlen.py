@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_array, as_integers, common_dtype
 from .._input.checks import as_size, is_word
+from .._input.quantized import as_scale, quantized_array
 from .._input.types import (
     RNG,
     Alignment,
@@ -148,6 +149,9 @@ def varlen_attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         One number for each query head, or for each sequence and query head: the slope of ALiBi, and one extra logit.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
+        instance; see `scaled_dot_product_attention`.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool, np.float32 or np.float64
@@ -256,6 +260,9 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
+    key_scale, value_scale : array_like of float, optional
+        Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
+        instance; see `scaled_dot_product_attention`.
     rng : int
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional
@@ -288,6 +295,8 @@ def pack(
     q: NDArray[Any],
     k: NDArray[Any],
     v: NDArray[Any],
+    key_scale: ArrayLike | None,
+    value_scale: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int | None,
@@ -316,7 +325,8 @@ def pack(
         _warn_alignment(bool(is_causal), window_size)
         is_causal = "upper_left" if is_causal else False
     sequences = (starts_q, lengths_q, starts_k, lengths_k, longest_q, longest_k)
-    return (_as_heads(q), _as_heads(k), _as_heads(v), is_causal, 0, lower_right, *sequences)
+    scales = _scale_as_heads(key_scale, "key_scale"), _scale_as_heads(value_scale, "value_scale")
+    return (_as_heads(q), _as_heads(k), _as_heads(v), *scales, is_causal, 0, lower_right, *sequences)
 
 
 def _align(is_causal: Alignment, alignment: Corner) -> tuple[bool, Alignment]:
@@ -335,6 +345,8 @@ def pack_sequences(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    key_scale: ArrayLike | None,
+    value_scale: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int | None,
@@ -346,14 +358,17 @@ def pack_sequences(
     out: NDArray[Any] | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of `pack`, a view of the output as heads, and the output."""
-    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
+    q, k, v = as_array(query, "query"), as_keys(key, "key", key_scale), as_keys(value, "value", value_scale)
     packed = pack(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
-    )
+        q, k, v, key_scale, value_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        is_causal, alignment, window_size, rng,
+    )  # fmt: skip
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)  # a single head is broadcast
     shape = (len(q), heads, v.shape[2])
     if out is None:
-        out = np.empty(shape, common_dtype((q, k, v), "query, key and value"))
+        plain = [array for array, scale in ((q, None), (k, key_scale), (v, value_scale)) if scale is None]
+        dtype = common_dtype(plain, "query, key and value")
+        out = np.empty(shape, dtype if len(plain) == 3 else np.result_type(dtype, np.float32))
     elif not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a numpy.ndarray, got {type(out).__name__}")
     elif out.shape != shape:
@@ -372,6 +387,8 @@ def pack_gradients(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    key_scale: ArrayLike | None,
+    value_scale: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int | None,
@@ -386,10 +403,11 @@ def pack_gradients(
     grad_lse: ArrayLike | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of `pack`, and views of the other four as heads."""
-    q, k, v = (as_array(a, name) for a, name in ((query, "query"), (key, "key"), (value, "value")))
+    q, k, v = as_array(query, "query"), as_keys(key, "key", key_scale), as_keys(value, "value", value_scale)
     packed = pack(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, alignment, window_size, rng
-    )
+        q, k, v, key_scale, value_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        is_causal, alignment, window_size, rng,
+    )  # fmt: skip
     heads = next((array.shape[1] for array in (q, k, v) if array.shape[1] != 1), 1)
 
     def checked(array: ArrayLike, name: str, whose: str, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -412,6 +430,21 @@ def unpack_gradients(grads: AttentionGradients) -> AttentionGradients:
     """Return the gradients of C, (1, H, total, D), in the shapes of the packed arrays."""
     query, key, value = (grad[0].swapaxes(0, 1) for grad in grads[:3])
     return AttentionGradients(query, key, value, sinks=grads.sinks)
+
+
+def as_keys(array: ArrayLike, name: str, scale: ArrayLike | None) -> NDArray[Any]:
+    """Return keys or values as an array; with scales, in the dtype that they belong to."""
+    return as_array(array, name) if scale is None else quantized_array(array, name)
+
+
+def _scale_as_heads(scale: ArrayLike | None, name: str) -> NDArray[Any] | None:
+    """View scales that broadcast to (total, H_kv, D) as scales of one batch entry."""
+    if scale is None:
+        return None
+    array = as_scale(scale, name, "f")
+    if array.ndim > 3:
+        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (total, heads, width)")
+    return _as_heads(array.reshape((1,) * (3 - array.ndim) + array.shape))
 
 
 def _as_heads(packed: NDArray[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from cattn._input.types import AttentionOutput, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, new_seed, probability, quiet
+from ._shared import Bools, Floats, boolean, deliver, dequantized, new_seed, probability, quiet
 from ._softmax import softmax
 
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
@@ -38,6 +38,8 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: int | None = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -76,6 +78,7 @@ def scaled_dot_product_attention(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
@@ -147,6 +150,7 @@ def varlen_attention(
     array([2., 2., 5.])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
+    key, value = (dequantized(a, keywords.pop(f"{name}_scale", None)) for name, a in (("key", key), ("value", value)))
     result = scaled_dot_product_attention(
         pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), return_lse=True,
         **padded_options(edges_q, edges_k, alignment, keywords),
@@ -260,10 +264,13 @@ def score(
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` are those of `Ranges`."""
-    arrays = [np.asarray(a, np.float64) for a in inputs]
+    scales = (None, key_scale, value_scale)
+    arrays = [np.asarray(dequantized(a, s), np.float64) for a, s in zip(inputs, scales, strict=True)]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
     one_head = rank == 2 or (rank == 3 and not enable_gqa)

@@ -12,7 +12,7 @@ from cattn._input.types import AttentionGradients
 from ._attention import _dropout_bits, _weighted_sum, pad, padded_options, score, unpad
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
-from ._shared import Floats, boolean, deliver, probability, quiet
+from ._shared import Floats, boolean, deliver, dequantized, probability, quiet
 
 
 @quiet
@@ -118,6 +118,7 @@ def varlen_attention_backward(
     array([1., 1., 1.])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
+    key, value = (dequantized(a, options.pop(f"{name}_scale", None)) for name, a in (("key", key), ("value", value)))
 
     def pad_lse(rows: ArrayLike) -> Floats:  # (H, total)
         return pad(np.asarray(rows).T[..., None], edges_q)[..., 0]

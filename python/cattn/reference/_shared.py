@@ -22,6 +22,11 @@ def boolean(mask: ArrayLike, name: str) -> Bools:
     return array
 
 
+def dequantized(array: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
+    """Return the numbers that an array stands for: with scales the products in float32, else itself."""
+    return np.asarray(array) if scale is None else np.asarray(array).astype(np.float32) * np.asarray(scale, np.float32)
+
+
 def probability(p: float, name: str) -> float:
     if not 0 <= p <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {p}")

@@ -12,7 +12,7 @@ from cattn._input.types import AttentionStatistics
 
 from ._attention import normalize, pad, padded_options, score, unpad
 from ._masks import Causal
-from ._shared import quiet
+from ._shared import dequantized, quiet
 
 
 @quiet
@@ -93,6 +93,7 @@ def varlen_attention_statistics(
     array([[1., 1., 1.]])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
+    key = dequantized(key, keywords.pop("key_scale", None))
     result = attention_statistics(
         pad(query, edges_q), pad(key, edges_k), **padded_options(edges_q, edges_k, alignment, keywords)
     )
