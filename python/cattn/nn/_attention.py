@@ -152,7 +152,7 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
     for name, value in wanted.items():
         if getattr(cache, name) != value:
             raise ValueError(f"cache has {name} {getattr(cache, name)}, wanted {value}")
-    if not np.can_cast(dtype, cache.dtype, "safe"):
+    if not cache._takes(dtype):
         raise TypeError(f"keys would be {dtype} as x is {x.dtype}, the cache holds {cache.dtype}: convert x, or use "
                         f"KVCache(..., dtype={str(dtype)!r})")  # fmt: skip
     cache._check_room(x.shape[1])
@@ -329,7 +329,13 @@ class Causal(_Attention):
         single = cache.batch_shape == ()
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
-            all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
+            all_k, all_v = cache.k, cache.v
+            if cache.k_scale is not None and cache.v_scale is not None:
+                from .._input.quantize import dequantized
+
+                all_k, all_v = dequantized(cache.k, cache.k_scale), dequantized(cache.v, cache.v_scale)
+            if single:
+                all_k, all_v = all_k[None], all_v[None]
             context, weights, _ = _attend(
                 q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size
             )
