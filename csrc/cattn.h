@@ -60,6 +60,9 @@ struct cattn_dropout_spec {
 };
 
 #define CATTN_MAX_BIAS 2
+/* Scales of quantized keys and values lie between these, so that kernels may multiply them by powers of two. */
+#define CATTN_LEAST_SCALE 0x1p-100f
+#define CATTN_LARGEST_SCALE 0x1p100f
 #define CATTN_UNBOUNDED INT64_MAX
 /* Offsets lie within +-this, so that neither positions nor ends of windows overflow int64. */
 #define CATTN_MAX_OFFSET ((int64_t)1 << 61)
@@ -80,8 +83,11 @@ struct cattn_ranges {
 struct cattn_attention_params {
     enum cattn_dtype dtype;     /* type of the computation, of bias, slopes, sinks and lse */
     enum cattn_storage storage; /* of query, key, value, out and weights */
-    bool double_lse;            /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
-    bool store_scores;          /* weights receives the scores instead, -inf where a key is hidden */
+    /* If quantized, the storage of key or value instead, and then the dtype is float32 and storage PLAIN: an element is
+     * the stored number times the scale's element in its place, rounded once. */
+    enum cattn_storage quantized_key, quantized_value;
+    bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
+    bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
     int n_batch_dims;
     int n_bias;
     int num_threads;
@@ -104,6 +110,8 @@ struct cattn_attention_params {
     struct cattn_tensor query_starts, key_starts;
     struct cattn_tensor slopes; /* of ALiBi, > 0, (batch, head); or absent */
     struct cattn_tensor sinks;  /* one extra logit a head, which enters the softmax denominator only; or absent */
+    /* float32, strides as those of key and value, 0 where one scale serves several elements; if those are quantized */
+    struct cattn_tensor key_scale, value_scale;
 
     struct cattn_tensor out;          /* (batch, head, row, col); absent if only weights are wanted */
     struct cattn_tensor weights;      /* optional: after softmax, before dropout */

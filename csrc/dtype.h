@@ -3,6 +3,7 @@
 #define CATTN_DTYPE_H
 
 #include <float.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,14 +16,18 @@ _Static_assert(SIZE_MAX >= INT64_MAX, "sizes of scratch are counted in size_t, f
 /* The type that a call computes in. */
 enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
 
-/* How large arrays are stored: in the type of the computation, or as halves, which are computed in float32. */
-enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16 };
+/* How large arrays are stored: in the type of the computation, or as halves, which are computed in float32. Only keys
+ * and values are ever quantized: bytes (int8, float8_e4m3fn) with float32 scales, which are computed in float32. */
+enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16, CATTN_STORED_I8, CATTN_STORED_F8 };
 
 static inline size_t cattn_element_size(enum cattn_dtype dtype) {
     return dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
 }
+static inline bool cattn_is_quantized(enum cattn_storage storage) { return storage >= CATTN_STORED_I8; }
 static inline size_t cattn_stored_size(enum cattn_dtype dtype, enum cattn_storage storage) {
-    return storage == CATTN_STORED_PLAIN ? cattn_element_size(dtype) : sizeof(uint16_t);
+    return storage == CATTN_STORED_PLAIN ? cattn_element_size(dtype)
+           : cattn_is_quantized(storage) ? sizeof(uint8_t)
+                                         : sizeof(uint16_t);
 }
 
 static inline int64_t cattn_min(int64_t a, int64_t b) { return a < b ? a : b; }

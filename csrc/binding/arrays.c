@@ -19,6 +19,8 @@ int cattn_arg_compute_type(int type) { return type == NPY_DOUBLE ? NPY_DOUBLE : 
 static int log2_itemsize(PyArrayObject *array) {
     switch (PyArray_TYPE(array)) {
     case NPY_BOOL:
+    case NPY_BYTE:
+    case NPY_UBYTE:
         return 0;
     case NPY_FLOAT:
         return 2;
@@ -58,6 +60,10 @@ static PyArrayObject *helped(PyObject *helper, PyObject *object, const char *nam
         Py_CLEAR(result);
     }
     return (PyArrayObject *)result;
+}
+
+PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name) {
+    return helped(helper, object, name, NPY_FLOAT);
 }
 
 /* As helped, and checks that the result has one of two types. */
@@ -212,6 +218,41 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
     return mask;
 }
 
+/* ---- elements ---- */
+
+void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array) {
+    walk->run = PyArray_BYTES(array);
+    walk->nd = 0;
+    walk->dims[0] = PyArray_SIZE(array) > 0;
+    walk->strides[0] = 0;
+    for (int axis = PyArray_NDIM(array) - 1; axis >= 0; axis--) { /* the last axis becomes axis 0 */
+        const npy_intp dim = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+        if (dim <= 1 || stride == 0)
+            continue;
+        const int last = walk->nd - 1;
+        if (walk->nd > 0 && stride == walk->dims[last] * walk->strides[last]) {
+            walk->dims[last] *= dim;
+            continue;
+        }
+        walk->dims[walk->nd] = dim;
+        walk->strides[walk->nd] = stride;
+        walk->index[walk->nd++] = 0;
+    }
+    walk->n = walk->dims[0];
+    walk->stride = walk->strides[0];
+}
+
+bool cattn_walk_next(struct cattn_walk *walk) {
+    for (int axis = 1; axis < walk->nd; axis++) { /* as an odometer counts */
+        walk->run += walk->strides[axis];
+        if (++walk->index[axis] < walk->dims[axis])
+            return true;
+        walk->run -= walk->dims[axis] * walk->strides[axis];
+        walk->index[axis] = 0;
+    }
+    return false;
+}
+
 /* One row of a float mask: false at the first value that is neither 0 nor 1; *ones says whether a 1 was seen. */
 static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int type, bool *ones) {
     for (npy_intp i = 0; i < n; i++, data += stride) {
@@ -228,31 +269,15 @@ static bool row_is_binary(const char *data, npy_intp n, npy_intp stride, int typ
 #define MOST_ZEROS (1 << 20)
 
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name) {
-    const int nd = PyArray_NDIM(mask), type = PyArray_TYPE(mask);
-    npy_intp index[NPY_MAXDIMS], dims[NPY_MAXDIMS];
-    if (PyArray_SIZE(mask) == 0)
-        return true;
-    for (int axis = 0; axis < nd; axis++) { /* a broadcast axis repeats its first element */
-        dims[axis] = PyArray_STRIDE(mask, axis) == 0 ? 1 : PyArray_DIM(mask, axis);
-        index[axis] = 0;
-    }
-    const npy_intp n = nd > 0 ? dims[nd - 1] : 1, stride = nd > 0 ? PyArray_STRIDE(mask, nd - 1) : 0;
-    const char *data = PyArray_BYTES(mask);
+    struct cattn_walk walk;
+    npy_intp looked = 0;
     bool ones = false;
-    for (npy_intp looked = 0; ones || looked < MOST_ZEROS; looked += n) {
-        if (!row_is_binary(data, n, stride, type, &ones))
+    cattn_walk_begin(&walk, mask);
+    do {
+        if (!row_is_binary(walk.run, walk.n, walk.stride, PyArray_TYPE(mask), &ones))
             return true;
-        int axis = nd - 2;
-        for (; axis >= 0; axis--) { /* the next row, as an odometer counts */
-            data += PyArray_STRIDE(mask, axis);
-            if (++index[axis] < dims[axis])
-                break;
-            data -= dims[axis] * PyArray_STRIDE(mask, axis);
-            index[axis] = 0;
-        }
-        if (axis < 0)
-            break;
-    }
+        looked += walk.n;
+    } while ((ones || looked < MOST_ZEROS) && cattn_walk_next(&walk));
     return !ones || PyErr_WarnFormat(PyExc_UserWarning, 1,
                                      "%s holds only 0 and 1, but float masks are additive (0 keeps, -inf hides); "
                                      "for True = keep pass %s.astype(bool)",

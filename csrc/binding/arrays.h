@@ -13,6 +13,8 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
 /* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes; `names` are theirs in a message.
  * Returns the type, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
+/* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
+PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* From NumPy's type number of such arrays to the core's types. */
@@ -35,6 +37,18 @@ bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims. */
 bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning);
+
+/* A walk over the elements of an array, in runs of n elements `stride` bytes apart. Elements that a broadcast axis
+ * repeats are seen once. An empty array has one empty run. */
+struct cattn_walk {
+    const char *run;
+    npy_intp n, stride;
+    int nd; /* of the axes that are left, the last axis of the array first */
+    npy_intp dims[NPY_MAXDIMS], strides[NPY_MAXDIMS], index[NPY_MAXDIMS];
+};
+void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array);
+/* False after the last run. */
+bool cattn_walk_next(struct cattn_walk *walk);
 
 /* ---- strides in elements ---- */
 enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };

@@ -4,11 +4,13 @@
 #include "error.h"
 #include "fp_mode.h"
 #include "numbers.h"
+#include "quantized.h"
 #include "rng.h"
 
 #include <math.h>
 
 static const char *const INPUT_NAMES[] = {"query", "key", "value"};
+static const char *const SCALE_NAMES[] = {NULL, "key_scale", "value_scale"};
 
 /* ---- shapes ---- */
 
@@ -18,22 +20,71 @@ static npy_intp size_from_end(PyArrayObject *array, int back) {
     return back <= nd ? PyArray_DIM(array, nd - back) : 1;
 }
 
-static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
+/* Takes query, key and value in their own types, and scales. `quantized` receives the storage of those that have one.
+ */
+static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cattn_storage *quantized) {
     PyObject *const arrays[] = {args[ARG_query], args[ARG_key], args[ARG_value]};
+    PyObject *const scales[] = {Py_None, args[ARG_key_scale], args[ARG_value_scale]};
     for (int i = QUERY; i <= VALUE; i++) {
         if (arrays[i] == NULL)
             continue;
-        call->inputs[i] = cattn_arg_floats(call->state, arrays[i], INPUT_NAMES[i]);
+        const int other = i == KEY ? VALUE : KEY;
+        if (scales[i] == Py_None) {
+            if (i != QUERY && scales[other] != Py_None &&
+                !cattn_arg_has_scale(arrays[i], INPUT_NAMES[i], INPUT_NAMES[other]))
+                return false;
+            call->inputs[i] = cattn_arg_floats(call->state, arrays[i], INPUT_NAMES[i]);
+        } else {
+            PyArrayObject **scale = &call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE];
+            call->inputs[i] = cattn_arg_quantized(call->state, arrays[i], INPUT_NAMES[i], &quantized[i]);
+            *scale = call->inputs[i] != NULL ? cattn_arg_scale_array(call->state, scales[i], SCALE_NAMES[i]) : NULL;
+            if (*scale == NULL)
+                return false;
+        }
         if (call->inputs[i] == NULL)
             return false;
     }
-    call->stored_type = cattn_arg_promote(call->state, call->inputs, VALUE + 1, "query, key and value");
-    if (call->stored_type < 0)
+    return true;
+}
+
+/* Converts query, key and value to one type. Quantized ones count as float32 and stay as they are, but beside float64
+ * they become arrays of that. */
+static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantized) {
+    PyArrayObject *floats[VALUE + 1];
+    for (int i = QUERY; i <= VALUE; i++)
+        floats[i] = quantized[i] ? NULL : call->inputs[i];
+    int type = cattn_arg_promote(call->state, floats, VALUE + 1, "query, key and value");
+    const bool promoted = type >= 0;
+    if (promoted && type != NPY_DOUBLE && (quantized[KEY] || quantized[VALUE]))
+        type = NPY_FLOAT;
+    for (int i = QUERY; i <= VALUE; i++) {
+        if (quantized[i]) {
+            if (type == NPY_DOUBLE &&
+                !cattn_arg_dequantize(call->state, &call->inputs[i], call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE],
+                                      INPUT_NAMES[i]))
+                return false;
+            continue;
+        }
+        call->inputs[i] = floats[i]; /* may be another array now, even after an error */
+        if (promoted && floats[i] != NULL && !cattn_arg_widen(call->state, &call->inputs[i], type))
+            return false;
+    }
+    call->stored_type = type;
+    return promoted;
+}
+
+static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
+    enum cattn_storage quantized[VALUE + 1] = {CATTN_STORED_PLAIN};
+    if (!take_arrays(call, args, quantized) || !promote_arrays(call, quantized))
         return false;
     call->compute_type = cattn_arg_compute_type(call->stored_type);
     call->params->dtype = cattn_arg_dtype(call->stored_type);
     call->params->storage = cattn_arg_storage(call->stored_type);
     call->params->double_lse = call->compute_type == NPY_DOUBLE;
+    if (call->compute_type == NPY_FLOAT) {
+        call->params->quantized_key = quantized[KEY];
+        call->params->quantized_value = quantized[VALUE];
+    }
     for (int i = QUERY; i <= VALUE; i++) {
         const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 2;
         if (nd < 2) {
@@ -122,8 +173,19 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     return true;
 }
 
+/* The scales of a quantized key or value, whose shape they broadcast to. */
+static bool fill_scale(struct cattn_call *call, int i, PyArrayObject *scale, struct cattn_tensor *to) {
+    char meaning[] = "the shape of value";
+    PyArrayObject *array = call->inputs[i];
+    PyOS_snprintf(meaning, sizeof meaning, "the shape of %s", INPUT_NAMES[i]);
+    if (!cattn_arg_broadcasts(scale, SCALE_NAMES[i], PyArray_NDIM(array), PyArray_DIMS(array), meaning))
+        return false;
+    cattn_tensor_from(to, scale, call->n_batch_dims, call->axes);
+    return true;
+}
+
 /* Called right after the sizes are read: the checks that follow may run Python code, which might change the arrays. */
-static void fill_inputs(struct cattn_call *call) {
+static bool fill_inputs(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
     for (int i = QUERY; i <= VALUE; i++) {
@@ -133,6 +195,8 @@ static void fill_inputs(struct cattn_call *call) {
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
+    return (!params->quantized_key || fill_scale(call, KEY, call->inputs[KEY_SCALE], &params->key_scale)) &&
+           (!params->quantized_value || fill_scale(call, VALUE, call->inputs[VALUE_SCALE], &params->value_scale));
 }
 
 static bool parse_batch_dims(struct cattn_call *call) {
@@ -162,10 +226,7 @@ static bool parse_batch_dims(struct cattn_call *call) {
         PyErr_SetString(PyExc_ValueError, "query, key and value broadcast to a batch that is too large");
         return false;
     }
-    if (!cattn_call_counts_fit(params))
-        return false;
-    fill_inputs(call);
-    return true;
+    return cattn_call_counts_fit(params) && fill_inputs(call);
 }
 
 bool cattn_call_counts_fit(const struct cattn_attention_params *p) {

@@ -41,7 +41,7 @@ enum cattn_entry_point {
 };
 
 /* Room for the longest table, and for new options. */
-#define CATTN_MOST_SLOTS 32
+#define CATTN_MOST_SLOTS 40
 
 struct cattn_signature {
     PyMethodDef method;
@@ -63,6 +63,10 @@ struct cattn_signature {
     H(as_integers)                                                                                                     \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
+    H(as_quantized)                                                                                                    \
+    H(as_scale)                                                                                                        \
+    H(dequantized)                                                                                                     \
+    H(refuse_scale)                                                                                                    \
     H(cast)                                                                                                            \
     H(shares_memory)                                                                                                   \
     H(refuse_masked)                                                                                                   \

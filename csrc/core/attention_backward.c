@@ -50,8 +50,6 @@ static struct cattn_call_shape call_of_grads(const struct cattn_backward_params 
     call.query_col = params->grad_out.col;
     call.head_dim = scores->d_v;
     call.score_options.scale = scores->keep_scale;
-    call.key_row = scores->value_row;
-    call.key_col = scores->value_col;
     call.score_options.softcap = 0;
     call.has_slopes = false;
     call.fully_ranged = true;
@@ -61,21 +59,21 @@ static struct cattn_call_shape call_of_grads(const struct cattn_backward_params 
 /* The view for dQ = dS K: the keys take the place of the values. */
 static struct cattn_call_shape call_of_keys(const struct cattn_call_shape *scores) {
     struct cattn_call_shape call = *scores;
-    call.value_row = scores->key_row;
-    call.value_col = scores->key_col;
     call.d_v = scores->head_dim;
     call.acc_cols = cattn_round_up(scores->head_dim, CATTN_PAD);
     return call;
 }
 
 static void set_up_view(struct cattn_rows *view, const struct cattn_call_shape *call, const struct cattn_rows *scores,
-                        const void *key, const void *value) {
+                        const struct cattn_matrix *key, const struct cattn_matrix *value) {
     view->call = *call;
     view->n_rows = scores->n_rows;
     view->ascending = scores->ascending;
     view->n_keys = scores->n_keys;
-    view->key = key;
-    view->value = value;
+    if (key)
+        view->key = *key;
+    if (value)
+        view->value = *value;
 }
 
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
@@ -117,8 +115,8 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     b->out_storage = p->storage;
     if (params->plain_out)
         set_up_plain_out(p, b, step, first_row);
-    set_up_view(&b->grads, &job->grads, rows, rows->value, NULL);
-    set_up_view(&b->keys, &job->keys, rows, NULL, rows->key);
+    set_up_view(&b->grads, &job->grads, rows, &rows->value, NULL);
+    set_up_view(&b->keys, &job->keys, rows, NULL, &rows->key);
     set_up_bias(params, b, step);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
     const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse;

@@ -26,6 +26,8 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
     batch->query = cattn_batch_start(p, &p->query, index);
     batch->key = cattn_batch_start(p, &p->key, index);
     batch->value = cattn_batch_start(p, &p->value, index);
+    batch->key_scale = cattn_batch_start(p, &p->key_scale, index);
+    batch->value_scale = cattn_batch_start(p, &p->value_scale, index);
     batch->attn_mask = cattn_batch_start(p, &p->attn_mask, index);
     batch->slopes = cattn_batch_start(p, &p->slopes, index);
     batch->sinks = cattn_batch_start(p, &p->sinks, index);
@@ -42,6 +44,8 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
         batch->lse += p->lse.data ? query * p->lse.row : 0;
         batch->key += key * p->key.row;
         batch->value += key * p->value.row;
+        batch->key_scale += p->quantized_key ? key * p->key_scale.row : 0;
+        batch->value_scale += p->quantized_value ? key * p->value_scale.row : 0;
     }
 }
 
@@ -68,11 +72,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     for (int b = 0; b < p->n_bias; b++)
         call->bias_col[b] = p->bias[b].col;
     call->query_col = p->query.col;
-    call->key_row = p->key.row;
-    call->key_col = p->key.col;
     /* an absent tensor has uninitialised strides */
-    call->value_row = p->value.data ? p->value.row : 0;
-    call->value_col = p->value.data ? p->value.col : 0;
     call->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
     call->out_col = p->out.data ? p->out.col : 0;
     call->weights_out_col = p->weights.data ? p->weights.col : 0;
@@ -80,11 +80,31 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->weights_col = p->storage == CATTN_STORED_PLAIN ? call->weights_out_col : 1;
 }
 
+/* The keys or values of one head, from the offsets of the batch entry. An absent tensor has no `first`. */
+static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
+                                     int64_t start, const struct cattn_tensor *scale, int64_t scale_start,
+                                     enum cattn_storage quantized, int64_t kv_head) {
+    struct cattn_matrix matrix = {.storage = quantized ? quantized : p->storage};
+    if (!tensor->data)
+        return matrix;
+    const int64_t element = (int64_t)cattn_stored_size(p->dtype, matrix.storage);
+    matrix.first = (const char *)tensor->data + (start + kv_head * tensor->head) * element;
+    matrix.row = tensor->row;
+    matrix.col = tensor->col;
+    if (quantized) {
+        matrix.scale = (const float *)scale->data + scale_start + kv_head * scale->head;
+        matrix.scale_row = scale->row;
+        matrix.scale_col = scale->col;
+    }
+    return matrix;
+}
+
 void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,
                          const struct cattn_batch *batch, int64_t kv_head) {
     rows->n_keys = batch->batch_range.n_keys;
-    rows->key = cattn_stored_at(p, &p->key, batch->key + kv_head * p->key.head);
-    rows->value = p->value.data ? cattn_stored_at(p, &p->value, batch->value + kv_head * p->value.head) : NULL;
+    rows->key = matrix_of(p, &p->key, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
+    rows->value =
+        matrix_of(p, &p->value, batch->value, &p->value_scale, batch->value_scale, p->quantized_value, kv_head);
     cattn_drop_fill(&p->dropout, batch->index, &rows->drop);
     /* kernels draw for whole vectors of rows: the lanes after the last row must not be uninitialised */
     const int64_t n_lanes = p->dropout.enabled ? cattn_round_up(rows->n_rows, CATTN_PAD) : 0;

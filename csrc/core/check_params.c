@@ -93,6 +93,15 @@ static void check_dropout_spec(const struct cattn_dropout_spec *spec) {
     assert(!spec->torch || spec->keep_probability > 0); /* PyTorch draws nothing where all is dropped */
 }
 
+static void check_keys_or_values(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
+                                 const struct cattn_tensor *scale, enum cattn_storage quantized) {
+    assert(!quantized || (cattn_is_quantized(quantized) && p->dtype == CATTN_F32 && p->storage == CATTN_STORED_PLAIN));
+    assert(quantized <= CATTN_STORED_F8);
+    check_aligned(tensor, cattn_stored_size(p->dtype, quantized ? quantized : p->storage));
+    if (quantized && tensor->data)
+        check_present(scale, sizeof(float));
+}
+
 void cattn_check_attention(const struct cattn_attention_params *p) {
     const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
     check_type(p->dtype, p->storage);
@@ -104,8 +113,9 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     assert(isfinite(p->score_options.scale) && p->score_options.softcap >= 0);
     check_ranges(&p->ranges, p->n_batch_dims, p->batch_shape, p->n_batch, p->seqlen_q, p->seqlen_k);
     check_present(&p->query, stored);
-    check_present(&p->key, stored);
-    check_aligned(&p->value, stored);
+    check_keys_or_values(p, &p->key, &p->key_scale, p->quantized_key);
+    assert(p->key.data);
+    check_keys_or_values(p, &p->value, &p->value_scale, p->quantized_value);
     assert(!p->value.data == (p->d_v == 0 && !p->out.data));
     assert(0 <= p->n_bias && p->n_bias <= CATTN_MAX_BIAS);
     for (int b = 0; b < p->n_bias; b++)

@@ -37,8 +37,9 @@ static bool is_tile(const struct cattn_plan *plan) { return plan->path == CATTN_
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
-bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor) {
-    return tensor->data && (p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
+bool cattn_plan_copies(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
+                       enum cattn_storage quantized) {
+    return tensor->data && (quantized || p->storage != CATTN_STORED_PLAIN || tensor->col != 1);
 }
 
 bool cattn_plan_uses_stream(const struct cattn_attention_params *p) {
@@ -63,8 +64,8 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     const size_t rows = (size_t)(tile ? CATTN_TILE_ROWS : CATTN_FEW_ROWS), depth = (size_t)p->head_dim;
     const size_t acc = rows * (size_t)cattn_plan_acc_cols(p);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
-    const size_t copied_key = cattn_plan_copies(p, &p->key) ? depth : 0;
-    const size_t copied_value = cattn_plan_copies(p, &p->value) ? (size_t)p->d_v : 0;
+    const size_t copied_key = cattn_plan_copies(p, &p->key, p->quantized_key) ? depth : 0;
+    const size_t copied_value = cattn_plan_copies(p, &p->value, p->quantized_value) ? (size_t)p->d_v : 0;
     /* halves: weights are computed in float32 rows and rounded once at the end */
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
     struct cattn_row_scratch *s = &r->scratch;

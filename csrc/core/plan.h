@@ -51,7 +51,8 @@ int64_t cattn_plan_row_slots(const struct cattn_plan *plan);
 int64_t cattn_plan_acc_cols(const struct cattn_attention_params *params);
 
 /* Whether the kernels copy the rows of this tensor (keys or values) before they read them. */
-bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor);
+bool cattn_plan_copies(const struct cattn_attention_params *params, const struct cattn_tensor *tensor,
+                       enum cattn_storage quantized);
 
 /* Whether the dropout bits come from a serial stream. It draws nothing for an empty call. */
 bool cattn_plan_uses_stream(const struct cattn_attention_params *params);

@@ -13,7 +13,8 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
     const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
     /* keys and values are copied one after the other, so one buffer of the larger depth is enough */
-    const bool copies = cattn_plan_copies(p, &p->key) || cattn_plan_copies(p, &p->value);
+    const bool copies =
+        cattn_plan_copies(p, &p->key, p->quantized_key) || cattn_plan_copies(p, &p->value, p->quantized_value);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;
     b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_carve(arena, sizeof *b->scores.per_row);

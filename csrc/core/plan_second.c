@@ -40,7 +40,8 @@ static void lay_out(const struct cattn_statistics_params *params, const struct c
     scratch->packed_query = cattn_carve(arena, rows * depth * size);
     scratch->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     scratch->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
-    scratch->block_copy = cattn_carve(arena, cattn_plan_copies(p, &p->key) ? CATTN_BLOCK_KEYS * depth * size : 0);
+    const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key);
+    scratch->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
     scratch->block_max = cattn_carve(arena, rows * size);
     cattn_plan_carve_lse(&s->lse, arena, size);
     s->log_sum = cattn_carve(arena, rows * size);

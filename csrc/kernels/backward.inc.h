@@ -253,7 +253,7 @@ static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
     t.rows = &b->keys;
     if (b->keys.call.d_v) {
         /* overwrites the copy of V, which is not needed any more */
-        t.value = rows_of_block(&t, b->keys.value, b->keys.call.value_row, b->keys.call.value_col, b->keys.call.d_v);
+        t.value = rows_of_block(&t, &b->keys.value, b->keys.call.d_v);
         value_block(&t);
     }
 }

@@ -64,9 +64,9 @@ struct cattn_call_shape {
     bool has_positions, has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
-    enum cattn_storage storage; /* of query, key, value, out and weights_out */
+    enum cattn_storage storage; /* of query, out and weights_out */
     int n_bias;
-    int64_t query_col, key_row, key_col, value_row, value_col, mask_col, bias_col[2];
+    int64_t query_col, mask_col, bias_col[2];
     int64_t out_col, weights_col, weights_out_col;
 };
 
@@ -103,15 +103,24 @@ struct cattn_row_scratch {
         *total_acc; /* the merged chunks so far; uninitialised before the driver swaps in one */
 };
 
+/* The keys or values of one head as the caller stores them. A quantized element is multiplied by its scale. */
+struct cattn_matrix {
+    enum cattn_storage storage;
+    const void *first;
+    int64_t row, col;
+    const float *scale; /* of the first element, if quantized */
+    int64_t scale_row, scale_col;
+};
+
 /* A block of rows: the argument of the kernels. */
 struct cattn_rows {
     struct cattn_call_shape call; /* a copy: the inner loops need no second pointer */
     struct cattn_per_row *per_row;
     const void **query; /* per_row->query, except in a view for gradients */
     int n_rows;
-    bool ascending;          /* consecutive queries of one head, none past the end: lo and hi never decrease */
-    int64_t n_keys;          /* keys that exist in this batch entry */
-    const void *key, *value; /* of this key-value head */
+    bool ascending;                 /* consecutive queries of one head, none past the end: lo and hi never decrease */
+    int64_t n_keys;                 /* keys that exist in this batch entry */
+    struct cattn_matrix key, value; /* of this key-value head; value.first is NULL if there is no value */
     struct cattn_drop drop;
     struct cattn_row_scratch scratch;
 };

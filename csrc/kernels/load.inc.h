@@ -1,4 +1,5 @@
-/* load.inc.h -- loads and stores at any stride and in any storage, and the conversion of halves.
+/* load.inc.h -- loads and stores at any stride and in any storage, the conversion of halves, and quantized keys and
+ * values.
  *
  * A partial vector never touches memory after its last element. `storage` is nearly always a constant after inlining,
  * so that each loop is compiled for one storage.
@@ -34,11 +35,13 @@ INLINE void store_strided(real *p, int64_t stride, vf v, int n) {
         p[i * stride] = lanes[i];
 }
 
-/* ---- elements in their storage: the table's own type, or halves of float ---- */
+/* ---- elements in their storage: the table's own type, halves of float, or quantized ---- */
 
 INLINE const void *stored_at(enum cattn_storage storage, const void *base, int64_t i) {
     if (storage == CATTN_STORED_PLAIN)
         return (const real *)base + i;
+    if (cattn_is_quantized(storage))
+        return (const uint8_t *)base + i;
     return (const uint16_t *)base + i;
 }
 
@@ -73,11 +76,27 @@ INLINE void store_half(enum cattn_storage storage, uint16_t *p, int64_t stride, 
     }
 }
 
+/* n <= LANES quantized elements at any stride, divided by LOADED_OVER(storage). The other lanes are 0. */
+INLINE vf load_quantized(enum cattn_storage storage, const uint8_t *p, int64_t stride, int n) {
+    uint8_t lanes[LANES] = {0};
+    vb b;
+    if (stride == 1) {
+        b = n == LANES ? vb_loadu(p) : vb_loadu_n(p, n);
+    } else {
+        for (int i = 0; i < n; i++)
+            lanes[i] = p[i * stride];
+        b = vb_loadu(lanes);
+    }
+    return storage == CATTN_STORED_I8 ? vf_from_i8(b) : vf_from_f8(b);
+}
+
 #endif
 
-/* n <= LANES elements from index i on. The other lanes are 0. */
+/* n <= LANES elements from index i on; quantized ones as load_quantized returns them. The other lanes are 0. */
 INLINE vf load_stored(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int n) {
 #if REAL_BITS == 32
+    if (cattn_is_quantized(storage))
+        return load_quantized(storage, (const uint8_t *)base + i, stride, n);
     if (storage != CATTN_STORED_PLAIN)
         return load_half(storage, (const uint16_t *)base + i, stride, n);
 #endif
@@ -123,7 +142,65 @@ static void narrow_row(enum cattn_storage storage, const void *from, int64_t n, 
 }
 
 INLINE size_t stored_size(enum cattn_storage storage) {
-    return storage == CATTN_STORED_PLAIN ? sizeof(real) : sizeof(uint16_t);
+    return cattn_stored_size(REAL_BITS == 32 ? CATTN_F32 : CATTN_F64, storage);
+}
+
+/* ---- keys and values ---- */
+
+/* The matrix without its first rows. */
+INLINE struct cattn_matrix rows_from(struct cattn_matrix matrix, int64_t first_row) {
+    matrix.first = stored_at(matrix.storage, matrix.first, first_row * matrix.row);
+    if (cattn_is_quantized(matrix.storage))
+        matrix.scale += first_row * matrix.scale_row;
+    return matrix;
+}
+
+#if REAL_BITS == 32
+/* What quantized numbers are divided by when they are loaded. A power of two, which multiplies the scale instead: the
+ * product of number and scale is the same, and rounded once. CATTN_LEAST_SCALE and CATTN_LARGEST_SCALE leave room. */
+#define LOADED_OVER(storage) ((storage) == CATTN_STORED_F8 ? 256.0f : 1.0f)
+
+/* n <= LANES scales of loaded numbers; one for all of them if the stride is 0. */
+INLINE vf scales_at(enum cattn_storage storage, const float *scale, int64_t stride, int n) {
+    if (stride == 0)
+        return vf_set1(*scale * LOADED_OVER(storage));
+    return load_strided(scale, stride, n) * vf_set1(LOADED_OVER(storage));
+}
+#endif
+
+/* A quantized vector of n elements of row r from column c on, times the scales of those elements. */
+INLINE vf scaled(const struct cattn_matrix *matrix, vf v, int64_t r, int64_t c, int n) {
+#if REAL_BITS == 32
+    const float *scale = matrix->scale + r * matrix->scale_row + c * matrix->scale_col;
+    return v * scales_at(matrix->storage, scale, matrix->scale_col, n);
+#else
+    (void)matrix, (void)r, (void)c, (void)n;
+    return v;
+#endif
+}
+
+/* n <= LANES elements of row r from column c on. The other lanes are 0. */
+INLINE vf load_columns(const struct cattn_matrix *matrix, int64_t r, int64_t c, int n) {
+    const vf v = load_stored(matrix->storage, matrix->first, r * matrix->row + c * matrix->col, matrix->col, n);
+    return cattn_is_quantized(matrix->storage) ? scaled(matrix, v, r, c, n) : v;
+}
+
+/* Whole vectors have a loop of their own for each storage, because that is faster. */
+static void dequantize_row(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, real *to) {
+    struct cattn_matrix from = *matrix;
+    int64_t c = 0;
+    if (from.col == 1 && from.scale_col == 0) {
+        from.storage = CATTN_STORED_I8;
+        for (; matrix->storage == CATTN_STORED_I8 && c + LANES <= n_cols; c += LANES)
+            vf_storeu(to + c, load_columns(&from, r, c, LANES));
+        from.storage = CATTN_STORED_F8;
+        for (; matrix->storage == CATTN_STORED_F8 && c + LANES <= n_cols; c += LANES)
+            vf_storeu(to + c, load_columns(&from, r, c, LANES));
+    }
+    for (; c < n_cols; c += LANES) {
+        const int n = (int)min64(LANES, n_cols - c);
+        vf_storeu_n(to + c, load_columns(matrix, r, c, n), n);
+    }
 }
 
 /* Rows of keys or values in the table's own type, with unit stride. */
@@ -132,18 +209,22 @@ struct source {
     int64_t row;
 };
 
-/* n_rows rows of n_cols elements of a stored matrix from `first_row` on: in place if the kernels can read them there,
- * else copied to `scratch` without gaps. */
-static struct source rows_of(enum cattn_storage storage, const void *base, int64_t row, int64_t col, int64_t first_row,
-                             int n_rows, int64_t n_cols, void *scratch) {
-    const void *from = stored_at(storage, base, first_row * row);
+/* The first n_rows rows of n_cols elements of a matrix: in place if the kernels can read them there, else copied to
+ * `scratch` without gaps. */
+static struct source rows_of(const struct cattn_matrix *matrix, int n_rows, int64_t n_cols, void *scratch) {
+    const enum cattn_storage storage = matrix->storage;
+    const int64_t row = matrix->row, col = matrix->col;
     if (storage == CATTN_STORED_PLAIN && col == 1)
-        return (struct source){from, row};
-    if (col == 1 && row == n_cols) { /* rows without gaps form one long row */
-        widen_row(storage, from, 1, n_rows * n_cols, scratch);
-        return (struct source){scratch, n_cols};
+        return (struct source){matrix->first, row};
+    const struct source copy = {scratch, n_cols};
+    if (cattn_is_quantized(storage)) {
+        for (int r = 0; r < n_rows; r++)
+            dequantize_row(matrix, r, n_cols, (real *)scratch + r * n_cols);
+    } else if (col == 1 && row == n_cols) { /* rows without gaps form one long row */
+        widen_row(storage, matrix->first, 1, n_rows * n_cols, scratch);
+    } else {
+        for (int r = 0; r < n_rows; r++)
+            widen_row(storage, stored_at(storage, matrix->first, r * row), col, n_cols, (real *)scratch + r * n_cols);
     }
-    for (int r = 0; r < n_rows; r++)
-        widen_row(storage, stored_at(storage, from, r * row), col, n_cols, (real *)scratch + r * n_cols);
-    return (struct source){scratch, n_cols};
+    return copy;
 }

@@ -34,27 +34,15 @@ static void pack_query_rows(struct cattn_rows *rows) {
     }
 }
 
-/* Rows of keys or values with unit stride, read in place in their storage or from a copy. `storage` is a constant after
- * inlining. */
-struct stored {
-    enum cattn_storage storage;
-    const void *first;
-    int64_t row;
-};
-
-INLINE vf load_row(struct stored from, int64_t r, int64_t c, int n) {
-    return load_stored(from.storage, from.first, r * from.row + c, 1, n);
-}
-
 /* The prefetch position. Rows are prefetched line by line in memory order, whatever columns a tile or a pass reads. */
 struct rows_ahead {
     uintptr_t line, end; /* the next line of the current row, and the end of that row */
     int64_t row, gap;    /* bytes from row to row, and from the end of a row to the next one */
 };
 
-INLINE struct rows_ahead rows_ahead(struct stored from, int64_t n_cols) {
-    const int64_t size = (int64_t)stored_size(from.storage), row = from.row * size, cols = n_cols * size;
-    const uintptr_t first = (uintptr_t)from.first;
+INLINE struct rows_ahead rows_ahead(const struct cattn_matrix *from, int64_t n_cols) {
+    const int64_t size = (int64_t)stored_size(from->storage), row = from->row * size, cols = n_cols * size;
+    const uintptr_t first = (uintptr_t)from->first;
     /* rows without gaps form one long row */
     return (struct rows_ahead){first, row == cols ? UINTPTR_MAX : first + (uintptr_t)cols, row, row - cols};
 }
@@ -78,57 +66,77 @@ INLINE void prefetch_ahead(struct rows_ahead *next, size_t n) {
     }
 }
 
-/* Rows first_row .. of K or V. `direct` is the storage that the caller is specialised for. PLAIN callers also get
- * halves and strided columns: as a copy in `scratch`. */
-INLINE struct stored find_rows(const struct cattn_rows *rows, enum cattn_storage direct, const void *base, int64_t row,
-                               int64_t col, int64_t first_row, int n_rows, int64_t n_cols, void *scratch) {
-    if (direct != CATTN_STORED_PLAIN)
-        return (struct stored){direct, stored_at(direct, base, first_row * row), row};
-    const struct source from = rows_of(rows->call.storage, base, row, col, first_row, n_rows, n_cols, scratch);
-    return (struct stored){CATTN_STORED_PLAIN, from.first, from.row};
+/* Rows in the table's own type with unit stride. */
+INLINE struct cattn_matrix plain_rows(struct source from) {
+    return (struct cattn_matrix){.storage = CATTN_STORED_PLAIN, .first = from.first, .row = from.row, .col = 1};
+}
+
+/* n_rows rows of K or V from first_row on, with unit stride. `direct` is the storage that the caller is specialised
+ * for, a constant after inlining. PLAIN callers also get other storages and strides: as a copy in `scratch`. */
+INLINE struct cattn_matrix find_rows(const struct cattn_matrix *matrix, enum cattn_storage direct, int64_t first_row,
+                                     int n_rows, int64_t n_cols, void *scratch) {
+    struct cattn_matrix from = *matrix;
+    if (direct != CATTN_STORED_PLAIN) {
+        from.storage = direct;
+        from.col = 1;
+        return rows_from(from, first_row);
+    }
+    from = rows_from(from, first_row);
+    return plain_rows(rows_of(&from, n_rows, n_cols, scratch));
 }
 
 /* A tile of K, LANES keys by LANES columns from d on: kt[i] holds column d + i of all keys. OPAQUE makes the address
  * advance from row to row: the compiler would precompute all addresses, which do not fit into the registers. */
-INLINE void key_tile(struct stored key, int64_t d, vf kt[LANES]) {
+INLINE void key_tile(const struct cattn_matrix *key, int64_t d, vf kt[LANES]) {
     int64_t at = d;
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++, at += key.row) {
+    for (int i = 0; i < LANES; i++, at += key->row) {
         OPAQUE(at);
-        kt[i] = load_stored(key.storage, key.first, at, 1, LANES);
+        kt[i] = load_stored(key->storage, key->first, at, 1, LANES);
     }
     vf_transpose(kt);
 }
-
-#if defined(HALVES_ARE_QUICK) && REGISTERS >= 32
-/* A tile of K in bfloat16, LANES keys by 2 LANES columns from d on, two columns to a lane: this takes half as many
- * shuffles as transposing converted columns. pairs[i] holds the columns d + 2i and d + 2i + 1 of all keys. */
-INLINE void key_tile_pairs(struct stored key, int64_t d, vf pairs[LANES]) {
-    const uint16_t *first = key.first;
-    int64_t at = d;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++, at += key.row) {
-        OPAQUE(at);
-        pairs[i] = vf_loadu((const real *)(const void *)(first + at));
-    }
-    vf_transpose(pairs);
-}
-
-/* Half a tile of pairs as columns. */
-INLINE void split_pairs(const vf *pairs, vf kt[LANES]) {
-    UNROLLED(i, LANES / 2) {
-        kt[2 * i] = vf_first_bf16(pairs[i]);
-        kt[2 * i + 1] = vf_second_bf16(pairs[i]);
-    }
-}
-#endif
 
 /* key_tile at the edges: only the first n keys and nd columns exist, the rest is 0. Not inlined: its branches would
  * make whole tiles spill registers. */
-NOINLINE void key_tile_part(struct stored key, int n, int64_t d, int nd, vf kt[LANES]) {
+NOINLINE void key_tile_part(const struct cattn_matrix *key, int n, int64_t d, int nd, vf kt[LANES]) {
     for (int i = 0; i < LANES; i++)
-        kt[i] = i < n ? load_row(key, i, d, nd) : vf_set1(0);
+        kt[i] = i < n ? load_stored(key->storage, key->first, i * key->row + d, 1, nd) : vf_set1(0);
     vf_transpose(kt);
+}
+
+/* The scales of LANES quantized keys whose numbers come divided by `over`, a constant: one for each key, or one for
+ * each column, which are read when they are needed. */
+struct key_scales {
+    bool by_key;
+    real over;
+    vf of_keys;
+};
+
+/* For n <= LANES keys. */
+INLINE struct key_scales scales_of_keys(const struct cattn_matrix *key, int n, real over) {
+    struct key_scales scales = {true, over, vf_set1(1)};
+#if REAL_BITS == 32
+    if (cattn_is_quantized(key->storage)) {
+        scales.by_key = key->scale_col == 0;
+        if (scales.by_key)
+            scales.of_keys = load_strided(key->scale, key->scale_row, n) * vf_set1(over);
+    }
+#else
+    (void)key, (void)n;
+#endif
+    return scales;
+}
+
+/* Column d of those keys, times its scales if it is quantized. */
+INLINE vf scale_column(const struct cattn_matrix *key, struct key_scales scales, int64_t d, vf column) {
+#if REAL_BITS == 32
+    if (cattn_is_quantized(key->storage))
+        return column * (scales.by_key ? scales.of_keys : vf_set1(key->scale[d * key->scale_col] * scales.over));
+#else
+    (void)key, (void)scales, (void)d;
+#endif
+    return column;
 }
 
 /* Adds the columns d .. d+n-1 of a tile of K (n is a constant) as the next terms to the chains of `many` rows. A chain
@@ -148,8 +156,68 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
     }
 }
 
+#ifdef HALVES_ARE_QUICK
+/* ---- tiles of K that are transposed before they are converted: a lane holds several columns, which saves shuffles
+ * ----
+ */
+
+/* 1: this storage is converted first. With fewer than 32 registers the spills would cost what the shuffles save. */
+INLINE int columns_per_lane(enum cattn_storage storage) {
+    return storage == CATTN_STORED_I8 ? 4 : storage == CATTN_STORED_BF16 && REGISTERS >= 32 ? 2 : 1;
+}
+
+/* LANES keys, whole vectors of columns from d on: packed[i] holds the i-th lane of all keys. */
+INLINE void key_tile_packed(const struct cattn_matrix *key, int64_t d, vf packed[LANES]) {
+    int64_t at = d;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++, at += key->row) {
+        OPAQUE(at);
+        packed[i] = vf_loadu((const real *)stored_at(key->storage, key->first, at));
+    }
+    vf_transpose(packed);
+}
+
+/* Column j of those in the lanes of a packed vector, divided by UNPACKED_OVER. */
+#define UNPACKED_OVER (real)0x1p-24
+INLINE vf unpack(enum cattn_storage storage, vf packed, int j) {
+    return storage == CATTN_STORED_I8 ? vf_quarter_i8(packed, j) : vf_half_bf16(packed, j);
+}
+
+/* Adds the chains of a packed tile, whose first column is d, to the scores of `many` rows. With few rows, several
+ * chains are computed side by side: an FMA takes four cycles, and each waits for the one before it in its chain. */
+INLINE void score_packed(const struct cattn_rows *rows, int many, const struct cattn_matrix *key,
+                         struct key_scales scales, int64_t d, const vf packed[LANES], vf score[CATTN_FEW_ROWS]) {
+    enum { MOST_CHAINS = 4 };
+    const int per_lane = columns_per_lane(key->storage), vectors = CATTN_CHAIN_TERMS / per_lane;
+    const int n_chains = LANES / vectors;
+    const int wanted = many >= REGISTERS / 4 ? 1 : many >= REGISTERS / 8 ? 2 : MOST_CHAINS;
+    const int side_by_side = wanted < n_chains ? wanted : n_chains;
+    const int64_t depth = rows->call.head_dim;
+    for (int first = 0; first < n_chains; first += side_by_side) {
+        const real *query = (const real *)rows->scratch.packed_query + d + first * CATTN_CHAIN_TERMS;
+        vf chain[MOST_CHAINS][CATTN_FEW_ROWS];
+        UNROLLED(c, side_by_side)
+            UNROLLED(r, many)
+                chain[c][r] = vf_set1(0);
+        UNROLLED(i, vectors)
+            UNROLLED(c, side_by_side)
+                UNROLLED(j, per_lane) {
+                    const int at = c * CATTN_CHAIN_TERMS + i * per_lane + j;
+                    const vf stored = unpack(key->storage, packed[(first + c) * vectors + i], j);
+                    const vf column = scale_column(key, scales, d + first * CATTN_CHAIN_TERMS + at, stored);
+                    UNROLLED(r, many)
+                        chain[c][r] = vf_fma(vf_set1(query[r * depth + at]), column, chain[c][r]);
+                }
+        UNROLLED(c, side_by_side)
+            UNROLLED(r, many)
+                score[r] = score[r] + chain[c][r];
+    }
+}
+#endif
+
 /* Scores of LANES keys, of which the first n exist, for `many` rows. */
-INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored key, int n, vf score[CATTN_FEW_ROWS]) {
+INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cattn_matrix *key, int n,
+                       vf score[CATTN_FEW_ROWS]) {
     const int64_t depth = rows->call.head_dim;
     struct rows_ahead next = rows_ahead(key, depth);
     vf kt[LANES], chain[CATTN_FEW_ROWS];
@@ -158,28 +226,37 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, struct stored ke
         chain[r] = vf_set1(0);
         score[r] = vf_set1(depth > 0 ? (real)-0.0 : 0); /* -0 + x is x even if x is -0; +0 would change that sign */
     }
-#if defined(HALVES_ARE_QUICK) && REGISTERS >= 32 /* with fewer registers the spills cost what the shuffles save */
-    for (; key.storage == CATTN_STORED_BF16 && n == LANES && d + 2 * LANES <= depth; d += 2 * LANES) {
-        vf pairs[LANES];
-        key_tile_pairs(key, d, pairs);
-        prefetch_ahead(&next, 2 * LANES * LANES * stored_size(key.storage));
-        for (int half = 0; half < 2; half++) {
-            split_pairs(pairs + half * LANES / 2, kt);
-            score_columns(rows, many, d + half * LANES, LANES, kt, chain, score);
-        }
+#ifdef HALVES_ARE_QUICK
+    const int packed_columns = LANES * columns_per_lane(key->storage);
+    struct key_scales scales = scales_of_keys(key, n, UNPACKED_OVER);
+    for (; packed_columns > LANES && n == LANES && d + packed_columns <= depth; d += packed_columns) {
+        vf packed[LANES];
+        key_tile_packed(key, d, packed);
+        prefetch_ahead(&next, LANES * sizeof *packed);
+        if (scales.by_key) /* a constant from here on */
+            score_packed(rows, many, key, (struct key_scales){true, UNPACKED_OVER, scales.of_keys}, d, packed, score);
+        else
+            score_packed(rows, many, key, (struct key_scales){false, UNPACKED_OVER, scales.of_keys}, d, packed, score);
     }
+    scales = scales_of_keys(key, n, LOADED_OVER(key->storage));
+#else
+    const struct key_scales scales = scales_of_keys(key, n, 1);
 #endif
     for (; n == LANES && d + LANES <= depth; d += LANES) {
         key_tile(key, d, kt);
-        prefetch_ahead(&next, LANES * LANES * stored_size(key.storage));
+        UNROLLED(i, LANES)
+            kt[i] = scale_column(key, scales, d + i, kt[i]);
+        prefetch_ahead(&next, LANES * LANES * stored_size(key->storage));
         score_columns(rows, many, d, LANES, kt, chain, score);
     }
     for (; d < depth; d += LANES) {
         vf part[LANES];
         const int nd = (int)min64(LANES, depth - d);
         key_tile_part(key, n, d, nd, part);
-        for (int i = 0; i < nd; i++)
+        for (int i = 0; i < nd; i++) {
+            part[i] = scale_column(key, scales, d + i, part[i]);
             score_columns(rows, many, d + i, 1, part + i, chain, score);
+        }
     }
 }
 
@@ -220,9 +297,9 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
-        const struct stored key = find_rows(rows, direct, rows->key, rows->call.key_row, rows->call.key_col, k0 + k, n,
-                                            rows->call.head_dim, rows->scratch.key_copy);
-        score_keys(rows, many, key, n, acc);
+        const struct cattn_matrix key =
+            find_rows(&rows->key, direct, k0 + k, n, rows->call.head_dim, rows->scratch.key_copy);
+        score_keys(rows, many, &key, n, acc);
         UNROLLED(r, many) {
             vf s = neg_inf;
             if (n > 0 && r < rows->n_rows)
@@ -268,7 +345,7 @@ static void drop_keys_by_stream(const struct cattn_rows *rows, int r, int64_t k0
 
 /* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. `value` starts at
  * keys.begin; the vector has n columns from c on. The weight of key k is weights[k * weight_col]. */
-static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stored value, int64_t c, int n,
+static vf value_vector_visible(const struct cattn_rows *rows, int r, const struct cattn_matrix *value, int64_t c, int n,
                                struct key_half keys, int64_t k0, const real *weights, int64_t weight_col) {
     vf block = vf_set1(0);
     for (int k = keys.begin; k < keys.end;) {
@@ -276,18 +353,36 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, struct stor
         for (const int64_t end = chain_end(k, keys.end); k < end; k++)
             if (key_visible(rows, r, k0 + k)) {
                 const vf w = vf_set1(weights[k * weight_col]);
-                chain = vf_fma(w, load_row(value, k - keys.begin, c, n), chain);
+                chain = vf_fma(w, load_columns(value, k - keys.begin, c, n), chain);
             }
         block = block + chain;
     }
     return block;
 }
 
+/* The scales of n columns of a row of quantized values: one number if each row has one, which is by_token. */
+INLINE vf scales_of_values(const struct cattn_matrix *value, bool by_token, int64_t r, int64_t c, int n) {
+#if REAL_BITS == 32
+    if (cattn_is_quantized(value->storage)) {
+        const float *scale = value->scale + r * value->scale_row;
+        return by_token ? scales_at(value->storage, scale, 0, n)
+                        : scales_at(value->storage, scale + c * value->scale_col, value->scale_col, n);
+    }
+#endif
+    (void)value, (void)by_token, (void)r, (void)c, (void)n;
+    return vf_set1(1);
+}
+
 /* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
  * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
-INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, struct stored value,
-                       struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const struct cattn_matrix *value,
+                       bool by_token, struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c,
+                       const real *factor) {
     const real *score = rows->scratch.score;
+    vf scale[CATTN_FEW_ROWS];
+    if (!by_token)
+        UNROLLED(v, vectors)
+            scale[v] = scales_of_values(value, false, 0, c + v * LANES, v == vectors - 1 ? n : LANES);
     /* [row][vector]; only many * vectors <= VALUE_ACCS of them are used */
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
     UNROLLED(r, many)
@@ -298,12 +393,18 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
         UNROLLED(r, many)
             UNROLLED(v, vectors)
                 chain[r][v] = vf_set1(0);
-        for (const int end = (int)chain_end(k, keys.end); k < end; k++, at += value.row) {
+        for (const int end = (int)chain_end(k, keys.end); k < end; k++, at += value->row) {
             vf val[CATTN_FEW_ROWS];
+            if (by_token)
+                scale[0] = scales_of_values(value, true, k - keys.begin, 0, 1);
             OPAQUE(at);
-            UNROLLED(v, vectors)
-                val[v] = load_stored(value.storage, value.first, at + v * LANES, 1, v == vectors - 1 ? n : LANES);
-            prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value.storage));
+            UNROLLED(v, vectors) {
+                const int left = v == vectors - 1 ? n : LANES;
+                val[v] = load_stored(value->storage, value->first, at + v * LANES, 1, left);
+                if (cattn_is_quantized(value->storage))
+                    val[v] = val[v] * scale[by_token ? 0 : v];
+            }
+            prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value->storage));
             UNROLLED(r, many) {
                 vf w = vf_set1(score[r * CATTN_BLOCK_KEYS + k]);
                 UNROLLED(v, vectors)
@@ -326,21 +427,21 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, st
 }
 
 /* All columns of V, as many vectors at a time as the registers hold. */
-INLINE void value_columns(struct cattn_rows *rows, int many, struct stored value, struct key_half keys, int64_t k0,
-                          const real *factor) {
+INLINE void value_columns(struct cattn_rows *rows, int many, const struct cattn_matrix *value, bool by_token,
+                          struct key_half keys, int64_t k0, const real *factor) {
     int64_t c = 0, left = rows->call.d_v;
     struct rows_ahead next = rows_ahead(value, rows->call.d_v);
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
-            value_rows(rows, many, vectors, LANES, value, &next, keys, k0, c, factor);
+            value_rows(rows, many, vectors, LANES, value, by_token, &next, keys, k0, c, factor);
     WHILE_FULL(8)
     WHILE_FULL(4)
     WHILE_FULL(2)
     WHILE_FULL(1)
 #undef WHILE_FULL
     if (left > 0)
-        value_rows(rows, many, 1, (int)left, value, &next, keys, k0, c, factor);
+        value_rows(rows, many, 1, (int)left, value, by_token, &next, keys, k0, c, factor);
 }
 
 /* P V of a block, half by half: where V must be copied, the copy of a half stays in the L1 cache. */
@@ -351,10 +452,13 @@ INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int m
         const struct key_half keys = key_half_of(i, begin, end);
         if (i > 0 && key_half_is_empty(keys))
             break;
-        const struct stored value =
-            find_rows(rows, direct, rows->value, rows->call.value_row, rows->call.value_col, k0 + keys.begin,
-                      keys.end - keys.begin, rows->call.d_v, rows->scratch.value_panel);
-        value_columns(rows, many, value, keys, k0, i == 0 ? rows->scratch.alpha : ones);
+        const struct cattn_matrix value = find_rows(&rows->value, direct, k0 + keys.begin, keys.end - keys.begin,
+                                                    rows->call.d_v, rows->scratch.value_panel);
+        const real *factor = i == 0 ? rows->scratch.alpha : ones;
+        if (!cattn_is_quantized(value.storage) || value.scale_col == 0)
+            value_columns(rows, many, &value, true, keys, k0, factor);
+        else
+            value_columns(rows, many, &value, false, keys, k0, factor);
     }
 }
 
@@ -404,17 +508,47 @@ ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
 ROWS_BLOCK(rows_block_bf16_1, CATTN_STORED_BF16, 1)
 ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
 ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
+ROWS_BLOCK(rows_block_i8_1, CATTN_STORED_I8, 1)
+ROWS_BLOCK(rows_block_i8_4, CATTN_STORED_I8, 4)
+ROWS_BLOCK(rows_block_i8_8, CATTN_STORED_I8, 8)
+ROWS_BLOCK(rows_block_f8_1, CATTN_STORED_F8, 1)
+ROWS_BLOCK(rows_block_f8_4, CATTN_STORED_F8, 4)
+ROWS_BLOCK(rows_block_f8_8, CATTN_STORED_F8, 8)
 #endif
 
-/* The function for this number of rows and this storage. Halves are read in place only with unit column strides. */
+#ifdef HALVES_ARE_QUICK
+static bool is_in_place(const struct cattn_matrix *matrix) {
+    return matrix->col == 1 &&
+           (!cattn_is_quantized(matrix->storage) || matrix->scale_row == 0 || matrix->scale_col == 0);
+}
+
+/* Whether rows_block can read keys and values in place: with one storage, unit column strides, and scales of tokens or
+ * of channels. */
+static bool reads_in_place(const struct cattn_rows *rows) {
+    return is_in_place(&rows->key) &&
+           (!rows->call.d_v || (is_in_place(&rows->value) && rows->value.storage == rows->key.storage));
+}
+#endif
+
+/* The function for this number of rows and this storage. */
 static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
     const int n = rows->n_rows;
 #ifdef HALVES_ARE_QUICK
-    const bool direct = rows->call.key_col == 1 && (rows->call.value_col == 1 || !rows->call.d_v);
-    if (direct && rows->call.storage == CATTN_STORED_F16)
-        return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
-    if (direct && rows->call.storage == CATTN_STORED_BF16)
-        return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
+#define IN_PLACE(type) return n == 1 ? rows_block_##type##_1 : n <= 4 ? rows_block_##type##_4 : rows_block_##type##_8
+    if (reads_in_place(rows))
+        switch (rows->key.storage) {
+        case CATTN_STORED_F16:
+            IN_PLACE(f16);
+        case CATTN_STORED_BF16:
+            IN_PLACE(bf16);
+        case CATTN_STORED_I8:
+            IN_PLACE(i8);
+        case CATTN_STORED_F8:
+            IN_PLACE(f8);
+        case CATTN_STORED_PLAIN:
+            break;
+        }
+#undef IN_PLACE
 #endif
     return n == 1 ? rows_block_1 : n == 2 ? rows_block_2 : n <= 4 ? rows_block_4 : rows_block_8;
 }

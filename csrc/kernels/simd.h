@@ -7,6 +7,7 @@
  *   real  vf           element, vector of LANES elements
  *   vm                 one truth value per lane
  *   vh                 LANES 16-bit halves; only where real is float
+ *   vb                 LANES bytes; only where real is float
  *   vu                 LANES unsigned 32-bit integers
  *   vw                 LANES unsigned 64-bit integers, for products of vu
  *
@@ -35,8 +36,14 @@
  *   vh_loadu(p)  vh_loadu_n(p, n)  vh_storeu(p, a)  vh_storeu_n(p, a, n)
  *   vf_from_f16(a)  vf_from_bf16(a)       exact
  *   HALVES_ARE_QUICK   defined if these conversions take one or two instructions, and then also:
- *   vf_first_bf16(p)  vf_second_bf16(p)   p holds 2 LANES bfloat16: those with even and those with odd indices
+ *   vf_half_bf16(v, j)                    v holds 2 LANES bfloat16: those with the indices 2 i + j
  *   vh_f16(v)  vh_bf16(v)                 rounded to nearest, ties to even; NaN must be the quiet one without a payload
+ *
+ *   vb_loadu(p)  vb_loadu_n(p, n)
+ *   vf_from_i8(b)                         signed integers
+ *   vf_from_f8(b)                         float8_e4m3fn / 256; NaN of any kind
+ *   vf_quarter_i8(v, j)                   v holds 4 LANES signed integers: 2^24 times those with the indices 4 i + j.
+ *                                         Defined as vf_half_bf16 is; then these conversions are quick, too
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary

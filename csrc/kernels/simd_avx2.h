@@ -4,17 +4,23 @@
 #include <immintrin.h>
 
 /* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 8 floats, and half
- * of one beside 4 doubles. VU_ODD is the blend mask of the odd integers, VF_OF their bits as floats. */
+ * of one beside 4 doubles. VH and VH_BITS do so on 16-bit integers beside floats. VU_COUNT is the type of a
+ * shift's count, VU_ODD is the blend mask of the odd
+ * integers, VF_OF their bits as floats. */
 #if REAL_BITS == 32
 #define LANES 8
 typedef __m256 vf;
 typedef __m256 vm; /* all ones or all zeros per lane */
 typedef __m256i vu;
 typedef __m128i vh;
+typedef __m128i vb; /* in the low half */
 #define VF(op) _mm256_##op##_ps
 #define VU(op) _mm256_##op
 #define VU_BITS(op) _mm256_##op##_si256
 #define VU_ODD 0xaa
+#define VU_COUNT int
+#define VH(op) _mm_##op
+#define VH_BITS(op) _mm_##op##_si128
 #define VF_OF(integers) _mm256_castsi256_ps(integers)
 INLINE __m256i lanes_below(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -69,6 +75,18 @@ INLINE vf vf_from_bytes(const uint8_t *p) {
     return _mm256_and_ps(_mm256_castsi256_ps(zero), _mm256_set1_ps(-INFINITY));
 }
 
+INLINE vb vb_loadu(const uint8_t *p) { return _mm_loadl_epi64((const void *)p); }
+INLINE vb vb_loadu_n(const uint8_t *p, int n) {
+    uint8_t lanes[LANES] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return vb_loadu(lanes);
+}
+INLINE vf vf_from_f8(vb b) {
+    const __m128i all_but_sign = _mm_set1_epi8(0x7f);
+    const __m128i nan = _mm_cmpeq_epi8(_mm_and_si128(b, all_but_sign), all_but_sign);
+    /* all bits of a lane make a NaN */
+    return VF(or)(VF(cvtph)(f16_from_f8(b)), VF_OF(VU(cvtepi8_epi32)(nan)));
+}
 INLINE vh vh_loadu(const uint16_t *p) { return _mm_loadu_si128((const void *)p); }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) {
     uint16_t lanes[LANES] = {0};

@@ -4,14 +4,16 @@
 #include <immintrin.h>
 
 /* VF names an intrinsic on floats, VU and VU_BITS on 32-bit integers: these fill a register beside 16 floats, and half
- * of one beside 8 doubles. VU_ODD is the blend mask of the odd integers, VF_OF their bits as floats. VF_PARTS shuffles
- * the 128-bit parts. */
+ * of one beside 8 doubles. VH and VH_BITS do so on 16-bit integers beside floats. VU_COUNT is the type of a
+ * shift's count, VU_ODD is the blend mask of the odd
+ * integers, VF_OF their bits as floats. VF_PARTS shuffles the 128-bit parts. */
 #if REAL_BITS == 32
 #define LANES 16
 typedef __m512 vf;
 typedef __mmask16 vm;
 typedef __m512i vu;
 typedef __m256i vh;
+typedef __m128i vb;
 #define VF(op) _mm512_##op##_ps
 #define VF_MASK(op) _mm512_##op##_ps_mask
 #define VF_PARTS _mm512_shuffle_f32x4
@@ -19,6 +21,9 @@ typedef __m256i vh;
 #define VU_BITS(op) _mm512_##op##_si512
 #define VF_OF(integers) _mm512_castsi512_ps(integers)
 #define VU_ODD 0xaaaa
+#define VU_COUNT unsigned
+#define VH(op) _mm256_##op
+#define VH_BITS(op) _mm256_##op##_si256
 #else
 #define LANES 8
 typedef __m512d vf;
@@ -89,6 +94,13 @@ INLINE vm vu_eq(vu a, vu b) { return VU(cmpeq_epi32_mask)(a, b); }
 
 INLINE vf vf_from_bytes(const uint8_t *p) { return masked_where_zero(_mm_loadu_si128((const void *)p)); }
 
+INLINE vb vb_loadu(const uint8_t *p) { return _mm_loadu_si128((const void *)p); }
+INLINE vb vb_loadu_n(const uint8_t *p, int n) { return _mm_maskz_loadu_epi8(lanes_below(n), p); }
+INLINE vf vf_from_f8(vb b) {
+    const __m128i all_but_sign = _mm_set1_epi8(0x7f);
+    const vm number = _mm_cmpneq_epi8_mask(_mm_and_si128(b, all_but_sign), all_but_sign);
+    return _mm512_mask_cvtph_ps(vf_set1(NAN), number, f16_from_f8(b));
+}
 INLINE vh vh_loadu(const uint16_t *p) { return _mm256_loadu_si256((const void *)p); }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) { return _mm256_maskz_loadu_epi16(lanes_below(n), p); }
 INLINE void vh_storeu(uint16_t *p, vh a) { _mm256_storeu_si256((void *)p, a); }

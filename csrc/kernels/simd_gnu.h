@@ -99,6 +99,8 @@ INLINE vf vf_from_bytes(const uint8_t *p) { return vf_from_bytes_n(p, LANES); }
 
 #if REAL_BITS == 32
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef uint8_t vb __attribute__((vector_size(LANES)));
+typedef int8_t vb_signed __attribute__((vector_size(LANES)));
 INLINE vh vh_loadu_n(const uint16_t *p, int n) {
     vh a = {0};
     memcpy(&a, p, (size_t)n * sizeof *p);
@@ -114,6 +116,19 @@ INLINE vf vf_from_f16(vh a) {
     return (vf)((special & (magnitude | 0x7f800000)) | (~special & finite) | (w & 0x8000) << 16);
 }
 INLINE vf vf_from_bf16(vh a) { return (vf)(__builtin_convertvector(a, vu) << 16); }
+INLINE vb vb_loadu_n(const uint8_t *p, int n) {
+    vb b = {0};
+    memcpy(&b, p, (size_t)n);
+    return b;
+}
+INLINE vb vb_loadu(const uint8_t *p) { return vb_loadu_n(p, LANES); }
+INLINE vf vf_from_i8(vb b) { return __builtin_convertvector(__builtin_convertvector((vb_signed)b, vi), vf); }
+/* As float16 it has the same sign, and exponent and mantissa of a number 256 times smaller. */
+INLINE vf vf_from_f8(vb b) {
+    const vh w = __builtin_convertvector(b, vh);
+    const vf v = vf_from_f16((w & 0x80) << 8 | (w & 0x7f) << 7);
+    return vf_select(vf_eq(vf_max(v, -v), vf_set1(1.875f)), vf_set1(NAN), v); /* 480 / 256: 448 is the largest number */
+}
 /* The three ranges of a result (subnormal, normal, too large or NaN) are computed for all lanes, then selected. */
 INLINE vh vh_f16(vf v) {
     const vu w = (vu)v, a = w & 0x7fffffff;

@@ -40,6 +40,7 @@ INLINE vf vf_from_bytes_n(const uint8_t *p, int n) { return n > 0 ? vf_from_byte
 
 #if REAL_BITS == 32
 typedef uint16_t vh;
+typedef uint8_t vb;
 INLINE vh vh_loadu(const uint16_t *p) { return *p; }
 INLINE vh vh_loadu_n(const uint16_t *p, int n) { return n > 0 ? *p : 0; }
 INLINE void vh_storeu(uint16_t *p, vh a) { *p = a; }
@@ -54,6 +55,13 @@ INLINE vf vf_from_f16(vh a) {
     return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f)); /* changes the bias, also of subnormals */
 }
 INLINE vf vf_from_bf16(vh a) { return from_bits((uint32_t)a << 16); }
+INLINE vb vb_loadu(const uint8_t *p) { return *p; }
+INLINE vb vb_loadu_n(const uint8_t *p, int n) { return n > 0 ? *p : 0; }
+INLINE vf vf_from_i8(vb b) { return (vf)(int8_t)b; }
+/* As float16 it has the same sign, and exponent and mantissa of a number 256 times smaller. */
+INLINE vf vf_from_f8(vb b) {
+    return (b & 0x7f) == 0x7f ? (vf)NAN : vf_from_f16((vh)((b & 0x80u) << 8 | (b & 0x7fu) << 7));
+}
 INLINE vh vh_f16(vf v) {
     const uint32_t w = to_bits(v), a = w & 0x7fffffffu, sign = w >> 16 & 0x8000u;
     if (a < 0x38800000u) /* the sum rounds to multiples of 2^-24 */

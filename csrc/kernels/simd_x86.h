@@ -1,5 +1,6 @@
 /* simd_x86.h -- the part of the vocabulary that AVX2 and AVX-512 define alike. The header that includes it has defined
- * VF, VU and VU_BITS: intrinsics on floats, on 32-bit integers, and on integers as bits. With floats also VF_OF and vh.
+ * VF, VU and VU_BITS: intrinsics on floats, on 32-bit integers, and on integers as bits. With floats also VF_OF, vh,
+ * vb, VH and VH_BITS.
  */
 
 #define HAS_FMA 1
@@ -63,13 +64,30 @@ INLINE vu vu_digits(const uint32_t *words, int r) {
 #define HALVES_ARE_QUICK
 INLINE vf vf_from_f16(vh a) { return VF(cvtph)(a); }
 INLINE vf vf_from_bf16(vh a) { return VF_OF(VU(slli_epi32)(VU(cvtepu16_epi32)(a), 16)); }
-/* Pairs of bfloat16, the first one of each in the low half of a lane: the first ones, and the second ones. */
-INLINE vf vf_first_bf16(vf pairs) { return VF_OF(VU(slli_epi32)(VU_BITS(castps)(pairs), 16)); }
-INLINE vf vf_second_bf16(vf pairs) { return VF_OF(vu_and(VU_BITS(castps)(pairs), vu_set1(0xffff0000))); }
+INLINE vf vf_half_bf16(vf v, int j) {
+    const vu bits = VU_BITS(castps)(v);
+    return VF_OF(j == 0 ? VU(slli_epi32)(bits, 16) : vu_and(bits, vu_set1(0xffff0000)));
+}
 /* The bits of v rounded to bfloat16, in the low halves: adds half of the last place that stays, minus one if that place
  * is even. AVX2 has no conversion, AVX512-BF16 is not required, and its conversion flushes subnormals. */
 INLINE vu bf16_bits(vf v) {
     const vu w = VU_BITS(castps)(v), odd = vu_and(vu_shr16(w), vu_set1(1));
     return vu_shr16(vu_add(w, vu_add(odd, vu_set1(0x7fff))));
+}
+
+INLINE vf vf_from_i8(vb b) { return VF(cvtepi32)(VU(cvtepi8_epi32)(b)); }
+/* The bits of float8_e4m3fn as float16: the same sign, and exponent and mantissa of a number 256 times smaller. The
+ * byte's sign is extended, so that bit 15 has it; bit 14 has it too, and is cleared. */
+INLINE vh f16_from_f8(vb b) {
+    return VH_BITS (and)(VH(slli_epi16)(VH(cvtepi8_epi16)(b), 7), VH(set1_epi16)((short)0xbf80));
+}
+/* An integer moves to the highest byte, and the bytes below it are cleared where there are any. */
+INLINE vf vf_quarter_i8(vf v, int j) {
+    vu bits = VU_BITS(castps)(v);
+    if (j < 3)
+        bits = VU(slli_epi32)(bits, (VU_COUNT)(24 - 8 * j));
+    if (j > 0)
+        bits = vu_and(bits, vu_set1(0xff000000));
+    return VF(cvtepi32)(bits);
 }
 #endif

@@ -72,11 +72,11 @@ static void find_extents(struct tile *t) {
 
 /* The visible rows of K or V of this key block, indexed by the key relative to k0. K and V share the scratch for
  * copies, so the copy of V overwrites that of K. */
-static struct source rows_of_block(const struct tile *t, const void *base, int64_t row, int64_t col, int64_t n_cols) {
+static struct source rows_of_block(const struct tile *t, const struct cattn_matrix *matrix, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
     /* keys that no row sees are not even converted */
-    struct source rows = rows_of(t->rows->call.storage, base, row, col, t->k0 + first, last - first, n_cols,
-                                 (real *)t->rows->scratch.block_copy + first * n_cols);
+    const struct cattn_matrix from = rows_from(*matrix, t->k0 + first);
+    struct source rows = rows_of(&from, last - first, n_cols, (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
     return rows;
 }
@@ -284,11 +284,11 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, b
     dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r, 1,
              CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
-        const struct stored plain = {CATTN_STORED_PLAIN, value.first, value.row};
+        const struct cattn_matrix plain = plain_rows(value);
         for (int m = 0; m < mr && r + m < rows->n_rows; m++)
             for (int n = 0; n < nr; n++)
                 fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]),
-                           value_vector_visible(rows, r + m, plain, n * LANES, LANES, keys, t->k0,
+                           value_vector_visible(rows, r + m, &plain, n * LANES, LANES, keys, t->k0,
                                                 (const real *)rows->scratch.score + r + m, CATTN_TILE_ROWS));
         return;
     }
@@ -358,7 +358,7 @@ static void scores_begin(struct tile *t) {
     }
     for (int v = 0; v < t->n_vectors && !rows->call.fully_ranged; v++)
         fill_bias(t, &t->vector[v], v * LANES);
-    t->key = rows_of_block(t, rows->key, rows->call.key_row, rows->call.key_col, rows->call.head_dim);
+    t->key = rows_of_block(t, &rows->key, rows->call.head_dim);
 }
 
 /* Scores of the whole block, with every mask applied; the backward pass has no use for them panel by panel. */
@@ -389,7 +389,7 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
     for (int r = t.n_vectors * LANES; r < end; r += LANES)
         zero_outside(&t, &(struct extent){0}, r);
     if (rows->call.d_v) {
-        t.value = rows_of_block(&t, rows->value, rows->call.value_row, rows->call.value_col, rows->call.d_v);
+        t.value = rows_of_block(&t, &rows->value, rows->call.d_v);
         value_block(&t);
     }
 }

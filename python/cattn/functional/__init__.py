@@ -1,7 +1,7 @@
 """The public functions on arrays, gathered: attention, softmax, dropout, masks."""
 
 from .. import _cattn
-from .._input import arrays, rng
+from .._input import arrays, quantized, rng
 from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._attention import (
     attention_weights,
@@ -68,6 +68,10 @@ _cattn._register_helpers(
     as_integers=arrays.as_integers,
     as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,
+    as_quantized=quantized.as_quantized,
+    as_scale=quantized.as_scale,
+    dequantized=quantized.dequantized,
+    refuse_scale=quantized.refuse_scale,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,

@@ -30,6 +30,8 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
     rng: RNG
 
 
@@ -165,6 +167,8 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -470,6 +474,8 @@ def causal_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -583,6 +589,7 @@ def attention_weights(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
     dropout_p: float = 0.0,
     rng: RNG = None,
     stage: Stage = "softmax",

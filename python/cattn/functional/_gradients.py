@@ -56,6 +56,8 @@ def attention_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
 ) -> AttentionGradients:

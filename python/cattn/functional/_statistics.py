@@ -40,6 +40,7 @@ def attention_statistics(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
 ) -> AttentionStatistics:
     r"""Return statistics of the attention weights, in memory that grows with T and not with T * T.
 
@@ -166,6 +167,7 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
 ) -> AttentionStatistics:
     """Return the statistics of `attention_statistics` for sequences that are packed without padding.
 

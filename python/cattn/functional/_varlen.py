@@ -41,6 +41,8 @@ class VarlenOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
     rng: RNG
 
 
@@ -98,6 +100,8 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: RNG = None,
     return_lse: bool | LseDType = False,
     out: NDArray[Any] | None = None,
@@ -203,6 +207,8 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
 ) -> AttentionGradients:

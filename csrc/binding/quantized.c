@@ -1,0 +1,75 @@
+/* quantized.c -- arguments of quantized keys and values; see quantized.h. */
+#include "quantized.h"
+
+PyArrayObject *cattn_arg_quantized(struct binding_state *state, PyObject *object, const char *name,
+                                   enum cattn_storage *storage) {
+    if (PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_BYTE) {
+        *storage = CATTN_STORED_I8;
+        Py_INCREF(object);
+        return (PyArrayObject *)object;
+    }
+    /* int8, or the bits of float8_e4m3fn as uint8 */
+    PyArrayObject *array = cattn_arg_helped(state->as_quantized, object, name);
+    if (array != NULL)
+        *storage = PyArray_TYPE(array) == NPY_BYTE ? CATTN_STORED_I8 : CATTN_STORED_F8;
+    return array;
+}
+
+bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other) {
+    if (!PyArray_Check(object) || PyArray_TYPE((PyArrayObject *)object) != NPY_BYTE)
+        return true;
+    PyErr_Format(PyExc_TypeError,
+                 "%s has dtype int8 and no scale, but %s has one: pass %s_scale, or %s.astype(np.float32) if its "
+                 "integers are the numbers",
+                 name, other, name, name);
+    return false;
+}
+
+bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, PyArrayObject *scale, const char *name) {
+    PyObject *wide = PyObject_CallFunction(state->dequantized, "OOs", (PyObject *)*array, (PyObject *)scale, name);
+    if (wide == NULL)
+        return false;
+    Py_DECREF((PyObject *)*array);
+    *array = (PyArrayObject *)wide;
+    return true;
+}
+
+/* Whether n numbers, `stride` bytes apart, may be scales. */
+static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
+    int bad = 0;
+    if (stride == (npy_intp)sizeof(float)) /* a loop of its own becomes vector code */
+        for (npy_intp i = 0; i < n; i++) {
+            const float x = ((const float *)(const void *)data)[i];
+            bad |= !(x >= CATTN_LEAST_SCALE) | !(x <= CATTN_LARGEST_SCALE);
+        }
+    else
+        for (npy_intp i = 0; i < n; i++, data += stride) {
+            const float x = *(const float *)(const void *)data;
+            bad |= !(x >= CATTN_LEAST_SCALE) | !(x <= CATTN_LARGEST_SCALE);
+        }
+    return !bad;
+}
+
+static bool all_are_scales(PyArrayObject *array) {
+    struct cattn_walk walk;
+    cattn_walk_begin(&walk, array);
+    do {
+        if (!are_scales(walk.run, walk.n, walk.stride))
+            return false;
+    } while (cattn_walk_next(&walk));
+    return true;
+}
+
+PyArrayObject *cattn_arg_scale_array(struct binding_state *state, PyObject *object, const char *name) {
+    const bool ready = PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_FLOAT;
+    PyArrayObject *scale =
+        ready ? cattn_arg_floats(state, object, name) : cattn_arg_helped(state->as_scale, object, name);
+    if (scale == NULL || all_are_scales(scale))
+        return scale;
+    PyObject *unused = PyObject_CallFunction(state->refuse_scale, "Os", (PyObject *)scale, name);
+    if (unused != NULL) /* another thread has changed the array meanwhile */
+        PyErr_Format(PyExc_ValueError, "%s must be between 2**-100 and 2**100", name);
+    Py_XDECREF(unused);
+    Py_DECREF((PyObject *)scale);
+    return NULL;
+}

@@ -1,0 +1,83 @@
+"""Quantized keys and values: numbers of one byte, int8 or float8_e4m3fn, and their float32 scales."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import _asarray, _as_readable, _quiet, broadcast_shapes
+from .fp_mode import in_default_mode
+
+Array = NDArray[Any]
+
+
+def is_float8(dtype: np.dtype[Any]) -> bool:
+    """Return whether dtype is the float8_e4m3fn of ml_dtypes, without importing that package."""
+    ml_dtypes = sys.modules.get("ml_dtypes")
+    return ml_dtypes is not None and dtype == ml_dtypes.float8_e4m3fn
+
+
+def quantized_array(obj: object, name: str) -> Array:
+    """Return key or value as an array of int8 or float8_e4m3fn."""
+    torch = sys.modules.get("torch")  # not imported: there are no tensors
+    if torch is not None and isinstance(obj, torch.Tensor) and obj.dtype is torch.float8_e4m3fn:
+        import ml_dtypes
+
+        return np.asarray(obj.view(torch.int8)).view(ml_dtypes.float8_e4m3fn)
+    array = _asarray(obj, name)
+    if array.dtype != np.int8 and not is_float8(array.dtype):
+        raise TypeError(
+            f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn (of ml_dtypes)"
+        )
+    return array
+
+
+def as_quantized(obj: object, name: str, dtype: str) -> Array:
+    """Return key or value as int8, or the bits of float8_e4m3fn as uint8."""
+    array = quantized_array(obj, name)
+    return array if array.dtype == np.int8 else array.view(np.uint8)
+
+
+@in_default_mode
+@_quiet
+def as_scale(obj: object, name: str, dtype: str) -> Array:
+    """Return key_scale or value_scale in float32."""
+    array = _asarray(obj, name)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} has dtype {array.dtype}; it must hold real numbers: float32, or what rounds to it")
+    return _as_readable(array if array.dtype == np.float32 else array.astype(np.float32), name)
+
+
+# The C code multiplies scales by powers of two, which must not underflow or overflow.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
+
+
+def refuse_scale(scale: Array, name: str) -> None:
+    """Raise ValueError if a scale is zero, negative, infinite, NaN, or beyond the limits."""
+    wrong = np.argwhere(~((scale >= LEAST_SCALE) & (scale <= LARGEST_SCALE)))
+    if len(wrong):
+        place = tuple(int(i) for i in wrong[0])
+        raise ValueError(
+            f"{name} must be positive and finite, from 2**-100 to 2**100, got {scale[place]} at {place}; places of a "
+            f"cache that hold no token yet take any such number, for instance 1"
+        )
+
+
+@in_default_mode
+@_quiet
+def dequantized(array: Array, scale: Array, name: str) -> Array:
+    """Return float64 numbers that are the products array * scale in float32. The array may be bits of float8_e4m3fn."""
+    if array.dtype == np.uint8:
+        array = array.view(sys.modules["ml_dtypes"].float8_e4m3fn)
+    try:
+        fits = broadcast_shapes(array.shape, scale.shape) == array.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}_scale has shape {scale.shape}, which does not broadcast to the shape of {name} {array.shape}"
+        )
+    return np.asarray(array.astype(np.float32) * scale, np.float64)
