@@ -39,7 +39,7 @@ class KVCache:
     v_head_dim : int, optional
         Length of a value. Default head_dim.
     dtype : dtype
-        float16, bfloat16 (of ``ml_dtypes``), float32 or float64; int8 or float8_e4m3fn (of ``ml_dtypes``) to quantise
+        float16, bfloat16 (of ``ml_dtypes``), float32 or float64; int8 or float8_e4m3fn (of ``ml_dtypes``) to quantize
         what is appended, with one scale for each token and head, as `quantize` does.
 
     Attributes
@@ -57,7 +57,7 @@ class KVCache:
     causal_attention : Attends with new queries to all keys of the cache.
     MultiHeadAttention : Takes a cache as ``cache``.
     merge_attention : Merges attention over several caches.
-    quantize : The scales, and how far quantised numbers are from the given ones.
+    quantize : The scales, and how far quantized numbers are from the given ones.
 
     Notes
     -----
@@ -66,7 +66,7 @@ class KVCache:
     ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
 
     With int8 or float8_e4m3fn pass the scales, ``key_scale=cache.k_scale, value_scale=cache.v_scale``: attention then
-    computes with the dequantised numbers. The scales of other caches are None, which these arguments take, too.
+    computes with the dequantized numbers. The scales of other caches are None, which these arguments take, too.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
@@ -152,7 +152,7 @@ class KVCache:
     def k_scale(self) -> NDArray[np.float32] | None:
         """The scales of the keys: a view of shape ``(*batch_shape, num_kv_heads, longest length, 1)``.
 
-        None if the keys are not quantised. After the end of a shorter sequence the scales are old ones or 1.
+        None if the keys are not quantized. After the end of a shorter sequence the scales are old ones or 1.
         """
         return None if self._k_scale is None else self._k_scale[..., : self._longest, :]
 
@@ -191,7 +191,7 @@ class KVCache:
         TypeError
             The dtype of the cache cannot hold the dtype of the arguments.
         ValueError
-            The shape is wrong, there are more tokens than fit, or a number to quantise is not finite. The cache is
+            The shape is wrong, there are more tokens than fit, or a number to quantize is not finite. The cache is
             unchanged then.
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
@@ -201,7 +201,7 @@ class KVCache:
         self._check_room(count)
         news = [key, value]
         if self._quantizes:
-            from ._input.quantize import quantized  # imported here, because few caches need it
+            from .functional._quantize import quantized  # imported here, because few caches need it
 
             (key, k_scale), (value, v_scale) = (
                 quantized(key, "key", -1, self.dtype),
@@ -232,8 +232,8 @@ class KVCache:
         return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
-        if self._quantizes and (given := _asarray(array, name)).dtype.kind in "iu":  # quantised already, perhaps
-            raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache quantises floats: "
+        if self._quantizes and (given := _asarray(array, name)).dtype.kind in "iu":  # quantized already, perhaps
+            raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache quantizes floats: "
                             f"pass cattn.dequantize({name}, scale), or {name}.astype(np.float32)")  # fmt: skip
         result = as_array(array, name)
         wanted = (*self.batch_shape, self.num_kv_heads, "T", width)

@@ -50,11 +50,6 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return _is_of_ml_dtypes(dtype, "bfloat16")
 
 
-def is_float8(dtype: np.dtype[Any]) -> bool:
-    """Return whether dtype is the float8_e4m3fn of ml_dtypes."""
-    return _is_of_ml_dtypes(dtype, "float8_e4m3fn")
-
-
 def load_ml_dtype(name: str, reason: str) -> Any:
     """Return this type of ml_dtypes. The error message starts with the reason for the import."""
     try:
@@ -72,12 +67,12 @@ def _from_torch(tensor: Any, name: str) -> Array:
             f"{name} is a tensor that requires grad, which would be lost: pass {name}.detach(); "
             f"cattn.integrations.torch has attention with gradients"
         )
-    foreign = None
-    for bits, dtype in ((torch.int16, "bfloat16"), (torch.int8, "float8_e4m3fn")):  # NumPy has none of its own
-        if tensor.dtype is getattr(torch, dtype):
-            foreign, tensor = load_ml_dtype(dtype, f"{name} is a tensor of {dtype}"), tensor.view(bits)
+    # NumPy has none of these of its own
+    dtypes = {torch.bfloat16: (torch.int16, "bfloat16"), torch.float8_e4m3fn: (torch.int8, "float8_e4m3fn")}
+    bits, dtype = dtypes.get(tensor.dtype, (None, ""))
+    foreign = None if bits is None else load_ml_dtype(dtype, f"{name} is a tensor of {dtype}")
     try:
-        return np.asarray(tensor) if foreign is None else np.asarray(tensor).view(foreign)
+        return np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
 

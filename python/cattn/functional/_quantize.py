@@ -7,13 +7,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._input.arrays import as_array
+from .._input.arrays import _asarray, _quiet, as_array
 from .._input.checks import QUANTIZED, as_dtype
 from .._input.fp_mode import in_default_mode
-from .._input.quantize import as_quantized, as_scale, dequantized, quantized
+from .._input.quantized import LARGEST_SCALE, LEAST_SCALE, as_scale, is_quantized, multiply, refuse_scale
 from ._softmax import normalize_axes
 
 __all__ = ["dequantize", "quantize"]
+
+# The largest number of each dtype, and half of its smallest: what is not larger becomes 0.
+_INT8 = (127.0, 0.5)
+_FLOAT8 = (448.0, 2.0**-10)
+
+
+@in_default_mode
+@_quiet
+def quantized(obj: object, name: str, axis: Any, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Return obj in dtype, int8 or float8_e4m3fn, and a scale for each slice along axis."""
+    x = as_array(obj, name)
+    if x.dtype.itemsize < 4:
+        x = x.astype(np.float32)
+    limit, negligible = _INT8 if dtype.type is np.int8 else _FLOAT8
+    most = limit * LARGEST_SCALE
+    absmax = np.maximum.reduce(np.abs(x), axis, keepdims=True, initial=0)
+    if not np.maximum.reduce(absmax, None, initial=0) <= most:  # NaN is not
+        wrong = np.argwhere(~(np.abs(x) <= most))[0]
+        place = f" at {tuple(wrong.tolist())}" if x.ndim else ""
+        raise ValueError(f"{name} must be finite and at most {most:.3g} to be quantized, got {x[tuple(wrong)]}{place}")
+    # The scale is that of the largest number in float32, so that dequantized numbers get the same scale again.
+    scale = np.asarray(absmax.astype(np.float32) / np.float32(limit))  # arithmetic on shape () gives a scalar
+    if not np.minimum.reduce(scale, None, initial=1) >= LEAST_SCALE:
+        zero = absmax <= negligible * LEAST_SCALE
+        scale = np.where(zero, np.float32(1), np.maximum(scale, np.float32(LEAST_SCALE)))
+    values = np.asarray(x / scale)
+    return (np.rint(values, out=values) if dtype.type is np.int8 else values).astype(dtype), scale
 
 
 @in_default_mode
@@ -26,7 +53,7 @@ def quantize(
     ----------
     x : array_like
         float16, bfloat16, float32 or float64; booleans and integers are converted to float64. All numbers must be
-        finite and in the range of float32.
+        finite, and at most 1e32.
     axis : int, tuple of ints or None
         The axis, or axes, that share a scale; None means all. For keys or values of shape (..., T, D), -1 gives a scale
         for each token, and -2 one for each channel.
@@ -45,12 +72,12 @@ def quantize(
     TypeError
         x has a dtype that is not supported, axis is not an int, or dtype is none of the two.
     ValueError
-        x has a NaN, an infinity or a number beyond the range of float32, or axis is out of bounds.
+        x has a NaN, an infinity or a number beyond 1e32, or axis is out of bounds.
 
     See Also
     --------
     dequantize : The way back.
-    KVCache : Quantises what is appended to it, if made with ``dtype="int8"``.
+    KVCache : Quantizes what is appended to it, if made with ``dtype="int8"``.
 
     Notes
     -----
@@ -73,9 +100,9 @@ def quantize(
     larger than the others. In int8 they set the scale of their token, so a scale for each channel is more accurate; but
     only scales for each token can be computed before all tokens are there. float8_e4m3fn minds them less.
 
-    A scale is at least :math:`2^{-126}`, the smallest normal number of float32; smaller numbers are rounded to
-    multiples of it as above. Dequantised numbers that are quantised again along the same axis give the same values and
-    scales.
+    Attention takes scales from :math:`2^{-100}` to :math:`2^{100}`. So a scale is at least :math:`2^{-100}`, within the
+    bounds above, and numbers beyond 127 or 448 times :math:`2^{100}` are refused. Dequantized numbers, quantized again
+    along the same axis, give the same values and scales.
 
     Examples
     --------
@@ -100,7 +127,7 @@ def quantize(
 
 @in_default_mode
 def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
-    """Return ``x.astype(np.float32) * scale``: the numbers that a quantised array stands for.
+    """Return ``x.astype(np.float32) * scale``: the numbers that a quantized array stands for.
 
     Parameters
     ----------
@@ -119,7 +146,7 @@ def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     TypeError
         x has another dtype, or scale is not an array of real numbers.
     ValueError
-        scale does not broadcast to x, or a scale is not positive and finite.
+        scale does not broadcast to x, or has a number that attention refuses: one outside of 2**-100 to 2**100.
 
     See Also
     --------
@@ -136,5 +163,9 @@ def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     >>> cattn.dequantize(np.array([[10, -127]], np.int8), [[0.5]])
     array([[  5. , -63.5]], dtype=float32)
     """
-    array = as_quantized(x, "x")
-    return dequantized(array, as_scale(scale, "scale", array.shape))
+    array = _asarray(x, "x")
+    if not is_quantized(array.dtype):
+        raise TypeError(f"x has dtype {array.dtype}, wanted int8 or float8_e4m3fn (of ml_dtypes)")
+    factors = as_scale(scale, "scale", "f")
+    refuse_scale(factors, "scale")
+    return multiply(array, factors, "x", "scale")
