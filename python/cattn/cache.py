@@ -88,6 +88,15 @@ class KVCache:
     >>> full = cattn.causal_attention(x, x, x, enable_gqa=True)
     >>> bool((np.concatenate(steps, axis=-2) == full).all())
     True
+
+    A quarter of the memory, with one scale for each token and head:
+
+    >>> small = cattn.KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype="int8")
+    >>> small.append(x, x)
+    >>> scales = {"key_scale": small.k_scale, "value_scale": small.v_scale}
+    >>> step = cattn.causal_attention(x[:, 2:], small.k, small.v, enable_gqa=True, **scales)
+    >>> bool(abs(step - steps[2]).max() < 1e-7)
+    True
     """
 
     @with_hints

@@ -108,17 +108,17 @@ def quantize(
     --------
     >>> import numpy as np
     >>> import cattn
-    >>> key = np.array([[0.1, -1.27, 0.5], [20.0, 254.0, 3.0]])
+    >>> key = np.array([[30.2, -127.0, 50.0], [20.0, 254.0, 3.0]])
     >>> values, scale = cattn.quantize(key)
     >>> values
-    array([[  10, -127,   50],
+    array([[  30, -127,   50],
            [  10,  127,    2]], dtype=int8)
     >>> scale
-    array([[0.01],
-           [2.  ]], dtype=float32)
+    array([[1.],
+           [2.]], dtype=float32)
     >>> cattn.dequantize(values, scale)
-    array([[  0.1 ,  -1.27,   0.5 ],
-           [ 20.  , 254.  ,   4.  ]], dtype=float32)
+    array([[  30., -127.,   50.],
+           [  20.,  254.,    4.]], dtype=float32)
     """
     wanted = as_dtype(dtype, QUANTIZED)
     array = as_array(x, "x")
