@@ -94,6 +94,16 @@ def _decode() -> object:
     return out, cache.lengths, repr(cache)
 
 
+def _decode_quantized(dtype: str) -> object:
+    cache = cattn.KVCache((2,), 2, 50, 8, v_head_dim=9, dtype=dtype)
+    cache.append(KEY[:, :, :40], VALUE[:, :, :40])
+    cache.truncate(np.array([30, 20]))
+    offset = cache.query_offset()
+    cache.append(KEY[:, :, 40:42], VALUE[:, :, 40:42])
+    scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
+    return cattn.causal_attention(QUERY[:, :, :2], cache.k, cache.v, query_offset=offset, **scales), cache.lengths
+
+
 def _draw_all() -> object:
     g = cattn.TorchGenerator(7)
     drawn = [g.rand(4), g.randn(20), g.uniform(1, 2, 3), g.randint(9, (3,)), g.bernoulli(np.full(5, 0.5))]
@@ -201,6 +211,11 @@ CALLS: dict[str, Call] = {
     "manual_seed": lambda: cattn.manual_seed(3).rand(2),
     "TorchGenerator": _draw_all,
     "KVCache": _decode,
+    "KVCache, int8": lambda: _decode_quantized("int8"),
+    "KVCache, float8_e4m3fn": lambda: _decode_quantized("float8_e4m3fn"),
+    "quantize": lambda: [a for axis in (-1, -2) for a in cattn.quantize(KEY, axis)],
+    "quantize, float8_e4m3fn": lambda: cattn.quantize(BFLOAT16, dtype="float8_e4m3fn")[1],
+    "dequantize": lambda: cattn.dequantize(cattn.quantize(KEY)[0], 0.5),
     "set_num_threads": _set_threads,
     "show_config": lambda: sorted(cattn.show_config("dicts")),
     # layers

@@ -217,7 +217,11 @@ def test_a_wrong_truncate_is_refused_and_changes_nothing(
         ((2, 0, 4, 8), ValueError, "num_kv_heads must be at least 1"),
         ((2, 1, -4, 8), ValueError, "max_len"),
         ((2, 1, True, 8), TypeError, "max_len must be an int, got bool"),
-        ((2, 1, 4, 8, None, "int8"), TypeError, "dtype must be float16, bfloat16, float32 or float64, got int8"),
+        (
+            (2, 1, 4, 8, None, "int16"),
+            TypeError,
+            "dtype must be float16, bfloat16, float32, float64, int8 or float8_e4m3fn, got int16",
+        ),
     ],
 )
 def test_wrong_sizes_are_refused(args: tuple[Any, ...], error: type[Exception], message: str) -> None:

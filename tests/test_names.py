@@ -100,6 +100,10 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.rms_norm, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(cattn.rms_norm, X), "normalized_shape", "the last axis is normalised"),
     (functools.partial(cattn.rms_norm_backward, X, X), "epsilon", "did you mean 'eps'?"),
+    # keys and values in 8 bits
+    (functools.partial(cattn.quantize, X), "dim", "did you mean 'axis'?"),
+    (functools.partial(cattn.quantize, X), "quant_dtype", "did you mean 'dtype'?"),
+    (functools.partial(cattn.dequantize, X), "scales", "did you mean 'scale'?"),
     (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips

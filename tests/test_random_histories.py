@@ -42,11 +42,15 @@ def frozen(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
 class Histories(RuleBasedStateMachine):
     """A program that uses cattn. Each rule is a step that it may take next."""
 
-    @initialize(batch=st.sampled_from([(), (1,), (3,)]), seed=st.integers(0, 2**64 - 1))
-    def begin(self, batch: tuple[int, ...], seed: int) -> None:
+    @initialize(
+        batch=st.sampled_from([(), (1,), (3,)]),
+        seed=st.integers(0, 2**64 - 1),
+        dtype=st.sampled_from(["float32", "int8", "float8_e4m3fn"]),
+    )
+    def begin(self, batch: tuple[int, ...], seed: int, dtype: str) -> None:
         self.done: list[tuple[Work, Results, dict[str, np.ndarray]]] = []
         self.threads = cattn.get_num_threads()
-        self.cache = cattn.KVCache(batch, HEADS, MOST, DEPTH)
+        self.cache = cattn.KVCache(batch, HEADS, MOST, DEPTH, dtype=dtype)
         self.rows: list[list[np.ndarray]] = [[] for _ in range(int(np.prod(batch)))]  # keys of each sequence
         self.seed, self.history = seed, list[int]()  # of the generator: its seed and the sizes of its draws
         self.generator = cattn.TorchGenerator(seed)
@@ -115,6 +119,16 @@ class Histories(RuleBasedStateMachine):
         self.counter += 1
         return np.random.default_rng(self.counter).standard_normal(shape, np.float32)
 
+    def scales(self) -> dict[str, Any]:
+        return {"key_scale": self.cache.k_scale, "value_scale": self.cache.v_scale}
+
+    def stored(self, rows: list[np.ndarray], sign: int = 1) -> np.ndarray:
+        """Return the numbers (HEADS, n, DEPTH) that the cache keeps of rows: each row is quantized alone."""
+        exact = np.array(rows, np.float32).reshape(len(rows), HEADS, DEPTH).swapaxes(0, 1) * np.float32(sign)
+        if self.cache.k_scale is None:
+            return exact
+        return cattn.dequantize(*cattn.quantize(exact, dtype=self.cache.dtype))
+
     @rule(count=st.integers(0, 9))
     def append(self, count: int) -> None:
         key = self.numbers(*self.cache.batch_shape, HEADS, count, DEPTH)
@@ -150,14 +164,17 @@ class Histories(RuleBasedStateMachine):
         """Continue with the copy. Overwrite the original, so that shared memory would show."""
         old, self.cache = self.cache, how(self.cache)
         old.reset()
-        old.append(*[np.full((*old.batch_shape, HEADS, MOST, DEPTH), np.nan, np.float32)] * 2)
+        old.append(*[np.full((*old.batch_shape, HEADS, MOST, DEPTH), 1e20, np.float32)] * 2)
 
-    @rule(bad=st.sampled_from(["shape", "dtype", "tokens", "truncate"]))
+    @rule(bad=st.sampled_from(["shape", "dtype", "NaN", "tokens", "truncate"]))
     def misuse_cache(self, bad: str) -> None:
+        if bad == "NaN" and self.cache.k_scale is None:  # only a scale cannot be NaN
+            return
         key = np.ones((*self.cache.batch_shape, HEADS, 1, DEPTH), np.float32)
         calls: dict[str, Any] = {
             "shape": lambda: self.cache.append(key[..., :1], key),
-            "dtype": lambda: self.cache.append(key.astype(np.float64), key),
+            "dtype": lambda: self.cache.append(key.astype(int), key),
+            "NaN": lambda: self.cache.append(key, key * np.nan),
             "tokens": lambda: self.cache.append(key, key.repeat(2, -2)),
             "truncate": lambda: self.cache.truncate(MOST + 1),
         }
@@ -171,17 +188,15 @@ class Histories(RuleBasedStateMachine):
             return
         assert self.cache.lengths.reshape(-1).tolist() == [len(r) for r in rows]
         longest = max(map(len, rows))
-        for i, (k, v) in enumerate(
-            zip(
-                self.cache.k.reshape(len(rows), HEADS, longest, DEPTH),
-                self.cache.v.reshape(len(rows), HEADS, longest, DEPTH),
-                strict=True,
-            )
-        ):
-            n = len(rows[i])
-            expected = np.array(rows[i], np.float32).reshape(n, HEADS, DEPTH).swapaxes(0, 1)
-            np.testing.assert_array_equal(k[:, :n], expected)
-            np.testing.assert_array_equal(v[:, :n], -expected)
+        k, v, *scales = (
+            None if a is None else a.reshape(len(rows), HEADS, longest, a.shape[-1])
+            for a in (self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale)
+        )
+        for i, sequence in enumerate(rows):
+            for store, scale, sign in zip((k, v), scales, (1, -1), strict=True):
+                held = store[i, :, : len(sequence)]
+                held = held if scale is None else cattn.dequantize(held, scale[i, :, : len(sequence)])
+                np.testing.assert_array_equal(held, self.stored(sequence, sign))
 
     @precondition(lambda self: min(map(len, self.rows)) > 0)
     @rule()
@@ -189,10 +204,12 @@ class Histories(RuleBasedStateMachine):
         """Attend with the last token: each sequence has the bits it has alone, and the values of the reference."""
         query = self.numbers(*self.cache.batch_shape, HEADS, 1, DEPTH)
         offset = self.cache.lengths - 1
-        out = cattn.causal_attention(query, self.cache.k, self.cache.v, enable_gqa=True, query_offset=offset)
+        out = cattn.causal_attention(
+            query, self.cache.k, self.cache.v, enable_gqa=True, query_offset=offset, **self.scales()
+        )
         for i, one in enumerate(out.reshape(-1, HEADS, 1, DEPTH)):
-            keys = np.array(self.rows[i]).swapaxes(0, 1)
-            call: dict[str, Any] = {"query": query.reshape(-1, HEADS, 1, DEPTH)[i], "key": keys, "value": -keys}
+            keys, values = self.stored(self.rows[i]), self.stored(self.rows[i], -1)
+            call: dict[str, Any] = {"query": query.reshape(-1, HEADS, 1, DEPTH)[i], "key": keys, "value": values}
             alone = cattn.scaled_dot_product_attention(**call, enable_gqa=True)
             assert_same_bits(one, alone, f"sequence {i}")
             np.testing.assert_allclose(

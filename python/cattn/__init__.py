@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from . import reference
     from ._view import AttentionView, view_attention
     from .functional._heads import HeadScores, attention_rollout, head_scores
+    from .functional._quantize import dequantize, quantize
 
 __all__ = [
     "AttentionGradients",
@@ -83,6 +84,7 @@ __all__ = [
     "attention_weights",
     "causal_attention",
     "causal_mask",
+    "dequantize",
     "dropout",
     "dropout_backward",
     "explain",
@@ -94,6 +96,7 @@ __all__ = [
     "merge_attention",
     "num_threads",
     "plot_attention",
+    "quantize",
     "reference",
     "rms_norm",
     "rms_norm_backward",
@@ -116,7 +119,9 @@ _LATER = {
     "AttentionView": "._view",
     "HeadScores": ".functional._heads",
     "attention_rollout": ".functional._heads",
+    "dequantize": ".functional._quantize",
     "head_scores": ".functional._heads",
+    "quantize": ".functional._quantize",
     "view_attention": "._view",
 }
 
@@ -129,7 +134,7 @@ sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in 
 
 
 def __getattr__(name: str) -> Any:
-    """Import `cattn.reference`, the views and the scores of heads at their first use: they take time."""
+    """Import `cattn.reference`, the views, the scores of heads and quantize at their first use: they take time."""
     import importlib
 
     if name == "reference":

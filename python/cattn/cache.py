@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ._input.arrays import _asarray, as_array
-from ._input.checks import as_dtype, as_size
+from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.names import with_hints
 
 __all__ = ["KVCache"]
 
 Array = NDArray[Any]
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64", *QUANTIZED)
 
 
 class KVCache:
@@ -36,7 +39,8 @@ class KVCache:
     v_head_dim : int, optional
         Length of a value. Default head_dim.
     dtype : dtype
-        float16, bfloat16 (of ``ml_dtypes``), float32 or float64.
+        float16, bfloat16 (of ``ml_dtypes``), float32 or float64; int8 or float8_e4m3fn (of ``ml_dtypes``) to quantize
+        what is appended, with one scale for each token and head, as `quantize` does.
 
     Attributes
     ----------
@@ -46,19 +50,23 @@ class KVCache:
     Raises
     ------
     TypeError, ValueError
-        A size is not an int, or negative, or dtype is none of float16, bfloat16, float32 and float64.
+        A size is not an int, or negative, or dtype is none of these six.
 
     See Also
     --------
     causal_attention : Attends with new queries to all keys of the cache.
     MultiHeadAttention : Takes a cache as ``cache``.
     merge_attention : Merges attention over several caches.
+    quantize : The scales, and how far quantized numbers are from the given ones.
 
     Notes
     -----
     After `truncate` with one length per sequence the lengths differ. `append` then writes after the end of each
     sequence, and `k` and `v` reach to the end of the longest. Shorter sequences hold old data after their end, which
     ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
+
+    With int8 or float8_e4m3fn pass the scales, ``key_scale=cache.k_scale, value_scale=cache.v_scale``: attention then
+    computes with the dequantized numbers. The scales of other caches are None, which these arguments take, too.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
@@ -80,6 +88,15 @@ class KVCache:
     >>> full = cattn.causal_attention(x, x, x, enable_gqa=True)
     >>> bool((np.concatenate(steps, axis=-2) == full).all())
     True
+
+    A quarter of the memory, with one scale for each token and head:
+
+    >>> small = cattn.KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype="int8")
+    >>> small.append(x, x)
+    >>> scales = {"key_scale": small.k_scale, "value_scale": small.v_scale}
+    >>> step = cattn.causal_attention(x[:, 2:], small.k, small.v, enable_gqa=True, **scales)
+    >>> bool(abs(step - steps[2]).max() < 1e-7)
+    True
     """
 
     @with_hints
@@ -98,7 +115,7 @@ class KVCache:
         self.max_len = as_size(max_len, "max_len", 0)
         self.head_dim = as_size(head_dim, "head_dim", 0)
         self.v_head_dim = self.head_dim if v_head_dim is None else as_size(v_head_dim, "v_head_dim", 0)
-        self.dtype = as_dtype(dtype, halves=True)
+        self.dtype = as_dtype(dtype, _DTYPES)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -107,6 +124,9 @@ class KVCache:
         try:
             self._k = np.zeros((*rows, self.head_dim), self.dtype)
             self._v = np.zeros((*rows, self.v_head_dim), self.dtype)
+            # Attention refuses scales of 0, also of places that it does not read.
+            self._k_scale = np.ones((*rows, 1), np.float32) if self._quantizes else None
+            self._v_scale = np.ones((*rows, 1), np.float32) if self._quantizes else None
         except ValueError as error:  # too many dimensions, or more bytes than can be addressed
             raise ValueError(
                 f"batch_shape, num_kv_heads, max_len and head_dim give an array of shape "
@@ -120,6 +140,14 @@ class KVCache:
         self._ragged = self._lengths.size > 0 and int(self._lengths.min()) != longest
 
     @property
+    def _quantizes(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    def _stores(self) -> Iterator[Array]:
+        """Yield the arrays of keys, values and their scales."""
+        return (a for a in (self._k, self._v, self._k_scale, self._v_scale) if a is not None)
+
+    @property
     def k(self) -> Array:
         """The keys so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, head_dim)``."""
         return self._k[..., : self._longest, :]
@@ -130,14 +158,27 @@ class KVCache:
         return self._v[..., : self._longest, :]
 
     @property
+    def k_scale(self) -> NDArray[np.float32] | None:
+        """The scales of the keys: a view of shape ``(*batch_shape, num_kv_heads, longest length, 1)``.
+
+        None if the keys are not quantized. After the end of a shorter sequence the scales are old ones or 1.
+        """
+        return None if self._k_scale is None else self._k_scale[..., : self._longest, :]
+
+    @property
+    def v_scale(self) -> NDArray[np.float32] | None:
+        """The scales of the values, as `k_scale`."""
+        return None if self._v_scale is None else self._v_scale[..., : self._longest, :]
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """The number of keys of each sequence: a copy, of shape batch_shape."""
         return self._lengths.copy()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of both arrays; most operating systems provide them as they are filled."""
-        return self._k.nbytes + self._v.nbytes
+        """The bytes of all arrays; most operating systems provide them as they are filled."""
+        return sum(store.nbytes for store in self._stores())
 
     def query_offset(self) -> int | NDArray[np.int64]:
         """Return the position of the next token: an int if all sequences are equally long, else an array.
@@ -152,32 +193,40 @@ class KVCache:
         Parameters
         ----------
         key, value : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``, or v_head_dim for value
-            In the cache's dtype or a narrower one.
+            In the cache's dtype or a narrower one. A cache of int8 or float8_e4m3fn takes any dtype of floats.
 
         Raises
         ------
         TypeError
             The dtype of the cache cannot hold the dtype of the arguments.
         ValueError
-            The shape is wrong, or there are more tokens than fit. The cache is unchanged then.
+            The shape is wrong, there are more tokens than fit, or a number to quantize is not finite. The cache is
+            unchanged then.
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
-        if self._ragged:  # one sequence is written before another is read
-            own = (self._k, self._v)
-            key, value = (a.copy() if any(np.may_share_memory(a, b) for b in own) else a for a in (key, value))
         if value.shape[-2] != count:
             raise ValueError(f"value has {value.shape[-2]} tokens, key has {count}")
         self._check_room(count)
-        if not self._ragged:
-            here = (..., slice(self._longest, self._longest + count), slice(None))
-            self._k[here] = key
-            self._v[here] = value
-        else:
+        news = [key, value]
+        if self._quantizes:
+            from .functional._quantize import quantized  # imported here, because few caches need it
+
+            (key, k_scale), (value, v_scale) = (
+                quantized(key, "key", -1, self.dtype),
+                quantized(value, "value", -1, self.dtype),
+            )
+            news = [key, value, k_scale, v_scale]
+        if self._ragged:  # one sequence is written before another is read
+            own = (self._k, self._v)
+            news = [a.copy() if any(np.may_share_memory(a, b) for b in own) else a for a in news]
+        for store, new in zip(self._stores(), news, strict=True):
+            if not self._ragged:
+                store[..., self._longest : self._longest + count, :] = new
+                continue
             for row in np.ndindex(self.batch_shape):
                 start = int(self._lengths[row])
-                self._k[(*row, slice(None), slice(start, start + count))] = key[row]
-                self._v[(*row, slice(None), slice(start, start + count))] = value[row]
+                store[(*row, slice(None), slice(start, start + count))] = new[row]
         self._set_lengths(self._lengths + count, self._longest + count)
 
     def _check_room(self, count: int) -> None:
@@ -187,7 +236,14 @@ class KVCache:
                 f"the cache is full: it has {self._longest} of max_len={self.max_len} tokens, {count} more do not fit"
             )
 
+    def _takes(self, dtype: np.dtype[Any]) -> bool:
+        """Return whether floats of this dtype can be appended."""
+        return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
+
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
+        if self._quantizes and (given := _asarray(array, name)).dtype.kind in "iu":  # quantized already, perhaps
+            raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache quantizes floats: "
+                            f"pass cattn.dequantize({name}, scale), or {name}.astype(np.float32)")  # fmt: skip
         result = as_array(array, name)
         wanted = (*self.batch_shape, self.num_kv_heads, "T", width)
         fits = result.ndim == len(wanted) and all(
@@ -196,7 +252,7 @@ class KVCache:
         if not fits:
             text = "(" + ", ".join(map(str, wanted)) + ")"
             raise ValueError(f"{name} has shape {result.shape}, the cache takes {text}")
-        if not np.can_cast(result.dtype, self.dtype, "safe"):
+        if not self._takes(result.dtype):
             raise TypeError(
                 f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
                 f"or make the cache with dtype={str(result.dtype)!r}"
@@ -262,21 +318,28 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return public | {"k": self.k, "v": self.v, "lengths": self._lengths}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale} if self._quantizes else {}
+        return public | {"k": self.k, "v": self.v, "lengths": self._lengths} | scales
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        k, v, lengths = (state[name] for name in ("k", "v", "lengths"))
-        vars(self).update((name, value) for name, value in state.items() if name not in ("k", "v", "lengths"))
+        filled = ("k", "v", "k_scale", "v_scale")
+        vars(self).update((name, value) for name, value in state.items() if name not in (*filled, "lengths"))
         self._allocate()
+        parts, lengths = [state[name] for name in filled if name in state], state["lengths"]
+        k = parts[0]
         rows, longest = (*self.batch_shape, self.num_kv_heads), k.shape[-2] if k.ndim > 1 else -1
-        shapes = (*rows, longest, self.head_dim), (*rows, longest, self.v_head_dim), self.batch_shape
+        wanted = [((*rows, longest, store.shape[-1]), store.dtype) for store in self._stores()]
         if (
-            (k.shape, v.shape, lengths.shape) != shapes
+            [(part.shape, part.dtype) for part in parts] != wanted
+            or not all((scale > 0).all() and np.isfinite(scale).all() for scale in parts[2:])
+            or lengths.shape != self.batch_shape
             or longest > self.max_len
             or lengths.dtype.kind not in "iu"
             or np.any((lengths < 0) | (lengths > longest))
         ):
-            raise ValueError(f"the pickle of a KVCache is damaged: keys {k.shape}, values {v.shape}, lengths {lengths}")
+            raise ValueError(
+                f"the pickle of a KVCache is damaged: keys {k.shape}, values {parts[1].shape}, lengths {lengths}"
+            )
         self._set_lengths(lengths.copy(), longest)
-        self.k[...] = k
-        self.v[...] = v
+        for store, part in zip(self._stores(), parts, strict=True):
+            store[..., :longest, :] = part

@@ -39,19 +39,24 @@ def refuse_masked(obj: object, name: str) -> None:
     raise TypeError(f"{name} is a masked array (numpy.ma): pass {cure}")
 
 
-def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Return whether dtype is the bfloat16 of ml_dtypes, without importing that package."""
+def _is_of_ml_dtypes(dtype: np.dtype[Any], name: str) -> bool:
+    """Return whether dtype is this one of ml_dtypes, without importing that package."""
     ml_dtypes = sys.modules.get("ml_dtypes")
-    return ml_dtypes is not None and dtype == ml_dtypes.bfloat16
+    return ml_dtypes is not None and dtype == getattr(ml_dtypes, name)
 
 
-def load_bfloat16(reason: str) -> Any:
-    """Return the type bfloat16 of ml_dtypes. The error message starts with the reason for the import."""
+def is_bfloat16(dtype: np.dtype[Any]) -> bool:
+    """Return whether dtype is the bfloat16 of ml_dtypes."""
+    return _is_of_ml_dtypes(dtype, "bfloat16")
+
+
+def load_ml_dtype(name: str, reason: str) -> Any:
+    """Return this type of ml_dtypes. The error message starts with the reason for the import."""
     try:
-        from ml_dtypes import bfloat16
+        import ml_dtypes
     except ImportError:
         raise TypeError(f"{reason}, which NumPy does not have: install ml_dtypes (pip install 'cattn[bf16]')") from None
-    return bfloat16
+    return getattr(ml_dtypes, name)
 
 
 def _from_torch(tensor: Any, name: str) -> Array:
@@ -62,10 +67,12 @@ def _from_torch(tensor: Any, name: str) -> Array:
             f"{name} is a tensor that requires grad, which would be lost: pass {name}.detach(); "
             f"cattn.integrations.torch has attention with gradients"
         )
-    # NumPy has no bfloat16 of its own
-    bfloat16 = load_bfloat16(f"{name} is a tensor of bfloat16") if tensor.dtype is torch.bfloat16 else None
+    # NumPy has none of these of its own
+    dtypes = {torch.bfloat16: (torch.int16, "bfloat16"), torch.float8_e4m3fn: (torch.int8, "float8_e4m3fn")}
+    bits, dtype = dtypes.get(tensor.dtype, (None, ""))
+    foreign = None if bits is None else load_ml_dtype(dtype, f"{name} is a tensor of {dtype}")
     try:
-        return np.asarray(tensor) if bfloat16 is None else np.asarray(tensor.view(torch.int16)).view(bfloat16)
+        return np.asarray(tensor) if foreign is None else np.asarray(tensor.view(bits)).view(foreign)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
 

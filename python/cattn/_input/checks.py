@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arrays import is_bfloat16, load_bfloat16
+from .arrays import load_ml_dtype
+
+QUANTIZED = ("int8", "float8_e4m3fn")  # the dtypes of keys and values with scales
 
 
 def is_word(value: object, word: str) -> bool:
@@ -50,18 +53,17 @@ def as_head_counts(d_out: int, num_heads: object, num_kv_groups: object) -> tupl
     return heads, groups
 
 
-def as_dtype(dtype: DTypeLike, *, halves: bool = False) -> np.dtype[Any]:
-    """Return dtype if it is float32 or float64, or with `halves` also float16 or bfloat16."""
+def as_dtype(dtype: DTypeLike, allowed: Sequence[str] = ("float32", "float64")) -> np.dtype[Any]:
+    """Return dtype if its name is allowed. Those that are not NumPy's are types of ml_dtypes."""
     wanted: Any = dtype  # numpy.dtype(None) is float64, but None is not a dtype here
-    if halves and is_word(dtype, "bfloat16"):
-        wanted = load_bfloat16("dtype is bfloat16")
-    allowed = "float16, bfloat16, float32 or float64" if halves else "float32 or float64"
+    for name in ("bfloat16", "float8_e4m3fn"):
+        if name in allowed and is_word(dtype, name):
+            wanted = load_ml_dtype(name, f"dtype is {name}")
+    names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
     try:
         result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
     except (TypeError, ValueError):
-        raise TypeError(f"dtype must be {allowed}, got {dtype!r}") from None
-    if result is not None and (
-        result.type in (np.float32, np.float64) or (halves and (result.type is np.float16 or is_bfloat16(result)))
-    ):
-        return result.newbyteorder("=")
-    raise TypeError(f"dtype must be {allowed}, got {result}")
+        raise TypeError(f"dtype must be {names}, got {dtype!r}") from None
+    if result is None or result.type.__name__ not in allowed:
+        raise TypeError(f"dtype must be {names}, got {result}")
+    return result.newbyteorder("=")

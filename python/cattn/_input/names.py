@@ -57,6 +57,7 @@ _OTHERS = {
     "scaling": "rope_scaling rope_parameters",
     "inverse": "backward conjugate transpose",
     "weight": "gamma scale weights gain",
+    "dtype": "quant_dtype qtype to_dtype storage_dtype cache_dtype kv_cache_dtype torch_dtype",
     "eps": "epsilon norm_eps rms_norm_eps layer_norm_eps variance_epsilon",
     "stage": "step qk_matmul_output_mode until",
     "method": "how mode",

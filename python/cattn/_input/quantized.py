@@ -8,27 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _as_readable, _asarray, _quiet
+from .arrays import _as_readable, _asarray, _is_of_ml_dtypes, _quiet, broadcast_shapes
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
 
 
-def is_float8(dtype: np.dtype[Any]) -> bool:
-    """Return whether dtype is the float8_e4m3fn of ml_dtypes, without importing that package."""
-    ml_dtypes = sys.modules.get("ml_dtypes")
-    return ml_dtypes is not None and dtype == ml_dtypes.float8_e4m3fn
+def is_quantized(dtype: np.dtype[Any]) -> bool:
+    """Return whether numbers of this dtype may have scales: int8, or the float8_e4m3fn of ml_dtypes."""
+    return dtype.type is np.int8 or _is_of_ml_dtypes(dtype, "float8_e4m3fn")
 
 
 def quantized_array(obj: object, name: str) -> Array:
     """Return key or value as an array of int8 or float8_e4m3fn."""
-    torch = sys.modules.get("torch")  # not imported: there are no tensors
-    if torch is not None and isinstance(obj, torch.Tensor) and obj.dtype is torch.float8_e4m3fn:
-        import ml_dtypes
-
-        return np.asarray(obj.view(torch.int8)).view(ml_dtypes.float8_e4m3fn)
     array = _asarray(obj, name)
-    if array.dtype != np.int8 and not is_float8(array.dtype):
+    if not is_quantized(array.dtype):
         raise TypeError(
             f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn (of ml_dtypes)"
         )
@@ -68,8 +62,23 @@ def refuse_scale(scale: Array, name: str) -> None:
 
 @in_default_mode
 @_quiet
+def multiply(array: Array, scale: Array) -> NDArray[np.float32]:
+    """Return the numbers that a quantized array stands for, each rounded once."""
+    return np.asarray(array.astype(np.float32) * scale)
+
+
+def check_scale_fits(array: Array, scale: Array) -> None:
+    """Raise ValueError unless scale broadcasts to the shape of x, the array of `dequantize`."""
+    try:
+        fits = broadcast_shapes(array.shape, scale.shape) == array.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"scale has shape {scale.shape}, which does not broadcast to the shape of x {array.shape}")
+
+
 def dequantized(array: Array, scale: Array) -> Array:
     """Return float64 numbers that are the products array * scale in float32. The array may be bits of float8_e4m3fn."""
     if array.dtype == np.uint8:
         array = array.view(sys.modules["ml_dtypes"].float8_e4m3fn)
-    return np.asarray(array.astype(np.float32) * scale, np.float64)
+    return multiply(array, scale).astype(np.float64)

@@ -82,7 +82,7 @@ def softmax(  # type: ignore[empty-body]
     """
 
 
-def _normalized(axis: Any, ndim: int, name: str) -> tuple[int, ...]:
+def normalize_axes(axis: Any, ndim: int, name: str) -> tuple[int, ...]:
     """Return axis as sorted, non-negative, distinct ints. name is that of the array in errors."""
     if axis is None:
         return tuple(range(ndim))
@@ -127,7 +127,7 @@ def _over_axes(function: Any, array: NDArray[Any], axes: tuple[int, ...], out: A
 def softmax_axes(x: ArrayLike, axis: Any, where: Any, scale: float, out: Any) -> NDArray[Any]:
     """Return softmax over an axis that is no Python int, or over several axes, which it merges into one."""
     array = as_array(x, "x")
-    return _over_axes(softmax, array, _normalized(axis, array.ndim, "x"), out, where=where, scale=scale)
+    return _over_axes(softmax, array, normalize_axes(axis, array.ndim, "x"), out, where=where, scale=scale)
 
 
 def masked_softmax_axes(
@@ -136,7 +136,7 @@ def masked_softmax_axes(
     """Return masked_softmax over an axis that is no Python int, or over several axes, which it merges into one."""
     array = as_array(scores, "scores")
     options = {"mask": mask, "is_causal": is_causal, "query_offset": query_offset, "scale": scale, "method": method}
-    return _over_axes(masked_softmax, array, _normalized(axis, array.ndim, "scores"), out, **options)
+    return _over_axes(masked_softmax, array, normalize_axes(axis, array.ndim, "scores"), out, **options)
 
 
 @implemented_in_c

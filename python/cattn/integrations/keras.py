@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cattn
-from cattn._input.arrays import cast, is_bfloat16, load_bfloat16
+from cattn._input.arrays import cast, is_bfloat16, load_ml_dtype
 
 try:
     import keras
@@ -46,7 +46,7 @@ def _dtype(arrays: tuple[Any, ...], bias: Any, mask: Any, flash_attention: Any, 
     if not all(map(_is_real, arrays)):
         return None
     name = keras.backend.result_type(*(x.dtype for x in arrays))
-    return load_bfloat16("Keras computes in bfloat16") if name == "bfloat16" else np.dtype(name)
+    return load_ml_dtype("bfloat16", "Keras computes in bfloat16") if name == "bfloat16" else np.dtype(name)
 
 
 def _is_real(array: Any) -> bool:

@@ -88,11 +88,13 @@ def _attend(
     return_weights: bool,
     keep: bool = False,
     window_size: Window = (-1, -1),
+    **scales: Array | None,
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
     `dropouts` has one layer for all heads, or one for each; these draw one after the other. If `keep`, also return
-    the `_Pass` for the backward pass; its `out` shares memory with the context.
+    the `_Pass` for the backward pass; its `out` shares memory with the context. `scales` are key_scale and
+    value_scale of a cache.
     """
     batch, heads, tokens, _ = q.shape
     dtype = np.result_type(q, k, v)
@@ -117,12 +119,13 @@ def _attend(
             "rng": rng,
         }
         replay: Any = to_replay(rng) if keep and p > 0 and isinstance(rng, TorchGenerator) else None
+        of_heads: Any = {name: None if scale is None else scale[..., part, :, :] for name, scale in scales.items()}
         if offset is None:
             result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
         else:
             result = causal_attention(
-                q[:, part], k[:, part], v[:, part], query_offset=offset, window_size=window_size, **keywords
-            )
+                q[:, part], k[:, part], v[:, part], query_offset=offset, window_size=window_size, **of_heads, **keywords
+            )  # fmt: skip
         if keep and p > 0 and replay is None:
             replay = result.dropout_seed
         replays.append(_HeadDropout(part, p, replay))
@@ -152,7 +155,7 @@ def _check_cache(cache: KVCache, x: Array, dtype: np.dtype[Any], batched: bool, 
     for name, value in wanted.items():
         if getattr(cache, name) != value:
             raise ValueError(f"cache has {name} {getattr(cache, name)}, wanted {value}")
-    if not np.can_cast(dtype, cache.dtype, "safe"):
+    if not cache._takes(dtype):
         raise TypeError(f"keys would be {dtype} as x is {x.dtype}, the cache holds {cache.dtype}: convert x, or use "
                         f"KVCache(..., dtype={str(dtype)!r})")  # fmt: skip
     cache._check_room(x.shape[1])
@@ -331,8 +334,9 @@ class Causal(_Attention):
             cache.append(*(k[0], v[0]) if single else (k, v))
             all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
             context, weights, _ = _attend(
-                q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size
-            )
+                q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size,
+                key_scale=cache.k_scale, value_scale=cache.v_scale,
+            )  # fmt: skip
             return self._finish(context), weights
         except BaseException:
             cache._set_lengths(*before)

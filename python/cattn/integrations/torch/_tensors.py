@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..._input.arrays import load_bfloat16
+from ..._input.arrays import load_ml_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(load_bfloat16("a tensor is of bfloat16"))
+        return tensor.view(torch.int16).numpy().view(load_ml_dtype("bfloat16", "a tensor is of bfloat16"))
     return tensor.numpy()
 
 
