@@ -102,7 +102,8 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.attention_weights)) == (
         "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
         "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
-        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
+        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, dropout_p=0.0, rng=None, "
+        "stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
