@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..._input.arrays import load_bfloat16
+from ..._input.arrays import load_bfloat16, load_float8
 
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 _functorch: Any = torch._C._functorch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
@@ -28,7 +29,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
         tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(load_bfloat16("a tensor is of bfloat16"))
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except TypeError:  # a dtype that NumPy does not have
+        if tensor.dtype is not torch.float8_e4m3fn:
+            raise
+    return tensor.view(torch.int8).numpy().view(load_float8("a tensor is of float8_e4m3fn"))
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
