@@ -369,7 +369,7 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (
         cattn.dequantize,
         constant(
-            x=lambda d: numbers(d, (2, 3), d.pick((np.int8, ml_dtypes.float8_e4m3fn))),
+            x=lambda d: np.arange(-3, 3).reshape(2, 3).astype(d.pick((np.int8, ml_dtypes.float8_e4m3fn))),
             scale=lambda d: abs(numbers(d, (2, 1), np.float32)) + 1,
         ),
     ),
