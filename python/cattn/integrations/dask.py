@@ -473,7 +473,7 @@ def attention(
     wide = [_stand_in(x if scale is None else x.astype(query.dtype))
             for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
     cattn.explain(
-        _stand_in(query), *wide, _stand_in(attn_mask), dropout_p, is_causal,
+        _stand_in(query), wide[0], wide[1], _stand_in(attn_mask), dropout_p, is_causal,
         enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, **numbers,
     )  # fmt: skip
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
@@ -487,8 +487,7 @@ def attention(
     }
     probe = cattn.scaled_dot_product_attention(
         _stand_in(query, 0), _stand_in(key, 0), _stand_in(value, 0), None, dropout_p,
-        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True,
-**scores,
+        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **ones, **scores,
     )  # fmt: skip
     shape = (*probe.out.shape[:-2], query.shape[-2], value.shape[-1])
 
