@@ -5,8 +5,8 @@
  *
  * Shapes, options, strides and numbers of a problem follow from its index, and hashes take the values of words, not
  * their bytes, so lines can be compared across machines. Each problem is computed in several ways (paths, threads,
- * rounding directions of the caller) that must give the same hash; the exit code is 1 if one did not. tools/machines
- * builds and runs this program.
+ * rounding directions of the caller, float32 in the place of quantized arrays) that must give the same hash; the exit
+ * code is 1 if one did not. tools/machines builds and runs this program.
  *
  * Left out: PyTorch's normal numbers in float64. Their logarithm, sine and cosine come from the C library.
  */

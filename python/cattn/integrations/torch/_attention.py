@@ -319,10 +319,10 @@ def scaled_dot_product_attention(
             options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
         if key_value_seq_starts is not None:
             options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
-        if key_scale is not None:
-            options["key_scale"] = _own_array(key_scale) if gradients else as_array(key_scale)
-        if value_scale is not None:
-            options["value_scale"] = _own_array(value_scale) if gradients else as_array(value_scale)
+        if scaled:
+            for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
+                if scale_of is not None:
+                    options[name] = _own_array(scale_of) if gradients else as_array(scale_of)
         if seed is not None:
             options["rng"] = int(seed) % 2**64
         if gradients:
