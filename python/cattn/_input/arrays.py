@@ -59,14 +59,6 @@ def load_ml_dtype(name: str, reason: str) -> Any:
     return getattr(ml_dtypes, name)
 
 
-def load_float8(reason: str) -> Any:
-    """Return the type float8_e4m3fn of ml_dtypes. The error message starts with the reason for the import."""
-    load_bfloat16(reason)
-    from ml_dtypes import float8_e4m3fn
-
-    return float8_e4m3fn
-
-
 def _from_torch(tensor: Any, name: str) -> Array:
     """Return a PyTorch tensor as an array on the same memory."""
     torch = sys.modules["torch"]
