@@ -294,9 +294,9 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask, PyObject *
     if (mask == Py_None && size == Py_None)
         return true;
     if (mask == Py_None || size == Py_None) {
-        PyErr_SetString(PyExc_ValueError, size == Py_None
-                                              ? "block_mask needs block_size, the number of queries and of keys of a block"
-                                              : "block_size is given without a block_mask");
+        PyErr_SetString(PyExc_ValueError,
+                        size == Py_None ? "block_mask needs block_size, the number of queries and of keys of a block"
+                                        : "block_size is given without a block_mask");
         return false;
     }
     if (!cattn_arg_count(size, "block_size", 1, INT64_MAX, &params->block_size))
@@ -384,6 +384,7 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
            parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
-           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) && parse_score_options(call, args) &&
+           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
+           parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout);
 }

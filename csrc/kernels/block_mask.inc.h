@@ -6,7 +6,8 @@
  */
 
 #define ALL_CHAINS (~0u)
-_Static_assert(CATTN_BLOCK_KEYS / CATTN_CHAIN_TERMS < 16, "a bit set of chains fits in 16 bits, and a shift stays in 32");
+_Static_assert(CATTN_BLOCK_KEYS / CATTN_CHAIN_TERMS < 16,
+               "a bit set of chains fits in 16 bits, and a shift stays in 32");
 
 /* The chains that hold the keys begin .. end-1 of a block; begin < end. */
 INLINE unsigned chains_of(int begin, int end) {

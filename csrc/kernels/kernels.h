@@ -123,8 +123,8 @@ struct cattn_rows {
     int64_t n_keys;                 /* keys that exist in this batch entry */
     struct cattn_matrix key, value; /* of this key-value head; value.first is NULL if there is no value */
     struct cattn_drop drop;
-    /* Row path, of the key block at hand: bit sets of the chains that some row sees, and of those in which the block mask
-     * hides a key of some row's range. */
+    /* Row path, of the key block at hand: bit sets of the chains that some row sees, and of those in which the block
+     * mask hides a key of some row's range. */
     unsigned seen_chains, masked_chains;
     struct cattn_row_scratch scratch;
 };

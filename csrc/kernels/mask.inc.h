@@ -1,7 +1,7 @@
 /* mask.inc.h -- which keys a row may see, and what masks, softcap and slopes do to its scores.
  *
- * A key is hidden by the row's range lo .. hi, by the boolean mask, by the block mask, or by a bias of -inf. A hidden score is set to -inf
- * by selection, never by adding -inf: a score that is NaN or +inf must not leak through.
+ * A key is hidden by the row's range lo .. hi, by the boolean mask, by the block mask, or by a bias of -inf. A hidden
+ * score is set to -inf by selection, never by adding -inf: a score that is NaN or +inf must not leak through.
  */
 
 /* A key's place in the block that starts at k0, clamped to the block. */

@@ -24,15 +24,21 @@ struct tile {
     int n_vectors, n_groups;
     struct extent all; /* of all rows */
     struct extent vector[N_VECTORS], group[N_GROUPS];
-    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative to k0 */
-    bool ascending;                                         /* lo and hi never decrease */
-    bool has_chains;                                        /* some extent lacks chains, or a row has holes */
-    bool has_holes[N_VECTORS]; /* the block mask hides a key between two keys that its row sees, in a chain that is seen */
+    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* the rows' ranges, relative to k0 */
+    bool ascending;                               /* lo and hi never decrease */
+    bool has_chains;                              /* some extent lacks chains, or a row has holes */
+    bool has_holes[N_VECTORS]; /* the block mask hides a key between two keys that its row sees, in a chain that is seen
+                                */
     bool has_bias[N_VECTORS];  /* element-wise masks stand in the place of the scores */
-    struct row_chains chains[CATTN_TILE_ROWS];              /* only with a block mask */
+    /* only with a block mask: chains of each row, and the first row after it that sees other keys */
+    struct row_chains chains[CATTN_TILE_ROWS];
+    uint8_t next[CATTN_TILE_ROWS];
     real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi as reals, for vectors; exact in either type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* only with slopes; position relative to k0 */
 };
+
+/* The next row after r that may see other keys. */
+INLINE int next_row(const struct tile *t, int r) { return t->rows->call.has_block_mask ? t->next[r] : r + 1; }
 
 /* The extent of up to n rows from `first` on, not widened. */
 INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
@@ -44,7 +50,7 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
         full_begin = t->lo[end_row - 1];
         full_end = t->hi[first];
     } else {
-        for (int r = first; r < end_row; r++) {
+        for (int r = first; r < end_row; r = next_row(t, r)) {
             const bool sees = t->lo[r] < t->hi[r];
             begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
             end = sees && t->hi[r] > end ? t->hi[r] : end;
@@ -79,18 +85,18 @@ static void find_extents(struct tile *t) {
 /* Narrows the rows' ranges to what the block mask shows. Rows of the same block of queries come one after the other. */
 static void narrow_rows_to_blocks(struct tile *t) {
     const uint8_t *const *mask = t->rows->per_row->block_mask;
-    int lo = 0, hi = 0; /* of the row before, not narrowed */
-    for (int r = 0; r < t->rows->n_rows; r++) {
-        const bool alike = r > 0 && mask[r] == mask[r - 1] && t->lo[r] == lo && t->hi[r] == hi;
-        lo = t->lo[r];
-        hi = t->hi[r];
-        if (!alike) {
-            t->chains[r] = narrow_to_blocks(t->rows, r, t->k0, &t->lo[r], &t->hi[r]);
-            continue;
+    const int n = t->rows->n_rows;
+    for (int r = 0, next; r < n; r = next) {
+        int lo = t->lo[r], hi = t->hi[r];
+        const struct row_chains chains = narrow_to_blocks(t->rows, r, t->k0, &lo, &hi);
+        for (next = r + 1; next < n && mask[next] == mask[r] && t->lo[next] == t->lo[r] && t->hi[next] == t->hi[r];)
+            next++;
+        for (int i = next - 1; i >= r; i--) {
+            t->lo[i] = lo;
+            t->hi[i] = hi;
+            t->chains[i] = chains;
+            t->next[i] = (uint8_t)next;
         }
-        t->lo[r] = t->lo[r - 1];
-        t->hi[r] = t->hi[r - 1];
-        t->chains[r] = t->chains[r - 1];
     }
 }
 
@@ -99,7 +105,7 @@ static void narrow_rows_to_blocks(struct tile *t) {
 static bool find_chains(struct tile *t, struct extent *e, int first, int n) {
     const int end_row = (int)min64(first + n, t->rows->n_rows);
     unsigned seen = 0, holed = 0;
-    for (int r = first; r < end_row; r++) {
+    for (int r = first; r < end_row; r = t->next[r]) {
         seen |= t->chains[r].seen;
         holed |= t->chains[r].holed;
     }
@@ -362,7 +368,8 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, unsigned chains, in
 /* value_tile where chains are missing. Not inlined, so that the common tiles keep their registers. */
 NOINLINE void value_tile_of_chains(const struct tile *t, int g, int64_t c, struct key_half keys, struct source value,
                                    const real *factor) {
-    const unsigned chains = t->group[g].chains & (ALL_CHAINS >> 1); /* lets the compiler see that it is not ALL_CHAINS */
+    const unsigned chains =
+        t->group[g].chains & (ALL_CHAINS >> 1); /* lets the compiler see that it is not ALL_CHAINS */
     AT_SIZE(MR, tile_height(MR, t->rows->n_rows - g * MR), t->rows->call.d_v - c > LANES, value_tile, t, chains, g * MR,
             c, true, keys, value, factor);
 }
