@@ -89,6 +89,10 @@ class Shapes:
         for name, make in options.items():
             if data.chance(5):
                 call[name] = make()
+        if data.chance(5):
+            size = 1 + data.below(20)
+            blocks = self.make(-(-self.T_q // size), -(-self.T_k // size), dtype=np.float32) > 0
+            call |= {"block_mask": blocks, "block_size": size}
         if data.chance(3):
             call |= {"dropout_p": 0.5, "rng": self.rng()}
         return call
