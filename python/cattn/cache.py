@@ -213,11 +213,8 @@ class KVCache:
         if self._quantizes:
             from .functional._quantize import quantized  # imported here, because few caches need it
 
-            (key, k_scale), (value, v_scale) = (
-                quantized(key, "key", -1, self.dtype),
-                quantized(value, "value", -1, self.dtype),
-            )
-            news = [key, value, k_scale, v_scale]
+            pairs = [quantized(a, name, -1, self.dtype) for a, name in ((key, "key"), (value, "value"))]
+            news = [values for values, _ in pairs] + [scale for _, scale in pairs]
         if self._ragged:  # one sequence is written before another is read
             own = (self._k, self._v)
             news = [a.copy() if any(np.may_share_memory(a, b) for b in own) else a for a in news]
@@ -242,10 +239,11 @@ class KVCache:
         return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
-        if self._quantizes and (given := _asarray(array, name)).dtype.kind in "iu":  # quantized already, perhaps
+        given = _asarray(array, name) if self._quantizes else array
+        if isinstance(given, np.ndarray) and given.dtype.kind in "iu" and self._quantizes:  # quantized already, perhaps
             raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache quantizes floats: "
                             f"pass cattn.dequantize({name}, scale), or {name}.astype(np.float32)")  # fmt: skip
-        result = as_array(array, name)
+        result = as_array(given, name)
         wanted = (*self.batch_shape, self.num_kv_heads, "T", width)
         fits = result.ndim == len(wanted) and all(
             want in (size, "T") for want, size in zip(wanted, result.shape, strict=True)
