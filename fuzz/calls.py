@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
@@ -19,7 +20,7 @@ except ImportError:
 else:
     with atheris.instrument_imports(include=["cattn"]):
         import cattn
-from arguments import FLOATS, SIZES, Bytes, numbers
+from arguments import FLOATS, QUANTIZED, SIZES, Bytes, any_thing, numbers
 
 from cattn import _cattn
 
@@ -98,6 +99,20 @@ class Shapes:
 
     def outputs(self, d: int | None = None) -> np.ndarray:
         return self.out(*self.batch_dims, *self.heads, self.T_q, self.D_v if d is None else d)
+
+
+def quantize(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Make key and value quantized. Chosen after all else, so that older inputs keep their meaning."""
+    for name in ("key", "value"):
+        array, scale = call.get(name), f"{name}_scale"
+        if "query" not in call or not data.chance(3) or scale not in inspect.signature(function).parameters:
+            continue
+        if isinstance(array, np.ndarray) and array.size < 1 << 20:
+            call[name] = numbers(data, array.shape, data.pick(QUANTIZED))
+            kinds = ((*array.shape[:-1], 1), array.shape[-1:], array.shape, ())
+            call[scale] = np.abs(numbers(data, data.pick(kinds), np.float32)) + np.float32(0.5)
+        if data.chance(4):
+            call[scale] = any_thing(data)
 
 
 def attention(data: Bytes) -> dict[str, Any]:
@@ -225,22 +240,26 @@ def constant(**arguments: Any) -> Callable[[Bytes], dict[str, Any]]:
     return lambda data: {name: value(data) if callable(value) else value for name, value in arguments.items()}
 
 
+def byte_dtype(data: Bytes) -> str:
+    return data.pick(("int8", "float8_e4m3fn"))
+
+
 # ---- the functions ---------------------------------------------------------------------------------------------------
 def fill_cache(batch_shape: Any, num_kv_heads: Any, key: Any, value: Any, n: Any, dtype: Any) -> Any:
     """Fill and truncate a cache; a call that raises must not change it."""
     cache = cattn.KVCache(batch_shape, num_kv_heads, 6, 3, dtype=dtype)
     one = np.ones((*cache.batch_shape, cache.num_kv_heads, 2, 3), np.float16)
     cache.append(one, one)
-    before = cache.lengths, cache.k.copy()
+    before = cache.lengths, [store.tobytes() for store in cache._stores()]
     for change in (lambda: cache.append(key, value), lambda: cache.truncate(n)):
         try:
             change()
         except Exception:
-            same = np.array_equal(cache.lengths, before[0]) and cache.k.tobytes() == before[1].tobytes()
-            if not same:
+            same = [store.tobytes() for store in cache._stores()] == before[1]
+            if not same or not np.array_equal(cache.lengths, before[0]):
                 raise Finding("a cache that refused has changed") from None
             raise
-        before = cache.lengths, cache.k.copy()
+        before = cache.lengths, [store.tobytes() for store in cache._stores()]
     return cache.query_offset()
 
 
@@ -363,4 +382,13 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     every_argument(cattn.rope, constant(x=TOKENS[..., :2])),
     every_argument(cattn.rms_norm, constant(x=SHAPE)),
     (in_order(_cattn.rms_norm_backward), constant(grad_out=SHAPE, x=SHAPE, weight=None, eps=1e-6)),
+    (fill_cache, constant(batch_shape=2, num_kv_heads=1, key=TOKENS, value=TOKENS, n=1, dtype=byte_dtype)),
+    (cattn.quantize, constant(x=TOKENS, axis=axis, dtype=byte_dtype)),
+    (
+        cattn.dequantize,
+        constant(
+            x=lambda d: np.arange(-3, 3).reshape(2, 3).astype(d.pick((np.int8, ml_dtypes.float8_e4m3fn))),
+            scale=lambda d: abs(numbers(d, (2, 1), np.float32)) + 1,
+        ),
+    ),
 ]  # fmt: skip

@@ -105,7 +105,7 @@ OBJECTS: dict[str, tuple[str, Call]] = {
     "tokens": ("tokens must be a sequence of str, got object", lambda x: cattn.plot_attention(np.eye(3), x)),
     "titles": ("titles must be a str or a sequence", lambda x: cattn.plot_attention(np.eye(3), titles=x)),
     "dtype": (
-        "dtype must be float16, bfloat16, float32 or float64, got <object",
+        "dtype must be float16, bfloat16, float32, float64, int8 or float8_e4m3fn, got <object",
         lambda x: cattn.KVCache(2, 2, 2, 2, dtype=x),
     ),
     "dtype of random numbers": ("dtype must be float32 or float64", lambda x: cattn.TorchGenerator(1).rand(2, dtype=x)),

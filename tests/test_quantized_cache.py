@@ -95,7 +95,7 @@ def test_sequences_of_different_lengths_are_quantized_alone(to: np.dtype, normal
 
 
 @quantized
-@pytest.mark.promise("decoding")
+@pytest.mark.promise("decoding", "quantized")
 def test_decoding_with_a_quantized_cache_has_the_bits_of_dequantized_keys(to: np.dtype, normal: Normal) -> None:
     query, key, value = normal(2, 4, 30, 8), normal(2, 2, 30, 8), normal(2, 2, 30, 6)
     key[..., 3] *= 50  # a channel with outliers
@@ -176,6 +176,7 @@ def test_a_quantized_cache_is_unchanged_after_errors(case: str, ragged: bool, to
         {"k_scale": np.ones((2, 3, 4, 1))},
         {"v_scale": np.zeros((2, 3, 4, 1), np.float32)},
         {"v_scale": np.full((2, 3, 4, 1), np.nan, np.float32)},
+        {"v_scale": np.full((2, 3, 4, 1), 2.0**101, np.float32)},
         {"k": np.zeros((2, 3, 4, 8), np.float32)},
         {"dtype": np.dtype(np.float32)},
     ],

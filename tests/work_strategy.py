@@ -147,20 +147,24 @@ def decoding(draw: st.DrawFn) -> Work:
     D, prompt, steps = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from([1, 190, 192, *LONG[:3]])), 3
     query, key, value = (normal(draw, n, prompt + steps, D, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     truncated_length = draw(st.integers(0, prompt))
+    stored = draw(st.sampled_from([dtype, "int8", "float8_e4m3fn"])) if np.dtype(dtype).itemsize > 2 else dtype
 
     def run() -> Results:
-        cache = cattn.KVCache((), kv_heads, prompt + steps, D, dtype=dtype)
+        cache = cattn.KVCache((), kv_heads, prompt + steps, D, dtype=stored)
         cache.append(key[:, :prompt], value[:, :prompt])
         results = []
         for t in range(prompt, prompt + steps):
             cache.append(key[:, t : t + 1], value[:, t : t + 1])
             offset = cache.lengths - 1
             token = query[:, t : t + 1]
-            results += arrays(
-                cattn.causal_attention(token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True)
+            scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
+            result = cattn.causal_attention(
+                token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True, **scales
             )
+            results += arrays(result)
         cache.truncate(truncated_length)
-        return [*results, cache.k.copy(), cache.v.copy(), cache.lengths]
+        held = (a for a in (cache.k, cache.v, cache.k_scale, cache.v_scale) if a is not None)
+        return [*results, *(a.astype(np.float64) for a in held), cache.lengths]
 
     return Work("decoding", run, {"query": query, "key": key, "value": value, "truncated_length": truncated_length})
 

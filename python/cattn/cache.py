@@ -12,6 +12,7 @@ from ._input.arrays import _asarray, as_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.names import with_hints
+from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
 
 __all__ = ["KVCache"]
 
@@ -331,7 +332,7 @@ class KVCache:
         wanted = [((*rows, longest, store.shape[-1]), store.dtype) for store in self._stores()]
         if (
             [(part.shape, part.dtype) for part in parts] != wanted
-            or not all((scale > 0).all() and np.isfinite(scale).all() for scale in parts[2:])
+            or not all(((scale >= LEAST_SCALE) & (scale <= LARGEST_SCALE)).all() for scale in parts[2:])
             or lengths.shape != self.batch_shape
             or longest > self.max_len
             or lengths.dtype.kind not in "iu"
