@@ -135,8 +135,13 @@ CASES: dict[str, Callable[[Normal], Call]] = {
         normal, 101, 1700, block_mask=mask_of(10, 3, 34, p=0.1), block_size=50, is_causal="lower_right"
     ),
     "block mask, mask, bias, dropout": lambda normal: with_bias(
-        normal, set_to((1, 2), -INF), block_mask=mask_of(11, 15, 86), block_size=7, attn_mask=mask_of(3, 596),
-        dropout_p=0.3, rng=4,
+        normal,
+        set_to((1, 2), -INF),
+        block_mask=mask_of(11, 15, 86),
+        block_size=7,
+        attn_mask=mask_of(3, 596),
+        dropout_p=0.3,
+        rng=4,
     ),
     "bias and mask": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=mask_of(3, 596)),
     "two biases": lambda normal: with_bias(normal, set_to((1, 2), -INF), attn_mask=normal(2, 1, 596)),

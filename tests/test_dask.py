@@ -177,6 +177,20 @@ def test_chunks_of_quantized_keys_have_their_scales(dtype: str, shapes: Any) -> 
     assert_same_bits(compute(out), compute(right))
 
 
+# ---- blocks --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 16, 50, 1000])
+@pytest.mark.parametrize("given", [None, "bool", "float"])
+def test_blocks_are_the_mask_that_they_stand_for(size: int, given: str | None) -> None:
+    x = [da.from_array(normal(2, 4, n, 16, seed=n), chunks=(1, 3, 40, 16)) for n in (100, 150, 150)]
+    rng = np.random.default_rng(size)
+    blocks = rng.random((4, -(-100 // size), -(-150 // size))) < 0.5
+    wide = blocks.repeat(size, -2)[:, :100].repeat(size, -1)[..., :150]
+    mask = {None: None, "bool": rng.random((100, 150)) < 0.7, "float": normal(100, 150)}[given]
+    out = attention(*x, attn_mask=mask, block_mask=da.from_array(blocks, chunks=2), block_size=size)
+    whole = wide if mask is None else wide & mask if given == "bool" else np.where(wide, mask, np.float32(-np.inf))
+    assert_same_bits(compute(out), compute(attention(*x, attn_mask=whole)))
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 def problem() -> tuple[list[Any], dict[str, Any]]:
     """Return a call that uses every operand: grouped heads, masks, sinks, slopes, lengths, dropout."""
@@ -395,6 +409,11 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"bias": da.ones((6, 5))}, ValueError, "bias has shape"),
         ({"sinks": da.ones(3)}, ValueError, "sinks has shape"),
         ({"alibi_slopes": [-1.0]}, ValueError, "alibi_slopes must be finite and not negative"),
+        ({"block_mask": [[True]]}, ValueError, "block_mask needs block_size"),
+        ({"block_size": 3}, ValueError, "block_size is given without a block_mask"),
+        ({"block_mask": [[1.0]], "block_size": 3}, TypeError, "block_mask has dtype float64"),
+        ({"block_mask": np.ones((3, 3), bool), "block_size": 3}, ValueError,
+         r"does not broadcast to the blocks.*\(2, 2\)"),
         ({"key_scale": 1.0}, TypeError, "key has dtype float64 and a scale; key_scale belongs to int8"),
         ({"value": D.astype("i1"), "value_scale": np.ones((6, 2))}, ValueError,
          r"value_scale has shape \(6, 2\), which does not broadcast to the shape of value \(2, 6, 4\)"),

@@ -72,6 +72,14 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
     "shape of a scale": (
         ValueError, r"key_scale has shape \(2, 6, 1\), which does not broadcast to the shape of key \(2, 6, 4, 8\)",
         (X, BYTES, X), {"key_scale": np.ones((2, 6, 1))}),
+    "blocks of no size": (ValueError, "block_mask needs block_size", (X, X, X), {"block_mask": [[True]]}),
+    "a size without blocks": (ValueError, "block_size is given without", (X, X, X), {"block_size": 3}),
+    "size of a block": (ValueError, "block_size must be at least 1", (X, X, X),
+                        {"block_mask": [[True]], "block_size": 0}),
+    "shape of blocks": (ValueError, r"block_mask has shape \(3, 3\), .* block_size=3, \(2, 4, 2, 2\)", (X, X, X),
+                        {"block_mask": np.ones((3, 3), bool), "block_size": 3}),
+    "float blocks": (TypeError, "block_mask must be bool .* got float32", (X, X, X),
+                     {"block_mask": np.ones((2, 2), np.float32), "block_size": 3}),
     "boolean scale": (TypeError, "key_scale must be numbers, got bool", (X, BYTES, X), {"key_scale": True}),
     "dtypes beside a scale": (TypeError, "value must have the dtype of query, float32, got float16",
                               (X, BYTES, X.astype("f2")), {"key_scale": 1.0}),
@@ -118,7 +126,7 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
     bit = {name: 1 << i for i, name in enumerate((*bridge._ARGUMENTS, *bridge._RESULTS))}
     attributes: dict[str, Any] = {
         "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
-        "right": np.int64(-1), "lower_right": np.int64(0),
+        "right": np.int64(-1), "lower_right": np.int64(0), "block_size": np.int64(0),
         "present": np.int64(sum(bit[name] for name in (*operands, *results))),
     }  # fmt: skip
     attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
@@ -128,21 +136,22 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
 
 QKV = {"query": X, "key": X, "value": X}
 ONE = np.ones((1, 1, 1, 1), np.float32)
+BLOCKS = np.ones((1, 1, 3, 3), bool)
 OUT = {"out": (X.shape, np.float32)}
 SAVED = {**QKV, "forward_out": X, "forward_lse": np.zeros((2, 6, 4, 2), np.uint32), "grad_out": X}
 GRADS = {f"grad_{name}": (X.shape, np.float32) for name in QKV}
 FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "no scale": ("forward", QKV, OUT, {"scale": None}, "7 attributes expected, got 6"),
+    "no scale": ("forward", QKV, OUT, {"scale": None}, "8 attributes expected, got 7"),
     "another attribute": ("forward", QKV, OUT, {"scale": None, "factor": np.float64(1)}, "attribute factor is unknown"),
     "float32 scale": ("forward", QKV, OUT, {"scale": np.float32(3)}, "attribute scale is unknown, or has another type"),
     "infinite scale": ("forward", QKV, OUT, {"scale": np.float64(np.inf)}, "scale inf, .* out of range"),
     "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
     "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
     "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
-                  "present is 0x80007, which lacks operands or has too many"),
+                  "present is 0x100007, which lacks operands or has too many"),
     "an operand of the other pass": ("forward", {**QKV, "grad_out": X}, OUT, {}, "lacks operands or has too many"),
-    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x4000F)}, "there is no buffer for bias"),
-    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x40007)},
+    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x8000F)}, "there is no buffer for bias"),
+    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x80007)},
                        "3 arguments expected, got 4"),
     "dimensions": ("forward", {**QKV, "key": X[0]}, OUT, {}, "key has 3 dimensions, wanted 4"),
     "integers": ("forward", {**QKV, "query": X.astype(np.int32)}, OUT, {}, "query has element type 4"),
@@ -175,6 +184,12 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
                                   "key_scale has element type 10"),
     "another size of the scale": ("forward", {**QKV, "key": BYTES, "key_scale": X[:, :5]}, OUT, {},
                                   "key_scale has size 5 on axis 1, wanted 6"),
+    "blocks of no size": ("forward", {**QKV, "block_mask": BLOCKS}, OUT, {}, "block_size is 0 with a block_mask"),
+    "a size without blocks": ("forward", QKV, OUT, {"block_size": np.int64(3)}, "block_size is 3 without a block_mask"),
+    "blocks of another size": ("forward", {**QKV, "block_mask": BLOCKS}, OUT, {"block_size": np.int64(3)},
+                               "block_mask has size 3 on axis 2, wanted 2"),
+    "blocks of another type": ("forward", {**QKV, "block_mask": ONE}, OUT, {"block_size": np.int64(3)},
+                               "block_mask has element type 11"),
     "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
                                "there are no sinks for grad_sinks"),
 }  # fmt: skip

@@ -26,14 +26,14 @@ struct tile {
     struct extent vector[N_VECTORS], group[N_GROUPS];
     int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* the rows' ranges, relative to k0 */
     bool ascending;                               /* lo and hi never decrease */
-    bool has_chains;                              /* some extent lacks chains, or a row has holes */
-    bool has_holes[N_VECTORS]; /* the block mask hides a key between two keys that its row sees, in a chain that is seen
-                                */
-    bool has_bias[N_VECTORS];  /* element-wise masks stand in the place of the scores */
-    /* only with a block mask: chains of each row, and the first row after it that sees other keys */
+    bool has_bias[N_VECTORS];                     /* element-wise masks stand in the place of the scores */
+    /* Only with a block mask: the chains of each row, and the first row after it that sees other keys. A vector has
+     * holes if a chain that it sees has a hole in one of its rows. */
     struct row_chains chains[CATTN_TILE_ROWS];
     uint8_t next[CATTN_TILE_ROWS];
-    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi as reals, for vectors; exact in either type */
+    bool has_holes[N_VECTORS];
+    bool has_chains;                                    /* some extent lacks chains, or a vector or group has holes */
+    real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS]; /* lo and hi as reals, for vectors; exact in either type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* only with slopes; position relative to k0 */
 };
 

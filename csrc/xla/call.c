@@ -181,6 +181,14 @@ static struct xla_error *take_sizes(struct xla_call *call) {
     call->leading = call->operands[first_result]->dims;
     /* key has no letter of query's but B and H, whose sizes are checked with all operands */
     call->sizes['W'] = 2;
+    const int64_t block = call->options.block_size;
+    if (call->operands[XLA_block_mask] != NULL ? block < 1 : block != 0)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "block_size is %lld %s block_mask", (long long)block,
+                              block < 1 ? "with a" : "without a");
+    for (int i = 0; i < 2 && block > 0; i++) {
+        const int64_t tokens = call->sizes[(unsigned char)"TS"[i]];
+        call->sizes[(unsigned char)"XY"[i]] = tokens / block + (tokens % block != 0);
+    }
     const int64_t heads = call->sizes['N'], kv_heads = call->sizes['K'];
     if (kv_heads > 0 ? heads % kv_heads == 0 : heads == 0)
         return NULL;
@@ -353,6 +361,7 @@ static int64_t *stride_of(struct cattn_tensor *tensor, const char *axes, int let
     case 'K':
         return &tensor->head;
     case 'T':
+    case 'X':
         return &tensor->row;
     case 'S':
         return strchr(axes, 'T') != NULL ? &tensor->col : &tensor->row;

@@ -7,8 +7,8 @@
 
 /* All operands of both handlers, in their order; those that a call has are the bits of its attribute `present`. The
  * lists of cattn.integrations.jax are the same. Every letter is an axis: B batch entry, T query, S key, N query head,
- * K key-value head, H head_dim, D d_v, W the two 32-bit words of a 64-bit number. vmap puts more axes before them: the
- * leading axes.
+ * K key-value head, H head_dim, D d_v, X a block of queries, Y a block of keys, W the two 32-bit words of a number.
+ * vmap puts more axes before them: the leading axes.
  *
  * OPERAND(name, axes, kind, fits) */
 #define XLA_ARGUMENTS(OPERAND)                                                                                         \
@@ -25,6 +25,7 @@
     OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
     OPERAND(key_scale, "BSKH", SCALES, BROADCASTS)                                                                     \
     OPERAND(value_scale, "BSKD", SCALES, BROADCASTS)                                                                   \
+    OPERAND(block_mask, "BNXY", BYTES, BROADCASTS)                                                                     \
     OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
     OPERAND(forward_out, "BTND", STORED, EXACTLY)                                                                      \
     OPERAND(forward_lse, "BTNW", WORDS, EXACTLY)                                                                       \
@@ -47,6 +48,7 @@ enum { XLA_BEFORE_RESULTS = XLA_N_ARGUMENTS - 1, XLA_RESULTS(XLA_INDEX) XLA_N_OP
 /* The attributes of both handlers, in the order of their names: real numbers and integers. They are known when the
  * program is compiled; all else is an operand. */
 #define XLA_OPTIONS(REAL, INTEGER)                                                                                     \
+    INTEGER(block_size) /* of block_mask, or 0 */                                                                      \
     REAL(dropout_p)                                                                                                    \
     INTEGER(left)        /* of the window, or -1 */                                                                    \
     INTEGER(lower_right) /* 0 or 1 */                                                                                  \

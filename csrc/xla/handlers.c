@@ -16,7 +16,7 @@
 #define OPTIONAL_INPUTS                                                                                                \
     (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
      BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(key_scale) | BIT(value_scale) |                  \
-     BIT(dropout_seed))
+     BIT(block_mask) | BIT(dropout_seed))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
@@ -38,6 +38,9 @@ static void fill_options(const struct xla_call *call, struct cattn_attention_par
     params->seqlen_k = call->sizes['S'];
     params->head_dim = call->sizes['H'];
     params->d_v = call->sizes['D'];
+    /* larger blocks are the same as one block; the core multiplies sizes by numbers of blocks */
+    const int64_t longest = params->seqlen_q > params->seqlen_k ? params->seqlen_q : params->seqlen_k;
+    params->block_size = options->block_size <= longest ? options->block_size : longest > 0 ? longest : 1;
     params->score_options.scale = options->scale;
     params->score_options.softcap = options->softcap;
     params->ranges.left = options->left >= 0 ? options->left : CATTN_UNBOUNDED;
@@ -76,6 +79,7 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
                  {XLA_sinks, &params->sinks},
                  {XLA_key_scale, &params->key_scale},
                  {XLA_value_scale, &params->value_scale},
+                 {XLA_block_mask, &params->block_mask},
                  {XLA_forward_out, &params->out},
                  {XLA_out, &params->out},
                  {XLA_residual, &params->lse},

@@ -193,6 +193,13 @@ static void draw_masks(struct attention *a) {
         mask(&p->attn_mask, thinned(scores, true));
         say(" mask");
     }
+    if (!a->packed && chance(30)) {
+        p->block_size = PICK(((const int64_t[]){1, 7, 16, 50, 64, 192}));
+        mask(&p->block_mask, thinned(sized(a, p->num_heads, (p->seqlen_q + p->block_size - 1) / p->block_size,
+                                           (p->seqlen_k + p->block_size - 1) / p->block_size),
+                                     true));
+        say(" blocks of %" PRId64, p->block_size);
+    }
     p->n_bias = chance(60) ? 0 : (int)between(1, CATTN_MAX_BIAS);
     for (int b = 0; b < p->n_bias; b++) {
         const struct block bias = input(&p->bias[b], a->wide, thinned(scores, true));

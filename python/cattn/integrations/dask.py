@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
@@ -222,6 +223,31 @@ def _as_dask(obj: Any, name: str) -> Any:
     return obj
 
 
+def _add_blocks(attn_mask: Any, block_mask: Any, block_size: Any, T_q: int, T_k: int) -> Any:
+    """Return attn_mask without the pairs that the block mask hides, as a dask array."""
+    rows = np.empty((max(T_q, T_k), 1))
+    stand_in = None if block_mask is None else np.ones((1, 1), bool)
+    cattn.explain(rows[:T_q], rows[:T_k], rows[:T_k], block_mask=stand_in, block_size=block_size)  # checks the size
+    size = operator.index(block_size)
+    blocks = _as_dask(block_mask, "block_mask")
+    if blocks.dtype != bool:
+        raise TypeError(f"block_mask has dtype {blocks.dtype}; True = keep: it must be boolean")
+    blocks = blocks[(None,) * (2 - blocks.ndim)] if blocks.ndim < 2 else blocks
+    wanted = (-(-T_q // size), -(-T_k // size))
+    if any(own not in (1, number) for own, number in zip(blocks.shape[-2:], wanted, strict=True)):
+        raise ValueError(
+            f"block_mask has shape {blocks.shape}, which does not broadcast to the blocks of block_size={size} for "
+            f"T_q={T_q} and T_k={T_k}, {wanted}"
+        )
+    for axis, length in ((-2, T_q), (-1, T_k)):
+        if blocks.shape[axis] > 1 and size > 1:
+            blocks = da.take(blocks, np.arange(length) // size, axis=axis)
+    if attn_mask is None:
+        return blocks
+    given = _as_dask(attn_mask, "attn_mask")
+    return given & blocks if given.dtype == bool else da.where(blocks, given, given.dtype.type(-np.inf))
+
+
 def _read_scales(inputs: Sequence[Any], key_scale: Any, value_scale: Any) -> list[Any]:
     """Return the two scales as dask arrays, or None."""
     scales: list[Any] = []
@@ -285,6 +311,8 @@ class _Options(TypedDict, total=False):
     sinks: Any
     key_scale: Any
     value_scale: Any
+    block_mask: Any
+    block_size: int | None
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
@@ -339,6 +367,8 @@ def attention(
     sinks: Any = None,
     key_scale: Any = None,
     value_scale: Any = None,
+    block_mask: Any = None,
+    block_size: int | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -392,6 +422,10 @@ def attention(
     key_scale, value_scale : dask.array.Array or array_like of float, optional
         Scales of a key or value of int8 or float8_e4m3fn. Broadcasts to the shape of key or value, and is rechunked as
         they are.
+    block_mask : dask.array.Array or array_like of bool, optional
+        Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
+    block_size : int, optional
+        Number of queries and of keys of a block.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
     return_weights : bool
@@ -466,6 +500,8 @@ def attention(
     query, key, value = _as_dask(query, "query"), _as_dask(key, "key"), _as_dask(value, "value")
     inputs = (query, key, value)
     scales = _read_scales(inputs, key_scale, value_scale)
+    if block_mask is not None or block_size is not None:
+        attn_mask = _add_blocks(attn_mask, block_mask, block_size, query.shape[-2], key.shape[-2])
     masks = [given if given is None else _as_dask(given, name) for name, given in
              (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
 

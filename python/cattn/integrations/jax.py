@@ -27,8 +27,8 @@ __all__ = ["dot_product_attention"]
 # attribute `present` says by its bits which of them a call has.
 _ARGUMENTS = (
     "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-    "key_value_seq_starts", "alibi_slopes", "sinks", "key_scale", "value_scale", "dropout_seed", "forward_out",
-    "forward_lse", "grad_out", "grad_residual",
+    "key_value_seq_starts", "alibi_slopes", "sinks", "key_scale", "value_scale", "block_mask", "dropout_seed",
+    "forward_out", "forward_lse", "grad_out", "grad_residual",
 )  # fmt: skip
 _RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
@@ -50,6 +50,7 @@ class _Options:
     left: int
     right: int  # 0 with causality
     lower_right: bool
+    block_size: int  # or 0
     return_residual: bool
 
     def attributes(self, present: int) -> dict[str, np.generic]:
@@ -59,6 +60,7 @@ class _Options:
             "left": np.int64(self.left),
             "right": np.int64(self.right),
             "lower_right": np.int64(self.lower_right),
+            "block_size": np.int64(self.block_size),
             "present": np.int64(present),
         }
 
@@ -130,6 +132,8 @@ def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
         **scales,
         **numbers,
         "attn_mask": operands.get("mask"),
+        "block_mask": operands.get("block_mask"),
+        "block_size": options.block_size or None,
         "is_causal": "lower_right" if options.lower_right else False,
         "window_size": (options.left, options.right),
         "scale": options.scale,
@@ -371,6 +375,21 @@ def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
     return array.reshape(shape).astype(dtype)
 
 
+def _read_blocks(obj: Any, size: int, inputs: _Arrays) -> Any:
+    """Return block_mask with four axes."""
+    array = _as_array(obj, "block_mask")
+    batch, seqlen_q, heads = inputs["query"].shape[:3]
+    full = (batch, heads, -(-seqlen_q // size), -(-inputs["key"].shape[1] // size))
+    shape = (1,) * (4 - array.ndim) + array.shape
+    if len(shape) > 4 or any(own not in (1, number) for own, number in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"block_mask has shape {array.shape}, which does not broadcast to the blocks of block_size={size}, {full}"
+        )
+    if array.dtype != bool:
+        raise TypeError(f"block_mask must be bool (True = visible), got {array.dtype}")
+    return array.reshape(shape)
+
+
 def _read_integers(obj: Any, name: str, batch: int) -> Any:
     """Return a number for each batch entry, or one for all, as int32."""
     array = _as_array(obj, name)
@@ -438,11 +457,13 @@ def _check_static(**arguments: Any) -> None:
 
 
 def _read_options(
-    inputs: _Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any
-) -> _Options:
+    inputs: _Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
+    has_blocks: bool, block_size: Any,
+) -> _Options:  # fmt: skip
     _check_static(
-        scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual
-    )
+        scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual,
+        block_size=block_size,
+    )  # fmt: skip
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
     if not isinstance(is_causal, (bool, np.bool_)) and is_causal not in ("upper_left", "lower_right"):
@@ -454,7 +475,8 @@ def _read_options(
             numbers[name] = number.item()
     # cattn checks the numbers, with its own messages, on a call of no rows
     rows = np.empty((1, query.shape[3]), _compute_dtype(query.dtype))
-    cattn.scaled_dot_product_attention(rows[:0], rows, rows, **numbers)
+    blocks = np.ones((1, 1), bool) if has_blocks else None
+    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, block_size=block_size, **numbers)
     left, right = _read_window(window, causal=bool(is_causal))
     return _Options(
         scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
@@ -463,6 +485,7 @@ def _read_options(
         left=left,
         right=right,
         lower_right=is_causal == "lower_right",
+        block_size=0 if block_size is None else min(operator.index(block_size), 2**62),
         return_residual=bool(return_residual),
     )
 
@@ -487,6 +510,8 @@ def dot_product_attention(
     sinks: Any = None,
     key_scale: Any = None,
     value_scale: Any = None,
+    block_mask: Any = None,
+    block_size: int | None = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
 ) -> Any:
@@ -540,6 +565,11 @@ def dot_product_attention(
         float32. Broadcasts to the shape of key or value: (B, S, K, 1) has one for each token and head, (1, 1, K, H) one
         for each column. Positive and finite, from 2**-100 to 2**100. They are constants, as are the quantized arrays:
         their gradient is 0. Halves of the other arrays are then computed in float32, and the output is rounded.
+    block_mask : array of bool, optional
+        True where all pairs of a block of queries and keys are visible; hidden blocks take no time. Broadcasts to
+        (B, N, ceil(T / block_size), ceil(S / block_size)).
+    block_size : int, optional
+        Number of queries and of keys of a block, known when the call is traced. Needed with block_mask.
     dropout_p : float
         Probability that a weight is dropped.
     dropout_key : key of jax.random, optional
@@ -576,7 +606,8 @@ def dot_product_attention(
     """
     operands = _read_inputs(query, key, value, key_scale, value_scale)
     batch = operands["query"].shape[0]
-    options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual)
+    options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual,
+                            block_mask is not None, block_size)  # fmt: skip
     if options.lower_right and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
     for name, scores in (("bias", bias), ("mask", mask)):
@@ -594,6 +625,8 @@ def dot_product_attention(
     for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if numbers is not None:
             operands[name] = _read_heads(numbers, name, operands)
+    if block_mask is not None:
+        operands["block_mask"] = _read_blocks(block_mask, options.block_size, operands)
     if options.dropout_p > 0:
         operands["dropout_seed"] = _read_seed(dropout_key, options.dropout_p)
     found = _compiled(options, operands)
