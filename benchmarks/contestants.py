@@ -243,11 +243,12 @@ def jax_call(problem: Problem) -> Callable[[], object]:
     return call
 
 
-def onnxruntime_call(problem: Problem, operator: str) -> Callable[[], object]:
+def onnxruntime_call(problem: Problem, operator: str, quantized: bool = False) -> Callable[[], object]:
     """Prepare one of onnxruntime's operators; arrays are bound to the session, and no thread spins.
 
     The operators of com.microsoft take (B, T, H * head_dim). GroupQueryAttention takes the keys before the new ones
-    from a cache; the new keys are written into it.
+    from a cache; the new keys are written into it. A quantized cache is int8, with one scale for keys and one for
+    values.
     """
     import onnxruntime as ort
     from onnx import helper
@@ -269,15 +270,22 @@ def onnxruntime_call(problem: Problem, operator: str) -> Callable[[], object]:
         given = {name: in_rows(array[:, :, -tokens:]) for name, array in given.items()}
         given |= {"past_K": problem.key.copy(), "past_V": problem.value.copy()}
         given |= {"last": np.full(batch, keys - 1, np.int32), "keys": np.array([keys], np.int32)}
+    names = list(given)
+    if quantized:
+        options |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+        for name in ("past_K", "past_V"):
+            given[name], scale = cattn.quantize(given[name], axis=None)
+            given[name + "_scale"] = scale.reshape(1)
+        names += [""] * 5 + ["past_K_scale", "past_V_scale"]  # rotary tables, positions, a bias and sinks are absent
 
     inputs = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in given.items()}
     outputs = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in result.items()}
-    outputs |= {"new_" + name: value for name, value in inputs.items() if name.startswith("past")}
+    outputs |= {"new_" + name: inputs[name] for name in ("past_K", "past_V") if name in inputs}
     kind = helper.np_dtype_to_tensor_dtype
     graph = helper.make_graph(
-        [helper.make_node(operator, list(inputs), list(outputs), **options)], operator,
+        [helper.make_node(operator, names, list(outputs), **options)], operator,
         [helper.make_tensor_value_info(name, kind(array.dtype), array.shape) for name, array in given.items()],
-        [helper.make_tensor_value_info(name, kind(problem.query.dtype), None) for name in outputs],
+        [helper.make_tensor_value_info(name, kind(value.numpy().dtype), None) for name, value in outputs.items()],
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -355,21 +363,31 @@ def openvino_call(problem: Problem, precision: str) -> Callable[[], object]:
     return call
 
 
-def ggml_call(problem: Problem) -> Callable[[], object]:
-    """Prepare ggml's operator. Its mask is an array, and query and result are float32."""
+def ggml_call(problem: Problem, quantized: bool = False) -> Callable[[], object]:
+    """Prepare ggml's operator. Its mask is an array, and query and result are float32.
+
+    A quantized cache is q8_0: int8, with a float16 scale for each 32 columns.
+    """
     import ggml
 
     needs(problem.query.ndim == 4, "takes four axes")
     kinds = {"float32": ggml.GGML_TYPE_F32, "float16": ggml.GGML_TYPE_F16, "bfloat16": ggml.GGML_TYPE_BF16}
     needs(problem.dtype in kinds, f"has no {problem.dtype} kernel")
     arrays = [problem.query.astype(np.float32), problem.key, problem.value]
+    types = [kinds[array.dtype.name] for array in arrays]
+    shapes = [array.shape for array in arrays]
+    if quantized:
+        types[1:3] = [ggml.GGML_TYPE_Q8_0] * 2
+        arrays[1:3] = [ggml_quantized(ggml, array) for array in arrays[1:3]]
     if problem.causal:
         visible = np.tri(problem.query.shape[2], problem.key.shape[2], dtype=bool)
         arrays.append(np.where(visible, 0, -np.inf).astype(np.float16)[None, None])
+        types.append(ggml.GGML_TYPE_F16)
+        shapes.append(arrays[3].shape)
     backend = ggml.ggml_backend_cpu_init()
     ggml.ggml_backend_cpu_set_n_threads(backend, problem.threads)
     context = ggml.ggml_init(ggml.ggml_init_params(mem_size=2**20, mem_buffer=None, no_alloc=True))
-    tensors = [ggml.ggml_new_tensor_4d(context, kinds[array.dtype.name], *array.shape[::-1]) for array in arrays]
+    tensors = [ggml.ggml_new_tensor_4d(context, kind, *shape[::-1]) for kind, shape in zip(types, shapes, strict=True)]
     mask = tensors[3] if problem.causal else None
     out = ggml.ggml_flash_attn_ext(context, *tensors[:3], mask, problem.query.shape[-1] ** -0.5, 0.0, 0.0)
     graph = ggml.ggml_new_graph(context)
@@ -392,6 +410,20 @@ def ggml_call(problem: Problem) -> Callable[[], object]:
 
     weakref.finalize(call, free_ggml, ggml, context, buffer, backend)
     return call
+
+
+def ggml_quantized(ggml: Any, array: Array) -> Array:
+    """Return the bytes of an array in q8_0: 34 for each 32 numbers."""
+    import ctypes
+
+    result = np.empty(array.size // 32 * 34, np.uint8)
+    rows = array.size // array.shape[-1]
+    pointer = ctypes.POINTER(ctypes.c_float)
+    source = np.ascontiguousarray(array, np.float32).ctypes.data_as(pointer)
+    ggml.ggml_quantize_chunk(
+        ggml.GGML_TYPE_Q8_0, source, result.ctypes.data_as(ctypes.c_void_p), 0, rows, array.shape[-1], None
+    )
+    return result
 
 
 def free_ggml(ggml: Any, context: Any, buffer: Any, backend: Any) -> None:
@@ -420,6 +452,45 @@ PEERS = {
     "ggml": Peer("ggml", "ggml-python", ggml_call),
     "jax": Peer("JAX", "jax", jax_call, keeps_scores=True),
 }
+
+
+# Those with quantized caches, whose errors are of the size of a step of int8.
+QUANTIZED_PEERS = {
+    "onnxruntime int8": Peer(
+        "onnxruntime GQA, int8",
+        "onnxruntime",
+        functools.partial(onnxruntime_call, operator="GroupQueryAttention", quantized=True),
+    ),
+    "ggml q8_0": Peer("ggml, q8_0", "ggml-python", functools.partial(ggml_call, quantized=True)),
+}
+
+
+def quantized_calls(query: Array, key: Array, value: Array) -> CheckedCalls:
+    """Return attention of one query over keys and values in int8, and over the same in other dtypes of cattn."""
+    import ml_dtypes
+
+    out, attend = np.empty((*query.shape[:-1], value.shape[-1]), np.float32), cattn.scaled_dot_product_attention
+    calls: Calls = {"float32": lambda: attend(query, key, value, out=out)}
+    for name, dtype in (("cattn", "int8"), ("float8", "float8_e4m3fn")):
+        small_key, key_scale = cattn.quantize(key, dtype=dtype)
+        small_value, value_scale = cattn.quantize(value, dtype=dtype)
+        calls[name] = functools.partial(
+            attend, query, small_key, small_value, key_scale=key_scale, value_scale=value_scale, out=out
+        )
+    halves = (array.astype(ml_dtypes.bfloat16) for array in (query, key, value))
+    calls["bfloat16"] = functools.partial(attend, *halves)
+    problem, left_out = Problem(query, key, value, causal=False), {}
+    for name, peer in QUANTIZED_PEERS.items():
+        try:
+            calls[name] = peer.prepare(problem)
+        except (LeftOutError, ImportError) as error:
+            left_out[name] = str(error) if isinstance(error, LeftOutError) else "not installed"
+    exact = problem.exact()
+    errors = {name: float(np.abs(as_floats(call()) - exact).max()) for name, call in calls.items()}
+    if max(errors.values()) > 0.1 * np.abs(exact).max():
+        raise AssertionError(f"a result is wrong: the largest errors are {errors}")
+    facts = {"errors": errors, "other_arithmetic": [], "left_out": left_out}
+    return CheckedCalls({"cattn": calls.pop("cattn")} | calls, facts)
 
 
 def best_peer(ratios: dict[str, float], other_arithmetic: Collection[str] = ()) -> str | None:

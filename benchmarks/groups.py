@@ -17,7 +17,16 @@ import numpy as np
 
 import cattn
 
-from .contestants import Calls, agreeing, attention_calls, book_module, jax_or_none, numpy_dropout, torch_or_none
+from .contestants import (
+    Calls,
+    agreeing,
+    attention_calls,
+    book_module,
+    jax_or_none,
+    numpy_dropout,
+    quantized_calls,
+    torch_or_none,
+)
 from .machine import Probe
 from .timing import Case
 
@@ -267,6 +276,25 @@ def _beside_float32(
     return calls
 
 
+def quantized(probe: Probe | None) -> Cases:
+    """One query and a cache in int8, beside the same cache in other dtypes and beside quantized caches of peers."""
+    for tokens in (256, 4096, 16384):
+        kv_shape = (1, 8, tokens, 128)
+        targets: dict[str, float] = {"float32": 2.5, "bfloat16": 1.54} if tokens == 16384 else {"float32": 1.0}
+        yield Case(
+            f"int8, T_k={tokens}, 8 key-value heads of 32", functools.partial(_quantized_calls, probe, kv_shape),
+            "read", 2.0 * float(np.prod(kv_shape)), targets, {"T": tokens},
+        )  # fmt: skip
+
+
+def _quantized_calls(probe: Probe | None, kv_shape: tuple[int, ...]) -> Calls:
+    query, key, value = qkv((1, 32, 1, 128), kv_shape=kv_shape)
+    calls = quantized_calls(query, key, value)
+    if probe is not None:
+        probe.limits["read"] = probe.read(*(np.zeros(kv_shape, np.int8) for _ in range(2)))
+    return calls
+
+
 def calls(probe: Probe | None) -> Cases:
     """Small inputs, including all checks of the arguments."""
     for shape, most in (((6, 2), 1.0), ((1, 4, 16, 16), 2.5), ((8, 12, 64, 64), 1000.0)):
@@ -345,8 +373,8 @@ def footprint(probe: Probe | None) -> Iterator[dict[str, Any]]:
 GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
-        prefill, threads, decode, halves, softmax, dropout, dropout_fused, training, calls, window, classes, memory,
-        footprint,
+        prefill, threads, decode, halves, quantized, softmax, dropout, dropout_fused, training, calls, window, classes,
+        memory, footprint,
     )
 }  # fmt: skip
 

@@ -96,6 +96,7 @@ struct cattn_attention_params {
     int64_t num_heads;  /* query heads */
     int64_t group_size; /* query heads that read one key-value head */
     int64_t seqlen_q, seqlen_k, head_dim, d_v;
+    int64_t block_size; /* queries and keys of a block of block_mask, >= 1; read if that is present */
     struct cattn_score_options score_options;
     struct cattn_dropout_spec dropout;
     struct cattn_poll poll;
@@ -103,6 +104,7 @@ struct cattn_attention_params {
     struct cattn_ranges ranges;               /* its tensors are the first ones */
     struct cattn_tensor query, key, value;    /* value is absent if and only if d_v is 0 and out is absent */
     struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
+    struct cattn_tensor block_mask;           /* bytes, 0 hides all pairs of a block; strides count blocks; or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
     /* Packed sequences (else absent): query, key, value, out, lse and their gradients have one row axis for the whole
      * batch. Batch entry b starts at these rows (int64, batch strides) and has the lengths that ranges gives it.
@@ -320,14 +322,15 @@ enum cattn_status cattn_rope(const struct cattn_rope_params *params);
 enum cattn_status cattn_rms_norm(const struct cattn_rms_norm_params *params);
 enum cattn_status cattn_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
 
-/* How cattn_attention would compute a call. Explaining reads no element, but computes the range of every row. */
+/* How cattn_attention would compute a call. Explaining reads the block mask, but no other element, and computes the
+ * range of every row. */
 struct cattn_explanation {
     enum cattn_path path;
     int64_t n_tasks;     /* handed to threads */
     int64_t block_rows;  /* most rows of a task */
     int64_t n_visited;   /* pairs of a block of rows and a key block that are computed */
-    int64_t n_skipped;   /* pairs that are not: the key block is outside the ranges of all rows */
-    int64_t n_keys;      /* pairs of a row and a key in its range */
+    int64_t n_skipped;   /* pairs that are not: ranges and block mask hide the key block from all rows */
+    int64_t n_keys;      /* pairs of a row and a key that these leave visible */
     size_t scratch_size; /* bytes a thread */
 };
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,

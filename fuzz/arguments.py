@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+QUANTIZED = (np.int8, ml_dtypes.float8_e4m3fn)
 OTHERS = (np.int64, np.int8, np.uint64, np.bool_, np.complex64, np.longdouble, object, "U1", "S3", "M8[s]", "f4,i2")
 OTHERS = (*OTHERS, ">f4", ">f8", ">i8", ml_dtypes.float8_e5m2)
 SIZES = (0, 1, 2, 3, 5, 8, 17)
@@ -57,7 +58,7 @@ def numbers(data: Bytes, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.ascontiguousarray(a.swapaxes(0, -2)).swapaxes(0, -2)
     if kind == 5:
         a.flags.writeable = False
-    if kind == 6 and a.size:
+    if kind == 6 and a.size and a.dtype != np.int8:
         a.reshape(-1)[data.below(a.size)] = data.pick((np.nan, np.inf, -np.inf, 0.0))
     if kind == 7 and a.dtype in (np.float32, np.float64):
         return misaligned(a)

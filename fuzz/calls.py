@@ -20,7 +20,7 @@ except ImportError:
 else:
     with atheris.instrument_imports(include=["cattn"]):
         import cattn
-from arguments import FLOATS, SIZES, Bytes, numbers
+from arguments import FLOATS, QUANTIZED, SIZES, Bytes, any_thing, numbers
 
 from cattn import _cattn
 
@@ -89,12 +89,30 @@ class Shapes:
         for name, make in options.items():
             if data.chance(5):
                 call[name] = make()
+        if data.chance(5):
+            size = 1 + data.below(20)
+            blocks = self.make(-(-self.T_q // size), -(-self.T_k // size), dtype=np.float32) > 0
+            call |= {"block_mask": blocks, "block_size": size}
         if data.chance(3):
             call |= {"dropout_p": 0.5, "rng": self.rng()}
         return call
 
     def outputs(self, d: int | None = None) -> np.ndarray:
         return self.out(*self.batch_dims, *self.heads, self.T_q, self.D_v if d is None else d)
+
+
+def quantize(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Make key and value quantized. Chosen after all else, so that older inputs keep their meaning."""
+    for name in ("key", "value"):
+        array, scale = call.get(name), f"{name}_scale"
+        if "query" not in call or not data.chance(3) or scale not in inspect.signature(function).parameters:
+            continue
+        if isinstance(array, np.ndarray) and array.size < 1 << 20:
+            call[name] = numbers(data, array.shape, data.pick(QUANTIZED))
+            kinds = ((*array.shape[:-1], 1), array.shape[-1:], array.shape, ())
+            call[scale] = np.abs(numbers(data, data.pick(kinds), np.float32)) + np.float32(0.5)
+        if data.chance(4):
+            call[scale] = any_thing(data)
 
 
 def attention(data: Bytes) -> dict[str, Any]:

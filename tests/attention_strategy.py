@@ -92,6 +92,11 @@ def calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
         call["key_value_seq_starts"] = rng.integers(0, T_k + 1, broadcastable(batch))
     if draw(st.booleans()):
         call |= {"dropout_p": draw(st.sampled_from([0.1, 0.5, 1.0])), "rng": draw(st.integers(0, 2**64 - 1))}
+    if draw(st.integers(0, 3)) == 0:
+        size = draw(st.sampled_from([1, 7, 16, 50, 64, 192, 300]))
+        shape = broadcastable([*query_dims, -(-T_q // size), -(-T_k // size)])[draw(st.integers(0, len(query_dims))) :]
+        blocks = rng.random(shape) < draw(st.sampled_from([0.1, 0.5, 0.9]))
+        call |= {"block_mask": lay_out_mask(blocks, lay_out), "block_size": size}
     if draw(st.booleans()):
         call["scale"] = draw(st.floats(-1, 1))
     return call, dtype

@@ -151,6 +151,9 @@ CALLS: dict[str, Call] = {
         QUERY, KEY, VALUE, is_causal="upper_left", query_offset=np.array([[3], [90]])[:, 0], window_size=(60, 0),
         key_value_seq_lengths=LENGTHS[:, 0], key_value_seq_starts=LENGTHS[::-1, 0] // 9,
     ),
+    "blocks": lambda: _attend(
+        QUERY, KEY, VALUE, block_mask=np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, block_size=16,
+    ),
     "all outputs": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=5, **ALL_OUTPUTS),
     "stream": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=cattn.TorchGenerator(5), threads=2, **ALL_OUTPUTS),
     "NumPy's generator": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=np.random.default_rng(1)),

@@ -83,6 +83,40 @@ def test_options_give_the_bits_of_the_library(
     np.testing.assert_array_equal(np.load("lse.npy"), expected.lse)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("shapes", [((3, 2, 40, 1), (2, 40, 1)), ((8,), (3, 1, 1, 5)), ((), None), (None, (40, 1))])
+@pytest.mark.parametrize("slicing", ["whole", "thin"])
+def test_quantized_keys_and_values_have_scales(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, shapes: Any,
+    slicing: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
+    monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
+    arrays = [array.astype(dtype) for array in save(*HEADS)]
+    scales: dict[str, Any] = {}
+    words: list[str] = []
+    for i, (name, shape) in enumerate(zip(("key", "value"), shapes, strict=True), 1):
+        if shape is not None:
+            arrays[i] = (arrays[i] * 30).astype(np.int8)
+            scales[f"{name}_scale"] = np.exp(np.random.default_rng(i).standard_normal(shape)) / 30
+            np.save(f"{name}_scale.npy", scales[f"{name}_scale"])
+            words += [f"--{name}-scale", f"{name}_scale.npy"]
+    for name, array in zip("qkv", arrays, strict=True):
+        np.save(f"{name}.npy", array)
+    assert attend_files(*words, "--causal", "--weights", "w.npy") == 0
+    assert capsys.readouterr().err == ""
+    expected = cattn.scaled_dot_product_attention(*arrays, **scales, is_causal="lower_right", return_weights=True)
+    np.testing.assert_array_equal(np.load("out.npy"), expected.out)
+    np.testing.assert_array_equal(np.load("w.npy"), expected.weights)
+
+
+def test_one_archive_holds_all_arrays_and_scales(folder: Path) -> None:
+    q, k, v = np.ones((3, 4), np.float32), np.ones((5, 4), np.int8), np.ones((5, 4), np.int8)
+    np.savez("all.npz", q=q, k=k, v=v, key_scale=np.float32(0.5), value_scale=np.full((5, 1), 0.25, np.float32))
+    assert main(["attend", "all.npz", "-o", "out.npy", "--key-scale", "all.npz", "--value-scale", "all.npz"]) == 0
+    np.testing.assert_array_equal(np.load("out.npy"), np.full((3, 4), 0.25, np.float32))
+
+
 def test_a_window_that_is_ambiguous_warns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(*HEADS)
     assert attend_files("--window", "4", "2") == 0
@@ -112,6 +146,8 @@ def test_a_window_that_is_ambiguous_warns(folder: Path, capsys: pytest.CaptureFi
         (["--softcap", "nan"], "softcap"),
         (["--sinks", "sinks.npy"], r"sinks has shape \(7,\)"),
         (["--query-offset", str(2**70)], "query_offset"),
+        (["--key-scale", "sinks.npy"], "key has dtype float32 and a scale; key_scale belongs to int8.*: sinks.npy"),
+        (["--value-scale", "none.npy"], "none.npy: No such file"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_refused(

@@ -151,6 +151,32 @@ def test_minus_infinity_in_one_of_two_additive_masks_hides_the_key() -> None:
     assert_same_bits(out, np.repeat(x[:1], 6, axis=0))
 
 
+# ---- quantized keys and values -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "shapes", [((2, 2, 350, 1), (2, 2, 350, 1)), ((2, 1, 16), (24,)), ((), None), (None, (350, 1))]
+)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_chunks_of_quantized_keys_have_their_scales(dtype: str, shapes: Any) -> None:
+    """Tasks give the bits of tasks on the products."""
+    type_ = np.int8 if dtype == "int8" else pytest.importorskip("ml_dtypes").float8_e4m3fn
+    query = da.from_array(normal(2, 4, 100, 16), chunks=(1, 3, 40, 16))
+    whole: list[Any] = []
+    chunked: list[Any] = []
+    scales: dict[str, Any] = {}
+    for name, columns, shape in zip(("key", "value"), (16, 24), shapes, strict=True):
+        array = normal(2, 2, 350, columns, seed=columns)
+        if shape is not None:
+            array = (array * 40).astype(type_)
+            scale = np.exp(normal(*shape, seed=5)).astype(np.float32) / 40
+            scales[f"{name}_scale"] = scale if name == "value" else da.from_array(scale, chunks=3)
+        chunked.append(da.from_array(array, chunks=(2, 1, 90, 8)))
+        whole.append(array if shape is None else array.astype(np.float32) * scale)
+    out = attention(query, *chunked, **scales, is_causal="lower_right")
+    right = attention(query, *(da.from_array(x, chunks=(2, 1, 90, 8)) for x in whole), is_causal="lower_right")
+    assert out.dtype == np.float32
+    assert_same_bits(compute(out), compute(right))
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 def problem() -> tuple[list[Any], dict[str, Any]]:
     """Return a call that uses every operand: grouped heads, masks, sinks, slopes, lengths, dropout."""
@@ -369,6 +395,10 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"bias": da.ones((6, 5))}, ValueError, "bias has shape"),
         ({"sinks": da.ones(3)}, ValueError, "sinks has shape"),
         ({"alibi_slopes": [-1.0]}, ValueError, "alibi_slopes must be finite and not negative"),
+        ({"key_scale": 1.0}, TypeError, "key has dtype float64 and a scale; key_scale belongs to int8"),
+        ({"value": D.astype("i1"), "value_scale": np.ones((6, 2))}, ValueError,
+         r"value_scale has shape \(6, 2\), which does not broadcast to the shape of value \(2, 6, 4\)"),
+        ({"value": D.astype("i1"), "value_scale": D > 0}, TypeError, "value_scale has dtype bool"),
         ({"softcap": -1}, ValueError, "softcap"),
         ({"scale": np.inf}, ValueError, "scale"),
         ({"dropout_p": 2}, ValueError, "dropout_p"),
@@ -395,6 +425,9 @@ def test_an_ambiguous_alignment_brings_the_warning_of_cattn() -> None:
 def test_numbers_in_dask_arrays_are_checked_by_the_task() -> None:
     result = attention(D, D, D, sinks=da.full(1, np.nan))
     with pytest.raises(ValueError, match="sinks must be finite"):
+        compute(result)
+    result = attention(D, D.astype("i1"), D, key_scale=da.zeros(4))
+    with pytest.raises(ValueError, match="key_scale must be positive"):
         compute(result)
 
 

@@ -23,6 +23,7 @@ def bits(x: Any) -> bytes:
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 X = np.ones((2, 6, 4, 8), np.float32)
+BYTES = X.astype(np.int8)
 WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = {
     "object": (TypeError, "query must be an array, got str", ("x", X, X), {}),
     "dimensions": (ValueError, r"query must have shape \(B, T, N, H\) or \(T, N, H\), got \(8,\)", (X[0, 0, 0], X, X),
@@ -63,6 +64,17 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
               {"sinks": np.ones(3)}),
     "boolean sinks": (TypeError, "sinks must be numbers, got bool", (X, X, X), {"sinks": np.ones(4, bool)}),
     "slopes": (ValueError, "alibi_slopes must have shape", (X, X, X), {"alibi_slopes": 0.5}),
+    "integers without scale": (TypeError, "key must be float16, .* got int8; with key_scale also int8", (X, BYTES, X),
+                               {}),
+    "integer queries": (TypeError, "query must be float16, bfloat16, float32 or float64, got int8$", (BYTES, X, X), {}),
+    "scale of floats": (TypeError, "value has dtype float32 and a scale; value_scale belongs to int8", (X, X, X),
+                        {"value_scale": 1.0}),
+    "shape of a scale": (
+        ValueError, r"key_scale has shape \(2, 6, 1\), which does not broadcast to the shape of key \(2, 6, 4, 8\)",
+        (X, BYTES, X), {"key_scale": np.ones((2, 6, 1))}),
+    "boolean scale": (TypeError, "key_scale must be numbers, got bool", (X, BYTES, X), {"key_scale": True}),
+    "dtypes beside a scale": (TypeError, "value must have the dtype of query, float32, got float16",
+                              (X, BYTES, X.astype("f2")), {"key_scale": 1.0}),
 }  # fmt: skip
 
 
@@ -85,11 +97,15 @@ def test_options_that_are_traced_are_errors(name: str) -> None:
         ("alibi_slopes", [0.5, -0.5, 1, 1], "finite and not negative, got -0.5"),
         ("alibi_slopes", [0.5, np.nan, 1, 1], "finite and not negative, got .*nan"),
         ("sinks", [0.5, np.inf, 1, 1], "finite, or -inf for none, got inf"),
+        ("value_scale", [0.5] * 7 + [0.0], r"positive and finite, from 2\*\*-100 to 2\*\*100, got 0\n"),
+        ("value_scale", [0.5, np.nan] + [1.0] * 6, r"positive and finite, .* got .*nan"),
+        ("value_scale", [2.0**101] * 8, r"positive and finite, .* got 2.5353e\+30"),
     ],
 )
 def test_numbers_of_heads_are_checked_when_they_are_known(name: str, numbers: list[float], wanted: str) -> None:
+    value = BYTES if name == "value_scale" else X
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"cattn: {name} must be {wanted}"):
-        jax.block_until_ready(jax.jit(lambda x: attention(X, X, X, **{name: x}))(np.array(numbers, np.float32)))
+        jax.block_until_ready(jax.jit(lambda x: attention(X, X, value, **{name: x}))(np.array(numbers, np.float32)))
 
 
 def test_sinks_may_be_minus_infinity() -> None:
@@ -111,6 +127,7 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
 
 
 QKV = {"query": X, "key": X, "value": X}
+ONE = np.ones((1, 1, 1, 1), np.float32)
 OUT = {"out": (X.shape, np.float32)}
 SAVED = {**QKV, "forward_out": X, "forward_lse": np.zeros((2, 6, 4, 2), np.uint32), "grad_out": X}
 GRADS = {f"grad_{name}": (X.shape, np.float32) for name in QKV}
@@ -122,10 +139,10 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
     "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
     "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
     "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
-                  "present is 0x20007, which lacks operands or has too many"),
+                  "present is 0x80007, which lacks operands or has too many"),
     "an operand of the other pass": ("forward", {**QKV, "grad_out": X}, OUT, {}, "lacks operands or has too many"),
-    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x1000F)}, "there is no buffer for bias"),
-    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x10007)},
+    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x4000F)}, "there is no buffer for bias"),
+    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x40007)},
                        "3 arguments expected, got 4"),
     "dimensions": ("forward", {**QKV, "key": X[0]}, OUT, {}, "key has 3 dimensions, wanted 4"),
     "integers": ("forward", {**QKV, "query": X.astype(np.int32)}, OUT, {}, "query has element type 4"),
@@ -149,6 +166,15 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
         "grad_residual has element type 10"),
     "a residual of the forward pass": ("forward", {**QKV, "grad_residual": np.ones((2, 6, 4), np.float32)}, OUT, {},
                                        "lacks operands or has too many"),
+    "int8 without a scale": ("forward", {**QKV, "key": BYTES}, OUT, {}, "key has element type 2 of XLA and no scale"),
+    "a scale of floats": ("forward", {**QKV, "value_scale": ONE}, OUT, {},
+                          "value has element type 11 of XLA and a scale"),
+    "quantized beside halves": ("forward", {**QKV, "query": X.astype("f2"), "key": BYTES, "key_scale": ONE}, OUT, {},
+                                "key is quantized, but query has element type 10"),
+    "another type of the scale": ("forward", {**QKV, "key": BYTES, "key_scale": ONE.astype(np.float16)}, OUT, {},
+                                  "key_scale has element type 10"),
+    "another size of the scale": ("forward", {**QKV, "key": BYTES, "key_scale": X[:, :5]}, OUT, {},
+                                  "key_scale has size 5 on axis 1, wanted 6"),
     "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
                                "there are no sinks for grad_sinks"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cattn
-from cattn.nn._files import load_arrays
+from cattn.nn._files import load_arrays, save_arrays
 from support import assert_same_bits, needs_links
 from test_state_dict import assert_state, causal, mha, other, rng, v1, v2, wrapper
 
@@ -151,3 +151,15 @@ def test_the_extra_is_named_if_safetensors_is_not_installed(tmp_path: Path, monk
         v2().save(tmp_path / "w.safetensors")
     assert not list(tmp_path.iterdir())
     v2().save(tmp_path / "w.npz")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_pipe_stays_and_takes_the_file(folder: Path) -> None:
+    """As root, to replace a device such as /dev/null would take it from all programs."""
+    os.mkfifo("pipe.npz")
+    reader = subprocess.Popen([sys.executable, "-c", "open('copy.npz', 'wb').write(open('pipe.npz', 'rb').read())"])
+    weights = {"w": np.arange(6.0).reshape(2, 3)}
+    save_arrays("pipe.npz", weights)
+    assert reader.wait(60) == 0
+    assert stat.S_ISFIFO(os.stat("pipe.npz").st_mode)
+    assert_same_bits(load_arrays("copy.npz")["w"], weights["w"])

@@ -194,22 +194,33 @@ bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose
     return false;
 }
 
-PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
-                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims) {
-    PyArrayObject *mask = NULL;
+/* A mask of any shape. */
+static PyArrayObject *find_mask(struct binding_state *state, PyObject *object, const char *name,
+                                enum cattn_mask_kind kind, int type) {
     const bool boolean = kind != CATTN_MASK_BIAS, floating = kind != CATTN_MASK_BOOL;
     if (PyArray_CheckExact(object)) {
         PyArrayObject *array = (PyArrayObject *)object;
         const int own = PyArray_TYPE(array);
         if (((boolean && own == NPY_BOOL) || (floating && own == type)) && layout_fits(array, log2_itemsize(array))) {
             Py_INCREF(object);
-            mask = array;
+            return array;
         }
     }
-    if (mask == NULL) {
-        PyObject *helpers[] = {state->as_mask, state->as_bias, state->as_bool};
-        mask = converted(helpers[kind], object, name, floating ? type : NPY_BOOL, boolean ? NPY_BOOL : type);
-    }
+    PyObject *helpers[] = {state->as_mask, state->as_bias, state->as_bool};
+    return converted(helpers[kind], object, name, floating ? type : NPY_BOOL, boolean ? NPY_BOOL : type);
+}
+
+PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
+                                   const npy_intp *dims, const char *meaning) {
+    PyArrayObject *mask = find_mask(state, object, name, CATTN_MASK_BOOL, NPY_BOOL);
+    if (mask != NULL && !cattn_arg_broadcasts(mask, name, nd, dims, meaning, ""))
+        Py_CLEAR(mask);
+    return mask;
+}
+
+PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
+                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims) {
+    PyArrayObject *mask = find_mask(state, object, name, kind, type);
     if (mask != NULL && !broadcasts(mask, nd, dims)) {
         char hint[256] = "";
         find_mask_hint(hint, sizeof hint, mask, name, kind, nd, dims);

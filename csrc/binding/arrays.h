@@ -31,6 +31,9 @@ enum cattn_mask_kind {
 /* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
 PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
                               enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
+/* A boolean mask that broadcasts to dims; `meaning` explains the dims. */
+PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
+                                   const npy_intp *dims, const char *meaning);
 /* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
 /* ValueError unless array has this shape, which is that of `whose`. */

@@ -175,7 +175,7 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
         params->n_bias = 0;
     }
     if (stage < CATTN_STAGE_MASK) {
-        params->attn_mask.data = NULL;
+        params->attn_mask.data = params->block_mask.data = NULL;
         params->ranges.all_visible = true;
     }
 }

@@ -286,6 +286,40 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     return true;
 }
 
+static npy_intp ceil_div(int64_t n, int64_t d) { return (npy_intp)(n / d + (n % d != 0)); }
+
+/* block_mask: a boolean mask with an element for each block of block_size queries by block_size keys. */
+static bool parse_block_mask(struct cattn_call *call, PyObject *mask, PyObject *size) {
+    struct cattn_attention_params *params = call->params;
+    if (mask == Py_None && size == Py_None)
+        return true;
+    if (mask == Py_None || size == Py_None) {
+        PyErr_SetString(PyExc_ValueError,
+                        size == Py_None ? "block_mask needs block_size, the number of queries and of keys of a block"
+                                        : "block_size is given without a block_mask");
+        return false;
+    }
+    if (!cattn_arg_count(size, "block_size", 1, INT64_MAX, &params->block_size))
+        return false;
+    /* larger blocks are the same as one block; the core multiplies sizes by numbers of blocks */
+    const int64_t longest = params->seqlen_q > params->seqlen_k ? params->seqlen_q : params->seqlen_k;
+    if (params->block_size > longest)
+        params->block_size = longest > 0 ? longest : 1;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    dims[call->nd - 2] = ceil_div(params->seqlen_q, params->block_size);
+    dims[call->nd - 1] = ceil_div(params->seqlen_k, params->block_size);
+    char meaning[160];
+    PyOS_snprintf(meaning, sizeof meaning, "the blocks of block_size=%lld for T_q=%lld and T_k=%lld,",
+                  (long long)params->block_size, (long long)params->seqlen_q, (long long)params->seqlen_k);
+    PyArrayObject *blocks = call->inputs[BLOCK_MASK] =
+        cattn_arg_bool_mask(call->state, mask, "block_mask", call->nd, dims, meaning);
+    if (blocks == NULL)
+        return false;
+    cattn_tensor_from(&params->block_mask, blocks, call->n_batch_dims, call->axes);
+    return true;
+}
+
 static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
     const struct cattn_range_sizes sizes = {.seqlen_q = call->dims[call->nd - 2],
                                             .seqlen_k = call->dims[call->nd - 1],
@@ -350,6 +384,7 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
            parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
-           parse_ranges(call, args) && parse_score_options(call, args) &&
+           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
+           parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout);
 }

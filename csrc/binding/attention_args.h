@@ -28,6 +28,8 @@
     A(sinks)                                                                                                           \
     A(key_scale)                                                                                                       \
     A(value_scale)                                                                                                     \
+    A(block_mask)                                                                                                      \
+    A(block_size)                                                                                                      \
     A(rng)                                                                                                             \
     A(return_weights)                                                                                                  \
     A(return_lse)                                                                                                      \
@@ -59,7 +61,7 @@ enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT
 enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 
 /* The arguments that are arrays. */
-enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, N_INPUTS };
+enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, BLOCK_MASK, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
 /* One call of attention on its way from Python's arguments to the core. */

@@ -63,7 +63,8 @@ static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, st
     /* blocks are counted from key 0, even if the first visible key is inside one: the bit contract fixes the sums */
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     job->kernels->chunk_begin(rows);
-    for (int64_t k0 = first; k0 < end; k0 += CATTN_BLOCK_KEYS) {
+    for (int64_t k0 = cattn_rows_next_block(rows, first, end); k0 < end;
+         k0 = cattn_rows_next_block(rows, k0 + CATTN_BLOCK_KEYS, end)) {
         const int64_t k1 = cattn_block_end(k0, rows->n_keys);
         if (worker && cattn_should_stop(worker))
             return false;
@@ -99,14 +100,17 @@ static void run_rows(const struct forward_job *job, int64_t block, void *memory,
                                                           job->params->seqlen_k, rows->scratch.drop_bits, worker))
         return;
     const struct cattn_range keys = cattn_rows_keys(rows);
-    const int64_t first = keys.lo / CATTN_CHUNK_KEYS;
-    int64_t chunk = first;
+    /* chunks that no row sees are left out: a merge with one changes nothing */
+    int64_t next = cattn_rows_next_block(rows, keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS, keys.hi);
+    bool first = true;
     do { /* also without keys: `finish` needs an initialised state */
+        const int64_t chunk = next / CATTN_CHUNK_KEYS;
         if (!run_chunk(job, rows, keys, chunk, worker))
             return;
-        merge_chunk(job, rows, chunk == first);
-        chunk++;
-    } while (chunk * CATTN_CHUNK_KEYS < keys.hi);
+        merge_chunk(job, rows, first);
+        first = false;
+        next = cattn_rows_next_block(rows, (chunk + 1) * CATTN_CHUNK_KEYS, keys.hi);
+    } while (next < keys.hi);
     job->kernels->finish(rows);
 }
 
@@ -306,18 +310,38 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
 
 /* ---- explaining a call instead of computing it ---- */
 
-/* The range of keys that a block of rows needs. Adds to *n_keys the number of pairs of a row and a key in its range. */
-static struct cattn_range explain_block(const struct forward_job *job, int64_t block, int64_t *n_keys) {
+/* The number of keys in a range that the block mask shows to row r. */
+static int64_t count_keys(const struct cattn_rows *rows, int r, struct cattn_range keys) {
+    const int64_t size = rows->call.block_size;
+    if (!rows->call.has_block_mask || keys.lo >= keys.hi)
+        return keys.lo < keys.hi ? keys.hi - keys.lo : 0;
+    int64_t n = 0;
+    for (int64_t key = keys.lo, end; key < keys.hi; key = end) {
+        end = cattn_min(keys.hi, (key / size + 1) * size);
+        n += rows->per_row->block_mask[r][key / size * rows->call.block_mask_col] ? end - key : 0;
+    }
+    return n;
+}
+
+/* Adds to *explanation what a block of rows visits. */
+static void explain_block(const struct forward_job *job, int64_t block, struct cattn_explanation *explanation) {
+    const struct cattn_attention_params *p = job->params;
     const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    cattn_batch_fill(job->params, at.batch, &batch);
+    struct cattn_per_row per_row;
+    struct cattn_rows rows = {.call = job->call, .per_row = &per_row, .n_rows = at.n_rows};
+    cattn_batch_fill(p, at.batch, &batch);
     struct cattn_range all = {0, 0};
-    for (int64_t row = at.first_row; row < at.first_row + at.n_rows; row++) {
-        const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, row % job->params->seqlen_q);
-        *n_keys += keys.lo < keys.hi ? keys.hi - keys.lo : 0;
+    for (int r = 0; r < at.n_rows; r++) {
+        const int64_t i = (at.first_row + r) % p->seqlen_q, head = at.first_head + (at.first_row + r) / p->seqlen_q;
+        const struct cattn_range keys = cattn_visible_keys(&batch.batch_range, i);
+        if (p->block_mask.data)
+            cattn_block_masks_of_head(&per_row, p, &batch, r, 1, head, i);
+        explanation->n_keys += count_keys(&rows, r, keys);
         all = cattn_range_union(all, keys);
     }
-    return all;
+    for (int64_t k0 = all.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS; k0 < all.hi; k0 += CATTN_BLOCK_KEYS)
+        explanation->n_visited += cattn_rows_see_block(&rows, all, k0, cattn_min(k0 + CATTN_BLOCK_KEYS, all.hi));
 }
 
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
@@ -325,6 +349,7 @@ enum cattn_status cattn_attention_explain(const struct cattn_attention_params *p
     CATTN_CHECK(attention, params);
     struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
     job.plan = cattn_plan(params, job.kernels);
+    cattn_call_shape_fill(params, &job.call);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;
     const int64_t n_key_blocks = cattn_ceil_div(params->seqlen_k, CATTN_BLOCK_KEYS);
     const bool split = job.plan.path == CATTN_PATH_SPLIT;
@@ -334,9 +359,7 @@ enum cattn_status cattn_attention_explain(const struct cattn_attention_params *p
                                               .scratch_size = job.plan.scratch_size};
     int64_t next_poll = 0; /* ranges of long batches take a while, so Ctrl-C must work */
     for (int64_t block = 0; block < n_blocks; block++) {
-        const struct cattn_range keys = explain_block(&job, block, &explanation->n_keys);
-        if (keys.lo < keys.hi)
-            explanation->n_visited += (keys.hi - 1) / CATTN_BLOCK_KEYS - keys.lo / CATTN_BLOCK_KEYS + 1;
+        explain_block(&job, block, explanation);
         if (cattn_poll_between(&params->poll, &next_poll))
             return CATTN_INTERRUPTED;
     }

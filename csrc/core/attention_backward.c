@@ -51,7 +51,7 @@ static struct cattn_call_shape call_of_grads(const struct cattn_backward_params 
     call.head_dim = scores->d_v;
     call.score_options.scale = scores->keep_scale;
     call.score_options.softcap = 0;
-    call.has_slopes = false;
+    call.has_slopes = call.has_block_mask = false;
     call.fully_ranged = true;
     return call;
 }
@@ -207,7 +207,7 @@ static void pass_ticket(const struct backward_job *job, int64_t place) {
 static bool run_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
                       struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
     const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
-    const bool sees = keys.lo < k1 && k0 < keys.hi;
+    const bool sees = cattn_rows_see_block(&b->scores, keys, k0, k1);
     if (sees)
         job->kernels->backward_scores(b, k0, k1);
     if (job->params->grad_bias.data) {

@@ -29,6 +29,7 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
     batch->key_scale = cattn_batch_start(p, &p->key_scale, index);
     batch->value_scale = cattn_batch_start(p, &p->value_scale, index);
     batch->attn_mask = cattn_batch_start(p, &p->attn_mask, index);
+    batch->block_mask = cattn_batch_start(p, &p->block_mask, index);
     batch->slopes = cattn_batch_start(p, &p->slopes, index);
     batch->sinks = cattn_batch_start(p, &p->sinks, index);
     batch->out = cattn_batch_start(p, &p->out, index);
@@ -61,6 +62,7 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->has_slopes = call->has_positions = p->slopes.data;
     call->has_sinks = p->sinks.data;
     call->has_mask = p->attn_mask.data;
+    call->has_block_mask = p->block_mask.data;
     call->has_out = p->out.data;
     call->has_lse = p->lse.data;
     call->has_weights = p->weights.data;
@@ -74,6 +76,8 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->query_col = p->query.col;
     /* an absent tensor has uninitialised strides */
     call->mask_col = p->attn_mask.data ? p->attn_mask.col : 0;
+    call->block_mask_col = p->block_mask.data ? p->block_mask.col : 0;
+    call->block_size = p->block_size;
     call->out_col = p->out.data ? p->out.col : 0;
     call->weights_out_col = p->weights.data ? p->weights.col : 0;
     /* halves: kernels write rows of scratch with unit stride, which `finish` narrows */
@@ -130,6 +134,13 @@ static void point_rows(void **rows, int n, int valid, char *first, int64_t bytes
         rows[k] = NULL;
 }
 
+void cattn_block_masks_of_head(struct cattn_per_row *per_row, const struct cattn_attention_params *p,
+                               const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i) {
+    const uint8_t *mask = (const uint8_t *)p->block_mask.data + batch->block_mask + head * p->block_mask.head;
+    for (int k = 0; k < n; k++)
+        per_row->block_mask[r + k] = mask + (i + k) / p->block_size * p->block_mask.row;
+}
+
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p,
                         const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i) {
     struct cattn_per_row *at = rows->per_row;
@@ -167,6 +178,8 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         for (int k = 0; k < n; k++)
             at->mask[r + k] = mask + k * p->attn_mask.row;
     }
+    if (p->block_mask.data)
+        cattn_block_masks_of_head(at, p, batch, r, n, head, i);
     for (int b = 0; b < p->n_bias; b++) {
         const struct cattn_tensor *tensor = &p->bias[b];
         const char *bias = cattn_tensor_at(p, tensor, batch->bias[b] + head * tensor->head + i * tensor->row);
@@ -232,4 +245,25 @@ struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     for (int r = 0; r < rows->n_rows; r++)
         all = cattn_range_union(all, (struct cattn_range){lo[r], hi[r]});
     return all;
+}
+
+int64_t cattn_rows_next_block(const struct cattn_rows *rows, int64_t k0, int64_t hi) {
+    if (!rows->call.has_block_mask)
+        return k0;
+    const int64_t size = rows->call.block_size, col = rows->call.block_mask_col;
+    const uint8_t *const *mask = rows->per_row->block_mask;
+    int64_t first = hi; /* of the visible keys */
+    for (int r = 0; r < rows->n_rows; r++) {
+        int64_t block = k0 / size;
+        if (r > 0 && mask[r] == mask[r - 1])
+            continue;
+        while (block * size < first && !mask[r][block * col])
+            block++;
+        first = cattn_min(first, block * size);
+    }
+    return first < k0 ? k0 : first < hi ? first / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : hi;
+}
+
+bool cattn_rows_see_block(const struct cattn_rows *rows, struct cattn_range keys, int64_t k0, int64_t k1) {
+    return keys.lo < k1 && k0 < keys.hi && cattn_rows_next_block(rows, k0, k1) < k1;
 }

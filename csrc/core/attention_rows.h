@@ -9,8 +9,8 @@
 struct cattn_batch {
     int64_t index;
     struct cattn_batch_range batch_range;
-    int64_t query, key, value, key_scale, value_scale, attn_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out, weights,
-        lse;
+    int64_t query, key, value, key_scale, value_scale, attn_mask, block_mask, bias[CATTN_MAX_BIAS], slopes, sinks, out,
+        weights, lse;
 };
 
 void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch);
@@ -33,6 +33,9 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
 /* Rows r .. r+n-1 of the task are queries i .. i+n-1 of one query head. */
 void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_params *p,
                         const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i);
+/* The block masks of those rows, which cattn_rows_of_head also sets. */
+void cattn_block_masks_of_head(struct cattn_per_row *per_row, const struct cattn_attention_params *p,
+                               const struct cattn_batch *batch, int r, int n, int64_t head, int64_t i);
 
 /* Fills *rows with the queries of one block of one head; the scratch must be set. Returns the block's first row in the
  * tensors, which is not its first query in packed sequences. n_rows is 0, and nothing else is set, past the end of one.
@@ -47,5 +50,10 @@ int64_t cattn_sequence_start(const struct cattn_attention_params *p, const struc
 
 /* The smallest range that holds the ranges of all rows of the task; {0, 0} if they are empty. */
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows);
+/* The first key of the first key block, from the one at k0 on, of which the block mask shows a key below `hi` to some
+ * row of the task; at least hi if there is none. Without a block mask it is k0. */
+int64_t cattn_rows_next_block(const struct cattn_rows *rows, int64_t k0, int64_t hi);
+/* Whether some row may see a key of the key block k0 .. k1-1; `keys` is what cattn_rows_keys returned. */
+bool cattn_rows_see_block(const struct cattn_rows *rows, struct cattn_range keys, int64_t k0, int64_t k1);
 
 #endif

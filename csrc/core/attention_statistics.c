@@ -87,7 +87,7 @@ static bool run_block(const struct statistics_job *job, int64_t unit, int64_t bl
         if (cattn_should_stop(worker))
             return false;
         s->columns_begin = s->columns_end = 0; /* unless the kernel finds some */
-        if (keys.lo < k1 && k0 < keys.hi)
+        if (cattn_rows_see_block(&s->rows, keys, k0, k1))
             job->kernels->statistics_block(s, k0, k1);
         if (job->plan.adds_columns && !add_columns(job, s, unit, block, key_block, worker))
             return false;

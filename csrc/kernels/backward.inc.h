@@ -136,9 +136,13 @@ static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, co
     else if (b->scores.drop.enabled)
         each_philox_bits(t, e, r, weigh_dropping, &lanes);
     else
+        for (int k = e->begin, end; k < e->end; k = end) {
+            end = (int)min64(e->end, chain_run_end(e->chains, k));
+            if (has_chain(e->chains, k))
 #pragma GCC unroll 4
-        for (int k = e->begin; k < e->end; k++)
-            weigh(&lanes, k, false, all);
+                for (int i = k; i < end; i++)
+                    weigh(&lanes, i, false, all);
+        }
 }
 
 /* Zeroes both arrays for LANES rows from r on and the keys begin .. end-1. */
@@ -146,6 +150,15 @@ static void zero_lanes(const struct cattn_backward *b, int r, int begin, int end
     for (int k = begin; k < end; k++) {
         vf_storeu((real *)b->scores.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
         vf_storeu((real *)b->grads.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
+    }
+}
+
+/* Zeroes both arrays for LANES rows from r on and the chains of the extent that none of them sees. */
+static void zero_unseen_chains(const struct cattn_backward *b, const struct extent *e, int r) {
+    for (int k = e->begin, end; k < e->end; k = end) {
+        end = (int)min64(e->end, chain_run_end(e->chains, k));
+        if (!has_chain(e->chains, k))
+            zero_lanes(b, r, k, end);
     }
 }
 
@@ -157,6 +170,7 @@ static void weigh_block(const struct tile *t, const struct cattn_backward *b) {
         const struct extent *e = &t->vector[v];
         const int r = v * LANES;
         weigh_lanes(t, b, e, r);
+        zero_unseen_chains(b, e, r);
         zero_lanes(b, r, begin, e->begin == e->end ? end : e->begin);
         if (e->begin < e->end)
             zero_lanes(b, r, e->end, end);
@@ -285,12 +299,16 @@ static vf sum_over_queries_visible(const struct tile *t, const struct query_sum 
     return sum;
 }
 
-/* Sums over the rows first .. last-1 for mr keys from k on and the columns from c on. */
-INLINE void sum_over_queries_tile(int mr, int nr, const struct tile *t, const struct query_sum *q, int k, int64_t c,
-                                  int first, int last) {
+/* Sums over the rows first .. last-1 for mr keys from k on and the columns from c on. `chains` of rows are the constant
+ * ALL_CHAINS unless some are missing. */
+INLINE void sum_over_queries_tile(int mr, int nr, const struct tile *t, const struct query_sum *q, unsigned chains,
+                                  int k, int64_t c, int first, int last) {
     vf sum[MR][NR];
-    dot_tile(mr, nr, first, last, q->weights + k * CATTN_TILE_ROWS + first, CATTN_TILE_ROWS, 1,
-             q->rows + first * q->stride + c, q->stride, sum);
+    const real *weights = q->weights + k * CATTN_TILE_ROWS + first, *from = q->rows + first * q->stride + c;
+    if (chains == ALL_CHAINS)
+        dot_tile(mr, nr, first, last, weights, CATTN_TILE_ROWS, 1, from, q->stride, sum);
+    else
+        dot_chains(mr, nr, chains, first, last, weights, CATTN_TILE_ROWS, 1, from, q->stride, sum);
     const bool finite = tile_is_finite(mr, nr, sum);
     const int left = (int)min64(q->cols - c, nr * LANES);
     const int64_t row = q->to_row;
@@ -326,14 +344,48 @@ INLINE bool narrow(const struct tile *t, int k, int height, int *first, int *las
     return any;
 }
 
+/* The chains of rows of which a vector sees the chain of key k. */
+INLINE unsigned rows_that_see(const struct tile *t, int k) {
+    unsigned chains = 0;
+    for (int v = 0; v < t->n_vectors; v++) {
+        const struct extent *e = &t->vector[v];
+        if (e->begin < k / CATTN_CHAIN_TERMS * CATTN_CHAIN_TERMS + CATTN_CHAIN_TERMS && k < e->end &&
+            has_chain(e->chains, k))
+            chains |= 1u << v * LANES / CATTN_CHAIN_TERMS;
+    }
+    return chains;
+}
+
+/* sum_over_queries_block where chains are missing: keys that the same chains of rows see come together. */
+NOINLINE void sum_over_queries_chains(const struct tile *t, const struct query_sum *q) {
+    const int last_key = (int)min64(t->all.end, t->n_keys);
+    for (int k = t->all.begin, end; k < last_key; k = end) {
+        const unsigned chains = rows_that_see(t, k) & (ALL_CHAINS >> 1);
+        for (end = (int)chain_end(k, t->all.end); end < last_key && rows_that_see(t, end) == chains;)
+            end = (int)chain_end(end, t->all.end);
+        for (int height; chains && k < min64(end, last_key); k += height) {
+            int first = 0, last = t->rows->n_rows;
+            height = key_height(MR, end - k);
+            if (!narrow(t, k, height, &first, &last))
+                continue;
+            for (int64_t c = 0; c < q->cols; c += PANEL)
+                AT_SIZE(MR, height, q->cols - c > LANES, sum_over_queries_tile, t, q, chains, k, c, first, last);
+        }
+    }
+}
+
 static void sum_over_queries_block(const struct tile *t, const struct query_sum *q) {
+    if (t->has_chains) {
+        sum_over_queries_chains(t, q);
+        return;
+    }
     for (int k = t->all.begin, height; k < min64(t->all.end, t->n_keys); k += height) {
         int first = 0, last = t->rows->n_rows;
         height = key_height(MR, t->all.end - k);
         if (!narrow(t, k, height, &first, &last))
             continue;
         for (int64_t c = 0; c < q->cols; c += PANEL)
-            AT_SIZE(MR, height, q->cols - c > LANES, sum_over_queries_tile, t, q, k, c, first, last);
+            AT_SIZE(MR, height, q->cols - c > LANES, sum_over_queries_tile, t, q, ALL_CHAINS, k, c, first, last);
     }
 }
 

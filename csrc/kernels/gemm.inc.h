@@ -105,6 +105,26 @@ INLINE void dot_tile(int mr, int nr, int64_t begin, int64_t end, const real *a, 
     }
 }
 
+/* dot_tile without the chains that are missing in a bit set. The terms of those are +0 times a finite number. */
+INLINE void dot_chains(int mr, int nr, unsigned chains, int64_t begin, int64_t end, const real *a, int64_t a_row,
+                       int64_t a_col, const real *b, int64_t b_row, vf sum[MR][NR]) {
+    vf chain[MR][NR];
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = vf_set1(0);
+    for (int64_t k = begin, next; k < end; k = next) {
+        const int64_t d = k - begin;
+        next = chain_end(k, end);
+        if (!has_chain(chains, k))
+            continue;
+        if (next - k == CATTN_CHAIN_TERMS)
+            micro_tile(mr, nr, CATTN_CHAIN_TERMS, a + d * a_col, a_row, a_col, b + d * b_row, b_row, chain);
+        else
+            micro_tile(mr, nr, next - k, a + d * a_col, a_row, a_col, b + d * b_row, b_row, chain);
+        add_tile(mr, nr, sum, chain);
+    }
+}
+
 /* Packs LANES columns of LANES queries, scaled, into the panel. All loads come first, so that their cache misses
  * overlap. OPAQUE keeps the row addresses scalar: GCC would build a vector of them and unpack it again. */
 INLINE void pack_square(enum cattn_storage storage, const void *const *query, int64_t d, vf scale, real *panel) {

@@ -60,13 +60,14 @@ struct cattn_call_shape {
     int64_t seqlen_k; /* length of the weights' last axis */
     struct cattn_score_options score_options;
     double keep_scale; /* 1; under dropout 1/(1-p) */
-    bool fully_ranged; /* no element-wise mask: the ranges alone decide which keys are hidden */
-    bool has_positions, has_slopes, has_sinks, has_mask, has_out, has_lse, has_weights;
+    bool fully_ranged; /* no element-wise mask: ranges and block mask alone decide which keys are hidden */
+    bool has_positions, has_slopes, has_sinks, has_mask, has_block_mask, has_out, has_lse, has_weights;
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
     enum cattn_storage storage; /* of query, out and weights_out */
     int n_bias;
     int64_t query_col, mask_col, bias_col[2];
+    int64_t block_size, block_mask_col; /* if has_block_mask: keys of a block, and the stride from block to block */
     int64_t out_col, weights_col, weights_out_col;
 };
 
@@ -74,7 +75,7 @@ struct cattn_call_shape {
 struct cattn_per_row {
     int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
     const void *query[CATTN_TILE_ROWS];
-    const uint8_t *mask[CATTN_TILE_ROWS];
+    const uint8_t *mask[CATTN_TILE_ROWS], *block_mask[CATTN_TILE_ROWS];
     const void *bias[2][CATTN_TILE_ROWS];
     int64_t position[CATTN_TILE_ROWS];                    /* if has_positions: the query's position among the keys */
     double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
@@ -122,6 +123,9 @@ struct cattn_rows {
     int64_t n_keys;                 /* keys that exist in this batch entry */
     struct cattn_matrix key, value; /* of this key-value head; value.first is NULL if there is no value */
     struct cattn_drop drop;
+    /* Row path, of the key block at hand: bit sets of the chains that some row sees, and of those in which the block
+     * mask hides a key of some row's range. */
+    unsigned seen_chains, masked_chains;
     struct cattn_row_scratch scratch;
 };
 

@@ -11,6 +11,8 @@
 #include "load.inc.h"
 #include "prefetch.inc.h"
 
+#include "block_mask.inc.h"
+
 #include "mask.inc.h"
 #include "state.inc.h"
 

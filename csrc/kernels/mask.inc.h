@@ -1,7 +1,7 @@
 /* mask.inc.h -- which keys a row may see, and what masks, softcap and slopes do to its scores.
  *
- * A key is hidden by the row's range lo .. hi, by the boolean mask, or by a bias of -inf. A hidden score is set to -inf
- * by selection, never by adding -inf: a score that is NaN or +inf must not leak through.
+ * A key is hidden by the row's range lo .. hi, by the boolean mask, by the block mask, or by a bias of -inf. A hidden
+ * score is set to -inf by selection, never by adding -inf: a score that is NaN or +inf must not leak through.
  */
 
 /* A key's place in the block that starts at k0, clamped to the block. */
@@ -9,11 +9,18 @@ INLINE int relative(int64_t key, int64_t k0) { return (int)max64(0, min64(CATTN_
 
 INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 
+/* Whether the block mask lets row r see this key. */
+INLINE bool block_visible(const struct cattn_rows *rows, int r, int64_t key) {
+    return rows->per_row->block_mask[r][key / rows->call.block_size * rows->call.block_mask_col];
+}
+
 /* Whether row r may see this key. Slow: for single keys and rare cases that the vector code leaves over. */
 static bool key_visible(const struct cattn_rows *rows, int r, int64_t key) {
     if (key < rows->per_row->lo[r] || key >= rows->per_row->hi[r])
         return false;
     if (rows->call.has_mask && !rows->per_row->mask[r][key * rows->call.mask_col])
+        return false;
+    if (rows->call.has_block_mask && !block_visible(rows, r, key))
         return false;
     for (int b = 0; b < rows->call.n_bias; b++)
         if (is_neg_inf(((const real *)rows->per_row->bias[b][r])[key * rows->call.bias_col[b]]))
@@ -32,14 +39,24 @@ INLINE vf load_mask(const uint8_t *mask, int64_t stride, int n) {
     return n == LANES ? vf_from_bytes(mask) : vf_from_bytes_n(mask, n);
 }
 
-/* The element-wise masks of n keys of row r from `key` on, as one bias: the sum of the biases, or -inf where one of
- * them or the boolean mask hides the key. The lanes from n on are 0. */
+/* The block mask for n keys of row r from `key` on, as load_mask. */
+NOINLINE vf load_blocks(const struct cattn_rows *rows, int r, int64_t key, int n) {
+    uint8_t lanes[LANES];
+    for (int i = 0; i < n; i++)
+        lanes[i] = block_visible(rows, r, key + i);
+    return load_mask(lanes, 1, n);
+}
+
+/* The element-wise masks of n keys of row r from `key` on, and the block mask, as one bias: the sum of the biases, or
+ * -inf where one of them or a mask hides the key. The lanes from n on are 0. */
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
     vf total = vf_set1(0);
     if (rows->call.has_mask)
         total = load_mask(rows->per_row->mask[r] + key * rows->call.mask_col, rows->call.mask_col, n);
     vm hidden = vf_eq(total, neg_inf);
+    if (rows->call.has_block_mask)
+        hidden = vm_or(hidden, vf_eq(load_blocks(rows, r, key, n), neg_inf));
     /* -inf is remembered apart from the sum: +inf in another bias would turn the sum into NaN */
     for (int b = 0; b < rows->call.n_bias; b++) {
         int64_t col = rows->call.bias_col[b];
@@ -55,8 +72,12 @@ INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n)
 /* Whether row r sees any key. If its sum is 0, the result is NaN if it does, else 0. */
 static bool row_sees_any_key(const struct cattn_rows *rows, int r) {
     int64_t key = rows->per_row->lo[r];
-    if (rows->call.fully_ranged)
-        return key < rows->per_row->hi[r];
+    if (rows->call.fully_ranged) {
+        bool visible = !rows->call.has_block_mask;
+        while (!visible && key < rows->per_row->hi[r])
+            key = block_run_end(rows, r, key, rows->per_row->hi[r], &visible);
+        return visible && rows->per_row->lo[r] < rows->per_row->hi[r];
+    }
     for (; key + LANES <= rows->per_row->hi[r]; key += LANES)
         if (vm_any(vm_not(vf_eq(element_bias(rows, r, key, LANES), vf_set1(NEG_INF)))))
             return true;

@@ -40,7 +40,7 @@ INLINE vf mask_keys(const struct cattn_rows *rows, int r, int64_t k0, int k, int
     if (rows->call.has_slopes)
         score = slope_score(score, vf_set1((real)rows->per_row->slope[r]),
                             vf_set1((real)(rows->per_row->position[r] - k0)), index + vf_set1((real)k));
-    if (!rows->call.fully_ranged)
+    if (!rows->call.fully_ranged || has_chain(rows->masked_chains, k))
         score = mask_elements(rows, r, k0 + k, n, score);
     /* most vectors are inside the range, which saves the comparison of lanes */
     const int lo = relative(rows->per_row->lo[r], k0), hi = relative(rows->per_row->hi[r], k0);
@@ -64,6 +64,11 @@ INLINE void score_rows(struct cattn_rows *rows, enum cattn_storage direct, int m
     for (int k = begin; k < end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, n_keys - k));
         vf acc[CATTN_FEW_ROWS];
+        if (!has_chain(rows->seen_chains, k)) {
+            UNROLLED(r, many)
+                vf_storeu(score + r * CATTN_BLOCK_KEYS + k, neg_inf);
+            continue;
+        }
         const struct cattn_matrix key =
             find_rows(&rows->key, direct, k0 + k, n, rows->call.head_dim, rows->scratch.key_copy);
         score_keys(rows, many, &key, n, acc);
@@ -157,6 +162,12 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
             block[r][v] = vf_set1(0);
     int64_t at = c;
     for (int k = keys.begin; k < keys.end;) {
+        if (!has_chain(rows->seen_chains, k)) { /* the prefetches do not skip it, and then run behind */
+            const int64_t end = chain_end(k, keys.end);
+            at += (end - k) * value->row;
+            k = (int)end;
+            continue;
+        }
         UNROLLED(r, many)
             UNROLLED(v, vectors)
                 chain[r][v] = vf_set1(0);
@@ -320,16 +331,34 @@ static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
     return n == 1 ? rows_block_1 : n == 2 ? rows_block_2 : n <= 4 ? rows_block_4 : rows_block_8;
 }
 
+/* The keys that some row sees by its range, counted from k0, and by the block mask. */
+static struct key_half find_seen_keys(struct cattn_rows *rows, int64_t k0) {
+    int begin = CATTN_BLOCK_KEYS, end = 0;
+    rows->seen_chains = rows->call.has_block_mask ? 0 : ALL_CHAINS;
+    rows->masked_chains = 0;
+    for (int r = 0; r < rows->n_rows; r++) {
+        int lo = relative(rows->per_row->lo[r], k0), hi = relative(rows->per_row->hi[r], k0);
+        if (rows->call.has_block_mask && lo < hi) {
+            const int first = lo, last = hi;
+            const struct row_chains chains = narrow_to_blocks(rows, r, k0, &lo, &hi);
+            rows->seen_chains |= chains.seen;
+            rows->masked_chains |= chains.holed;
+            rows->masked_chains |= first < lo ? chains_of(first, lo) : 0;
+            rows->masked_chains |= hi < last ? chains_of(hi, last) : 0;
+        }
+        if (lo < hi) {
+            begin = (int)min64(begin, lo);
+            end = (int)max64(end, hi);
+        }
+    }
+    return (struct key_half){begin, end};
+}
+
 /* The keys that some row sees, rounded outwards to ROW_STEP. Rows that see fewer are masked in mask_keys. */
 static void rows_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
-    int64_t lo = INT64_MAX, hi = 0;
-    for (int r = 0; r < rows->n_rows; r++)
-        if (rows->per_row->lo[r] < rows->per_row->hi[r]) {
-            lo = min64(lo, rows->per_row->lo[r]);
-            hi = max64(hi, rows->per_row->hi[r]);
-        }
-    const int n_keys = (int)(k1 - k0), begin = relative(lo, k0) / ROW_STEP * ROW_STEP;
-    const int end = (int)cattn_round_up(relative(min64(hi, k1), k0), ROW_STEP);
+    const struct key_half seen = find_seen_keys(rows, k0);
+    const int n_keys = (int)(k1 - k0), begin = seen.begin / ROW_STEP * ROW_STEP;
+    const int end = (int)cattn_round_up(min64(seen.end, n_keys), ROW_STEP);
     if (begin >= end)
         return;
     find_rows_block(rows)(rows, k0, n_keys, begin, end);

@@ -99,6 +99,18 @@ INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage
     }
 }
 
+/* The stored scores of row r that the block mask hides become -inf: key blocks without a visible key were left out. */
+static void hide_blocks(const struct cattn_rows *rows, int r) {
+    real *w = rows->per_row->weights[r];
+    const int64_t col = rows->call.weights_col, hi = rows->per_row->hi[r];
+    bool visible;
+    for (int64_t key = rows->per_row->lo[r], end; key < hi; key = end) {
+        end = block_run_end(rows, r, key, hi, &visible);
+        for (int64_t k = key; k < end && !visible; k += LANES)
+            store_strided(w + k * col, col, vf_set1(NEG_INF), (int)min64(LANES, end - k));
+    }
+}
+
 /* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf with store_scores. */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
     real *w = rows->per_row->weights[r];
@@ -109,6 +121,8 @@ static void finish_weights(const struct cattn_rows *rows, int r, real max, real 
         store_strided(w + k * col, col, outside, (int)min64(LANES, lo - k));
     for (int64_t k = max64(lo, hi); k < rows->call.seqlen_k; k += LANES)
         store_strided(w + k * col, col, outside, (int)min64(LANES, rows->call.seqlen_k - k));
+    if (rows->call.has_block_mask)
+        hide_blocks(rows, r);
     if (rows->call.store_scores)
         return;                        /* the scores in range are there already */
     if (!(inverse < (real)INFINITY)) { /* the sum is NaN or 0: the masks decide between 0 and NaN */

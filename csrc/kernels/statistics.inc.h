@@ -61,6 +61,8 @@ static void keep_top(const struct tile *t, const struct cattn_statistics *s, con
     vf least = vf_loadu(root);
     for (int k = e->begin; k < e->end; k++) {
         const vf v = vf_loadu((const real *)s->rows.scratch.score + k * CATTN_TILE_ROWS + r);
+        if (!has_chain(e->chains, k))
+            continue;
         if (__builtin_expect(!vm_any(vf_lt(least, v)), 1))
             continue;
         vf_storeu(score, v);
@@ -131,7 +133,10 @@ static void weigh_and_sum(const struct tile *t, const struct cattn_statistics *s
     vf log_total = zero, distance_total = zero;
     for (int k = e->begin; k < e->end;) {
         vf log_chain = zero, distance_chain = zero;
-        for (const int end = (int)chain_end(k, e->end); k < end; k++) {
+        const int end = (int)chain_end(k, e->end);
+        for (; k < end && !has_chain(e->chains, k); k++)
+            vf_storeu((real *)s->rows.scratch.score + k * CATTN_TILE_ROWS + r, zero);
+        for (; k < end; k++) {
             real *score = (real *)s->rows.scratch.score + k * CATTN_TILE_ROWS + r;
             const vf away = position - vf_set1((real)k);
             vf log;

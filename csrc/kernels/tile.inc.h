@@ -13,6 +13,7 @@
 struct extent {
     int begin, end;
     int full_begin, full_end;
+    unsigned chains; /* those of a key that some row may see; all of them without a block mask */
 };
 
 struct tile {
@@ -23,22 +24,33 @@ struct tile {
     int n_vectors, n_groups;
     struct extent all; /* of all rows */
     struct extent vector[N_VECTORS], group[N_GROUPS];
-    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS];           /* the rows' ranges, relative to k0 */
+    int lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* the rows' ranges, relative to k0 */
+    bool ascending;                               /* lo and hi never decrease */
+    bool has_chains;                              /* some extent lacks chains, or a row has holes */
+    bool has_holes[N_VECTORS]; /* the block mask hides a key between two keys that its row sees, in a chain that is seen
+                                */
+    bool has_bias[N_VECTORS];  /* element-wise masks stand in the place of the scores */
+    /* only with a block mask: chains of each row, and the first row after it that sees other keys */
+    struct row_chains chains[CATTN_TILE_ROWS];
+    uint8_t next[CATTN_TILE_ROWS];
     real first[CATTN_TILE_ROWS], last[CATTN_TILE_ROWS];     /* lo and hi as reals, for vectors; exact in either type */
     real slope[CATTN_TILE_ROWS], position[CATTN_TILE_ROWS]; /* only with slopes; position relative to k0 */
 };
+
+/* The next row after r that may see other keys. */
+INLINE int next_row(const struct tile *t, int r) { return t->rows->call.has_block_mask ? t->next[r] : r + 1; }
 
 /* The extent of up to n rows from `first` on, not widened. */
 INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
     const int end_row = (int)min64(first + n, t->rows->n_rows);
     int begin = CATTN_BLOCK_KEYS, end = 0, full_begin = 0, full_end = CATTN_BLOCK_KEYS;
-    if (t->rows->ascending) { /* rows that see nothing in this block come first or last and do not change the result */
+    if (t->ascending) { /* rows that see nothing in this block come first or last and do not change the result */
         begin = t->lo[first];
         end = t->hi[end_row - 1];
         full_begin = t->lo[end_row - 1];
         full_end = t->hi[first];
     } else {
-        for (int r = first; r < end_row; r++) {
+        for (int r = first; r < end_row; r = next_row(t, r)) {
             const bool sees = t->lo[r] < t->hi[r];
             begin = sees && t->lo[r] < begin ? t->lo[r] : begin;
             end = sees && t->hi[r] > end ? t->hi[r] : end;
@@ -46,7 +58,7 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
             full_end = t->hi[r] < full_end ? t->hi[r] : full_end;
         }
     }
-    return begin < end ? (struct extent){begin, end, full_begin, full_end} : (struct extent){0};
+    return begin < end ? (struct extent){begin, end, full_begin, full_end, ALL_CHAINS} : (struct extent){0};
 }
 
 /* range_of_rows, widened to multiples of CATTN_SUM_CHAINS. */
@@ -70,6 +82,45 @@ static void find_extents(struct tile *t) {
     }
 }
 
+/* Narrows the rows' ranges to what the block mask shows. Rows of the same block of queries come one after the other. */
+static void narrow_rows_to_blocks(struct tile *t) {
+    const uint8_t *const *mask = t->rows->per_row->block_mask;
+    const int n = t->rows->n_rows;
+    for (int r = 0, next; r < n; r = next) {
+        int lo = t->lo[r], hi = t->hi[r];
+        const struct row_chains chains = narrow_to_blocks(t->rows, r, t->k0, &lo, &hi);
+        for (next = r + 1; next < n && mask[next] == mask[r] && t->lo[next] == t->lo[r] && t->hi[next] == t->hi[r];)
+            next++;
+        for (int i = next - 1; i >= r; i--) {
+            t->lo[i] = lo;
+            t->hi[i] = hi;
+            t->chains[i] = chains;
+            t->next[i] = (uint8_t)next;
+        }
+    }
+}
+
+/* Sets the extent's chains to those that one of up to n rows from `first` on sees. Returns whether one of these has a
+ * hole. */
+static bool find_chains(struct tile *t, struct extent *e, int first, int n) {
+    const int end_row = (int)min64(first + n, t->rows->n_rows);
+    unsigned seen = 0, holed = 0;
+    for (int r = first; r < end_row; r = t->next[r]) {
+        seen |= t->chains[r].seen;
+        holed |= t->chains[r].holed;
+    }
+    e->chains = seen;
+    t->has_chains |= (seen & holed) != 0 || (e->begin < e->end && (chains_of(e->begin, e->end) & ~seen) != 0);
+    return (seen & holed) != 0;
+}
+
+static void find_all_chains(struct tile *t) {
+    for (int v = 0; v < t->n_vectors; v++)
+        t->has_holes[v] = find_chains(t, &t->vector[v], v * LANES, LANES);
+    for (int g = 0; g < t->n_groups; g++)
+        find_chains(t, &t->group[g], g * MR, MR);
+}
+
 /* The visible rows of K or V of this key block, indexed by the key relative to k0. K and V share the scratch for
  * copies, so the copy of V overwrites that of K. */
 static struct source rows_of_block(const struct tile *t, const struct cattn_matrix *matrix, int64_t n_cols) {
@@ -88,6 +139,8 @@ static void fill_bias(const struct tile *t, const struct extent *e, int r) {
     for (int k = e->begin / LANES * LANES; k < e->end; k += LANES) {
         const int n = (int)max64(0, min64(LANES, t->n_keys - k));
         vf v[LANES];
+        if (!has_chain(e->chains, k))
+            continue;
         for (int i = 0; i < LANES; i++)
             v[i] = r + i < rows->n_rows ? element_bias(rows, r + i, t->k0 + k, n) : vf_set1(0);
         vf_transpose(v);
@@ -123,7 +176,7 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
             UNROLLED(m, mr)
                 acc[m][n] =
                     slope_score(acc[m][n], vf_loadu(t->slope + r), vf_loadu(t->position + r), vf_set1((real)(k + m)));
-        if (!rows->call.fully_ranged)
+        if (t->has_bias[v + n])
             UNROLLED(m, mr)
                 acc[m][n] = add_bias(acc[m][n], vf_loadu(score + m * CATTN_TILE_ROWS));
         if (partial)
@@ -149,9 +202,11 @@ INLINE int next_edge(const struct tile *t, int k, int *first, int *last) {
         if (k < e->begin) {
             edge = (int)min64(edge, e->begin);
         } else if (k < e->end) {
-            edge = (int)min64(edge, e->end);
-            begin = (int)min64(begin, v);
-            end = v + 1;
+            edge = (int)min64(edge, min64(e->end, chain_run_end(e->chains, k)));
+            if (has_chain(e->chains, k)) {
+                begin = (int)min64(begin, v);
+                end = v + 1;
+            }
         }
     }
     *first = begin;
@@ -207,13 +262,19 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     vf sum[CATTN_SUM_CHAINS];
     UNROLLED(c, CATTN_SUM_CHAINS)
         sum[c] = vf_set1(0);
-    for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS)
+    for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS) {
+        if (!has_chain(e->chains, k)) {
+            UNROLLED(c, CATTN_SUM_CHAINS)
+                vf_storeu(score + (k + c) * CATTN_TILE_ROWS, vf_set1(0));
+            continue;
+        }
         UNROLLED(c, CATTN_SUM_CHAINS) {
             real *s = score + (k + c) * CATTN_TILE_ROWS;
             vf w = vf_exp(vf_loadu(s) - shift);
             vf_storeu(s, w);
             sum[c] = sum[c] + w;
         }
+    }
     vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
     vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
 }
@@ -226,7 +287,9 @@ typedef void use_drop_bits(void *context, int k, vm drop_bits);
 INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r, use_drop_bits *use, void *context) {
     const struct cattn_drop *drop = &t->rows->drop;
     const uint32_t *position = t->rows->per_row->drop_position + r, *head = t->rows->per_row->drop_head + r;
-    for (int run = e->begin / 64 * 64; run < e->end; run += 64)
+    for (int run = e->begin / 64 * 64; run < e->end; run += 64) {
+        if (!(e->chains & chains_of(run, run + 64)))
+            continue;
         for (int c = 0; c < 8; c++) {
             const uint64_t j = (uint64_t)(t->k0 + run + c);
             vu words[4];
@@ -237,6 +300,7 @@ INLINE void each_philox_bits(const struct tile *t, const struct extent *e, int r
                     use(context, k, philox_lanes_drop_bits(drop, words, d, j, position, head));
             }
         }
+    }
 }
 
 /* each_philox_bits with the bits of a serial stream. Keys and rows that do not exist are dropped. */
@@ -275,14 +339,18 @@ static void zero_outside(const struct tile *t, const struct extent *e, int r) {
     }
 }
 
-/* acc = acc * factor + P V for mr rows from r on, the columns from c on and the keys of one half of the block. */
-INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, bool partial, struct key_half keys,
-                       struct source value, const real *factor) {
+/* acc = acc * factor + P V for mr rows from r on, the columns from c on and the keys of one half of the block. `chains`
+ * is the constant ALL_CHAINS unless some are missing. */
+INLINE void value_tile(int mr, int nr, const struct tile *t, unsigned chains, int r, int64_t c, bool partial,
+                       struct key_half keys, struct source value, const real *factor) {
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
     vf block[MR][NR];
-    dot_tile(mr, nr, keys.begin, keys.end, (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r, 1,
-             CATTN_TILE_ROWS, value.first, value.row, block);
+    const real *weights = (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r;
+    if (chains == ALL_CHAINS)
+        dot_tile(mr, nr, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, block);
+    else
+        dot_chains(mr, nr, chains, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
         const struct cattn_matrix plain = plain_rows(value);
         for (int m = 0; m < mr && r + m < rows->n_rows; m++)
@@ -295,6 +363,15 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, int r, int64_t c, b
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]), block[m][n]);
+}
+
+/* value_tile where chains are missing. Not inlined, so that the common tiles keep their registers. */
+NOINLINE void value_tile_of_chains(const struct tile *t, int g, int64_t c, struct key_half keys, struct source value,
+                                   const real *factor) {
+    const unsigned chains =
+        t->group[g].chains & (ALL_CHAINS >> 1); /* lets the compiler see that it is not ALL_CHAINS */
+    AT_SIZE(MR, tile_height(MR, t->rows->n_rows - g * MR), t->rows->call.d_v - c > LANES, value_tile, t, chains, g * MR,
+            c, true, keys, value, factor);
 }
 
 /* P V of the block, half by half, so that a panel of V stays in the L1 cache while all rows use it. */
@@ -318,8 +395,11 @@ static void value_block(const struct tile *t) {
                 const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
                 const struct source from = {value.first + (keys.begin - all.begin) * value.row, value.row};
-                AT_SIZE(MR, tile_height(MR, rows->n_rows - g * MR), rows->call.d_v - c > LANES, value_tile, t, g * MR,
-                        c, partial, keys, from, factor);
+                if (t->has_chains)
+                    value_tile_of_chains(t, g, c, keys, from, factor);
+                else
+                    AT_SIZE(MR, tile_height(MR, rows->n_rows - g * MR), rows->call.d_v - c > LANES, value_tile, t,
+                            ALL_CHAINS, g * MR, c, partial, keys, from, factor);
             }
         }
     }
@@ -334,11 +414,17 @@ static bool tile_begin(struct tile *t, struct cattn_rows *rows, int64_t k0, int6
         t->lo[r] = relative(rows->per_row->lo[r], k0);
         t->hi[r] = relative(rows->per_row->hi[r], k0);
     }
+    t->ascending = rows->ascending && !rows->call.has_block_mask;
+    t->has_chains = false;
+    if (rows->call.has_block_mask)
+        narrow_rows_to_blocks(t);
     t->all = extent_of_rows(t, 0, rows->n_rows);
     /* the driver skips blocks by the range of the whole task; with several heads a block in between may be empty */
     if (t->all.begin == t->all.end)
         return false;
     find_extents(t);
+    if (rows->call.has_block_mask)
+        find_all_chains(t);
     return true;
 }
 
@@ -356,8 +442,11 @@ static void scores_begin(struct tile *t) {
         t->slope[r] = r < rows->n_rows ? (real)rows->per_row->slope[r] : 0;
         t->position[r] = r < rows->n_rows ? (real)(rows->per_row->position[r] - k0) : 0;
     }
-    for (int v = 0; v < t->n_vectors && !rows->call.fully_ranged; v++)
-        fill_bias(t, &t->vector[v], v * LANES);
+    for (int v = 0; v < t->n_vectors; v++) {
+        t->has_bias[v] = !rows->call.fully_ranged || (rows->call.has_block_mask && t->has_holes[v]);
+        if (t->has_bias[v])
+            fill_bias(t, &t->vector[v], v * LANES);
+    }
     t->key = rows_of_block(t, &rows->key, rows->call.head_dim);
 }
 

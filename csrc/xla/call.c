@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* WIDENED is COMPUTED in XLA and float64 in the core. */
-enum kind { STORED, COMPUTED, WIDENED, BYTES, INTEGERS, WORDS };
+/* KEYS and VALUES are STORED or quantized. WIDENED is COMPUTED in XLA and float64 in the core. */
+enum kind { STORED, KEYS, VALUES, SCALES, COMPUTED, WIDENED, BYTES, INTEGERS, WORDS };
 enum fits { EXACTLY, BROADCASTS };
 
 static const struct description {
@@ -92,12 +92,26 @@ static struct xla_error *take_operands(struct xla_call *call, const struct xla_i
                           first == 0 ? "arguments" : "results", (long long)from->count);
 }
 
+static enum cattn_storage storage_of(const struct xla_call *call, enum kind kind) {
+    const enum cattn_storage quantized = kind == KEYS     ? call->quantized_key
+                                         : kind == VALUES ? call->quantized_value
+                                                          : CATTN_STORED_PLAIN;
+    return quantized ? quantized : call->storage;
+}
+
 static int xla_type(const struct xla_call *call, enum kind kind) {
-    static const int halves[] = {[CATTN_STORED_F16] = XLA_F16, [CATTN_STORED_BF16] = XLA_BF16};
+    static const int types[] = {[CATTN_STORED_F16] = XLA_F16,
+                                [CATTN_STORED_BF16] = XLA_BF16,
+                                [CATTN_STORED_I8] = XLA_S8,
+                                [CATTN_STORED_F8] = XLA_F8E4M3FN};
     const int computed = call->dtype == CATTN_F64 ? XLA_F64 : XLA_F32;
     switch (kind) {
     case STORED:
-        return call->storage == CATTN_STORED_PLAIN ? computed : halves[call->storage];
+    case KEYS:
+    case VALUES:
+        return storage_of(call, kind) == CATTN_STORED_PLAIN ? computed : types[storage_of(call, kind)];
+    case SCALES:
+        return XLA_F32;
     case COMPUTED:
     case WIDENED:
         return computed;
@@ -115,7 +129,11 @@ static int xla_type(const struct xla_call *call, enum kind kind) {
 static size_t element_size(const struct xla_call *call, enum kind kind) {
     switch (kind) {
     case STORED:
-        return cattn_stored_size(call->dtype, call->storage);
+    case KEYS:
+    case VALUES:
+        return cattn_stored_size(call->dtype, storage_of(call, kind));
+    case SCALES:
+        return sizeof(float);
     case COMPUTED:
         return cattn_element_size(call->dtype);
     case BYTES:
@@ -170,13 +188,32 @@ static struct xla_error *take_sizes(struct xla_call *call) {
                           (long long)heads, (long long)kv_heads);
 }
 
+/* The storage of key or value if it is quantized. Then it has scales, and query is float32. */
+static struct xla_error *take_quantized(const struct xla_call *call, int operand, int scale,
+                                        enum cattn_storage *quantized) {
+    const int type = call->operands[operand]->type;
+    const bool is_quantized = type == XLA_S8 || type == XLA_F8E4M3FN;
+    if (is_quantized != (call->operands[scale] != NULL))
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s has element type %d of XLA and %s scale",
+                              DESCRIPTIONS[operand].name, type, is_quantized ? "no" : "a");
+    if (!is_quantized)
+        return NULL;
+    if (call->operands[XLA_query]->type != XLA_F32)
+        return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
+                              "%s is quantized, but query has element type %d of XLA", DESCRIPTIONS[operand].name,
+                              call->operands[XLA_query]->type);
+    *quantized = type == XLA_S8 ? CATTN_STORED_I8 : CATTN_STORED_F8;
+    return NULL;
+}
+
 static struct xla_error *take_types(struct xla_call *call) {
     const int type = call->operands[XLA_query]->type;
     call->dtype = type == XLA_F64 ? CATTN_F64 : CATTN_F32;
     call->storage = type == XLA_F16 ? CATTN_STORED_F16 : type == XLA_BF16 ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
-    if (type == xla_type(call, STORED))
-        return NULL;
-    return cattn_xla_fail(call->frame, XLA_UNIMPLEMENTED, "query has element type %d of XLA", type);
+    if (type != xla_type(call, STORED))
+        return cattn_xla_fail(call->frame, XLA_UNIMPLEMENTED, "query has element type %d of XLA", type);
+    struct xla_error *error = take_quantized(call, XLA_key, XLA_key_scale, &call->quantized_key);
+    return error != NULL ? error : take_quantized(call, XLA_value, XLA_value_scale, &call->quantized_value);
 }
 
 static struct xla_error *check_operand(const struct xla_call *call, int i) {
@@ -250,6 +287,21 @@ static struct xla_error *check_heads(const struct xla_call *call, int i) {
     return NULL;
 }
 
+static struct xla_error *check_scales(const struct xla_call *call, int i) {
+    const struct xla_buffer *buffer = call->operands[i];
+    const int64_t count = cattn_xla_count(buffer);
+    const float *scales = buffer->data;
+    int bad = 0;
+    for (int64_t j = 0; j < count; j++) /* becomes vector code */
+        bad |= !(scales[j] >= CATTN_LEAST_SCALE) | !(scales[j] <= CATTN_LARGEST_SCALE);
+    for (int64_t j = 0; bad && j < count; j++)
+        if (!(scales[j] >= CATTN_LEAST_SCALE && scales[j] <= CATTN_LARGEST_SCALE))
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
+                                  "%s must be positive and finite, from 2**-100 to 2**100, got %g",
+                                  DESCRIPTIONS[i].name, (double)scales[j]);
+    return NULL;
+}
+
 struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame *frame, uint64_t required,
                                   uint64_t allowed) {
     memset(call, 0, sizeof *call);
@@ -279,6 +331,8 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
             error = widen_reals(call, i);
         if (error == NULL && (i == XLA_alibi_slopes || i == XLA_sinks))
             error = check_heads(call, i);
+        if (error == NULL && DESCRIPTIONS[i].kind == SCALES)
+            error = check_scales(call, i);
     }
     return error;
 }
@@ -335,7 +389,7 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
         }
         stride = (int64_t)((uint64_t)stride * (uint64_t)size); /* wraps in an empty buffer only */
     }
-    if (strchr("HD", d->axes[strlen(d->axes) - 1]) != NULL)
+    if (d->fits == EXACTLY && strchr("HD", d->axes[strlen(d->axes) - 1]) != NULL)
         tensor->col = 1; /* even if there is one column */
     char *data = call->widened[operand] != NULL ? call->widened[operand] : buffer->data;
     tensor->data = data != NULL ? data + offset * (int64_t)element_size(call, d->kind) : (void *)&nothing;

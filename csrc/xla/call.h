@@ -13,8 +13,8 @@
  * OPERAND(name, axes, kind, fits) */
 #define XLA_ARGUMENTS(OPERAND)                                                                                         \
     OPERAND(query, "BTNH", STORED, EXACTLY)                                                                            \
-    OPERAND(key, "BSKH", STORED, EXACTLY)                                                                              \
-    OPERAND(value, "BSKD", STORED, EXACTLY)                                                                            \
+    OPERAND(key, "BSKH", KEYS, EXACTLY)                                                                                \
+    OPERAND(value, "BSKD", VALUES, EXACTLY)                                                                            \
     OPERAND(bias, "BNTS", COMPUTED, BROADCASTS)                                                                        \
     OPERAND(mask, "BNTS", BYTES, BROADCASTS)                                                                           \
     OPERAND(query_offset, "B", INTEGERS, BROADCASTS)                                                                   \
@@ -23,6 +23,8 @@
     OPERAND(key_value_seq_starts, "B", INTEGERS, BROADCASTS)                                                           \
     OPERAND(alibi_slopes, "BN", COMPUTED, BROADCASTS)                                                                  \
     OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
+    OPERAND(key_scale, "BSKH", SCALES, BROADCASTS)                                                                     \
+    OPERAND(value_scale, "BSKD", SCALES, BROADCASTS)                                                                   \
     OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
     OPERAND(forward_out, "BTND", STORED, EXACTLY)                                                                      \
     OPERAND(forward_lse, "BTNW", WORDS, EXACTLY)                                                                       \
@@ -67,7 +69,7 @@ struct xla_call {
     int n_leading;
     const int64_t *leading; /* the leading axes of the results */
     enum cattn_dtype dtype;
-    enum cattn_storage storage;
+    enum cattn_storage storage, quantized_key, quantized_value;
     int64_t sizes[128]; /* by letter */
 };
 

@@ -12,7 +12,18 @@
 #include <stdint.h>
 
 /* C enums of the API are int here, which has their size on every platform of XLA. */
-enum { XLA_PRED = 1, XLA_S32 = 4, XLA_S64 = 5, XLA_U32 = 8, XLA_F16 = 10, XLA_F32 = 11, XLA_F64 = 12, XLA_BF16 = 16 };
+enum {
+    XLA_PRED = 1,
+    XLA_S8 = 2,
+    XLA_S32 = 4,
+    XLA_S64 = 5,
+    XLA_U32 = 8,
+    XLA_F16 = 10,
+    XLA_F32 = 11,
+    XLA_F64 = 12,
+    XLA_BF16 = 16,
+    XLA_F8E4M3FN = 20
+};
 enum { XLA_BUFFER = 1 };   /* the only type of arguments and results */
 enum { XLA_SCALAR = 3 };   /* the type of cattn's attributes */
 enum { XLA_METADATA = 1 }; /* the only type of extensions */

@@ -15,7 +15,8 @@
 #define INPUTS (BIT(query) | BIT(key) | BIT(value))
 #define OPTIONAL_INPUTS                                                                                                \
     (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
-     BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(dropout_seed))
+     BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(key_scale) | BIT(value_scale) |                  \
+     BIT(dropout_seed))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
@@ -26,6 +27,8 @@ static void fill_options(const struct xla_call *call, struct cattn_attention_par
     const struct xla_options *options = &call->options;
     params->dtype = call->dtype;
     params->storage = call->storage;
+    params->quantized_key = call->quantized_key;
+    params->quantized_value = call->quantized_value;
     params->double_lse =
         call->dtype == CATTN_F64 || call->operands[XLA_lse] != NULL || call->operands[XLA_forward_lse] != NULL;
     params->num_threads = cattn_get_num_threads();
@@ -71,6 +74,8 @@ static void fill_tensors(const struct xla_call *call, int64_t index, struct catt
                  {XLA_key_value_seq_starts, &params->ranges.first_keys},
                  {XLA_alibi_slopes, &params->slopes},
                  {XLA_sinks, &params->sinks},
+                 {XLA_key_scale, &params->key_scale},
+                 {XLA_value_scale, &params->value_scale},
                  {XLA_forward_out, &params->out},
                  {XLA_out, &params->out},
                  {XLA_residual, &params->lse},

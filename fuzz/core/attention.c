@@ -1,7 +1,7 @@
 /* attention.c -- fuzz target: attention and its gradients, computed in two ways.
  *
- * The second call uses another table, path and number of threads, arrays elsewhere in memory, and NaN in everything
- * that no query sees. Every output must have the same bits.
+ * The second call uses another table, path and number of threads, arrays elsewhere in memory, NaN in everything that no
+ * query sees, and float32 numbers in the place of quantized ones. Every output must have the same bits.
  */
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +16,8 @@ static const char *const INPUT_NAMES[] = {
     "query was changed",          "key was changed",          "value was changed",
     "attn_mask was changed",      "bias was changed",         "second bias was changed",
     "slopes were changed",        "sinks were changed",       "offsets were changed",
-    "query lengths were changed", "key lengths were changed", "first keys were changed"};
+    "query lengths were changed", "key lengths were changed", "first keys were changed",
+    "key_scale was changed",      "value_scale was changed"};
 static const char *const OUTPUT_NAMES[] = {"out differs", "weights differ", "lse differs", "dropout_mask differs"};
 static const char *const GRADIENT_NAMES[] = {"grad_query differs", "grad_key differs", "grad_value differs",
                                              "grad_bias differs", "grad_sinks differ"};
@@ -61,7 +62,9 @@ static void fill_params(struct problem *problem) {
                   {&p->ranges.offsets, 0},
                   {&p->ranges.query_lengths, 0},
                   {&p->ranges.key_lengths, 0},
-                  {&p->ranges.first_keys, 0}},
+                  {&p->ranges.first_keys, 0},
+                  {&p->key_scale, HEAD | ROW | COL},
+                  {&p->value_scale, HEAD | ROW | COL}},
       outputs[] = {{&p->out, HEAD | ROW | COL},
                    {&p->weights, HEAD | ROW | COL},
                    {&p->lse, HEAD | ROW},
@@ -142,9 +145,9 @@ static void say(const struct problem *problem) {
     const struct cattn_ranges *r = &p->ranges;
     if (!getenv("CATTN_FUZZ_SAY"))
         return;
-    fprintf(stderr, "%s, table %s, path %d, threads %d, dtype %d, storage %d\n",
+    fprintf(stderr, "%s, table %s, path %d, threads %d, dtype %d, storage %d, of key %d, of value %d\n",
             problem->backward ? "backward" : "forward", cattn_isa_info(cattn_isa_current()).name, p->path,
-            p->num_threads, p->dtype, p->storage);
+            p->num_threads, p->dtype, p->storage, p->quantized_key, p->quantized_value);
     fprintf(stderr, "batch %lld, heads %lld / %lld, T_q %lld, T_k %lld, D %lld, D_v %lld, scale %g, softcap %g\n",
             (long long)p->n_batch, (long long)p->num_heads, (long long)p->group_size, (long long)p->seqlen_q,
             (long long)p->seqlen_k, (long long)p->head_dim, (long long)p->d_v, p->score_options.scale,
@@ -195,6 +198,8 @@ void fuzz_attention(struct input *in) {
                    (size_t)problem.gradients[i].span * element_size(problem.gradients[i].element));
     if (!problem.back.forward.store_scores && !problem.back.forward.ranges.all_visible)
         poison_hidden(&problem);
+    if (problem.dequantizes)
+        dequantize(&problem);
     choose_way(ways[1], &problem.back.forward);
     say(&problem);
     compute(&problem, &torch);

@@ -61,7 +61,7 @@ void arrays_begin(void) {
 /* ---- elements ---- */
 
 size_t element_size(enum element element) {
-    static const size_t sizes[] = {4, 8, 2, 2, 1, 8};
+    static const size_t sizes[] = {4, 8, 2, 2, 1, 8, 1, 1};
     return sizes[element];
 }
 
@@ -150,7 +150,23 @@ void set_number(struct array *array, int64_t offset, double number) {
     case INT64:
         integer = (int64_t)number;
         copy_element(at, &integer, size);
+        return;
+    case INT8:
+        *at = 0x80;
+        return;
+    case F8:
+        *at = 0x7f;
     }
+}
+
+static float quantized_number(enum element element, uint8_t byte) {
+    const int magnitude = byte & 0x7f, exponent = magnitude >> 3, mantissa = magnitude & 7;
+    if (element == INT8)
+        return (float)(byte < 128 ? byte : byte - 256);
+    const float number = magnitude == 0x7f ? NAN
+                         : exponent == 0   ? ldexpf((float)mantissa, -9)
+                                           : ldexpf((float)(8 + mantissa), exponent - 10);
+    return byte < 128 ? number : -number;
 }
 
 double number_at(const struct array *array, int64_t offset) {
@@ -180,6 +196,9 @@ double number_at(const struct array *array, int64_t offset) {
         return *at;
     case INT64:
         return (double)as.integer;
+    case INT8:
+    case F8:
+        return (double)quantized_number(array->element, *at);
     }
     return 0;
 }
@@ -267,6 +286,46 @@ struct array make_input(struct input *in, enum element element, int n_axes, cons
     return array;
 }
 
+struct array make_quantized(struct input *in, enum element element, int n_axes, const int64_t *dims, unsigned broadcast,
+                            struct noise *noise, enum content content) {
+    struct array array = lay_out(in, element, n_axes, dims, broadcast);
+    array.is_input = true;
+    for (int64_t i = 0; i < array.span; i++) {
+        const uint8_t byte = (uint8_t)(noise_word(noise) & (content == TIES ? 0x91 : 0xff));
+        const bool is_nan = element == F8 && (byte & 0x7f) == 0x7f;
+        array.memory[i] = is_nan && content != EXTREME ? byte ^ 1 : byte;
+    }
+    renew_sum(&array);
+    return array;
+}
+
+struct array make_scales(struct input *in, int n_axes, const int64_t *dims, unsigned broadcast, struct noise *noise,
+                         enum content content) {
+    static const float extreme[] = {CATTN_LEAST_SCALE, CATTN_LARGEST_SCALE, 1};
+    struct array array = lay_out(in, F32, n_axes, dims, broadcast);
+    array.is_input = true;
+    for (int64_t i = 0; i < array.span; i++) {
+        const uint64_t word = noise_word(noise);
+        double scale = content == TIES ? 0x1p-7 : (double)(1 + word % 0xffff) * 0x1p-22; /* at most 2^-6 */
+        if (content == EXTREME && word >> 32 & 1)
+            scale = (double)extreme[(word >> 33) % 3];
+        set_number(&array, i - array.low, scale);
+    }
+    renew_sum(&array);
+    return array;
+}
+
+struct array dequantized(const struct array *array, const struct array *scale) {
+    struct array wide = make_zeros(F32, array->n_axes, array->dim, 0);
+    wide.is_input = true;
+    for (struct cursor c = walk(&wide); c.more; step(&c)) {
+        const float factor = (float)number_at(scale, offset_of(scale, c.index));
+        set_number(&wide, c.offset, (double)((float)number_at(array, offset_of(array, c.index)) * factor));
+    }
+    renew_sum(&wide);
+    return wide;
+}
+
 struct array make_output(struct input *in, enum element element, int n_axes, const int64_t *dims) {
     struct array array = lay_out(in, element, n_axes, dims, 0);
     memset(array.memory, CANARY, (size_t)array.span * element_size(element));
@@ -330,10 +389,10 @@ int64_t offset_of(const struct array *array, const int64_t *index) {
     return offset;
 }
 
-void poison(struct array *array, const uint8_t *seen) {
+void poison(struct array *array, const uint8_t *seen, double number) {
     for (int64_t i = 0; i < array->span; i++)
         if (!seen[i])
-            set_number(array, i - array->low, (double)NAN);
+            set_number(array, i - array->low, number);
     renew_sum(array);
 }
 

@@ -5,7 +5,8 @@
 #include "cattn.h"
 #include "input.h"
 
-enum element { F32, F64, F16, BF16, BYTE, INT64 };
+/* INT8 and F8 are quantized: of bytes that have scales. */
+enum element { F32, F64, F16, BF16, BYTE, INT64, INT8, F8 };
 
 /* Kinds of numbers in an array: ordinary, many equal ones, with infinities and NaN. */
 enum content { PLAIN, TIES, EXTREME, N_CONTENTS };
@@ -34,6 +35,14 @@ void arrays_begin(void);
  * pattern. */
 struct array make_input(struct input *in, enum element element, int n_axes, const int64_t *dims, unsigned broadcast,
                         struct noise *noise, enum content content);
+/* The same for INT8 and F8: any bytes, but NaN in EXTREME only. */
+struct array make_quantized(struct input *in, enum element element, int n_axes, const int64_t *dims, unsigned broadcast,
+                            struct noise *noise, enum content content);
+/* Numbers that may be scales, of F32. */
+struct array make_scales(struct input *in, int n_axes, const int64_t *dims, unsigned broadcast, struct noise *noise,
+                         enum content content);
+/* Returns a contiguous F32 array of the numbers that quantized elements stand for. */
+struct array dequantized(const struct array *array, const struct array *scale);
 struct array make_output(struct input *in, enum element element, int n_axes, const int64_t *dims);
 /* Returns a contiguous array of zeros. Axes in `broadcast` have size 1 and stride 0. */
 struct array make_zeros(enum element element, int n_axes, const int64_t *dims, unsigned broadcast);
@@ -60,12 +69,12 @@ static inline void step(struct cursor *cursor) {
 }
 
 double number_at(const struct array *array, int64_t offset);
-/* Rounds halves toward zero; subnormals of float16 become 0. */
+/* Rounds halves toward zero; subnormals of float16 become 0. Quantized elements become NaN, or the least number. */
 void set_number(struct array *array, int64_t offset, double number);
 /* Takes the checksum of an input again, after a write on purpose. */
 void renew_sum(struct array *array);
-/* Overwrites every element whose byte in `seen` is 0 with NaN, or with true. seen has `span` bytes. */
-void poison(struct array *array, const uint8_t *seen);
+/* Overwrites every element whose byte in `seen` is 0 with this number. seen has `span` bytes. */
+void poison(struct array *array, const uint8_t *seen, double number);
 
 /* ---- findings ---- */
 

@@ -84,10 +84,14 @@ int axes_of(const struct cattn_attention_params *p, int64_t row, int64_t col, in
     return p->n_batch_dims + 3;
 }
 
+/* Returns one bit for each axis; most bits are 0. */
+static unsigned choose_broadcast(struct input *in, int n_axes) {
+    return (unsigned)(take_byte(in) & take_byte(in)) >> 1 & ((1u << n_axes) - 1);
+}
+
 static void add_input(struct input *in, struct problem *problem, int which, enum element element, int n_axes,
                       const int64_t *dims, struct noise *noise, enum content content) {
-    /* one bit for each axis; most bits are 0 */
-    const unsigned broadcast = (unsigned)(take_byte(in) & take_byte(in)) >> 1 & ((1u << n_axes) - 1);
+    const unsigned broadcast = choose_broadcast(in, n_axes);
     problem->inputs[which] = make_input(in, element, n_axes, dims, broadcast, noise, content);
     problem->has_input[which] = true;
     if (which == BIAS_0 || which == BIAS_1)
@@ -141,6 +145,42 @@ static void choose_first_keys(struct input *in, struct problem *problem, struct 
         add_input(in, problem, FIRST_KEYS, INT64, p->n_batch_dims, p->batch_shape, noise, PLAIN);
         set_integers(&problem->inputs[FIRST_KEYS], noise, 0, p->seqlen_k);
     }
+}
+
+/* Makes key or value quantized, with one scale for each element, token, column, or matrix. */
+static enum cattn_storage quantize(struct input *in, struct problem *problem, int which, int scale, struct noise *noise,
+                                   enum content content) {
+    const struct array plain = problem->inputs[which];
+    const enum element element = take_chance(in, 2) ? F8 : INT8;
+    unsigned broadcast = choose_broadcast(in, plain.n_axes);
+    problem->inputs[which] = make_quantized(in, element, plain.n_axes, plain.dim, broadcast, noise, content);
+    broadcast = choose_broadcast(in, plain.n_axes) | (unsigned)take_below(in, 4) << (plain.n_axes - 2);
+    problem->inputs[scale] = make_scales(in, plain.n_axes, plain.dim, broadcast, noise, content);
+    problem->has_input[scale] = true;
+    return element == F8 ? CATTN_STORED_F8 : CATTN_STORED_I8;
+}
+
+/* Chosen after the first keys, for the same reason. */
+static void choose_quantized(struct input *in, struct problem *problem, struct noise *noise, enum content content) {
+    struct cattn_attention_params *p = &problem->back.forward;
+    const int64_t kind = take_below(in, 6);
+    if (p->dtype != CATTN_F32 || p->storage != CATTN_STORED_PLAIN)
+        return;
+    if (kind & 1)
+        p->quantized_key = quantize(in, problem, KEY, KEY_SCALE, noise, content);
+    if (kind >= 3 && problem->has_input[VALUE])
+        p->quantized_value = quantize(in, problem, VALUE, VALUE_SCALE, noise, content);
+    problem->dequantizes = take_chance(in, 2);
+}
+
+void dequantize(struct problem *problem) {
+    struct cattn_attention_params *p = &problem->back.forward;
+    if (p->quantized_key)
+        problem->inputs[KEY] = dequantized(&problem->inputs[KEY], &problem->inputs[KEY_SCALE]);
+    if (p->quantized_value)
+        problem->inputs[VALUE] = dequantized(&problem->inputs[VALUE], &problem->inputs[VALUE_SCALE]);
+    p->quantized_key = p->quantized_value = CATTN_STORED_PLAIN;
+    problem->has_input[KEY_SCALE] = problem->has_input[VALUE_SCALE] = false;
 }
 
 /* Sets one number in `one_in` to -inf. */
@@ -301,5 +341,6 @@ void choose_problem(struct input *in, struct problem *problem) {
     if (problem->has_grad_lse)
         problem->grad_lse = make_input(in, computed_element(CATTN_F64), n_axes - 1, dims, 0, &noise, content);
     choose_first_keys(in, problem, &noise);
+    choose_quantized(in, problem, &noise, content);
     problem->is_tame = content != EXTREME;
 }

@@ -20,6 +20,8 @@ enum {
     QUERY_LENGTHS,
     KEY_LENGTHS,
     FIRST_KEYS,
+    KEY_SCALE,
+    VALUE_SCALE,
     N_INPUTS
 };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
@@ -31,11 +33,14 @@ struct problem {
     bool has_input[N_INPUTS], has_output[N_OUTPUTS], has_gradient[N_GRADIENTS];
     unsigned bias_broadcast; /* axes of the bias that broadcast, if its gradient is computed */
     bool backward, has_grad_lse, is_tame;
+    bool dequantizes; /* in the second call, quantized keys and values are replaced by the numbers they stand for */
     struct cattn_torch_random torch;
 };
 
 /* Chooses any problem that the binding could make. The caller sets the array pointers of its parameters. */
 void choose_problem(struct input *in, struct problem *problem);
+/* Puts float32 arrays in the place of quantized keys and values. */
+void dequantize(struct problem *problem);
 /* Sets dims to (batch dimensions, heads, row, col) and returns the number of axes. */
 int axes_of(const struct cattn_attention_params *p, int64_t row, int64_t col, int64_t *dims);
 

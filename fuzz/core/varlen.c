@@ -63,6 +63,7 @@ struct packed {
     struct cattn_attention_params params;
     struct sequences q, k;
     struct array inputs[3], starts[4], out, lse; /* starts: starts and lengths of queries, then of keys */
+    struct array scales[3];                      /* of quantized keys and values */
 };
 
 /* The same call for sequence b alone. */
@@ -78,6 +79,8 @@ static struct cattn_attention_params sequence_alone(const struct packed *packed,
     one.query = rows_from(&packed->inputs[0], query);
     one.key = rows_from(&packed->inputs[1], key);
     one.value = rows_from(&packed->inputs[2], key);
+    one.key_scale = rows_from(&packed->scales[1], key);
+    one.value_scale = rows_from(&packed->scales[2], key);
     one.out = rows_from(&packed->out, query);
     one.lse = rows_from(&packed->lse, query);
     one.path = CATTN_PATH_AUTO;
@@ -181,6 +184,68 @@ static void make_arrays(struct input *in, struct packed *packed, struct noise *n
     p->ranges.key_lengths = numbers(&packed->starts[3]);
 }
 
+/* The call of all sequences, then a call for each of them. */
+static void check_sequences(struct input *in, struct packed *packed, struct noise *noise, enum content content) {
+    struct cattn_attention_params *p = &packed->params;
+    choose_table(in);
+    p->num_threads = choose_threads(in);
+    p->path = take_chance(in, 2) ? CATTN_PATH_AUTO : CATTN_PATH_TILE;
+    if (cattn_attention(p) != CATTN_OK)
+        finding("varlen attention failed");
+    for (int i = 0; i < 3; i++) {
+        check_untouched(&packed->inputs[i], "a packed input was changed");
+        check_untouched(&packed->scales[i], "the scales of a packed input were changed");
+    }
+    check_untouched(&packed->out, "written between the elements of out");
+    check_untouched(&packed->lse, "written between the elements of lse");
+    void *const packed_out = gathered(&packed->out), *const packed_lse = gathered(&packed->lse);
+
+    choose_table(in);
+    move_array(&packed->out, false);
+    move_array(&packed->lse, false);
+    for (int64_t b = 0; b < packed->q.n; b++) {
+        const struct cattn_attention_params one = sequence_alone(packed, b);
+        if (cattn_attention(&one) != CATTN_OK)
+            finding("attention of one sequence failed");
+    }
+    check_same(&packed->out, packed_out, "out of a packed sequence differs");
+    check_same(&packed->lse, packed_lse, "lse of a packed sequence differs");
+    free(packed_out);
+    free(packed_lse);
+    check_gradients(in, packed, noise, content);
+}
+
+/* Makes keys or values quantized, with one scale for each element, token, column, or all of them. */
+static enum cattn_storage quantize(struct input *in, struct packed *packed, int which, struct noise *noise,
+                                   enum content content) {
+    const struct array plain = packed->inputs[which];
+    const enum element element = take_chance(in, 2) ? F8 : INT8;
+    packed->inputs[which] = make_quantized(in, element, 3, plain.dim, 0, noise, content);
+    packed->scales[which] = make_scales(in, 3, plain.dim, (unsigned)take_below(in, 8), noise, content);
+    return element == F8 ? CATTN_STORED_F8 : CATTN_STORED_I8;
+}
+
+/* The same sequences with quantized keys and values. Chosen last, so that older inputs keep their meaning. */
+static void check_quantized(struct input *in, struct packed *packed, struct noise *noise, enum content content) {
+    struct cattn_attention_params *p = &packed->params;
+    const int64_t kind = take_below(in, 4);
+    if (kind == 0 || p->dtype != CATTN_F32 || p->storage != CATTN_STORED_PLAIN)
+        return;
+    if (kind & 1)
+        p->quantized_key = quantize(in, packed, 1, noise, content);
+    if (kind & 2)
+        p->quantized_value = quantize(in, packed, 2, noise, content);
+    p->key = rows_from(&packed->inputs[1], 0);
+    p->value = rows_from(&packed->inputs[2], 0);
+    p->key_scale = rows_from(&packed->scales[1], 0);
+    p->value_scale = rows_from(&packed->scales[2], 0);
+    move_array(&packed->out, false);
+    move_array(&packed->lse, false);
+    p->out = rows_from(&packed->out, 0);
+    p->lse = rows_from(&packed->lse, 0);
+    check_sequences(in, packed, noise, content);
+}
+
 void fuzz_varlen(struct input *in) {
     struct packed packed = {0};
     struct cattn_attention_params *p = &packed.params;
@@ -194,28 +259,6 @@ void fuzz_varlen(struct input *in) {
     struct noise noise = {take_byte(in)};
     const enum content content = take_chance(in, 4) ? EXTREME : PLAIN;
     make_arrays(in, &packed, &noise, content);
-    choose_table(in);
-    p->num_threads = choose_threads(in);
-    p->path = take_chance(in, 2) ? CATTN_PATH_AUTO : CATTN_PATH_TILE;
-    if (cattn_attention(p) != CATTN_OK)
-        finding("varlen attention failed");
-    for (int i = 0; i < 3; i++)
-        check_untouched(&packed.inputs[i], "a packed input was changed");
-    check_untouched(&packed.out, "written between the elements of out");
-    check_untouched(&packed.lse, "written between the elements of lse");
-    void *const packed_out = gathered(&packed.out), *const packed_lse = gathered(&packed.lse);
-
-    choose_table(in);
-    move_array(&packed.out, false);
-    move_array(&packed.lse, false);
-    for (int64_t b = 0; b < n; b++) {
-        const struct cattn_attention_params one = sequence_alone(&packed, b);
-        if (cattn_attention(&one) != CATTN_OK)
-            finding("attention of one sequence failed");
-    }
-    check_same(&packed.out, packed_out, "out of a packed sequence differs");
-    check_same(&packed.lse, packed_lse, "lse of a packed sequence differs");
-    free(packed_out);
-    free(packed_lse);
-    check_gradients(in, &packed, &noise, content);
+    check_sequences(in, &packed, &noise, content);
+    check_quantized(in, &packed, &noise, content);
 }

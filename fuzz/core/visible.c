@@ -76,7 +76,7 @@ static void mark(const struct array *array, uint8_t *seen, int64_t first) {
         at[d * array->stride[col]] = 1;
 }
 
-/* Marks the keys and values that this row sees, and its query if it sees any. */
+/* Marks the keys, values and scales that this row sees, and its query if it sees any. */
 static void mark_seen(const struct problem *problem, uint8_t *const *seen, const int64_t *index) {
     const struct cattn_attention_params *p = &problem->back.forward;
     const struct array *inputs = problem->inputs;
@@ -85,21 +85,26 @@ static void mark_seen(const struct problem *problem, uint8_t *const *seen, const
     for (int axis = 0; axis < p->n_batch_dims; axis++)
         first_key[axis] = index[axis];
     first_key[p->n_batch_dims] = index[p->n_batch_dims] / p->group_size;
-    const int64_t key = offset_of(&inputs[KEY], first_key), value = offset_of(&inputs[VALUE], first_key);
+    static const int by_keys[] = {KEY, VALUE, KEY_SCALE, VALUE_SCALE};
+    int64_t first[sizeof by_keys / sizeof *by_keys];
+    for (size_t i = 0; i < sizeof by_keys / sizeof *by_keys; i++)
+        first[i] = offset_of(&inputs[by_keys[i]], first_key);
     for (int64_t k = 0; k < p->seqlen_k; k++) {
         if (!sees(&row, k))
             continue;
         mark(&inputs[QUERY], seen[QUERY], offset_of(&inputs[QUERY], index));
-        mark(&inputs[KEY], seen[KEY], key + k * inputs[KEY].stride[p->n_batch_dims + 1]);
-        if (problem->has_input[VALUE])
-            mark(&inputs[VALUE], seen[VALUE], value + k * inputs[VALUE].stride[p->n_batch_dims + 1]);
+        for (size_t i = 0; i < sizeof by_keys / sizeof *by_keys; i++) {
+            const int which = by_keys[i];
+            if (problem->has_input[which])
+                mark(&inputs[which], seen[which], first[i] + k * inputs[which].stride[p->n_batch_dims + 1]);
+        }
         for (int b = 0; b < p->n_bias; b++)
             seen[BIAS_0 + b][inputs[BIAS_0 + b].low + along_keys(&inputs[BIAS_0 + b], row.bias[b], k)] = 1;
     }
 }
 
 void poison_hidden(struct problem *problem) {
-    static const int poisoned[] = {QUERY, KEY, VALUE, BIAS_0, BIAS_1};
+    static const int poisoned[] = {QUERY, KEY, VALUE, BIAS_0, BIAS_1, KEY_SCALE, VALUE_SCALE};
     uint8_t *seen[N_INPUTS] = {NULL};
     for (size_t i = 0; i < sizeof poisoned / sizeof *poisoned; i++)
         seen[poisoned[i]] = calloc(1, (size_t)problem->inputs[poisoned[i]].span + 1);
@@ -111,7 +116,8 @@ void poison_hidden(struct problem *problem) {
             seen[b][i] |= number_at(&problem->inputs[b], i - problem->inputs[b].low) == (double)-INFINITY;
     for (size_t i = 0; i < sizeof poisoned / sizeof *poisoned; i++) {
         if (problem->has_input[poisoned[i]])
-            poison(&problem->inputs[poisoned[i]], seen[poisoned[i]]);
+            poison(&problem->inputs[poisoned[i]], seen[poisoned[i]],
+                   poisoned[i] >= KEY_SCALE ? (double)CATTN_LARGEST_SCALE : (double)NAN); /* no scale is NaN */
         free(seen[poisoned[i]]);
     }
 }

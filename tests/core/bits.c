@@ -5,8 +5,8 @@
  *
  * Shapes, options, strides and numbers of a problem follow from its index, and hashes take the values of words, not
  * their bytes, so lines can be compared across machines. Each problem is computed in several ways (paths, threads,
- * rounding directions of the caller) that must give the same hash; the exit code is 1 if one did not. tools/machines
- * builds and runs this program.
+ * rounding directions of the caller, float32 in the place of quantized arrays) that must give the same hash; the exit
+ * code is 1 if one did not. tools/machines builds and runs this program.
  *
  * Left out: PyTorch's normal numbers in float64. Their logarithm, sine and cosine come from the C library.
  */
@@ -67,11 +67,13 @@ static const int DEPTHS[] = {0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 47, 64
 
 struct attention {
     const struct type *type, *wide; /* of the storage, of the computation */
+    const struct type *key_type, *value_type;
     struct cattn_backward_params params;
     struct shape shape; /* batch dimensions and query heads */
     int64_t n_kv_heads;
     bool stage, packed;                      /* scores or weights are the only result; packed sequences */
     struct cattn_torch_random random, fresh; /* of the call, before the call */
+    struct cattn_tensor key, value;          /* in float32, if they are quantized */
 };
 
 static void begin_attention(struct attention *a, const char *kind, int64_t index) {
@@ -127,19 +129,61 @@ static struct shape by_tokens(const struct attention *a, int64_t heads, int64_t 
     return shape;
 }
 
+/* Half of the float32 problems have quantized keys, half have quantized values. */
+static void draw_types(struct attention *a) {
+    struct cattn_attention_params *p = &a->params.forward;
+    a->key_type = a->value_type = a->type;
+    if (a->type != &TYPES[CATTN_F32])
+        return;
+    if (chance(50))
+        a->key_type = &PICK(QUANTIZED);
+    if (!a->stage && chance(50))
+        a->value_type = &PICK(QUANTIZED);
+    p->quantized_key = a->key_type->storage;
+    p->quantized_value = a->value_type->storage;
+    say("%s%s", p->quantized_key ? " key " : "", p->quantized_key ? a->key_type->name : "");
+    say("%s%s", p->quantized_value ? " value " : "", p->quantized_value ? a->value_type->name : "");
+}
+
+static struct block draw_quantized(struct cattn_tensor *tensor, const struct type *type, struct cattn_tensor *scale,
+                                   struct shape shape) {
+    const struct block block = quantized_input(tensor, type, thinned(shape, true));
+    scales(scale, thinned(shape, true));
+    return block;
+}
+
 static void draw_inputs(struct attention *a) {
     struct cattn_attention_params *p = &a->params.forward;
     const struct shape query = by_tokens(a, p->num_heads, p->seqlen_q, p->head_dim);
     const struct shape key = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->head_dim);
     const struct shape value = by_tokens(a, a->n_kv_heads, p->seqlen_k, p->d_v);
+    draw_types(a);
+    const struct type *const types[] = {a->type, a->key_type, a->value_type};
     struct block made[3] = {input(&p->query, a->type, thinned(query, true))};
-    made[1] = input(&p->key, a->type, thinned(key, true));
+    made[1] = p->quantized_key ? draw_quantized(&p->key, a->key_type, &p->key_scale, key)
+                               : input(&p->key, a->type, thinned(key, true));
     if (!a->stage)
-        made[2] = input(&p->value, a->type, thinned(value, true));
+        made[2] = p->quantized_value ? draw_quantized(&p->value, a->value_type, &p->value_scale, value)
+                                     : input(&p->value, a->type, thinned(value, true));
     if (chance(15)) {
-        spoil(a->type, &made[between(0, a->stage ? 1 : 2)]);
+        const int64_t i = between(0, a->stage ? 1 : 2);
+        spoil(types[i], &made[i]);
         say(" spoilt");
     }
+    if (p->quantized_key)
+        a->key = dequantized(&p->key, p->quantized_key, &p->key_scale, key);
+    if (p->quantized_value)
+        a->value = dequantized(&p->value, p->quantized_value, &p->value_scale, value);
+}
+
+/* Puts the float32 numbers in the place of quantized keys and values: every result must be the same. Returns whether
+ * there are any. */
+static bool dequantize(const struct attention *a, struct cattn_attention_params *p) {
+    const bool any = p->quantized_key || p->quantized_value;
+    p->key = p->quantized_key ? a->key : p->key;
+    p->value = p->quantized_value ? a->value : p->value;
+    p->quantized_key = p->quantized_value = CATTN_STORED_PLAIN;
+    return any;
 }
 
 static void draw_masks(struct attention *a) {
@@ -297,6 +341,11 @@ static void gradients(struct attention *a) {
         a->random = a->fresh;
         compare(cattn_attention_backward(b), "gradients", p->num_threads);
     }
+    if (dequantize(a, p)) {
+        clear_outputs();
+        a->random = a->fresh;
+        compare(cattn_attention_backward(b), "gradients in float32", p->num_threads);
+    }
     end_line();
 }
 
@@ -318,6 +367,10 @@ static void attention(int64_t index) {
     attend(&a, CATTN_PATH_TILE, 3, FE_TONEAREST);
     attend(&a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
     attend(&a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
+    const struct cattn_attention_params quantized = a.params.forward;
+    if (dequantize(&a, &a.params.forward))
+        attend(&a, CATTN_PATH_AUTO, 1, FE_TONEAREST); /* in float32 */
+    a.params.forward = quantized;
     end_line();
     if (!a.stage)
         gradients(&a);
@@ -370,6 +423,10 @@ static void statistics(int64_t index) {
     for (s.forward.num_threads = 1; s.forward.num_threads <= 3; s.forward.num_threads += 2) {
         clear_outputs();
         compare(cattn_attention_statistics(&s), "statistics", s.forward.num_threads);
+    }
+    if (dequantize(&a, &s.forward)) {
+        clear_outputs();
+        compare(cattn_attention_statistics(&s), "statistics in float32", s.forward.num_threads);
     }
     end_line();
     forget();

@@ -116,6 +116,9 @@ static const struct type TYPES[] = {{"float32", CATTN_F32, CATTN_STORED_PLAIN},
                                     {"float64", CATTN_F64, CATTN_STORED_PLAIN},
                                     {"float16", CATTN_F32, CATTN_STORED_F16},
                                     {"bfloat16", CATTN_F32, CATTN_STORED_BF16}};
+/* of keys and values with scales */
+static const struct type QUANTIZED[] = {{"int8", CATTN_F32, CATTN_STORED_I8},
+                                        {"float8_e4m3fn", CATTN_F32, CATTN_STORED_F8}};
 /* of masks, of lengths */
 static const struct type BYTES = {"bytes", 0, 0}, INTEGERS = {"integers", 0, 0};
 
@@ -187,6 +190,12 @@ static struct block input(struct cattn_tensor *tensor, const struct type *type, 
 
 /* Puts in a few NaNs, infinities, zeros, huge and tiny numbers. */
 static void spoil(const struct type *type, const struct block *block) {
+    if (cattn_is_quantized(type->storage)) { /* NaN, zeros, the least and the largest */
+        for (int n = 0; n < 4 && block->n > 0; n++)
+            ((uint8_t *)block->data)[between(0, (int64_t)block->n - 1)] =
+                PICK(((const uint8_t[]){0x7f, 0xff, 0, 0x80, 1, 0x81, 0x7e, 0xfe}));
+        return;
+    }
     const double huge = type->dtype == CATTN_F32 ? 0x1p126 : 0x1p1022,
                  tiny = type->dtype == CATTN_F32 ? 0x1p-140 : 0x1p-1060;
     const double special[] = {(double)NAN, -(double)NAN, (double)INFINITY, -(double)INFINITY, -0.0, huge, -huge, tiny};
@@ -194,6 +203,67 @@ static void spoil(const struct type *type, const struct block *block) {
         const size_t i = (size_t)between(0, (int64_t)block->n - 1);
         put(type, block->data, i, PICK(special));
     }
+}
+
+/* Any byte but the two that are NaN in float8_e4m3fn. */
+static struct block quantized_input(struct cattn_tensor *tensor, const struct type *type, struct shape shape) {
+    const struct block block = lay(tensor, type, &shape, false);
+    for (size_t i = 0; i < block.n; i++) {
+        const uint8_t byte = (uint8_t)draw();
+        ((uint8_t *)block.data)[i] = (byte & 0x7f) == 0x7f ? byte ^ 1 : byte;
+    }
+    return block;
+}
+
+/* Scales for elements of `shape`: for each token, for each column, for both, or one. */
+static void scales(struct cattn_tensor *tensor, struct shape shape) {
+    if (chance(60))
+        shape.cols = 1;
+    if (chance(40))
+        shape.rows = 1;
+    const struct block block = lay(tensor, &TYPES[CATTN_F32], &shape, false);
+    for (size_t i = 0; i < block.n; i++)
+        put(&TYPES[CATTN_F32], block.data, i, fabs(number()) / 64);
+    tensor->row = shape.rows == 1 ? 0 : tensor->row;
+    tensor->col = shape.cols == 1 ? 0 : tensor->col;
+}
+
+/* The number that a byte stands for, without its scale. */
+static float number_of(enum cattn_storage storage, uint8_t byte) {
+    const int magnitude = byte & 0x7f, exponent = magnitude >> 3, mantissa = magnitude & 7;
+    if (storage == CATTN_STORED_I8)
+        return (float)(byte < 128 ? byte : byte - 256);
+    const float x = magnitude == 0x7f ? NAN
+                    : exponent == 0   ? ldexpf((float)mantissa, -9)
+                                      : ldexpf((float)(8 + mantissa), exponent - 10);
+    return byte < 128 ? x : -x;
+}
+
+static int64_t place_of(const struct cattn_tensor *tensor, const struct shape *shape, int64_t i) {
+    int64_t place = i % shape->cols * tensor->col;
+    i /= shape->cols;
+    place += i % shape->rows * tensor->row;
+    i /= shape->rows;
+    place += i % shape->heads * tensor->head;
+    i /= shape->heads;
+    for (int d = shape->n_batch_dims - 1; d >= 0; d--) {
+        place += i % shape->batch[d] * tensor->batch[d];
+        i /= shape->batch[d];
+    }
+    return place;
+}
+
+/* The float32 numbers that quantized elements of `shape` stand for. */
+static struct cattn_tensor dequantized(const struct cattn_tensor *tensor, enum cattn_storage storage,
+                                       const struct cattn_tensor *scale, struct shape shape) {
+    struct cattn_tensor wide;
+    const struct block block = lay(&wide, &TYPES[CATTN_F32], &shape, true);
+    for (size_t i = 0; i < block.n; i++) {
+        const uint8_t byte = ((const uint8_t *)tensor->data)[place_of(tensor, &shape, (int64_t)i)];
+        const float factor = ((const float *)scale->data)[place_of(scale, &shape, (int64_t)i)];
+        ((float *)block.data)[i] = number_of(storage, byte) * factor;
+    }
+    return wide;
 }
 
 static void mask(struct cattn_tensor *tensor, struct shape shape) {

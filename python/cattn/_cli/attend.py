@@ -25,6 +25,7 @@ from cattn._cli.files import Array, InputError, Output, commit, load, load_membe
 from cattn._cli.messages import plain_warnings, say
 from cattn._cli.progress import Progress
 from cattn._input.arrays import broadcast_shapes
+from cattn._input.quantized import as_scale, dequantized
 from cattn._input.types import AttentionOutput
 
 DESCRIPTION = """\
@@ -90,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
     add("--alibi", action="store_true", help="subtract ALiBi's slope times the distance of query and key; needs heads")
     add("--sinks", metavar="FILE", help="one extra logit for each query head, (H,), in the softmax denominator")
+    add("--key-scale", metavar="FILE", help="scales of int8 keys, which broadcast to them: as (..., T_k, 1)")
+    add("--value-scale", metavar="FILE", help="scales of int8 values")
     add("--enable-gqa", action="store_true", help="axis -3 of arrays of three dimensions is heads, not a batch")
     add("--dropout", type=float, default=0.0, metavar="P", help="probability of dropping a weight")
     add("--seed", type=int, metavar="N", help="of the dropout, 0 <= N < 2**64; without it a fresh one is drawn")
@@ -149,6 +152,11 @@ class _Job:
         if options.sinks is not None:
             files["sinks"] = options.sinks
             self.sinks["sinks"] = load(options.sinks, "sinks")
+        self.scales: dict[str, Array] = {}
+        for name, spec in (("key_scale", options.key_scale), ("value_scale", options.value_scale)):
+            if spec is not None:
+                files[name] = spec
+                self.scales[name] = load(spec, name)
         self.inputs = dict(files)
         lengths = {"key_value_seq_lengths": ("--lengths", options.lengths)}
         lengths |= {"query_seq_lengths": ("--query-lengths", options.query_lengths)}
@@ -192,7 +200,7 @@ class _Job:
         try:
             empty: AttentionOutput = _attention(
                 query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, need_weights=True,
-                return_lse=True, **self.settings,
+                return_lse=True, **self.scales, **self.settings,
             )  # fmt: skip
             self.shape = (*empty.out.shape[:-2], query.shape[-2], empty.out.shape[-1])
             self.score_shape = (*self.shape[:-1], key.shape[-2])
@@ -214,6 +222,7 @@ class _Job:
                 query_offset=0 if options.query_offset is None else options.query_offset,
                 **self._mask_rows(self.masks, slice(0, 0)),
                 **self.sinks,
+                **self.scales,
                 **self.settings,
             )
             # This checks the lengths, and warns about masks and alignments that look wrong.
@@ -223,13 +232,30 @@ class _Job:
                 whole["is_causal"] = options.causal or False
             else:
                 whole |= {"is_causal": bool(options.causal), "query_offset": options.query_offset}
-            cattn.explain(query, key, value, **whole)
+            wide: dict[str, Any] = {
+                name: np.broadcast_to(np.zeros((), query.dtype), array.shape)
+                if f"{name}_scale" in self.scales
+                else array
+                for name, array in (("key", key), ("value", value))
+            }
+            cattn.explain(query, **wide, **whole)
             if query.shape[-2] == key.shape[-2] and "key_value_seq_lengths" in self.lengths:
                 self.lengths.setdefault("query_seq_lengths", self.lengths["key_value_seq_lengths"])
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
-        # Convert once, not in every slice. Arrays of the right dtype are not copied.
-        return [np.asarray(array, empty.out.dtype) for array in arrays]
+        dtype: np.dtype[Any] = empty.out.dtype
+        return [self._convert(x, n, dtype) for n, x in (("query", query), ("key", key), ("value", value))]
+
+    def _convert(self, array: Array, name: str, dtype: np.dtype[Any]) -> Array:
+        """Convert once, not in every slice. Quantized arrays, and those of the right dtype, are not copied."""
+        if f"{name}_scale" not in self.scales:
+            return np.asarray(array, dtype)
+        scale = as_scale(self.scales[f"{name}_scale"], f"{name}_scale", "f")
+        if dtype == np.float64:
+            del self.scales[f"{name}_scale"]
+            return dequantized(array, scale, name)
+        self.scales[f"{name}_scale"] = scale
+        return array
 
     @staticmethod
     def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
@@ -243,6 +269,7 @@ class _Job:
 
         masks = {name: cut(mask) for name, mask in self._mask_rows(self.masks, rows).items()}
         options = {name: cut(sinks, self.batch_dims + 1) for name, sinks in self.sinks.items()}
+        options |= {name: cut(scale) for name, scale in self.scales.items()}
         if "query_seq_lengths" in self.lengths:
             lengths = np.clip(self.query_lengths - rows.start, 0, rows.stop - rows.start)
             options["query_seq_lengths"] = cut(lengths, self.batch_dims)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _as_readable, _asarray, _is_of_ml_dtypes, _quiet, broadcast_shapes
+from .arrays import _as_readable, _asarray, _is_of_ml_dtypes, _quiet, broadcast_shapes, is_bfloat16
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
@@ -40,7 +40,7 @@ def as_quantized(obj: object, name: str, dtype: str) -> Array:
 def as_scale(obj: object, name: str, dtype: str) -> Array:
     """Return key_scale or value_scale in float32."""
     array = _asarray(obj, name)
-    if array.dtype.kind not in "iuf":
+    if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype):
         raise TypeError(f"{name} has dtype {array.dtype}; it must hold real numbers: float32, or what rounds to it")
     return _as_readable(array if array.dtype == np.float32 else array.astype(np.float32), name)
 

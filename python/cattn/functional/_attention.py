@@ -32,6 +32,8 @@ class AttentionOptions(TypedDict, total=False):
     sinks: ArrayLike | None
     key_scale: ArrayLike | None
     value_scale: ArrayLike | None
+    block_mask: ArrayLike | None
+    block_size: int | None
     rng: RNG
 
 
@@ -169,6 +171,8 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -260,6 +264,13 @@ def scaled_dot_product_attention(
         ``array.astype(np.float32) * scale``, rounded once, and the call computes, bit for bit, what it does for that
         array, without making it. Positive, converted to float32; they broadcast to the shape of key or value:
         (..., T_k, 1) is a scale for each token, (..., 1, head_dim) one for each channel. See `quantize` and `KVCache`.
+    block_mask : array_like of bool, optional
+        Which blocks of block_size queries by block_size keys are visible: True shows all pairs of a block, False hides
+        them. Broadcasts to (..., ceil(T_q / block_size), ceil(T_k / block_size)). It stands for the boolean attn_mask
+        that repeats each element block_size times along both axes, and gives its bits, together with all other masks;
+        but hidden blocks take neither time nor memory.
+    block_size : int, optional
+        Number of queries and of keys of a block of block_mask, at least 1. Needed if, and only if, there is one.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
@@ -481,6 +492,8 @@ def causal_attention(
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -542,6 +555,10 @@ def causal_attention(
         One number for each query head: the slope of ALiBi, and one extra logit.
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value; see `scaled_dot_product_attention`.
+    block_mask : array_like of bool, optional
+        Which blocks of queries and keys are visible.
+    block_size : int, optional
+        Number of queries and of keys of a block.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     return_weights : bool
@@ -597,6 +614,8 @@ def attention_weights(  # type: ignore[empty-body]
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     dropout_p: float = 0.0,
     rng: RNG = None,
     stage: Stage = "softmax",
@@ -654,6 +673,10 @@ def attention_weights(  # type: ignore[empty-body]
         Probability that a weight is dropped, for stage "dropout".
     key_scale : array_like of float, optional
         Scales of a quantized key; see `scaled_dot_product_attention`.
+    block_mask : array_like of bool, optional
+        Which blocks of queries and keys are visible.
+    block_size : int, optional
+        Number of queries and of keys of a block.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}

@@ -99,6 +99,8 @@ def explain(  # type: ignore[empty-body]
     window_size: Window = (-1, -1),
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
 ) -> Explanation:
     """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
 
@@ -132,6 +134,10 @@ def explain(  # type: ignore[empty-body]
         Number of keys seen before and after a query's position; -1 sets no bound.
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value.
+    block_mask : array_like of bool, optional
+        Which blocks of queries and keys are visible.
+    block_size : int, optional
+        Number of queries and of keys of a block.
 
     Returns
     -------

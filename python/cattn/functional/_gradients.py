@@ -58,6 +58,8 @@ def attention_backward(  # type: ignore[empty-body]
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
 ) -> AttentionGradients:
@@ -119,6 +121,10 @@ def attention_backward(  # type: ignore[empty-body]
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value; see `scaled_dot_product_attention`. The gradients of key and value are then
         those of the numbers that they stand for, in float32.
+    block_mask : array_like of bool, optional
+        Which blocks of queries and keys are visible.
+    block_size : int, optional
+        Number of queries and of keys of a block.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.

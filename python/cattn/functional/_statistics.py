@@ -41,6 +41,8 @@ def attention_statistics(  # type: ignore[empty-body]
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
 ) -> AttentionStatistics:
     r"""Return statistics of the attention weights, in memory that grows with T and not with T * T.
 
@@ -95,6 +97,10 @@ def attention_statistics(  # type: ignore[empty-body]
         One number for each query head: the slope of ALiBi, and one extra logit.
     key_scale : array_like of float, optional
         Scales of a quantized key; see `scaled_dot_product_attention`.
+    block_mask : array_like of bool, optional
+        Which blocks of queries and keys are visible.
+    block_size : int, optional
+        Number of queries and of keys of a block.
 
     Raises
     ------

@@ -7,6 +7,7 @@ their chunks, so that a scheduler may run them anywhere, in any order, and again
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import cattn
-from cattn._input.arrays import _asarray, as_bias, as_integers, as_mask, cast
+from cattn._input.arrays import _asarray, as_bias, as_integers, as_mask, broadcast_shapes, cast
 from cattn._input.checks import as_size
 from cattn._input.names import with_hints
 from cattn._input.types import RNG, Alignment, AttentionOutput, Window
@@ -42,7 +43,8 @@ _UNBOUNDED = 2**61  # no sum of positions overflows
 # ---- tasks: pure functions of NumPy arrays ---------------------------------------------------------------------------
 def _attend(
     query: NDArray[Any], key: NDArray[Any], value: NDArray[Any], attn_mask: NDArray[Any] | None,
-    bias: NDArray[Any] | None, alibi_slopes: NDArray[Any] | None, sinks: NDArray[Any] | None, *,
+    bias: NDArray[Any] | None, alibi_slopes: NDArray[Any] | None, sinks: NDArray[Any] | None,
+    key_scale: NDArray[Any] | None = None, value_scale: NDArray[Any] | None = None, *,
     rows: tuple[int, ...], num_threads: int, **options: Any,
 ) -> Part:  # fmt: skip
     """Attend from one chunk of queries to one chunk of keys."""
@@ -55,7 +57,8 @@ def _attend(
     lse = np.empty(rows, np.float64)
     with cattn.num_threads(num_threads):
         result = cattn.scaled_dot_product_attention(
-            query, key, value, attn_mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=True,
+            query, key, value, attn_mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, key_scale=key_scale,
+            value_scale=value_scale, return_lse=True,
             out=AttentionOutput(lse=lse), **options,
         )  # fmt: skip
     return result.out, lse
@@ -219,6 +222,23 @@ def _as_dask(obj: Any, name: str) -> Any:
     return obj
 
 
+def _read_scales(inputs: Sequence[Any], key_scale: Any, value_scale: Any) -> list[Any]:
+    """Return the two scales as dask arrays, or None."""
+    scales: list[Any] = []
+    for name, array, given in zip(("key", "value"), inputs[1:], (key_scale, value_scale), strict=True):
+        scale = given if given is None else _as_dask(given, f"{name}_scale")
+        scales.append(scale)
+        if scale is None:
+            continue
+        with contextlib.suppress(ValueError):
+            if broadcast_shapes(scale.shape, array.shape) == array.shape:
+                continue
+        raise ValueError(
+            f"{name}_scale has shape {scale.shape}, which does not broadcast to the shape of {name} {array.shape}"
+        )
+    return scales
+
+
 def _with_dims(array: Any, ndim: int) -> Any:
     """Return the array with leading axes of size 1."""
     return array[(None,) * (ndim - array.ndim)] if array.ndim < ndim else array
@@ -263,6 +283,8 @@ class _Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Any
     sinks: Any
+    key_scale: Any
+    value_scale: Any
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
@@ -315,6 +337,8 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -365,6 +389,9 @@ def attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : dask.array.Array or array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
+    key_scale, value_scale : dask.array.Array or array_like of float, optional
+        Scales of a key or value of int8 or float8_e4m3fn. Broadcasts to the shape of key or value, and is rechunked as
+        they are.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
     return_weights : bool
@@ -438,25 +465,33 @@ def attention(
     threads = as_size(num_threads, "num_threads", maximum=2**31 - 1)
     query, key, value = _as_dask(query, "query"), _as_dask(key, "key"), _as_dask(value, "value")
     inputs = (query, key, value)
+    scales = _read_scales(inputs, key_scale, value_scale)
     masks = [given if given is None else _as_dask(given, name) for name, given in
              (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
 
     # cattn's own functions check the arguments: one call plans the whole problem, the other computes none of its rows.
+    wide = [_stand_in(x if scale is None else x.astype(query.dtype))
+            for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
     cattn.explain(
-        _stand_in(query), _stand_in(key), _stand_in(value), _stand_in(attn_mask), dropout_p, is_causal,
+        _stand_in(query), wide[0], wide[1], _stand_in(attn_mask), dropout_p, is_causal,
         enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, **numbers,
     )  # fmt: skip
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
     scores: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+    ones: dict[str, Any] = {
+        f"{name}_scale": np.ones((), scale.dtype)
+        for name, scale in zip(("key", "value"), scales, strict=True)
+        if scale is not None
+    }
     probe = cattn.scaled_dot_product_attention(
         _stand_in(query, 0), _stand_in(key, 0), _stand_in(value, 0), None, dropout_p,
-        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **scores,
+        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **ones, **scores,
     )  # fmt: skip
     shape = (*probe.out.shape[:-2], query.shape[-2], value.shape[-1])
 
-    problem = _Problem(inputs, masks, shape, enable_gqa is not None and bool(enable_gqa), threads, probe)
+    problem = _Problem(inputs, masks, scales, shape, enable_gqa is not None and bool(enable_gqa), threads, probe)
     ranges = _read_ranges(problem.batch, shape[-2], key.shape[-2], is_causal, query_offset, query_seq_lengths,
                           key_value_seq_lengths, key_value_seq_starts, window_size,
                           alibi_slopes is not None)  # fmt: skip
@@ -472,8 +507,8 @@ class _Problem:
     """The operands of a call in common chunks, and the graph over them."""
 
     def __init__(
-        self, inputs: Sequence[Any], masks: Sequence[Any], shape: tuple[int, ...], forced_heads: bool,
-        num_threads: int, probe: AttentionOutput,
+        self, inputs: Sequence[Any], masks: Sequence[Any], scales: Sequence[Any], shape: tuple[int, ...],
+        forced_heads: bool, num_threads: int, probe: AttentionOutput,
     ) -> None:  # fmt: skip
         lead = shape[:-2]
         has_heads = len(shape) > 3 or (forced_heads and len(shape) == 3)
@@ -492,13 +527,17 @@ class _Problem:
         self.query = _Operand(query, [*self.lead, self.rows, depth])
         self.key = _Operand(key, [*self.lead, self.keys, depth])
         self.value = _Operand(value, [*self.lead, self.keys, d_v])
+        self.scales = [
+            x if x is None else _Operand(_with_dims(x, len(shape)), [*self.lead, self.keys, columns])
+            for x, columns in zip(scales, (depth, d_v), strict=True)
+        ]
         elementwise, per_head = [*self.lead, self.rows, self.keys], [*self.lead, *[[(0, 1)]] * (not has_heads)]
         self.masks = [x if x is None else _Operand(_with_dims(x, len(elementwise)), elementwise) for x in masks[:2]]
         self.per_head = [x if x is None else _Operand(_with_dims(x, len(per_head)), per_head) for x in masks[2:]]
 
     def operands(self) -> Iterator[Any]:
         """Yield all dask arrays."""
-        for operand in (self.query, self.key, self.value, *self.masks, *self.per_head):
+        for operand in (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales):
             if operand is not None:
                 yield operand.array
 
@@ -551,11 +590,12 @@ class _Problem:
                 starts = [a for a, _ in (*where, self.rows[i], self.keys[j])]
                 options["rng"] = _chunk_seed(seed, starts)
             masks = [x if x is None else x.at([*at, j]) for x in self.masks]
+            scales = [x if x is None else x.at([*lead, j, 0]) for x in self.scales]
             sinks = per_head[1] if j == visible[0] else None  # once for each query
             parts.append((f"cattn-pair-{token}", *at, j))
             graph[parts[-1]] = (
                 functools.partial(_attend, **scores, **options), self.query.at([*at, 0]), self.key.at([*lead, j, 0]),
-                self.value.at([*lead, j, 0]), *masks, per_head[0], sinks,
+                self.value.at([*lead, j, 0]), *masks, per_head[0], sinks, *scales,
             )  # fmt: skip
         return _add_tree(graph, f"cattn-merge-{token}", at, parts)
 

@@ -27,11 +27,14 @@ __all__ = ["dot_product_attention"]
 # attribute `present` says by its bits which of them a call has.
 _ARGUMENTS = (
     "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-    "key_value_seq_starts", "alibi_slopes", "sinks", "dropout_seed", "forward_out", "forward_lse", "grad_out",
-    "grad_residual",
+    "key_value_seq_starts", "alibi_slopes", "sinks", "key_scale", "value_scale", "dropout_seed", "forward_out",
+    "forward_lse", "grad_out", "grad_residual",
 )  # fmt: skip
 _RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
+
+_FLOATS = (np.float16, jnp.bfloat16, np.float32, np.float64)
+_QUANTIZED = (np.int8, jnp.float8_e4m3fn)
 
 _Arrays = Mapping[str, Any]
 _Pass = Literal["forward", "backward"]
@@ -120,9 +123,11 @@ def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
     numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
     if numbers["query_offset"] is None and not options.lower_right:
         numbers["query_offset"] = 0
+    scales = {f"{name}_scale": _heads_first(operands, f"{name}_scale")[0] for name in _quantized(operands)}
     words = operands.get("dropout_seed")
     return {
         **counts,
+        **scales,
         **numbers,
         "attn_mask": operands.get("mask"),
         "is_causal": "lower_right" if options.lower_right else False,
@@ -133,6 +138,11 @@ def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
         "rng": None if words is None else int(words[0]) | int(words[1]) << 32,
         "enable_gqa": True,
     }
+
+
+def _quantized(operands: _Arrays) -> list[str]:
+    """Return which of key and value have scales."""
+    return [name for name in ("key", "value") if f"{name}_scale" in operands]
 
 
 def _heads_first(operands: _Arrays, *names: str) -> list[Any]:
@@ -246,9 +256,10 @@ def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[
             given[f"grad_{name}"] = gradient
     given.setdefault("grad_out", jnp.zeros(out.shape, out.dtype))
     grads = _call("backward", options, given, results)
+    differentiable = set(shapes).difference(_quantized(operands))
     return (
         {
-            name: _sum_to(grads[f"grad_{name}"], array.shape).astype(array.dtype) if name in shapes else None
+            name: _sum_to(grads[f"grad_{name}"], array.shape).astype(array.dtype) if name in differentiable else None
             for name, array in operands.items()
         },
     )
@@ -273,20 +284,58 @@ def _as_array(obj: Any, name: str) -> Any:
         raise TypeError(f"{name} must be an array, got {type(obj).__name__}: {error}") from error
 
 
-def _read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
-    """Return the three arrays with four axes each."""
+def _check_dtype(array: Any, name: str, scale: Any) -> None:
+    if scale is not None:
+        if array.dtype not in _QUANTIZED:
+            raise TypeError(
+                f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn"
+            )
+    elif array.dtype not in _FLOATS:
+        hint = "" if name == "query" else f"; with {name}_scale also int8 or float8_e4m3fn"
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{hint}")
+
+
+def _read_scale(obj: Any, name: str, quantized: Any) -> Any:
+    """Return the scales of key or value in float32, with four axes."""
+    array = _as_array(obj, name)
+    shape = (1,) * (4 - array.ndim) + array.shape
+    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, quantized.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {array.shape}, which does not broadcast to the shape of {name.removesuffix('_scale')} "
+            f"{quantized.shape}"
+        )
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be numbers, got {array.dtype}")
+    return array.reshape(shape).astype(np.float32)
+
+
+def _widen(arrays: dict[str, Any]) -> None:
+    """Compute halves in float32 beside quantized arrays. Beside float64, those become float64 themselves."""
+    wide = arrays["query"].dtype == np.float64
+    for name in ("query", "key", "value"):
+        scale = arrays.get(f"{name}_scale")
+        if scale is None:
+            arrays[name] = arrays[name].astype(_compute_dtype(arrays[name].dtype))
+        elif wide:
+            product = arrays[name].astype(np.float32) * arrays.pop(f"{name}_scale")
+            arrays[name] = jax.lax.stop_gradient(product.astype(np.float64))
+
+
+def _read_inputs(query: Any, key: Any, value: Any, key_scale: Any = None, value_scale: Any = None) -> dict[str, Any]:
+    """Return the arrays with four axes each: query, key, value and the scales that there are."""
     arrays = {}
-    for name, obj in (("query", query), ("key", key), ("value", value)):
+    for name, obj, scale in (("query", query, None), ("key", key, key_scale), ("value", value, value_scale)):
         array = _as_array(obj, name)
         if array.ndim not in (3, 4):
             axes = "T, N, H" if name == "query" else "S, K, H"
             raise _shape_error(name, f"(B, {axes}) or ({axes})", array.shape)
-        if array.dtype not in (np.float16, jnp.bfloat16, np.float32, np.float64):
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}")
+        _check_dtype(array, name, scale)
         arrays[name] = array if array.ndim == 4 else array[None]
+        if scale is not None:
+            arrays[f"{name}_scale"] = _read_scale(scale, f"{name}_scale", arrays[name])
     wanted = arrays["query"]
     for name in ("key", "value"):
-        if arrays[name].dtype != wanted.dtype:
+        if f"{name}_scale" not in arrays and arrays[name].dtype != wanted.dtype:
             raise TypeError(f"{name} must have the dtype of query, {wanted.dtype}, got {arrays[name].dtype}")
         if arrays[name].shape[0] != wanted.shape[0]:
             raise ValueError(
@@ -301,6 +350,8 @@ def _read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
         )
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"query must have a multiple of the {kv_heads} heads of key, got {heads}")
+    if _quantized(arrays):
+        _widen(arrays)
     return arrays
 
 
@@ -434,6 +485,8 @@ def dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
 ) -> Any:
@@ -482,6 +535,11 @@ def dot_product_attention(
         Slopes of ALiBi. They are constants: their gradient is 0.
     sinks : array, shape (N,) or (B, N), optional
         One extra logit for each query head, which enters the denominator only.
+    key_scale, value_scale : array, optional
+        Scales of a quantized key or value, of int8 or float8_e4m3fn: its elements are the products with its scales, in
+        float32. Broadcasts to the shape of key or value: (B, S, K, 1) has one for each token and head, (1, 1, K, H) one
+        for each column. Positive and finite, from 2**-100 to 2**100. They are constants, as are the quantized arrays:
+        their gradient is 0. Halves of the other arrays are then computed in float32, and the output is rounded.
     dropout_p : float
         Probability that a weight is dropped.
     dropout_key : key of jax.random, optional
@@ -516,7 +574,7 @@ def dot_product_attention(
     >>> jax.grad(lambda x: dot_product_attention(x, x, x).sum())(x).shape
     (1, 3, 1, 3)
     """
-    operands = _read_inputs(query, key, value)
+    operands = _read_inputs(query, key, value, key_scale, value_scale)
     batch = operands["query"].shape[0]
     options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual)
     if options.lower_right and query_offset is not None:
@@ -540,6 +598,8 @@ def dot_product_attention(
         operands["dropout_seed"] = _read_seed(dropout_key, options.dropout_p)
     found = _compiled(options, operands)
     out = found["out"]
+    if key_scale is not None or value_scale is not None:
+        out = out.astype(_as_array(query, "query").dtype)
     residual = found["residual"].astype(out.dtype) if options.return_residual else None
     if jnp.ndim(query) == 3:
         out, residual = out[0], None if residual is None else residual[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,19 @@ def errors_name(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a file name beside the target. The file takes the target's place, or is removed if the block raises."""
-    temporary = temporary_beside(target)
+    """Yield a file name beside the target. The file takes the target's place, or is removed if the block raises.
+
+    A device or a pipe stays in its place and takes the contents.
+    """
+    special = target.exists() and not target.is_file() and not target.is_dir()
+    temporary = temporary_beside(Path(tempfile.gettempdir(), target.name) if special else target)
     try:
         with errors_name(target):
             yield temporary
-            os.replace(temporary, target)
+            if special:
+                target.write_bytes(temporary.read_bytes())
+            else:
+                os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

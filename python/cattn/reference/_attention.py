@@ -40,6 +40,8 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     rng: int | None = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -78,7 +80,7 @@ def scaled_dot_product_attention(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        key_scale=key_scale, value_scale=value_scale,
+        key_scale=key_scale, value_scale=value_scale, block_mask=block_mask, block_size=block_size,
     )  # fmt: skip
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
@@ -266,6 +268,8 @@ def score(
     alibi_slopes: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    block_size: int | None = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` are those of `Ranges`."""
@@ -303,8 +307,23 @@ def score(
         else:
             raise TypeError(f"bias must hold floats, got {term.dtype}; a boolean mask goes to attn_mask")
 
+    if block_mask is not None and block_size is not None:
+        blocks = boolean(block_mask, "block_mask")
+        if one_head and blocks.ndim > 2:
+            blocks = np.expand_dims(blocks, -3)
+        visible &= np.broadcast_to(repeat_blocks(blocks, block_size, shape[-2], shape[-1]), shape)
+
     q, k, v = (np.broadcast_to(a, shape[:-2] + a.shape[-2:]) for a in (q, k, v))
     return Problem(q, k, v, scale, products, capped, scores, visible, position, one_head)
+
+
+def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:
+    """Return the mask of single pairs (..., T_q, T_k) that a mask of blocks stands for."""
+    for axis, length in ((-2, T_q), (-1, T_k)):
+        counts = -(-length // size)
+        blocks = np.broadcast_to(blocks, np.broadcast_shapes(blocks.shape, (counts, 1) if axis == -2 else (counts,)))
+        blocks = np.repeat(blocks, size, axis=axis).swapaxes(axis, -1)[..., :length].swapaxes(axis, -1)
+    return blocks
 
 
 def normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:

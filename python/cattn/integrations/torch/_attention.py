@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward
 from ._operator import WithGradients, attention_operator, read_window
+from ._quantized import read_quantized
 from ._tensors import (
     DTYPES,
     as_array,
@@ -41,6 +42,8 @@ class _Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
     rng: int | torch.Generator | None
 
 
@@ -78,7 +81,7 @@ def _own_array(tensor: Any) -> Any:
     return as_array(tensor).copy() if isinstance(tensor, Tensor) else tensor
 
 
-def _check_all(query: Any, key: Any, value: Any, others: dict[str, Any]) -> None:
+def _check_inputs(query: Any, key: Any, value: Any) -> None:
     """Raise the error for tensors that cattn cannot read."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
@@ -86,6 +89,9 @@ def _check_all(query: Any, key: Any, value: Any, others: dict[str, Any]) -> None
         if dtype not in DTYPES or dtype is not dtype_of(query):
             wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {dtype_of(query)}"
             raise TypeError(f"{name} has dtype {dtype}; {wanted}")
+
+
+def _check_others(others: dict[str, Any]) -> None:
     for name, tensor in others.items():
         if tensor is not None:
             check_tensor(tensor, name)
@@ -141,6 +147,8 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -192,6 +200,11 @@ def scaled_dot_product_attention(
         The slope of ALiBi for each query head. It has no gradient.
     sinks : Tensor, shape (H,) or (..., H), optional
         One extra logit for each query head.
+    key_scale, value_scale : Tensor, optional
+        Scales of a key or value of ``torch.int8`` or ``torch.float8_e4m3fn``, whose elements are the products with them
+        in float32. Broadcasts to the shape of key or value: (..., T_k, 1) has one for each token. Positive and finite,
+        from 2**-100 to 2**100. Halves of the other tensors are then computed in float32, and the output is rounded.
+        Quantized tensors and scales have no gradient.
     rng : int or torch.Generator, optional
         Seed of the dropout mask, or the generator that draws it. None is PyTorch's default generator, so that
         ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
@@ -206,8 +219,8 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
-        In forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and for alibi_slopes that
-        require a gradient.
+        In forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and for alibi_slopes, scales
+        or quantized tensors that require a gradient.
 
     Notes
     -----
@@ -238,22 +251,28 @@ def scaled_dot_product_attention(
         attn_mask, alignment = read_causal_bias(attn_mask, query, key)
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
+    scaled = key_scale is not None or value_scale is not None
+    if scaled:
+        check_tensor(query, "query")
+        dtype = dtype_of(query)
+        query, key, value, key_scale, value_scale = read_quantized(query, key, value, key_scale, value_scale)
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
         nobody_watches()
         and is_readable(query)
         and is_readable(key)
         and is_readable(value)
-        and query.dtype is key.dtype is value.dtype
-        and query.dtype in DTYPES
+        and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        _check_all(query, key, value, others)
-        query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
+        if not scaled:
+            _check_inputs(query, key, value)
+            query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
+        _check_others(others)
         attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
         bias = None if bias is None else bias.to(dtype_of(bias))
     gradients = torch.is_grad_enabled() and (
@@ -276,6 +295,8 @@ def scaled_dot_product_attention(
             _as_positions(query_seq_lengths, "query_seq_lengths"),
             _as_positions(key_value_seq_lengths, "key_value_seq_lengths"),
             _as_positions(key_value_seq_starts, "key_value_seq_starts"),
+            key_scale,
+            value_scale,
             seed,
         )
         numbers = (dropout_p, alignment, scale, enable_gqa, *read_window(window_size), softcap)
@@ -298,6 +319,10 @@ def scaled_dot_product_attention(
             options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
         if key_value_seq_starts is not None:
             options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
+        if scaled:
+            for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
+                if scale_of is not None:
+                    options[name] = _own_array(scale_of) if gradients else as_array(scale_of)
         if seed is not None:
             options["rng"] = int(seed) % 2**64
         if gradients:
@@ -305,6 +330,8 @@ def scaled_dot_product_attention(
             out, lse, weights = result
         else:
             out, lse, weights = forward(operands, options, return_lse, return_weights)
+    if scaled:
+        out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
     if not return_weights and not return_lse:
         return out
     if return_lse and query.dtype is not torch.float64:

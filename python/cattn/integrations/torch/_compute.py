@@ -89,7 +89,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands, given those of the output and of lse; None is 0.
 
-    The mask has one only if it is additive and there is no bias.
+    The mask has one only if it is additive and there is no bias. Quantized keys and values have none.
     """
     if grad_out is None:
         grad_out = torch.zeros_like(out)
@@ -106,7 +106,10 @@ def backward(
     of_mask = grads.bias if operands[4] is None else None
     of_bias = None if operands[4] is None else grads.bias
     return (
-        *(as_tensor(grad, dtype) for grad in grads[:3]),
+        *(
+            as_tensor(grad, dtype) if operand is not None and operand.dtype is dtype else None
+            for grad, operand in zip(grads[:3], operands, strict=False)
+        ),
         *(
             None if grad is None or operand is None else torch.from_numpy(grad).to(operand.dtype)
             for grad, operand in zip((of_mask, of_bias, grads.sinks), operands[3:], strict=True)

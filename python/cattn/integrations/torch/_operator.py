@@ -15,12 +15,12 @@ from ._tensors import as_array, check_class, is_batched_gradient, nobody_watches
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
 _ARRAYS = (
     "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
-    "Tensor? key_value_seq_starts, Tensor? seed"
+    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? seed"
 )
 _NUMBERS = (
     "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
 )
-N_OPERANDS, N_ARRAYS = 6, 6
+N_OPERANDS, N_ARRAYS = 6, 8
 
 
 def _read_options(
@@ -29,6 +29,8 @@ def _read_options(
     query_seq_lengths: Tensor | None,
     key_value_seq_lengths: Tensor | None,
     key_value_seq_starts: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
     is_causal: str,
@@ -51,6 +53,8 @@ def _read_options(
         "window_size": (window_left, window_right),
         "softcap": softcap,
         "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
+        "key_scale": None if key_scale is None else as_array(key_scale),
+        "value_scale": None if value_scale is None else as_array(value_scale),
         "rng": None if seed is None else int(seed) % 2**64,
     }
 
@@ -63,6 +67,8 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options.get("query_seq_lengths"),
         options.get("key_value_seq_lengths"),
         options.get("key_value_seq_starts"),
+        options.get("key_scale"),
+        options.get("value_scale"),
     )
     seed = options.get("rng")
     return (
@@ -171,7 +177,7 @@ def _gradient_shapes(
     none = out.new_empty(0)
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool and bias is None
     return (
-        *(x.new_empty(x.shape) for x in (query, key, value)),
+        *(out.new_empty(x.shape) if x.dtype is out.dtype else out.new_empty(0) for x in (query, key, value)),
         attn_mask.new_empty(attn_mask.shape) if additive else none,
         out.new_empty(0) if bias is None else bias.new_empty(bias.shape),
         out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),

@@ -15,6 +15,7 @@ from ..._input.arrays import load_ml_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 _functorch: Any = torch._C._functorch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
@@ -28,7 +29,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
         tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(load_ml_dtype("bfloat16", "a tensor is of bfloat16"))
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except TypeError:  # a dtype that NumPy does not have
+        if tensor.dtype is not torch.float8_e4m3fn:
+            raise
+    return tensor.view(torch.int8).numpy().view(load_ml_dtype("float8_e4m3fn", "a tensor is of float8_e4m3fn"))
 
 
 def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
