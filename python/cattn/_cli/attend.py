@@ -253,7 +253,7 @@ class _Job:
         scale = as_scale(self.scales[f"{name}_scale"], f"{name}_scale", "f")
         if dtype == np.float64:
             del self.scales[f"{name}_scale"]
-            return dequantized(array, scale, name)
+            return dequantized(array, scale)
         self.scales[f"{name}_scale"] = scale
         return array
 
