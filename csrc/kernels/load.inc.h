@@ -185,18 +185,28 @@ INLINE vf load_columns(const struct cattn_matrix *matrix, int64_t r, int64_t c, 
     return cattn_is_quantized(matrix->storage) ? scaled(matrix, v, r, c, n) : v;
 }
 
-/* Whole vectors have a loop of their own for each storage, because that is faster. */
-static void dequantize_row(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, real *to) {
-    struct cattn_matrix from = *matrix;
+/* The whole vectors of a row with unit column stride. storage and scale_col are constants, which makes it fast. Returns
+ * the first column that is left. */
+INLINE int64_t dequantize_vectors(struct cattn_matrix matrix, enum cattn_storage storage, int64_t scale_col, int64_t r,
+                                  int64_t n_cols, real *to) {
     int64_t c = 0;
-    if (from.col == 1 && from.scale_col == 0) {
-        from.storage = CATTN_STORED_I8;
-        for (; matrix->storage == CATTN_STORED_I8 && c + LANES <= n_cols; c += LANES)
-            vf_storeu(to + c, load_columns(&from, r, c, LANES));
-        from.storage = CATTN_STORED_F8;
-        for (; matrix->storage == CATTN_STORED_F8 && c + LANES <= n_cols; c += LANES)
-            vf_storeu(to + c, load_columns(&from, r, c, LANES));
-    }
+    matrix.storage = storage;
+    matrix.col = 1;
+    matrix.scale_col = scale_col;
+    for (; c + LANES <= n_cols; c += LANES)
+        vf_storeu(to + c, load_columns(&matrix, r, c, LANES));
+    return c;
+}
+
+static void dequantize_row(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, real *to) {
+    const bool i8 = matrix->storage == CATTN_STORED_I8;
+    int64_t c = 0;
+    if (matrix->col == 1 && matrix->scale_col == 0)
+        c = i8 ? dequantize_vectors(*matrix, CATTN_STORED_I8, 0, r, n_cols, to)
+               : dequantize_vectors(*matrix, CATTN_STORED_F8, 0, r, n_cols, to);
+    else if (matrix->col == 1 && matrix->scale_col == 1)
+        c = i8 ? dequantize_vectors(*matrix, CATTN_STORED_I8, 1, r, n_cols, to)
+               : dequantize_vectors(*matrix, CATTN_STORED_F8, 1, r, n_cols, to);
     for (; c < n_cols; c += LANES) {
         const int n = (int)min64(LANES, n_cols - c);
         vf_storeu_n(to + c, load_columns(matrix, r, c, n), n);

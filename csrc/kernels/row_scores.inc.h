@@ -82,37 +82,20 @@ NOINLINE void key_tile_part(const struct cattn_matrix *key, int n, int64_t d, in
     vf_transpose(kt);
 }
 
-/* The scales of LANES quantized keys whose numbers come divided by `over`, a constant: one for each key, or one for
- * each column, which are read when they are needed. */
-struct key_scales {
-    bool by_key;
-    real over;
-    vf of_keys;
-};
-
-/* For n <= LANES keys. */
-INLINE struct key_scales scales_of_keys(const struct cattn_matrix *key, int n, real over) {
-    struct key_scales scales = {true, over, vf_set1(1)};
-#if REAL_BITS == 32
-    if (cattn_is_quantized(key->storage)) {
-        scales.by_key = key->scale_col == 0;
-        if (scales.by_key)
-            scales.of_keys = load_strided(key->scale, key->scale_row, n) * vf_set1(over);
-    }
-#else
-    (void)key, (void)n;
-#endif
-    return scales;
-}
-
-/* Column d of those keys, times its scales if it is quantized. */
-INLINE vf scale_column(const struct cattn_matrix *key, struct key_scales scales, int64_t d, vf column) {
+/* The scales of n <= LANES keys, read in place, whose numbers come divided by `over`; 1 if they have none. */
+INLINE vf scales_of_keys(const struct cattn_matrix *key, int n, real over) {
 #if REAL_BITS == 32
     if (cattn_is_quantized(key->storage))
-        return column * (scales.by_key ? scales.of_keys : vf_set1(key->scale[d * key->scale_col] * scales.over));
-#else
-    (void)key, (void)scales, (void)d;
+        return load_strided(key->scale, key->scale_row, n) * vf_set1(over);
 #endif
+    (void)key, (void)n, (void)over;
+    return vf_set1(1);
+}
+
+/* One column of those keys, times their scales if they are quantized. */
+INLINE vf scale_column(const struct cattn_matrix *key, vf scales, vf column) {
+    if (cattn_is_quantized(key->storage))
+        column = column * scales;
     return column;
 }
 
@@ -134,9 +117,7 @@ INLINE void score_columns(const struct cattn_rows *rows, int many, int64_t d, in
 }
 
 #ifdef HALVES_ARE_QUICK
-/* ---- tiles of K that are transposed before they are converted: a lane holds several columns, which saves shuffles
- * ----
- */
+/* Tiles of K may be transposed before they are converted: a lane then holds several columns, which saves shuffles. */
 
 /* 1: this storage is converted first. With fewer than 32 registers the spills would cost what the shuffles save. */
 INLINE int columns_per_lane(enum cattn_storage storage) {
@@ -162,8 +143,8 @@ INLINE vf unpack(enum cattn_storage storage, vf packed, int j) {
 
 /* Adds the chains of a packed tile, whose first column is d, to the scores of `many` rows. With few rows, several
  * chains are computed side by side: an FMA takes four cycles, and each waits for the one before it in its chain. */
-INLINE void score_packed(const struct cattn_rows *rows, int many, const struct cattn_matrix *key,
-                         struct key_scales scales, int64_t d, const vf packed[LANES], vf score[CATTN_FEW_ROWS]) {
+INLINE void score_packed(const struct cattn_rows *rows, int many, const struct cattn_matrix *key, vf scales, int64_t d,
+                         const vf packed[LANES], vf score[CATTN_FEW_ROWS]) {
     enum { MOST_CHAINS = 4 };
     const int per_lane = columns_per_lane(key->storage), vectors = CATTN_CHAIN_TERMS / per_lane;
     const int n_chains = LANES / vectors;
@@ -181,7 +162,7 @@ INLINE void score_packed(const struct cattn_rows *rows, int many, const struct c
                 UNROLLED(j, per_lane) {
                     const int at = c * CATTN_CHAIN_TERMS + i * per_lane + j;
                     const vf stored = unpack(key->storage, packed[(first + c) * vectors + i], j);
-                    const vf column = scale_column(key, scales, d + first * CATTN_CHAIN_TERMS + at, stored);
+                    const vf column = scale_column(key, scales, stored);
                     UNROLLED(r, many)
                         chain[c][r] = vf_fma(vf_set1(query[r * depth + at]), column, chain[c][r]);
                 }
@@ -205,24 +186,21 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cat
     }
 #ifdef HALVES_ARE_QUICK
     const int packed_columns = LANES * columns_per_lane(key->storage);
-    struct key_scales scales = scales_of_keys(key, n, UNPACKED_OVER);
+    vf scales = scales_of_keys(key, n, UNPACKED_OVER);
     for (; packed_columns > LANES && n == LANES && d + packed_columns <= depth; d += packed_columns) {
         vf packed[LANES];
         key_tile_packed(key, d, packed);
         prefetch_ahead(&next, LANES * sizeof *packed);
-        if (scales.by_key) /* a constant from here on */
-            score_packed(rows, many, key, (struct key_scales){true, UNPACKED_OVER, scales.of_keys}, d, packed, score);
-        else
-            score_packed(rows, many, key, (struct key_scales){false, UNPACKED_OVER, scales.of_keys}, d, packed, score);
+        score_packed(rows, many, key, scales, d, packed, score);
     }
     scales = scales_of_keys(key, n, LOADED_OVER(key->storage));
 #else
-    const struct key_scales scales = scales_of_keys(key, n, 1);
+    const vf scales = scales_of_keys(key, n, 1);
 #endif
     for (; n == LANES && d + LANES <= depth; d += LANES) {
         key_tile(key, d, kt);
         UNROLLED(i, LANES)
-            kt[i] = scale_column(key, scales, d + i, kt[i]);
+            kt[i] = scale_column(key, scales, kt[i]);
         prefetch_ahead(&next, LANES * LANES * stored_size(key->storage));
         score_columns(rows, many, d, LANES, kt, chain, score);
     }
@@ -231,7 +209,7 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cat
         const int nd = (int)min64(LANES, depth - d);
         key_tile_part(key, n, d, nd, part);
         for (int i = 0; i < nd; i++) {
-            part[i] = scale_column(key, scales, d + i, part[i]);
+            part[i] = scale_column(key, scales, part[i]);
             score_columns(rows, many, d + i, 1, part + i, chain, score);
         }
     }

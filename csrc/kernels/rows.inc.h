@@ -132,29 +132,21 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, const struc
     return block;
 }
 
-/* The scales of n columns of a row of quantized values: one number if each row has one, which is by_token. */
-INLINE vf scales_of_values(const struct cattn_matrix *value, bool by_token, int64_t r, int64_t c, int n) {
+/* The scale of one value, read in place; 1 if it has none. */
+INLINE vf scale_of_value(const struct cattn_matrix *value, int64_t r) {
 #if REAL_BITS == 32
-    if (cattn_is_quantized(value->storage)) {
-        const float *scale = value->scale + r * value->scale_row;
-        return by_token ? scales_at(value->storage, scale, 0, n)
-                        : scales_at(value->storage, scale + c * value->scale_col, value->scale_col, n);
-    }
+    if (cattn_is_quantized(value->storage))
+        return scales_at(value->storage, value->scale + r * value->scale_row, 0, 1);
 #endif
-    (void)value, (void)by_token, (void)r, (void)c, (void)n;
+    (void)value, (void)r;
     return vf_set1(1);
 }
 
 /* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
  * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const struct cattn_matrix *value,
-                       bool by_token, struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c,
-                       const real *factor) {
+                       struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
     const real *score = rows->scratch.score;
-    vf scale[CATTN_FEW_ROWS];
-    if (!by_token)
-        UNROLLED(v, vectors)
-            scale[v] = scales_of_values(value, false, 0, c + v * LANES, v == vectors - 1 ? n : LANES);
     /* [row][vector]; only many * vectors <= VALUE_ACCS of them are used */
     vf block[CATTN_FEW_ROWS][CATTN_FEW_ROWS], chain[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
     UNROLLED(r, many)
@@ -173,14 +165,13 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
                 chain[r][v] = vf_set1(0);
         for (const int end = (int)chain_end(k, keys.end); k < end; k++, at += value->row) {
             vf val[CATTN_FEW_ROWS];
-            if (by_token)
-                scale[0] = scales_of_values(value, true, k - keys.begin, 0, 1);
+            const vf scale = scale_of_value(value, k - keys.begin);
             OPAQUE(at);
             UNROLLED(v, vectors) {
                 const int left = v == vectors - 1 ? n : LANES;
                 val[v] = load_stored(value->storage, value->first, at + v * LANES, 1, left);
                 if (cattn_is_quantized(value->storage))
-                    val[v] = val[v] * scale[by_token ? 0 : v];
+                    val[v] = val[v] * scale;
             }
             prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value->storage));
             UNROLLED(r, many) {
@@ -205,21 +196,21 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
 }
 
 /* All columns of V, as many vectors at a time as the registers hold. */
-INLINE void value_columns(struct cattn_rows *rows, int many, const struct cattn_matrix *value, bool by_token,
-                          struct key_half keys, int64_t k0, const real *factor) {
+INLINE void value_columns(struct cattn_rows *rows, int many, const struct cattn_matrix *value, struct key_half keys,
+                          int64_t k0, const real *factor) {
     int64_t c = 0, left = rows->call.d_v;
     struct rows_ahead next = rows_ahead(value, rows->call.d_v);
 #define WHILE_FULL(vectors)                                                                                            \
     if (many * (vectors) <= VALUE_ACCS)                                                                                \
         for (; left >= (vectors) * LANES; c += (vectors) * LANES, left -= (vectors) * LANES)                           \
-            value_rows(rows, many, vectors, LANES, value, by_token, &next, keys, k0, c, factor);
+            value_rows(rows, many, vectors, LANES, value, &next, keys, k0, c, factor);
     WHILE_FULL(8)
     WHILE_FULL(4)
     WHILE_FULL(2)
     WHILE_FULL(1)
 #undef WHILE_FULL
     if (left > 0)
-        value_rows(rows, many, 1, (int)left, value, by_token, &next, keys, k0, c, factor);
+        value_rows(rows, many, 1, (int)left, value, &next, keys, k0, c, factor);
 }
 
 /* P V of a block, half by half: where V must be copied, the copy of a half stays in the L1 cache. */
@@ -233,10 +224,7 @@ INLINE void value_keys(struct cattn_rows *rows, enum cattn_storage direct, int m
         const struct cattn_matrix value = find_rows(&rows->value, direct, k0 + keys.begin, keys.end - keys.begin,
                                                     rows->call.d_v, rows->scratch.value_panel);
         const real *factor = i == 0 ? rows->scratch.alpha : ones;
-        if (!cattn_is_quantized(value.storage) || value.scale_col == 0)
-            value_columns(rows, many, &value, true, keys, k0, factor);
-        else
-            value_columns(rows, many, &value, false, keys, k0, factor);
+        value_columns(rows, many, &value, keys, k0, factor);
     }
 }
 
@@ -287,21 +275,17 @@ ROWS_BLOCK(rows_block_bf16_1, CATTN_STORED_BF16, 1)
 ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
 ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
 ROWS_BLOCK(rows_block_i8_1, CATTN_STORED_I8, 1)
+ROWS_BLOCK(rows_block_i8_2, CATTN_STORED_I8, 2)
 ROWS_BLOCK(rows_block_i8_4, CATTN_STORED_I8, 4)
 ROWS_BLOCK(rows_block_i8_8, CATTN_STORED_I8, 8)
-ROWS_BLOCK(rows_block_f8_1, CATTN_STORED_F8, 1)
-ROWS_BLOCK(rows_block_f8_4, CATTN_STORED_F8, 4)
-ROWS_BLOCK(rows_block_f8_8, CATTN_STORED_F8, 8)
 #endif
 
 #ifdef HALVES_ARE_QUICK
 static bool is_in_place(const struct cattn_matrix *matrix) {
-    return matrix->col == 1 &&
-           (!cattn_is_quantized(matrix->storage) || matrix->scale_row == 0 || matrix->scale_col == 0);
+    return matrix->col == 1 && (!cattn_is_quantized(matrix->storage) || matrix->scale_col == 0);
 }
 
-/* Whether rows_block can read keys and values in place: with one storage, unit column strides, and scales of tokens or
- * of channels. */
+/* Whether rows_block can read keys and values in place: with one storage, unit column strides, and scales of tokens. */
 static bool reads_in_place(const struct cattn_rows *rows) {
     return is_in_place(&rows->key) &&
            (!rows->call.d_v || (is_in_place(&rows->value) && rows->value.storage == rows->key.storage));
@@ -312,21 +296,18 @@ static bool reads_in_place(const struct cattn_rows *rows) {
 static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
     const int n = rows->n_rows;
 #ifdef HALVES_ARE_QUICK
-#define IN_PLACE(type) return n == 1 ? rows_block_##type##_1 : n <= 4 ? rows_block_##type##_4 : rows_block_##type##_8
     if (reads_in_place(rows))
         switch (rows->key.storage) {
         case CATTN_STORED_F16:
-            IN_PLACE(f16);
+            return n == 1 ? rows_block_f16_1 : n <= 4 ? rows_block_f16_4 : rows_block_f16_8;
         case CATTN_STORED_BF16:
-            IN_PLACE(bf16);
+            return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
         case CATTN_STORED_I8:
-            IN_PLACE(i8);
-        case CATTN_STORED_F8:
-            IN_PLACE(f8);
+            return n == 1 ? rows_block_i8_1 : n == 2 ? rows_block_i8_2 : n <= 4 ? rows_block_i8_4 : rows_block_i8_8;
+        case CATTN_STORED_F8: /* the other rows are plain, or faster to convert once */
         case CATTN_STORED_PLAIN:
             break;
         }
-#undef IN_PLACE
 #endif
     return n == 1 ? rows_block_1 : n == 2 ? rows_block_2 : n <= 4 ? rows_block_4 : rows_block_8;
 }
