@@ -413,7 +413,7 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"block_size": 3}, ValueError, "block_size is given without a block_mask"),
         ({"block_mask": [[1.0]], "block_size": 3}, TypeError, "block_mask has dtype float64"),
         ({"block_mask": np.ones((3, 3), bool), "block_size": 3}, ValueError,
-         r"does not broadcast to the blocks.*\(2, 2\)"),
+         r"does not broadcast to the blocks.*\(2, 2, 2\)"),
         ({"key_scale": 1.0}, TypeError, "key has dtype float64 and a scale; key_scale belongs to int8"),
         ({"value": D.astype("i1"), "value_scale": np.ones((6, 2))}, ValueError,
          r"value_scale has shape \(6, 2\), which does not broadcast to the shape of value \(2, 6, 4\)"),

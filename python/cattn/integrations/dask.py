@@ -223,29 +223,15 @@ def _as_dask(obj: Any, name: str) -> Any:
     return obj
 
 
-def _add_blocks(attn_mask: Any, block_mask: Any, block_size: Any, T_q: int, T_k: int) -> Any:
-    """Return attn_mask without the pairs that the block mask hides, as a dask array."""
-    rows = np.empty((max(T_q, T_k), 1))
-    stand_in = None if block_mask is None else np.ones((1, 1), bool)
-    cattn.explain(rows[:T_q], rows[:T_k], rows[:T_k], block_mask=stand_in, block_size=block_size)  # checks the size
-    size = operator.index(block_size)
-    blocks = _as_dask(block_mask, "block_mask")
-    if blocks.dtype != bool:
-        raise TypeError(f"block_mask has dtype {blocks.dtype}; True = keep: it must be boolean")
-    blocks = blocks[(None,) * (2 - blocks.ndim)] if blocks.ndim < 2 else blocks
-    wanted = (-(-T_q // size), -(-T_k // size))
-    if any(own not in (1, number) for own, number in zip(blocks.shape[-2:], wanted, strict=True)):
-        raise ValueError(
-            f"block_mask has shape {blocks.shape}, which does not broadcast to the blocks of block_size={size} for "
-            f"T_q={T_q} and T_k={T_k}, {wanted}"
-        )
+def _add_blocks(attn_mask: Any, block_mask: Any, size: int, T_q: int, T_k: int) -> Any:
+    """Return attn_mask without the pairs that the block mask hides."""
+    blocks = block_mask[(None,) * (2 - block_mask.ndim)] if block_mask.ndim < 2 else block_mask
     for axis, length in ((-2, T_q), (-1, T_k)):
-        if blocks.shape[axis] > 1 and size > 1:
+        if blocks.shape[axis] > 1:
             blocks = da.take(blocks, np.arange(length) // size, axis=axis)
     if attn_mask is None:
         return blocks
-    given = _as_dask(attn_mask, "attn_mask")
-    return given & blocks if given.dtype == bool else da.where(blocks, given, given.dtype.type(-np.inf))
+    return attn_mask & blocks if attn_mask.dtype == bool else da.where(blocks, attn_mask, attn_mask.dtype.type(-np.inf))
 
 
 def _read_scales(inputs: Sequence[Any], key_scale: Any, value_scale: Any) -> list[Any]:
@@ -500,8 +486,7 @@ def attention(
     query, key, value = _as_dask(query, "query"), _as_dask(key, "key"), _as_dask(value, "value")
     inputs = (query, key, value)
     scales = _read_scales(inputs, key_scale, value_scale)
-    if block_mask is not None or block_size is not None:
-        attn_mask = _add_blocks(attn_mask, block_mask, block_size, query.shape[-2], key.shape[-2])
+    blocks = block_mask if block_mask is None else _as_dask(block_mask, "block_mask")
     masks = [given if given is None else _as_dask(given, name) for name, given in
              (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
 
@@ -510,8 +495,11 @@ def attention(
             for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
     cattn.explain(
         _stand_in(query), wide[0], wide[1], _stand_in(attn_mask), dropout_p, is_causal,
-        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, **numbers,
+        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, block_mask=_stand_in(blocks),
+        block_size=block_size, **numbers,
     )  # fmt: skip
+    if blocks is not None:
+        masks[0] = _add_blocks(masks[0], blocks, operator.index(block_size or 0), query.shape[-2], key.shape[-2])
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip

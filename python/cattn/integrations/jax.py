@@ -21,6 +21,8 @@ import numpy as np
 import cattn
 from cattn import _cattn
 
+from ._jax_static import check_static, read_seed, read_window
+
 __all__ = ["dot_product_attention"]
 
 # The operands of the foreign functions, in their order: csrc/xla/call.h has the same lists, with the axes of each. The
@@ -414,53 +416,11 @@ def _read_heads(obj: Any, name: str, inputs: _Arrays) -> Any:
     return array.reshape(-1, heads).astype(_compute_dtype(inputs["query"].dtype))
 
 
-def _read_seed(dropout_key: Any, dropout_p: float) -> Any:
-    """Return the two words of a seed."""
-    if dropout_key is None:
-        raise ValueError(f"dropout_p is {dropout_p}: pass dropout_key, for example jax.random.key(0)")
-    try:
-        return jax.random.bits(dropout_key, (2,), np.uint32)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"dropout_key must be one key of jax.random: {error}") from error
-
-
-def _read_side(obj: Any) -> int:
-    """Return one side of a window: a number of keys, or -1 for no bound."""
-    if obj is None:
-        return -1
-    try:
-        side = operator.index(obj)
-    except Exception:  # a tracer raises an error of JAX's own
-        side = -1
-    if isinstance(obj, (bool, np.bool_)) or side < 0:
-        raise ValueError(
-            f"local_window_size must be an int or (left, right), numbers of keys that are not negative and known when "
-            f"the call is traced, got {obj!r}"
-        )
-    return min(side, 2**62)
-
-
-def _read_window(local_window_size: Any, causal: bool) -> tuple[int, int]:
-    if isinstance(local_window_size, (tuple, list)):
-        if len(local_window_size) != 2:
-            raise ValueError(f"local_window_size must be an int or (left, right), got {local_window_size!r}")
-        left, right = map(_read_side, local_window_size)
-    else:
-        left = right = _read_side(local_window_size)
-    return left, 0 if causal else right
-
-
-def _check_static(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(f"{name} must be known when the call is traced, got a tracer: make it a static argument")
-
-
 def _read_options(
     inputs: _Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
     has_blocks: bool, block_size: Any,
 ) -> _Options:  # fmt: skip
-    _check_static(
+    check_static(
         scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual,
         block_size=block_size,
     )  # fmt: skip
@@ -477,7 +437,7 @@ def _read_options(
     rows = np.empty((1, query.shape[3]), _compute_dtype(query.dtype))
     blocks = np.ones((1, 1), bool) if has_blocks else None
     cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, block_size=block_size, **numbers)
-    left, right = _read_window(window, causal=bool(is_causal))
+    left, right = read_window(window, causal=bool(is_causal))
     return _Options(
         scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
         softcap=float(numbers["softcap"] or 0.0),
@@ -628,7 +588,7 @@ def dot_product_attention(
     if block_mask is not None:
         operands["block_mask"] = _read_blocks(block_mask, options.block_size, operands)
     if options.dropout_p > 0:
-        operands["dropout_seed"] = _read_seed(dropout_key, options.dropout_p)
+        operands["dropout_seed"] = read_seed(dropout_key, options.dropout_p)
     found = _compiled(options, operands)
     out = found["out"]
     if key_scale is not None or value_scale is not None:
