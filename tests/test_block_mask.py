@@ -137,7 +137,7 @@ def assert_same_fields(found: Any, right: Any, label: str) -> None:
 
 
 @pytest.mark.promise("gradients' bits")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_have_the_bits_of_the_mask(name: str, dtype: Any, isa: str, normal: Any) -> None:
     call = build(name, dtype=dtype)

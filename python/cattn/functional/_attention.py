@@ -669,14 +669,14 @@ def attention_weights(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    dropout_p : float
-        Probability that a weight is dropped, for stage "dropout".
     key_scale : array_like of float, optional
         Scales of a quantized key; see `scaled_dot_product_attention`.
     block_mask : array_like of bool, optional
         Which blocks of queries and keys are visible.
     block_size : int, optional
         Number of queries and of keys of a block.
+    dropout_p : float
+        Probability that a weight is dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
