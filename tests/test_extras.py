@@ -59,9 +59,10 @@ def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(pa
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = re.sub(r"^%.*$", "", code, flags=re.MULTILINE)  # IPython's commands
-    needed = imports(code) - packages("examples")
-    assert needed <= {"torch"}
-    assert ("cattn[examples,torch]" in "".join(cells[0]["source"])) == ("torch" in needed)
+    needed = imports(code) - packages("examples") - {script.stem for script in path.parent.glob("*.py")}
+    assert needed <= {"torch", "transformers"}
+    extras = "bf16,examples,transformers" if "transformers" in needed else "examples,torch"
+    assert (f"cattn[{extras}]" in "".join(cells[0]["source"])) == bool(needed)
 
 
 def test_the_extra_examples_does_not_bring_pytorch() -> None:
