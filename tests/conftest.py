@@ -60,10 +60,15 @@ def pytest_report_header() -> list[str]:
 
 
 def table_params() -> list[Any]:
-    """Return the names of all kernel tables as parameters; `gnu512` is `long` where its twin `avx512` runs."""
+    """Return the names of all kernel tables as parameters.
+
+    A table is `long` where another of the same instructions runs: `gnu512` beside `avx512`, and the one of `avx512` and
+    `avx512_256`, which differ in the shape of their tiles, that is not in use.
+    """
     runs = {table["name"] for table in _cattn._isa_list() if table["usable"]}
-    twin = pytest.mark.long if "avx512" in runs else ()
-    return [pytest.param(name, marks=twin if name == "gnu512" else ()) for name in table_names()]
+    shapes, in_use = {"avx512", "avx512_256"}, _cattn._get_isa()
+    long = ({"gnu512"} if "avx512" in runs else set()) | (shapes - {in_use} if in_use in shapes else set())
+    return [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in table_names()]
 
 
 @pytest.fixture(params=table_params())

@@ -59,7 +59,8 @@ static int64_t block_run_end(const struct cattn_rows *rows, int r, int64_t key, 
     const uint8_t *mask = rows->per_row->block_mask[r];
     int64_t block = key / size;
     *visible = mask[block * col] != 0;
-    while (++block * size < hi && (mask[block * col] != 0) == *visible)
-        continue;
+    do
+        block++;
+    while (block * size < hi && (mask[block * col] != 0) == *visible);
     return min64(hi, block * size);
 }
