@@ -63,6 +63,7 @@ struct cattn_dropout_spec {
 /* Scales of quantized keys and values lie between these, so that kernels may multiply them by powers of two. */
 #define CATTN_LEAST_SCALE 0x1p-100f
 #define CATTN_LARGEST_SCALE 0x1p100f
+static inline bool cattn_is_scale(float x) { return x >= CATTN_LEAST_SCALE && x <= CATTN_LARGEST_SCALE; }
 #define CATTN_UNBOUNDED INT64_MAX
 /* Offsets lie within +-this, so that neither positions nor ends of windows overflow int64. */
 #define CATTN_MAX_OFFSET ((int64_t)1 << 61)

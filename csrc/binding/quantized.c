@@ -29,15 +29,11 @@ bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other) 
 static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
     int bad = 0;
     if (stride == (npy_intp)sizeof(float)) /* a loop of its own becomes vector code */
-        for (npy_intp i = 0; i < n; i++) {
-            const float x = ((const float *)(const void *)data)[i];
-            bad |= !(x >= CATTN_LEAST_SCALE) | !(x <= CATTN_LARGEST_SCALE);
-        }
+        for (npy_intp i = 0; i < n; i++)
+            bad |= !cattn_is_scale(((const float *)(const void *)data)[i]);
     else
-        for (npy_intp i = 0; i < n; i++, data += stride) {
-            const float x = *(const float *)(const void *)data;
-            bad |= !(x >= CATTN_LEAST_SCALE) | !(x <= CATTN_LARGEST_SCALE);
-        }
+        for (npy_intp i = 0; i < n; i++, data += stride)
+            bad |= !cattn_is_scale(*(const float *)(const void *)data);
     return !bad;
 }
 

@@ -154,7 +154,7 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
             block[r][v] = vf_set1(0);
     int64_t at = c;
     for (int k = keys.begin; k < keys.end;) {
-        if (!has_chain(rows->seen_chains, k)) { /* the prefetches do not skip it, and then run behind */
+        if (!has_chain(rows->seen_chains, k)) { /* not skipped by the prefetches, which fetch its rows */
             const int64_t end = chain_end(k, keys.end);
             at += (end - k) * value->row;
             k = (int)end;

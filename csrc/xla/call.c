@@ -301,9 +301,9 @@ static struct xla_error *check_scales(const struct xla_call *call, int i) {
     const float *scales = buffer->data;
     int bad = 0;
     for (int64_t j = 0; j < count; j++) /* becomes vector code */
-        bad |= !(scales[j] >= CATTN_LEAST_SCALE && scales[j] <= CATTN_LARGEST_SCALE);
+        bad |= !cattn_is_scale(scales[j]);
     for (int64_t j = 0; bad && j < count; j++)
-        if (!(scales[j] >= CATTN_LEAST_SCALE && scales[j] <= CATTN_LARGEST_SCALE))
+        if (!cattn_is_scale(scales[j]))
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
                                   "%s must be positive and finite, from 2**-100 to 2**100, got %g",
                                   DESCRIPTIONS[i].name, (double)scales[j]);

@@ -261,8 +261,8 @@ def scaled_dot_product_attention(
         rows of weights sum to less than 1.
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value: int8, or float8_e4m3fn (of ``ml_dtypes``). An element then stands for
-        ``array.astype(np.float32) * scale``, rounded once, and the call computes, bit for bit, what it does for that
-        array, without making it. Positive, converted to float32; they broadcast to the shape of key or value:
+        ``array.astype(np.float32) * scale``, rounded once. The result has the bits of a call with the array of these
+        products, which is not made. Positive, converted to float32; they broadcast to the shape of key or value:
         (..., T_k, 1) is a scale for each token, (..., 1, head_dim) one for each channel. See `quantize` and `KVCache`.
     block_mask : array_like of bool, optional
         Which blocks of block_size queries by block_size keys are visible: True shows all pairs of a block, False hides
