@@ -109,10 +109,14 @@ def _has_attention_of_its_own(config: type) -> bool:
 
 
 @_constant
-def _knows_eager_alone(config: type) -> bool:
-    """Return whether a model does not allow PyTorch's own function, which takes causality from a layer's attribute."""
-    model = _find_model(config)
-    return model is not None and not model._supports_sdpa
+def _knows_eager_alone(layer: type) -> bool:
+    """Return whether no model of a layer's file allows PyTorch's own function, for which `is_causal` has a meaning."""
+    from transformers import PreTrainedModel
+
+    scope = vars(sys.modules[layer.__module__]).values()
+    models: list[Any] = [x for x in scope if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    models = [x for x in models if x.__module__ == layer.__module__]
+    return bool(models) and not any(x._supports_sdpa for x in models)
 
 
 @_constant
@@ -525,7 +529,7 @@ def _read_mask(
     if mask is not None:
         raise TypeError(f"attention_mask must be a torch.Tensor, got {type(mask).__name__}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and _knows_eager_alone(type(getattr(module, "config", None))):
+    if causal and _knows_eager_alone(type(module)):
         causal = False  # eager attention without a mask hides nothing
     if not causal or query.shape[2] == 1:
         if sliding_window is not None:
