@@ -12,7 +12,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,20 @@ def _is_foreign() -> bool:
     return False
 
 
+def _refuse_derivatives(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a pass. Only a second derivative differentiates a pass itself."""
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "cattn's dot_product_attention has no second derivatives (jax.hessian, a gradient of a gradient, jax.jvp "
+            "of a gradient): it can be differentiated once, in reverse mode. jax.nn.dot_product_attention has them"
+        )
+
+    undifferentiable: Any = jax.custom_jvp(function)
+    undifferentiable.defjvp(refuse)
+    return cast("Callable[..., Any]", undifferentiable)
+
+
 # ---- the calls of the two passes -------------------------------------------------------------------------------------
 def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) -> dict[str, Any]:
     """Call a pass with these operands. `results` has the shape and dtype of each result."""
@@ -95,11 +109,11 @@ def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) 
     arrays = [operands[name] for name in names]
     if _is_foreign():
         call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
-        found = call(*arrays, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
+        call = functools.partial(call, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
     else:
         python = functools.partial(_call_python, which, options, names, shapes)
-        found = jax.pure_callback(python, tuple(shapes.values()), *arrays, vmap_method="expand_dims")
-    return dict(zip(shapes, found, strict=True))
+        call = functools.partial(jax.pure_callback, python, tuple(shapes.values()), vmap_method="expand_dims")
+    return dict(zip(shapes, _refuse_derivatives(call)(*arrays), strict=True))
 
 
 def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arrays, *arrays: Any) -> tuple[Any, ...]:
@@ -370,7 +384,10 @@ def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
     if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
     if name == "mask" and array.dtype != bool:
-        raise TypeError(f"mask must be bool (True = visible), got {array.dtype}; pass numbers to add as bias")
+        raise TypeError(
+            f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
+            "pass mask.astype(bool); pass numbers that are to be added to the scores as bias"
+        )
     if name == "bias" and array.dtype == bool:
         raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
     dtype = bool if name == "mask" else _compute_dtype(inputs["query"].dtype)
@@ -388,7 +405,10 @@ def _read_blocks(obj: Any, size: int, inputs: _Arrays) -> Any:
             f"block_mask has shape {array.shape}, which does not broadcast to the blocks of block_size={size}, {full}"
         )
     if array.dtype != bool:
-        raise TypeError(f"block_mask must be bool (True = visible), got {array.dtype}")
+        raise TypeError(
+            f"block_mask must be bool (True = visible), got {array.dtype}: for zeros and ones pass "
+            "block_mask.astype(bool)"
+        )
     return array.reshape(shape)
 
 
