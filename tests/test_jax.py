@@ -499,35 +499,6 @@ def test_forward_mode_is_an_error() -> None:
         jax.jvp(lambda x: attention(x, x, x), (x,), (x,))
 
 
-@pytest.mark.parametrize("foreign", [True, False])
-def test_second_derivatives_are_an_error_of_our_own(request: pytest.FixtureRequest, foreign: bool) -> None:
-    """In every way to ask for them, of every result and argument; what is held constant is no argument of them."""
-    if not foreign:
-        request.getfixturevalue("by_python")
-    x, bias = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 1, 3, 3), np.float32)
-
-    def loss(x: Any) -> Any:
-        return attention(x, x, x).sum()
-
-    def residual(x: Any) -> Any:
-        return attention(x, x, x, return_residual=True)[1].sum()
-
-    ways: list[Callable[[], Any]] = [
-        lambda: jax.hessian(loss)(x),
-        lambda: jax.jit(jax.hessian(residual))(x),
-        lambda: jax.hessian(lambda bias: attention(x, x, x, bias).sum())(bias),
-        lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
-        lambda: jax.jvp(jax.grad(loss), (x,), (x,)),
-        lambda: jax.vjp(lambda scale: jax.vjp(loss, x)[1](scale)[0], np.float32(1))[1](x),
-        lambda: jax.vmap(jax.hessian(jax.checkpoint(loss)))(x[None]),
-    ]
-    for way in ways:
-        with pytest.raises(NotImplementedError, match=r"^cattn's dot_product_attention has no second derivatives"):
-            way()
-    once = jax.grad(lambda x: jax.grad(loss)(jax.lax.stop_gradient(x)).sum() + loss(x))(x)
-    np.testing.assert_array_equal(once, jax.grad(loss)(x))
-
-
 def test_subnormal_numbers_are_kept() -> None:
     """XLA flushes them on its own threads."""
     tiny = np.float32(1e-40)

@@ -561,24 +561,19 @@ class _Problem:
 
     def operands(self) -> Iterator[Any]:
         """Yield all dask arrays."""
-        for operand in (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales):
-            if operand is not None:
-                yield operand.array
+        operands = (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales)
+        yield from (operand.array for operand in operands if operand is not None)
 
     def build(self, ranges: _Ranges, scores: dict[str, Any], seed: int | None) -> list[Any]:
         """Return the output and the lse as dask arrays over one graph."""
         chunks = [tuple(b - a for a, b in axis) or (0,) for axis in [*self.lead, self.rows]]
         sizes = [(*chunks, self.shape[-1:]), tuple(chunks)]
         if 0 in self.shape[:-1]:  # no task: nothing is computed
-            return [
-                da.empty(tuple(map(sum, size)), dtype=dtype, chunks=size)
-                for size, dtype in zip(sizes, self.dtypes, strict=True)
-            ]
+            kinds = zip(sizes, self.dtypes, strict=True)
+            return [da.empty(tuple(map(sum, size)), dtype=dtype, chunks=size) for size, dtype in kinds]
         token = tokenize(*(x.name for x in self.operands()), self.shape, *ranges, scores, seed, self.num_threads)
         graph: dict[Any, Any] = {}
-        results: list[tuple[str, dict[Any, Any]]] = [
-            (f"{name}-{token}", {}) for name in ("cattn-attention", "cattn-lse")
-        ]
+        results: list[tuple[str, dict[Any, Any]]] = [(f"cattn-{name}-{token}", {}) for name in ("attention", "lse")]
         for at in itertools.product(*map(range, map(len, [*self.lead, self.rows]))):
             part = self._add_row(graph, token, at, ranges, scores, seed)
             for field, (name, layer) in enumerate(results):

@@ -12,7 +12,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 import cattn
 from cattn import _cattn
 
-from ._jax_static import check_static, read_seed, read_window
+from ._jax_static import check_static, read_seed, read_window, refuse_derivatives
 
 __all__ = ["dot_product_attention"]
 
@@ -87,20 +87,6 @@ def _is_foreign() -> bool:
     return False
 
 
-def _refuse_derivatives(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a pass. Only a second derivative differentiates a pass itself."""
-
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "cattn's dot_product_attention has no second derivatives (jax.hessian, a gradient of a gradient, jax.jvp "
-            "of a gradient): it can be differentiated once, in reverse mode. jax.nn.dot_product_attention has them"
-        )
-
-    undifferentiable: Any = jax.custom_jvp(function)
-    undifferentiable.defjvp(refuse)
-    return cast("Callable[..., Any]", undifferentiable)
-
-
 # ---- the calls of the two passes -------------------------------------------------------------------------------------
 def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) -> dict[str, Any]:
     """Call a pass with these operands. `results` has the shape and dtype of each result."""
@@ -113,7 +99,7 @@ def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) 
     else:
         python = functools.partial(_call_python, which, options, names, shapes)
         call = functools.partial(jax.pure_callback, python, tuple(shapes.values()), vmap_method="expand_dims")
-    return dict(zip(shapes, _refuse_derivatives(call)(*arrays), strict=True))
+    return dict(zip(shapes, refuse_derivatives(call)(*arrays), strict=True))
 
 
 def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arrays, *arrays: Any) -> tuple[Any, ...]:
