@@ -298,8 +298,9 @@ struct cattn_rms_norm_gradient {
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
-    bool has_fma; /* the table is inside the bit contract */
+    bool has_fma; /* products and sums are rounded once, as the bit contract requires */
 
+    bool (*keeps_arithmetic)(void); /* whether the compiler kept the arithmetic of the source; see arithmetic.inc.h */
     void (*pack_query_tile)(struct cattn_rows *rows);
     void (*pack_query_rows)(struct cattn_rows *rows);
     void (*chunk_begin)(struct cattn_rows *rows);
