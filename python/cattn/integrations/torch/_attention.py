@@ -179,7 +179,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, shape (..., T_q, d_v), or AttentionOutput
-        Differentiable once, in query, key, value, bias, an additive mask and sinks: second derivatives raise. The output of a query that sees no
+        Differentiable once, in query, key, value, bias, an additive mask and sinks. The output of a query that sees no
         key is 0. With return_weights or return_lse it is a `cattn.AttentionOutput` of tensors.
 
     Other Parameters
