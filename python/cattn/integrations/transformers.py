@@ -359,7 +359,7 @@ def _describe_padding(
     if bool((tokens == kv_length).all()):
         return {}, None
     starts = visible.to(torch.uint8).argmax(-1)
-    lengths, keys = starts + tokens, torch.arange(kv_length)
+    lengths, keys = starts + tokens, torch.arange(kv_length, device="cpu")
     if not bool((visible == ((keys >= starts[:, None]) & (keys < lengths[:, None]))).all()):
         return {}, visible[:, None, None, :]
     ends = {}
