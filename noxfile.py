@@ -123,7 +123,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Make random calls from four threads for a minute and compare bits and memory; long: for an hour."""
+    """Make random calls from four threads for a minute, compare bits, memory; long: an hour, then 20,000 problems."""
     session.run("tools/soak", *session.posargs)
 
 

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,35 @@ def press_ctrl_c() -> None:
         signal.raise_signal(signal.SIGINT)
     else:
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ctrl_c_after(seconds: float) -> Iterator[list[float]]:
+    """Press Ctrl-C while the block runs; yield a list that gets the time of the press.
+
+    If the block ends before, nothing is pressed: an interrupt outside of the test would end the whole run.
+    """
+    sent: list[float] = []
+    inside = True
+
+    def press() -> None:
+        sent.append(time.monotonic())
+        press_ctrl_c()
+
+    def interrupt(*_: object) -> None:
+        if inside:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    timer = threading.Timer(seconds, press)
+    timer.start()
+    try:
+        yield sent
+    finally:
+        inside = False
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGINT, before)
 
 
 # A child has a console of its own, without a window. A thread of the child presses Ctrl-C there: the event goes to all
@@ -203,7 +234,8 @@ class Textbook:
 
 def visibility_of(call: Call) -> Call:
     """Return the options that decide which keys are visible."""
-    return {name: call[name] for name in ("attn_mask", "bias", "enable_gqa", *Ranges._fields) if name in call}
+    names = ("attn_mask", "bias", "block_mask", "block_size", "enable_gqa", *Ranges._fields)
+    return {name: call[name] for name in names if name in call}
 
 
 def textbook(call: Call, dtype: Any, dropout_mask: np.ndarray | None = None, *, by_loop: bool = False) -> Textbook:

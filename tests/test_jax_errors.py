@@ -13,6 +13,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+import cattn  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
 
 attention = bridge.dot_product_attention
@@ -241,6 +242,121 @@ def test_right_frames_are_none() -> None:
     (out,) = foreign("forward", QKV, OUT)
     assert bits(out) == bits(attention(X, X, X, scale=1.0))
     assert len(foreign("backward", SAVED, GRADS)) == 3
+
+
+def swapped(x: np.ndarray) -> np.ndarray:
+    """Exchange tokens and heads, which JAX and cattn order differently."""
+    return np.ascontiguousarray(x.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 9), (9, 6)])
+@pytest.mark.parametrize("lower_right", [0, 1])
+def test_lengths_and_starts_may_be_any_number(queries: int, keys: int, lower_right: int) -> None:
+    """The number of each operand is cut to its own axis: no two of them are in the same range."""
+    numbers = np.array([-(2**31), -1, 0, 2, 5, 6, 7, 9, 10, 2**31 - 1], np.int32)
+    rng = np.random.default_rng(queries)
+    query, key, value = (rng.standard_normal((30, n, 2, d)).astype(np.float32) for n, d in
+                         ((queries, 3), (keys, 3), (keys, 5)))  # fmt: skip
+    given = {
+        "query_offset": rng.integers(-9, 9, 30).astype(np.int32),
+        "query_seq_lengths": np.tile(numbers, 3),
+        "key_value_seq_lengths": np.repeat(numbers[[5, 9, 7]], 10),
+        "key_value_seq_starts": np.tile(np.roll(numbers, 3), 3),
+    }
+    if lower_right:
+        del given["query_offset"]
+    results = {"out": ((30, queries, 2, 5), np.float32), "lse": ((30, queries, 2, 2), np.uint32)}
+    changes = {"right": np.int64(0), "lower_right": np.int64(lower_right)}
+    out, lse = foreign("forward", {"query": query, "key": key, "value": value, **given}, results, **changes)
+    most = {"query_seq_lengths": queries, "key_value_seq_lengths": keys, "key_value_seq_starts": keys}
+    within: dict[str, Any] = {name: np.clip(x, 0, most[name]) if name in most else x for name, x in given.items()}
+    right = cattn.scaled_dot_product_attention(
+        *map(swapped, (query, key, value)), is_causal="lower_right" if lower_right else "upper_left", scale=1.0,
+        return_lse=np.float64, **within,
+    )  # fmt: skip
+    assert bits(out) == bits(swapped(right.out))
+    assert bits(lse) == bits(swapped(right.lse))
+
+
+# Operands with the leading axes of two vmaps: one maps an operand, or the other, or both, or none.
+LEADING = {"query": (3, 2), "key": (1, 2), "value": (3, 1), "bias": (1, 1), "key_value_seq_lengths": (1, 2),
+           "key_value_seq_starts": (3, 1), "alibi_slopes": (1, 2), "sinks": (3, 1), "key_scale": (1, 2),
+           "value_scale": (3, 1), "block_mask": (1, 2), "dropout_seed": (3, 1), "forward_out": (3, 2),
+           "forward_lse": (3, 2), "grad_out": (1, 2)}  # fmt: skip
+AXES = {"query": (2, 7, 4, 3), "key": (2, 9, 2, 3), "value": (2, 9, 2, 5), "bias": (1, 4, 7, 9),
+        "key_value_seq_lengths": (2,), "key_value_seq_starts": (1,), "alibi_slopes": (1, 4), "sinks": (2, 4),
+        "key_scale": (2, 9, 1, 1), "value_scale": (1, 1, 2, 5), "block_mask": (2, 1, 3, 3), "dropout_seed": (2,),
+        "forward_out": (2, 7, 4, 5), "forward_lse": (2, 7, 4, 2), "grad_out": (2, 7, 4, 5)}  # fmt: skip
+
+
+def leading_operands(quantized: bool, p: float) -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    found: dict[str, Any] = {}
+    for name, axes in AXES.items():
+        shape = (*LEADING[name], *axes)
+        x = rng.standard_normal(shape).astype(np.float32)
+        if name.startswith("key_value"):
+            x = rng.integers(0, 10, shape).astype(np.int32)
+        elif name == "dropout_seed":
+            x = rng.integers(0, 2**32, shape, np.uint32)
+        elif name == "block_mask":
+            x = x < 1
+        elif name in ("alibi_slopes", "key_scale", "value_scale"):
+            x = np.abs(x) + np.float32(0.1)
+        elif quantized and name in ("key", "value"):
+            x = (9 * x).astype(np.int8)
+        if (quantized or not name.endswith("_scale")) and (p > 0 or name != "dropout_seed"):
+            found[name] = x
+    return found
+
+
+def at_index(operands: dict[str, Any], index: tuple[int, int]) -> dict[str, Any]:
+    """Return the part of the operands for one index of the leading axes, as cattn's functions for NumPy want it."""
+    part = {name: x[tuple(i * (n > 1) for i, n in zip(index, x.shape[:2], strict=True))]
+            for name, x in operands.items()}  # fmt: skip
+    tokens = ("query", "key", "value", "key_scale", "value_scale", "grad_out")
+    part |= {name: swapped(part[name]) for name in tokens if name in part}
+    if "dropout_seed" in part:
+        low, high = part.pop("dropout_seed").tolist()
+        part["rng"] = low + high * 2**32
+    return part
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "quantized"])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_leading_axes_are_loops(quantized: bool, p: float) -> None:
+    """Forward and backward: each operand has leading axes of its own."""
+    operands = leading_operands(quantized, p)
+    forward_out, forward_lse = np.zeros((3, 2, 2, 7, 4, 5), np.float32), np.zeros((3, 2, 2, 7, 4, 2), np.uint32)
+    right: list[tuple[tuple[int, int], Any]] = []
+    for index in np.ndindex(3, 2):
+        part = without_saved(at_index(operands, index)) | {"block_size": 3, "scale": 1.0, "dropout_p": p}
+        grad_out = part.pop("grad_out")
+        result = cattn.scaled_dot_product_attention(**part, query_offset=0, return_lse=np.float64)
+        grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, query_offset=0, **part)
+        right.append((index, grads))
+        forward_out[index], forward_lse[index] = (
+            swapped(result.out),
+            swapped(result.lse).view(np.uint32).reshape(2, 7, 4, 2),
+        )
+    changes = {"block_size": np.int64(3), "dropout_p": np.float64(p)}
+    inputs = {name: x for name, x in without_saved(operands).items() if name != "grad_out"}
+    results = {"out": (forward_out.shape, np.float32), "lse": (forward_lse.shape, np.uint32)}
+    out, lse = foreign("forward", inputs, results, **changes)
+    assert bits(out) == bits(forward_out)
+    assert bits(lse) == bits(forward_lse)
+    saved = {"forward_out": forward_out, "forward_lse": forward_lse, "grad_out": operands["grad_out"]}
+    fields = ("query", "key", "value", "bias", "sinks")
+    results = {f"grad_{name}": ((3, 2, *AXES[name]), np.float32) for name in fields}
+    found = foreign("backward", inputs | saved, results, **changes)
+    for index, grads in right:
+        for name, ours in zip(fields, found, strict=True):
+            theirs = getattr(grads, name)
+            assert bits(ours[index]) == bits(swapped(theirs) if name in QKV else theirs), (index, name)
+
+
+def without_saved(operands: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in operands.items() if not name.startswith("forward")}
 
 
 ANOTHER_XLA = """

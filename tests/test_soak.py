@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,26 @@ def test_memory_that_grows_is_found(soak: ModuleType, lost: str) -> None:
 
     with pytest.raises(soak.Failed, match="blocks grew" if lost == "blocks" else "(resident|blocks) grew"):
         soak.Soak([Work("leak", leak, {})], 2, 1).run(3, say=lambda line: None)
+
+
+def test_a_wrong_result_of_a_problem_is_named_by_a_seed(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on, and the seed gives the same problem again."""
+    monkeypatch.setattr(soak, "LOT", 12)
+    seen, said = list[str](), list[str]()
+
+    def check(problem: Any) -> None:
+        seen.append(soak.describe(problem))
+        assert len(seen) != 6, "a wrong number"
+
+    monkeypatch.setattr(soak, "check", check)
+    assert soak.Problems(said.append).run(12, 5) == "12 problems, 1 failures"
+    assert len(seen) == 12
+    assert said[0] == f"FAILED: tools/soak problems --seed 5 --only 5\n{seen[5]}"
+    assert "AssertionError: a wrong number" in said[1]
+    right = seen[5]
+    seen.clear()
+    soak.Problems(said.append).lot(5, only=5)
+    assert seen == [right]
 
 
 def test_growth_of_the_process_alone_is_found(soak: ModuleType) -> None:

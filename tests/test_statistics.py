@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import bit_cases
 import cattn
-from attention_strategy import calls
+from attention_strategy import calls, statistics_options
 from cattn import reference
 from support import HALVES, INF, NAN, assert_same_bits, in_contract, table, widened
 
@@ -58,28 +58,28 @@ def in_numpy(call: dict[str, Any], dtype: Any) -> dict[str, np.ndarray]:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-@settings(max_examples=max(300, settings().max_examples))
-@given(calls(), st.sampled_from([0, 1, 3, 8]), st.sampled_from([None, 1, 20, 96, 1000]))
-def test_every_field_is_that_of_the_reference(
-    drawn: tuple[dict[str, Any], type], top_k: int, observation_window: int | None
-) -> None:
-    call, dtype = drawn
-    top_k = min(top_k, call["key"].shape[-2])
-    more = {"top_k": top_k, "observation_window": observation_window}
-    actual, wanted = statistics(call, **more), expected(widened(call), **more)
-    eps = np.finfo(dtype).eps
-    seqlen_q, seqlen_k = call["query"].shape[-2], call["key"].shape[-2]
+def check_statistics(actual: Any, call: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Check every field against the reference, whose statistics are returned. `call` has no halves."""
+    wanted = expected(call, **options)
+    query, key = call["query"], call["key"]
+    dtype = np.float64 if query.dtype == np.float64 else np.float32
+    eps, top_k = np.finfo(dtype).eps, options.get("top_k", 0)
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     # a score is a sum of products that are rounded; an error of the score is a relative error of the weight
     with np.errstate(all="ignore"):
         scores = reference.attention_weights(
-            **{n: a for n, a in widened(call).items() if n not in NOT_OF_STATISTICS}, stage="bias"
+            **{n: a for n, a in call.items() if n not in (*NOT_OF_STATISTICS, "sinks")}, stage="mask"
         )
     size = np.abs(scores[np.isfinite(scores)]).max(initial=1)
-    error = eps * (8 * size + 4 * call["query"].shape[-1] * abs(call.get("scale", 1.0)) + 40)
+    scale = abs(call.get("scale", 1.0)) * np.abs(query).max(initial=1, where=np.isfinite(query))
+    error = eps * (8 * size + 4 * query.shape[-1] * scale + 40)
     positions = np.abs(np.asarray(call.get("query_offset", 0))).max(initial=0) + 2 * (seqlen_q + seqlen_k)
     sizes = {"entropy": 2 + np.log(max(seqlen_k, 2)), "distance": positions, "received": seqlen_q, "lse": size}
-    for name in [*ROWS, *COLUMNS, *["top_weights"] * (top_k > 0)]:
+    for name in FIELDS:
         a, b = getattr(actual, name), getattr(wanted, name)
+        assert (a is None) == (b is None), name
+        if a is None or name == "top_keys":
+            continue
         assert a.shape == b.shape, name
         assert a.dtype == dtype, name
         np.testing.assert_allclose(a, b, rtol=error, atol=error * sizes.get(name, size), err_msg=name)
@@ -87,6 +87,15 @@ def test_every_field_is_that_of_the_reference(
         # keys may change places where scores differ by less than their rounding errors
         assert actual.top_keys.shape == wanted.top_keys.shape
         assert ((actual.top_keys == -1) == (wanted.top_keys == -1)).all()
+    return wanted
+
+
+@settings(max_examples=max(300, settings().max_examples))
+@given(st.data())
+def test_every_field_is_that_of_the_reference(data: st.DataObject) -> None:
+    call, _ = data.draw(calls())
+    options = data.draw(statistics_options(call["key"].shape[-2]))
+    check_statistics(statistics(call, **options), widened(call), options)
 
 
 @pytest.mark.parametrize("T", [64, 700])

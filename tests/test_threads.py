@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cattn
-from support import UNDER_SANITIZER, needs_fork, press_ctrl_c
+from support import UNDER_SANITIZER, ctrl_c_after, needs_fork
 
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -243,18 +243,10 @@ def test_ctrl_c_stops_a_long_call(name: str, threads: int) -> None:
     delays: list[float] = []
     with cattn.num_threads(threads):
         while len(delays) < 5 and min(delays, default=1.0) >= 0.1:
-            sent: list[float] = []
-
-            def interrupt(sent: list[float] = sent) -> None:
-                sent.append(time.monotonic())
-                press_ctrl_c()
-
-            timer = threading.Timer(0.3, interrupt)
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                call()
-            delays.append(time.monotonic() - sent[0])
-            timer.join()
+            with ctrl_c_after(0.3) as sent:
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+                delays.append(time.monotonic() - sent[0])
         assert min(delays) < 0.1, delays
         x = np.eye(3)
         np.testing.assert_allclose(cattn.softmax(x).sum(-1), 1)  # the next call works

@@ -5,11 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import attention_strategy
 import cattn
+from attention_strategy import packed_calls, pad, statistics_options, unpad
 from cattn import reference
+from random_problems import check_packed
 from support import assert_same_bits, forced
 
+NAMES = ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k")
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "alike": ([5, 3, 9], [5, 3, 9]),
     "few queries": ([1, 2, 1, 4], [30, 7, 250, 12]),
@@ -56,23 +62,11 @@ def packed(name: str, dtype: type, d_v: int = 6) -> tuple[np.ndarray, ...]:
     return *arrays, edges(lengths_q), edges(lengths_k)
 
 
-def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
+def padded(arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.AttentionOutput:
     """The same sequences as a batch padded with NaN."""
-    query, key, value, cu_q, cu_k = arrays
-    lengths_q, lengths_k = LENGTHS[name]
-    if alignment := options.pop("alignment", None):
-        options["query_offset"] = np.subtract(lengths_k, lengths_q) if alignment == "lower_right" else 0
-
-    def pad(rows: np.ndarray, cu: np.ndarray, lengths: list[int]) -> np.ndarray:
-        batch = np.full((len(lengths), max(lengths), *rows.shape[1:]), np.nan, rows.dtype)
-        for b, n in enumerate(lengths):
-            batch[b, :n] = rows[cu[b] : cu[b] + n]
-        return batch.swapaxes(1, 2)
-
-    return cattn.scaled_dot_product_attention(
-        pad(query, cu_q, lengths_q), pad(key, cu_k, lengths_k), pad(value, cu_k, lengths_k), return_lse=True,
-        query_seq_lengths=lengths_q, key_value_seq_lengths=lengths_k, **options,
-    )  # fmt: skip
+    call = attention_strategy.padded(dict(zip(NAMES, arrays, strict=True)) | options)
+    result: cattn.AttentionOutput = cattn.scaled_dot_product_attention(**call, return_lse=True)
+    return result
 
 
 @pytest.mark.promise("packed sequences")
@@ -81,10 +75,8 @@ def padded(name: str, arrays: tuple[np.ndarray, ...], **options: Any) -> cattn.A
 def test_packed_sequences_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
     arrays = packed(name, dtype)
     chosen = options_of(options, name)
-    batch = padded(name, arrays, **chosen)
-    lengths = LENGTHS[name][0]
-    expected = np.concatenate([batch.out[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
-    lse = np.concatenate([batch.lse[b, :, :n] for b, n in enumerate(lengths)], axis=1)
+    batch = padded(arrays, **chosen)
+    expected, lse = unpad(batch.out, arrays[3]), unpad(batch.lse[..., None], arrays[3])[..., 0].T.copy()
     for path in ("auto", "tile", "rows", "split"):
         for threads in (1, 3):
             with forced(path), cattn.num_threads(threads):
@@ -245,49 +237,45 @@ def test_alignment_and_causality_may_be_given_apart(dtype: type) -> None:
             assert_same_bits(out, expected)
 
 
+@pytest.mark.promise("packed sequences", "gradients' bits", "statistics' bits")
+@settings(max_examples=max(60, settings().max_examples // 10))
+@given(st.data())
+def test_random_sequences_have_the_bits_of_the_padded_batch(data: st.DataObject) -> None:
+    """Outputs, gradients and statistics; every operand has strides and broadcast axes of its own."""
+    call = data.draw(packed_calls())
+    options = data.draw(statistics_options(len(call["key"])))
+    check_packed(call, options, np.random.default_rng(data.draw(st.integers(0, 2**32))))
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
-def unpad(batch: np.ndarray, lengths: list[int]) -> np.ndarray:
-    return np.concatenate([batch[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
-
-
 @pytest.mark.promise("packed sequences")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_packed_gradients_have_the_bits_of_the_padded_batch(name: str, options: str, isa: str, dtype: type) -> None:
-    arrays, chosen, (lengths_q, lengths_k) = packed(name, dtype), options_of(options, name), LENGTHS[name]
+    arrays, chosen, lengths_q = packed(name, dtype), options_of(options, name), LENGTHS[name][0]
     rng = np.random.default_rng(1)
     grad_out = rng.standard_normal((*arrays[0].shape[:2], 6)).astype(dtype)
     grad_lse = rng.standard_normal((4, len(grad_out)))
     result = cattn.varlen_attention(*arrays, **chosen, return_lse=np.float64)
 
-    def pad(rows: np.ndarray, cu: np.ndarray, lengths: list[int]) -> np.ndarray:
-        batch = np.full((len(lengths), max(lengths), *rows.shape[1:]), np.nan, rows.dtype)
-        for b, n in enumerate(lengths):
-            batch[b, :n] = rows[cu[b] : cu[b] + n]
-        return batch.swapaxes(1, 2)
-
     query, key, value, cu_q, cu_k = arrays
-    rows = [pad(a, cu_q, lengths_q) for a in (grad_out, query, result.out)]
-    lses = [pad(a.T[..., None], cu_q, lengths_q)[..., 0] for a in (result.lse, grad_lse)]
-    with_lengths = dict(chosen)
-    if alignment := with_lengths.pop("alignment", None):
-        with_lengths["query_offset"] = np.subtract(lengths_k, lengths_q) if alignment == "lower_right" else 0
+    rows = [pad(a, cu_q) for a in (grad_out, result.out)]
+    lses = [pad(a.T[..., None], cu_q)[..., 0] for a in (result.lse, grad_lse)]
     padding = np.arange(max(lengths_q)) >= np.reshape(lengths_q, (-1, 1, 1))
     lses = [np.where(padding, 0, a) for a in lses]  # a sink sees the rows after the last query
     expected = cattn.attention_backward(
-        np.where(padding[..., None], 0, rows[0]).astype(dtype), rows[1], pad(key, cu_k, lengths_k),
-        pad(value, cu_k, lengths_k), rows[2], lses[0], grad_lse=lses[1], query_seq_lengths=lengths_q,
-        key_value_seq_lengths=lengths_k, **with_lengths,
+        np.where(padding[..., None], 0, rows[0]).astype(dtype), out=rows[1], lse=lses[0], grad_lse=lses[1],
+        **attention_strategy.padded(dict(zip(NAMES, arrays, strict=True)) | chosen),
     )  # fmt: skip
     for threads in (1, 3):
         with cattn.num_threads(threads):
             grads = cattn.varlen_attention_backward(
                 grad_out, query, key, value, result.out, result.lse, cu_q, cu_k, grad_lse=grad_lse, **chosen
             )
-        for field, lengths in (("query", lengths_q), ("key", lengths_k), ("value", lengths_k)):
+        for field, edges_of in (("query", cu_q), ("key", cu_k), ("value", cu_k)):
             actual = getattr(grads, field)
             assert actual.flags.c_contiguous
-            assert_same_bits(actual, unpad(getattr(expected, field), lengths), field)
+            assert_same_bits(actual, unpad(getattr(expected, field), edges_of), field)
         if "sinks" in chosen:
             assert_same_bits(grads.sinks, expected.sinks)
 

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cattn
-from attention_strategy import KEYS, LONG, ROWS, calls
+from attention_strategy import KEYS, LONG, ROWS, calls, packed_calls, quantize, statistics_options
 from wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]
@@ -65,14 +65,15 @@ def normal(draw: st.DrawFn, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 def summary(draw: st.DrawFn) -> Work:
     """Statistics of attention weights."""
     call = {name: a for name, a in draw(calls())[0].items() if name not in ("value", "dropout_p", "rng")}
-    call |= {"top_k": min(draw(st.sampled_from([0, 1, 5])), call["key"].shape[-2])}
-    call |= {"observation_window": draw(st.sampled_from([None, 1, 50]))}
+    call |= draw(statistics_options(call["key"].shape[-2]))
     return Work("summary", lambda: arrays(cattn.attention_statistics(**call)), call)
 
 
 @st.composite
 def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     call, _ = draw(calls())
+    if draw(st.integers(0, 3)) == 0:
+        call = quantize(draw, call)
     stream = draw(rngs)
     if "dropout_p" in call:
         call["rng"] = stream
@@ -118,25 +119,17 @@ def gradients(draw: st.DrawFn) -> Work:
 
 @st.composite
 def packed(draw: st.DrawFn) -> Work:
-    n = draw(st.integers(1, 3))
-    lengths_q, lengths_k = (draw(st.lists(st.sampled_from(sizes), min_size=n, max_size=n)) for sizes in (ROWS, KEYS))
-    group, kv_heads, dtype = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from(FLOATS))
-    D, D_v = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(WIDTHS))
-    query = normal(draw, sum(lengths_q), group * kv_heads, D, dtype=dtype)
-    key = normal(draw, sum(lengths_k), kv_heads, D, dtype=dtype)
-    value = normal(draw, sum(lengths_k), kv_heads, D_v, dtype=dtype)
-    edges = [np.cumsum([0, *lengths]) for lengths in (lengths_q, lengths_k)]
-    options: dict[str, Any] = {"is_causal": draw(st.sampled_from([False, "upper_left", "lower_right"]))}
-    if options["is_causal"]:
-        options["window_size"] = draw(st.sampled_from([(-1, -1), (30, 0), (0, 5)]))
-    options |= draw(st.sampled_from([{}, {"softcap": 3.0}, {"sinks": np.ones(group * kv_heads)}]))
-    if draw(st.booleans()):
-        options |= {"dropout_p": 0.3, "rng": draw(st.integers(0, 2**64 - 1))}
+    call = draw(packed_calls())
+    options = draw(statistics_options(len(call["key"])))
+    summed = {name: a for name, a in call.items() if name not in ("value", "value_scale", "dropout_p", "rng")}
 
     def run() -> Results:
-        return arrays(cattn.varlen_attention(query, key, value, *edges, return_lse=True, **options))
+        result = cattn.varlen_attention(**call, return_lse=True)
+        summary = cattn.varlen_attention_statistics(**summed, **options)
+        grads = cattn.varlen_attention_backward(result.out, out=result.out, lse=result.lse, **call)
+        return arrays(result, summary, grads)
 
-    return Work("varlen", run, {"query": query, "key": key, "value": value, "edges": edges} | options)
+    return Work("varlen", run, call | options)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------

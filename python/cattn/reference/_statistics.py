@@ -57,7 +57,7 @@ def attention_statistics(
     fields = {
         "lse": lse,
         "max_score": max_score,
-        "entropy": -np.where(w == 0, 0.0, w * np.log(w)).sum(-1),
+        "entropy": 0.0 - np.where(w == 0, 0.0, w * np.log(w)).sum(-1),  # +0 for a single key
         "max_weight": np.where(undefined, np.nan, w.max(-1, initial=0.0)),
         "sink_weight": np.where(undefined, np.nan, np.nan_to_num(sink, nan=0.0)),
         "distance": (w * np.abs(problem.position[..., None, :, None] - np.arange(T_k))).sum(-1),
