@@ -7,24 +7,26 @@ a matrix of T x T booleans.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ._model_code import (
+    asks_the_interface,
+    find_keywords,
+    has_attention_of_its_own,
+    knows_eager_alone,
+    wants_a_tensor,
+)
 from .torch import scaled_dot_product_attention
 
 __all__ = ["AttentionMask", "register", "set_attn_implementation"]
 
 
-# ---- the code of a model -------------------------------------------------------------------------------------------
 # Keywords that layers write into their calls and that say nothing about attention.
 _NO_MEANING = frozenset(
     {
@@ -33,99 +35,6 @@ _NO_MEANING = frozenset(
         "position_embeddings", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
-
-
-def _constant(function: Callable[[type], Any]) -> Callable[[type], Any]:
-    """Return a function of a class that looks at its code once; the compiler takes the result as it is."""
-    cached = functools.cache(function)
-
-    def find(cls: type) -> Any:
-        return cached(cls)
-
-    constant: Any = torch.compiler.assume_constant_result
-    return functools.update_wrapper(constant(find), function)
-
-
-def _constants(code: CodeType) -> Iterator[str]:
-    """Yield the strings of a function, with the keywords that it writes into calls."""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _constants(constant)
-        else:
-            yield from (x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str))
-
-
-def _methods(cls: type) -> list[FunctionType]:
-    """Return the functions of a layer's class and of its bases, without those that every layer or model has."""
-    found: list[Any] = []
-    for base in cls.__mro__:
-        if not base.__module__.startswith(("torch.", "transformers.modeling_utils")):
-            found += [inspect.unwrap(x) for x in vars(base).values() if inspect.isfunction(x)]
-    return [x for x in found if isinstance(x, FunctionType)]
-
-
-@_constant
-def _find_keywords(layer: type) -> frozenset[str] | None:
-    """Return the keywords that a layer writes itself and that its eager attention reads; None if it has none.
-
-    Layers pass on to attention whatever the caller of the model gave. Such a keyword has a meaning only if the model's
-    own function of eager attention looks at it, or if the layer gives it: sparse layers give `indices` to all functions
-    but eager attention, for which they hide the keys in the mask.
-    """
-    methods = _methods(layer)
-    scopes = {method.__module__: method.__globals__ for method in methods}
-    functions = [
-        inspect.unwrap(x)
-        for scope in scopes.values()
-        for name, x in scope.items()
-        if "eager" in name.lower() and inspect.isfunction(x)
-    ]
-    if not functions:
-        return None
-    found = {x for function in (*methods, *functions) for x in _constants(function.__code__)}
-    for function in functions:
-        found.update(inspect.signature(function).parameters)
-    return frozenset(found)
-
-
-def _asks_the_interface(layer: type) -> bool:
-    """Return whether a layer takes its attention function from transformers' interface."""
-    return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in _methods(layer))
-
-
-@functools.cache
-def _find_model(config: type) -> Any:
-    """Return the class of a model without a head, by that of its configuration."""
-    from transformers import MODEL_MAPPING
-
-    found = MODEL_MAPPING.get(config, None)
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _has_attention_of_its_own(config: type) -> bool:
-    """Return whether a model is known not to use the attention interface, by transformers' own test."""
-    model = _find_model(config)
-    return model is not None and not bool(model._can_set_attn_implementation())
-
-
-@_constant
-def _knows_eager_alone(layer: type) -> bool:
-    """Return whether no model of a layer's file allows PyTorch's own function, for which `is_causal` has a meaning."""
-    from transformers import PreTrainedModel
-
-    scope = vars(sys.modules[layer.__module__]).values()
-    models: list[Any] = [x for x in scope if isinstance(x, type) and issubclass(x, PreTrainedModel)]
-    models = [x for x in models if x.__module__ == layer.__module__]
-    return bool(models) and not any(x._supports_sdpa for x in models)
-
-
-@_constant
-def _wants_a_tensor(config: type) -> bool:
-    """Return whether a model asks if its mask is a tensor: it lengthens the mask then, and only then."""
-    model = _find_model(config)
-    if model is None:
-        return False
-    return "isinstance(attention_mask, torch.Tensor)" in inspect.getsource(sys.modules[model.__module__])
 
 
 # ---- the structure of a mask ---------------------------------------------------------------------------------------
@@ -304,7 +213,7 @@ class AttentionMask:
 
     def dense(self) -> Tensor:
         """Return the tensor of eager attention: 0 where a query sees a key, the least finite number elsewhere."""
-        if _has_attention_of_its_own(type(self._config)):
+        if has_attention_of_its_own(type(self._config)):
             self._refuse("computes with")
         return _add_nothing_or_least(self.visible(), self.dtype)
 
@@ -401,7 +310,7 @@ def _make_mask(
         visible: Tensor = sdpa_mask(**dense)
         return visible
 
-    if _wants_a_tensor(type(config)):
+    if wants_a_tensor(type(config)):
         return _add_nothing_or_least(make_visible(), dtype)
     shape = (batch_size, 1, q_length, kv_length)
     # transformers allows to skip the mask where it is causal, a window or nothing. The compiler cannot follow the
@@ -425,11 +334,11 @@ def _make_mask(
         call["window_size"] = (left, right)
     if call:
         call["query_offset"] = offset
-    visible = None
+    between: Tensor | None = None
     if attention_mask is not None:
-        ends, visible = _describe_padding(attention_mask, kv_length, kv_offset)
+        ends, between = _describe_padding(attention_mask, kv_length, kv_offset)
         call |= ends
-    return AttentionMask(shape, call, visible, config, make_visible, dtype)
+    return AttentionMask(shape, call, between, config, make_visible, dtype)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
@@ -450,7 +359,7 @@ def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value is not None and name not in _NO_MEANING]
     if not given:
         return
-    known = _find_keywords(type(module))
+    known = find_keywords(type(module))
     unknown = sorted(given if known is None else known.intersection(given))
     if unknown:
         raise NotImplementedError(
@@ -489,7 +398,8 @@ def _find_selected(module: Any, indices: Tensor, query: Tensor, key: Tensor) -> 
     ones choose nothing.
     """
     if indices.ndim == 3:
-        size, indices = 1, indices[:, None]
+        size: Any = 1
+        indices = indices[:, None]
     else:
         size = getattr(getattr(module, "indexer", None), "block_size", None)
         if size is None:
@@ -529,7 +439,7 @@ def _read_mask(
     if mask is not None:
         raise TypeError(f"attention_mask must be a torch.Tensor, got {type(mask).__name__}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and _knows_eager_alone(type(module)):
+    if causal and knows_eager_alone(type(module)):
         causal = False  # eager attention without a mask hides nothing
     if not causal or query.shape[2] == 1:
         if sliding_window is not None:
@@ -676,7 +586,7 @@ def set_attn_implementation(model: Any, name: str = "cattn") -> None:
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    if not any(_asks_the_interface(cls) for cls in {type(x) for x in model.modules()}):
+    if not any(asks_the_interface(cls) for cls in {type(x) for x in model.modules()}):
         raise NotImplementedError(
             f"no layer of {type(model).__name__} leaves attention to the interface of transformers: the model computes "
             f"attention itself, or it has none"
