@@ -266,6 +266,35 @@ def test_generation_with_padding_on_the_left_has_no_mask(
         assert starts.tolist() == [4, 0]
 
 
+@pytest.mark.promise("padding on the left")
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("way", ["starts", "with padding between tokens", "compiling"])
+def test_a_sequence_padded_on_the_left_has_its_bits_alone(
+    way: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, module = torch.Generator().manual_seed(0), SimpleNamespace(training=False)
+    query, key, value = (torch.randn(2, n, 230, 16, generator=generator) for n in (4, 2, 2))
+    padded = torch.ones(2, 230, dtype=torch.long)
+    padded[0, :37] = 0
+    if way == "with padding between tokens":
+        padded[1, 5:9] = 0
+    function = masking_utils.sliding_window_causal_mask_function(window) if window else None
+
+    def describe(entries: int, length: int, mask: Any) -> Any:
+        return backend._make_mask(entries, length, length, mask_function=function, attention_mask=mask)
+
+    if way == "compiling":  # the values of the mask may not be looked at
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask = describe(2, 230, padded)
+    monkeypatch.undo()
+    assert mask.options["key_value_seq_starts"].tolist() == [37, 0]
+    assert (mask.attn_mask is None) == (way == "starts")
+    ours = backend._attend(module, query, key, value, mask)[0]
+    alone = backend._attend(module, *(x[:1, :, 37:] for x in (query, key, value)), describe(1, 193, None))[0]
+    assert torch.equal(ours[:1, 37:], alone)
+    assert not ours[0, :37].any()
+
+
 def test_a_mask_of_the_caller_is_used() -> None:
     module, ids = make("llama"), inputs_of(MODELS["llama"], None)["input_ids"]
     visible = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) > 0.4

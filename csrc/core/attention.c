@@ -70,7 +70,8 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
 static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, struct cattn_range keys, int64_t chunk,
                       struct cattn_worker *worker) {
     const int64_t begin = chunk * CATTN_CHUNK_KEYS, end = cattn_min(begin + CATTN_CHUNK_KEYS, keys.hi);
-    /* blocks are counted from key 0, even if the first visible key is inside one: the bit contract fixes the sums */
+    /* blocks are counted from the first valid key, even if the first visible one is inside a block: the bit contract
+     * fixes the sums */
     const int64_t first = keys.lo > begin ? keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : begin;
     job->kernels->chunk_begin(rows);
     for (int64_t k0 = cattn_rows_next_block(rows, first, end); k0 < end;
@@ -123,8 +124,7 @@ static void run_chunks(const struct forward_job *job, struct cattn_rows *rows, s
 /* One block of rows from packing to output. */
 static void run_rows(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
     struct cattn_rows *rows = set_up(job, block, memory);
-    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
-                                                          job->params->seqlen_k, rows->scratch.drop_bits, worker))
+    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows, worker))
         return;
     run_chunks(job, rows, worker);
     if (rows->overflowed) {
@@ -244,10 +244,14 @@ static void mask_task(void *context, int64_t task, struct cattn_worker *worker) 
     struct cattn_drop drop;
     cattn_batch_fill(p, task / p->num_heads, &batch);
     cattn_drop_fill(&p->dropout, batch.index, &drop);
+    const int64_t first_key = batch.batch_range.first_key;
     uint8_t *to = (uint8_t *)mask->data + cattn_batch_start(p, mask, batch.index) + head * mask->head;
-    for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++)
+    for (int64_t i = 0; i < p->seqlen_q && !cattn_should_stop(worker); i++, to += mask->row) {
+        for (int64_t k = 0; k < first_key; k++)
+            to[k * mask->col] = 1; /* nothing is dropped from the padding */
         job->kernels->dropout_mask_row(&drop, (uint32_t)(i + batch.batch_range.offset), (uint32_t)head,
-                                       to + i * mask->row, mask->col, p->seqlen_k);
+                                       to + first_key * mask->col, mask->col, p->seqlen_k - first_key);
+    }
 }
 
 /* The dropout mask of a serial stream, on one thread. It draws the same bits again with a second cursor. */
@@ -361,8 +365,9 @@ static int64_t count_keys(const struct cattn_rows *rows, int r, struct cattn_ran
         return keys.lo < keys.hi ? keys.hi - keys.lo : 0;
     int64_t n = 0;
     for (int64_t key = keys.lo, end; key < keys.hi; key = end) {
-        end = cattn_min(keys.hi, (key / size + 1) * size);
-        n += rows->per_row->block_mask[r][key / size * rows->call.block_mask_col] ? end - key : 0;
+        const int64_t at = (rows->first_key + key) / size;
+        end = cattn_min(keys.hi, (at + 1) * size - rows->first_key);
+        n += rows->per_row->block_mask[r][at * rows->call.block_mask_col] ? end - key : 0;
     }
     return n;
 }
@@ -376,6 +381,7 @@ static void explain_block(const struct forward_job *job, int64_t block, struct c
     struct cattn_per_row per_row = {.block_mask = block_masks};
     struct cattn_rows rows = {.call = job->call, .per_row = &per_row, .n_rows = at.n_rows};
     cattn_batch_fill(p, at.batch, &batch);
+    rows.first_key = batch.batch_range.first_key;
     struct cattn_range all = {0, 0};
     for (int r = 0; r < at.n_rows; r++) {
         const int64_t i = (at.first_row + r) % p->seqlen_q, head = at.first_head + (at.first_row + r) / p->seqlen_q;

@@ -30,6 +30,7 @@ struct backward_job {
 struct step {
     int64_t unit, index; /* the unit, and the step's number in it */
     int64_t batch, head, block;
+    int64_t n_taken, n_passed; /* column blocks of a shared gradient of the bias: taken so far, and passed on */
 };
 
 static struct step find_step(const struct backward_job *job, int64_t unit, int64_t index) {
@@ -69,6 +70,7 @@ static void set_up_view(struct cattn_rows *view, const struct cattn_call_shape *
     view->call = *call;
     view->n_rows = scores->n_rows;
     view->ascending = scores->ascending;
+    view->first_key = scores->first_key;
     view->n_keys = scores->n_keys;
     if (key)
         view->key = *key;
@@ -83,13 +85,14 @@ static void set_up_bias(const struct cattn_backward_params *params, struct cattn
     if (!bias->data)
         return;
     const int64_t start = cattn_head_start(p, bias, step->batch, step->head);
+    const int64_t first_key = params->bias_sum == CATTN_BIAS_SUM_COLS ? 0 : b->scores.first_key;
     if (params->bias_sum == CATTN_BIAS_SUM_ROWS) {
-        b->grad_bias_keys = cattn_tensor_at(p, bias, start);
+        b->grad_bias_keys = cattn_tensor_at(p, bias, start + first_key);
         return;
     }
     void **rows = params->bias_sum == CATTN_BIAS_SUM_COLS ? b->grad_bias_row : b->grad_bias;
     for (int r = 0; r < b->scores.n_rows; r++)
-        rows[r] = cattn_tensor_at(p, bias, start + (step->block * CATTN_TILE_ROWS + r) * bias->row);
+        rows[r] = cattn_tensor_at(p, bias, start + (step->block * CATTN_TILE_ROWS + r) * bias->row + first_key);
 }
 
 /* Points the rows at an output that is no half although the other tensors are. */
@@ -110,7 +113,7 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     const int64_t first_row = cattn_rows_of_block(rows, p, &job->scores, step->batch, step->head, step->block);
     if (rows->n_rows == 0)
         return b;
-    const int64_t first_key = cattn_sequence_start(p, &p->key_starts, step->batch);
+    const int64_t first_key = cattn_sequence_start(p, &p->key_starts, step->batch) + rows->first_key;
     const int64_t kv_head = step->head / p->group_size;
     b->out_storage = p->storage;
     if (params->plain_out)
@@ -145,18 +148,21 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
  * A place is a part of a gradient that several steps add to. A step's ticket there is the number of steps before it.
  */
 
-/* Places are the key blocks of each unit, then the pairs (query block, key block) of each gradient of a shared bias. */
+/* Places are the key blocks of each unit, then the pairs (query block, column block) of each gradient of a shared bias.
+ * Column blocks are cut as key blocks are, but from column 0: batch entries with other first keys have other key
+ * blocks.
+ */
 static int64_t place_of_keys(const struct backward_job *job, const struct step *step, int64_t key_block) {
     return step->unit * job->plan.n_key_blocks + key_block;
 }
 
 /* A shared gradient of the bias is contiguous, so its offset gives the number of its matrix. */
-static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t key_block) {
+static int64_t place_of_bias(const struct backward_job *job, const struct step *step, int64_t column_block) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tensor *bias = &job->params->grad_bias;
     const int64_t start = cattn_head_start(p, bias, step->batch, step->head);
     const int64_t row = start / (p->seqlen_q * p->seqlen_k) * job->plan.blocks_per_head + step->block;
-    return (job->plan.n_units + row) * job->plan.n_key_blocks + key_block;
+    return (job->plan.n_units + row) * job->plan.n_key_blocks + column_block;
 }
 
 /* The number of pairs (batch entry, head) before this one that share its gradient of the bias. */
@@ -200,24 +206,39 @@ static void pass_ticket(const struct backward_job *job, int64_t place) {
         cattn_tickets_pass(job->tickets, place);
 }
 
+/* Waits for the step's turn at all columns before `end` of a shared gradient of the bias. Returns false if the call was
+ * stopped. */
+static bool take_columns(const struct backward_job *job, struct step *step, int64_t end, struct cattn_worker *worker) {
+    for (; step->n_taken < job->plan.n_key_blocks && step->n_taken * CATTN_BLOCK_KEYS < end; step->n_taken++)
+        if (!wait_for_ticket(job, place_of_bias(job, step, step->n_taken), bias_ticket(job, step), worker))
+            return false;
+    return true;
+}
+
+/* Passes on the column blocks that end at or before `end`. */
+static void pass_columns(const struct backward_job *job, struct step *step, int64_t end) {
+    for (; step->n_passed < step->n_taken && (step->n_passed + 1) * CATTN_BLOCK_KEYS <= end; step->n_passed++)
+        pass_ticket(job, place_of_bias(job, step, step->n_passed));
+}
+
 /* ---- steps ---- */
 
 /* One key block. A step that sees none of its keys still takes its tickets, because later steps wait for them. Returns
  * false if the call was stopped. */
-static bool run_block(const struct backward_job *job, const struct step *step, struct cattn_backward *b,
+static bool run_block(const struct backward_job *job, struct step *step, struct cattn_backward *b,
                       struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
     const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
     const bool sees = cattn_rows_see_block(&b->scores, keys, k0, k1);
     if (sees)
         job->kernels->backward_scores(b, k0, k1);
     if (job->params->grad_bias.data) {
-        const int64_t place = job->plan.shares_bias ? place_of_bias(job, step, key_block) : 0;
-        if (job->plan.shares_bias && !wait_for_ticket(job, place, bias_ticket(job, step), worker))
+        const int64_t end = b->scores.first_key + k0 + CATTN_BLOCK_KEYS; /* of the block's columns */
+        if (job->plan.shares_bias && !take_columns(job, step, end, worker))
             return false;
         if (sees)
             job->kernels->backward_bias(b, k0, k1);
         if (job->plan.shares_bias)
-            pass_ticket(job, place);
+            pass_columns(job, step, end);
     }
     /* backward_query overwrites dS, so it comes after backward_bias */
     if (sees)
@@ -233,12 +254,10 @@ static bool run_block(const struct backward_job *job, const struct step *step, s
 
 /* A whole step. `ticket` is the step's number in the dropout stream; unused without one. Returns false if the call was
  * stopped. */
-static bool run_step(const struct backward_job *job, const struct step *step, int64_t ticket,
-                     struct cattn_worker *worker) {
+static bool run_step(const struct backward_job *job, struct step *step, int64_t ticket, struct cattn_worker *worker) {
     const struct cattn_attention_params *p = &job->params->forward;
     struct cattn_backward *b = set_up(job, step, cattn_worker_scratch(worker));
-    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, b->scores.n_rows, p->seqlen_k,
-                                                          b->scores.scratch.drop_bits, worker))
+    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, &b->scores, worker))
         return false;
     const bool has_rows = b->scores.n_rows > 0;
     struct cattn_range keys = {0, 0};
@@ -262,7 +281,7 @@ static bool run_step(const struct backward_job *job, const struct step *step, in
 static void unit_task(void *context, int64_t unit, struct cattn_worker *worker) {
     const struct backward_job *job = context;
     for (int64_t index = 0; index < job->plan.steps_per_unit; index++) {
-        const struct step step = find_step(job, unit, index);
+        struct step step = find_step(job, unit, index);
         if (!run_step(job, &step, unit * job->plan.steps_per_unit + index, worker))
             return;
     }
@@ -274,7 +293,7 @@ static void step_task(void *context, int64_t task, struct cattn_worker *worker) 
     const struct backward_job *job = context;
     const int64_t n_units = job->plan.n_units, n_steps = job->plan.steps_per_unit;
     const bool ordered = job->plan.shares_bias || job->plan.uses_stream;
-    const struct step step =
+    struct step step =
         find_step(job, ordered ? task / n_steps : task % n_units, ordered ? task % n_steps : task / n_units);
     run_step(job, &step, task, worker);
 }

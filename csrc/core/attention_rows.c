@@ -19,6 +19,24 @@ int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct c
     return tensor->data && index ? cattn_batch_offset(tensor, p->n_batch_dims, p->batch_shape, index) : 0;
 }
 
+/* Moves the starts past the first n rows of keys and values. */
+static void skip_keys(const struct cattn_attention_params *p, int64_t n, struct cattn_batch *batch) {
+    batch->key += n * p->key.row;
+    batch->value += p->value.data ? n * p->value.row : 0;
+    batch->key_scale += p->quantized_key ? n * p->key_scale.row : 0;
+    batch->value_scale += p->quantized_value && p->value.data ? n * p->value_scale.row : 0;
+}
+
+/* Moves the starts past the keys before the first valid one. The block mask stays, since its blocks are cut from the
+ * array's key 0; and so do the weights, which are written before the first valid key, too. */
+static void skip_padding(const struct cattn_attention_params *p, struct cattn_batch *batch) {
+    const int64_t n = batch->batch_range.first_key;
+    skip_keys(p, n, batch);
+    batch->attn_mask += p->attn_mask.data ? n * p->attn_mask.col : 0;
+    for (int b = 0; b < p->n_bias; b++)
+        batch->bias[b] += n * p->bias[b].col;
+}
+
 /* Fills *batch in place: returning the struct would copy it, which is measurable in small calls. */
 void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, struct cattn_batch *batch) {
     batch->index = index;
@@ -43,11 +61,10 @@ void cattn_batch_fill(const struct cattn_attention_params *p, int64_t index, str
         batch->query += query * p->query.row;
         batch->out += query * p->out.row;
         batch->lse += p->lse.data ? query * p->lse.row : 0;
-        batch->key += key * p->key.row;
-        batch->value += key * p->value.row;
-        batch->key_scale += p->quantized_key ? key * p->key_scale.row : 0;
-        batch->value_scale += p->quantized_value ? key * p->value_scale.row : 0;
+        skip_keys(p, key, batch);
     }
+    if (batch->batch_range.first_key > 0 && batch->batch_range.n_keys > 0)
+        skip_padding(p, batch);
 }
 
 /* Flags are set from the tensors that are present: kernels test a flag, never a pointer. */
@@ -105,6 +122,7 @@ static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, con
 
 void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,
                          const struct cattn_batch *batch, int64_t kv_head) {
+    rows->first_key = batch->batch_range.first_key;
     rows->n_keys = batch->batch_range.n_keys;
     rows->key = matrix_of(p, &p->key, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
     rows->value =
@@ -154,7 +172,7 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     /* a row past the end of its sequence gets an empty range, which would break the order of lo and hi */
     cattn_visible_ranges(&batch->batch_range, i, n, at->lo + r, at->hi + r);
     rows->ascending = n == rows->n_rows && i + n <= batch->batch_range.n_queries;
-    /* positions count from key 0 of the batch entry, so they include the offset of the queries */
+    /* positions count from the first valid key of the batch entry, so they include the offset of the queries */
     if (rows->call.has_positions)
         for (int k = 0; k < n; k++)
             at->position[r + k] = i + k + batch->batch_range.offset;
@@ -202,10 +220,12 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
     if (p->weights.data) {
         char *weights = cattn_stored_at(p, &p->weights, batch->weights + head * p->weights.head + i * p->weights.row);
         float *scratch = rows->scratch.weight_rows; /* halves are computed in float32 */
+        const int64_t first_key = batch->batch_range.first_key;
         for (int k = 0; k < n; k++) {
             at->weights_out[r + k] = weights + k * p->weights.row * stored;
-            at->weights[r + k] =
-                p->storage == CATTN_STORED_PLAIN ? at->weights_out[r + k] : scratch + (r + k) * p->seqlen_k;
+            at->weights[r + k] = p->storage == CATTN_STORED_PLAIN
+                                     ? (char *)at->weights_out[r + k] + first_key * p->weights.col * stored
+                                     : (char *)(scratch + (r + k) * p->seqlen_k + first_key);
         }
     }
 }
@@ -230,7 +250,7 @@ int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attentio
     rows->n_rows = (int)cattn_min(n_queries - first, CATTN_TILE_ROWS);
     if (rows->n_rows <= 0) {
         rows->n_rows = 0;
-        rows->n_keys = 0;
+        rows->first_key = rows->n_keys = 0;
         return 0;
     }
     cattn_rows_of_batch(rows, p, &at, head / p->group_size);
@@ -251,16 +271,16 @@ struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
 int64_t cattn_rows_next_block(const struct cattn_rows *rows, int64_t k0, int64_t hi) {
     if (!rows->call.has_block_mask)
         return k0;
-    const int64_t size = rows->call.block_size, col = rows->call.block_mask_col;
+    const int64_t size = rows->call.block_size, col = rows->call.block_mask_col, before = rows->first_key;
     const uint8_t *const *mask = rows->per_row->block_mask;
     int64_t first = hi; /* of the visible keys */
     for (int r = 0; r < rows->n_rows; r++) {
-        int64_t block = k0 / size;
+        int64_t block = (before + k0) / size;
         if (r > 0 && mask[r] == mask[r - 1])
             continue;
-        while (block * size < first && !mask[r][block * col])
+        while (block * size - before < first && !mask[r][block * col])
             block++;
-        first = cattn_min(first, block * size);
+        first = cattn_min(first, block * size - before);
     }
     return first < k0 ? k0 : first < hi ? first / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS : hi;
 }

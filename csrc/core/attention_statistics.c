@@ -50,7 +50,7 @@ static struct cattn_statistics *set_up(const struct statistics_job *job, int64_t
             cattn_tensor_at(p, weights, cattn_head_start(p, weights, batch, head) + first_row * weights->row);
         s->top_keys = (int64_t *)keys->data + cattn_head_start(p, keys, batch, head) + first_row * keys->row;
     }
-    const int64_t first_key = cattn_sequence_start(p, &p->key_starts, batch);
+    const int64_t first_key = cattn_sequence_start(p, &p->key_starts, batch) + s->rows.first_key;
     s->received = result_at(p, &params->received, cattn_head_start(p, &params->received, batch, head) + first_key);
     s->received_max =
         result_at(p, &params->received_max, cattn_head_start(p, &params->received_max, batch, head) + first_key);

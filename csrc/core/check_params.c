@@ -261,7 +261,7 @@ void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *
 void cattn_check_mask(const struct cattn_mask_params *p) {
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->mask);
     assert(!p->ranges.offsets.data && !p->ranges.query_lengths.data && !p->ranges.key_lengths.data);
-    assert(!p->ranges.first_keys.data);
+    assert(!p->ranges.first_keys.data && p->ranges.first_key == 0); /* ranges count from the first valid key */
     check_ranges(&p->ranges, 0, NULL, 1, p->seqlen_q, p->seqlen_k);
 }
 

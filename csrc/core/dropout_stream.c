@@ -27,27 +27,32 @@ int64_t cattn_dropout_stream_keys(struct cattn_torch_dropout *cursor, int64_t k0
     return n;
 }
 
-/* Returns false if the call was stopped. */
-static bool draw_row(struct cattn_torch_dropout *cursor, int64_t n_keys, uint8_t *bits, struct cattn_worker *worker) {
+/* Keeps the bits from key `first` on, as keys 0, 1, ... Returns false if the call was stopped. */
+static bool draw_row(struct cattn_torch_dropout *cursor, int64_t first, int64_t n_keys, uint8_t *bits,
+                     struct cattn_worker *worker) {
     uint8_t kept[CATTN_STREAM_KEYS];
     memset(bits, 0, cattn_dropout_stream_row_bytes(n_keys));
     for (int64_t k0 = 0, n; k0 < n_keys; k0 += n) {
         n = cattn_dropout_stream_keys(cursor, k0, n_keys, kept, worker);
         if (n == 0)
             return false;
-        for (int64_t k = 0; k < n; k++)
-            bits[(k0 + k) >> 3] |= (uint8_t)(kept[k] << (k & 7));
+        for (int64_t k = first > k0 ? first - k0 : 0; k < n; k++) {
+            const int64_t key = k0 + k - first;
+            bits[key >> 3] |= (uint8_t)(kept[k] << (key & 7));
+        }
     }
     return true;
 }
 
-bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, int n_rows, int64_t n_keys,
-                               uint8_t *bits, struct cattn_worker *worker) {
+bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, const struct cattn_rows *rows,
+                               struct cattn_worker *worker) {
+    const int64_t n_keys = rows->call.seqlen_k;
     if (worker && !cattn_tickets_wait(&stream->tickets, 0, task, worker))
         return false;
     /* the cursor is this task's until it passes the ticket on */
-    for (int r = 0; r < n_rows; r++) {
-        if (!draw_row(&stream->cursor, n_keys, bits + (size_t)r * cattn_dropout_stream_row_bytes(n_keys), worker))
+    for (int r = 0; r < rows->n_rows; r++) {
+        uint8_t *bits = rows->scratch.drop_bits + (size_t)r * cattn_dropout_stream_row_bytes(n_keys);
+        if (!draw_row(&stream->cursor, rows->first_key, n_keys, bits, worker))
             return false; /* the whole call stops: no task waits for the next ticket for long */
     }
     cattn_tickets_pass(&stream->tickets, 0);

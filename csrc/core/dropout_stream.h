@@ -7,6 +7,7 @@
 #ifndef CATTN_DROPOUT_STREAM_H
 #define CATTN_DROPOUT_STREAM_H
 
+#include "../kernels/kernels.h"
 #include "tickets.h"
 #include "torch_dropout.h"
 
@@ -29,9 +30,10 @@ void cattn_dropout_stream_begin(struct cattn_dropout_stream *stream, const struc
 /* After the last task. Moves `random` past all bits; NULL: the call failed, and the generator stays as it was. */
 void cattn_dropout_stream_end(struct cattn_dropout_stream *stream, struct cattn_torch_random *random);
 
-/* Waits for this task's ticket, then draws n_rows rows of n_keys bits, lowest bit first, rows
- * cattn_dropout_stream_row_bytes apart. Returns false if the call was stopped. worker: NULL if nothing is parallel. */
-bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, int n_rows, int64_t n_keys,
-                               uint8_t *bits, struct cattn_worker *worker);
+/* Waits for this task's ticket, then draws the drop bits of the task's rows: lowest bit first, from the first valid key
+ * on, in rows that are cattn_dropout_stream_row_bytes apart. Returns false if the call was stopped. worker: NULL if
+ * nothing is parallel. */
+bool cattn_dropout_stream_take(struct cattn_dropout_stream *stream, int64_t task, const struct cattn_rows *rows,
+                               struct cattn_worker *worker);
 
 #endif

@@ -9,7 +9,7 @@
 
 static int64_t clamp(int64_t value, int64_t least, int64_t most) {
     value = value < least ? least : value;
-    return value > most ? most : value; /* also if `least` is above it: a first key after the last one leaves none */
+    return value > most ? most : value;
 }
 
 void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int64_t *batch_shape, int64_t index,
@@ -28,6 +28,8 @@ void cattn_batch_range(const struct cattn_ranges *r, int n_batch_dims, const int
         batch_range->first_key = 0;
         batch_range->left = batch_range->right = FAR;
     }
+    batch_range->offset -= batch_range->first_key;
+    batch_range->n_keys -= cattn_min(batch_range->n_keys, batch_range->first_key);
 }
 
 struct cattn_range cattn_visible_keys(const struct cattn_batch_range *batch_range, int64_t i) {
@@ -49,11 +51,11 @@ static void clamp_run(int64_t first, int n, int64_t least, int64_t most, int64_t
 }
 
 void cattn_visible_ranges(const struct cattn_batch_range *batch_range, int64_t i, int n, int64_t *lo, int64_t *hi) {
-    const int64_t first_key = batch_range->first_key, n_keys = batch_range->n_keys;
+    const int64_t n_keys = batch_range->n_keys;
     const int64_t position = i + batch_range->offset;
     const int valid = (int)clamp(batch_range->n_queries - i, 0, n); /* queries after the last one see nothing */
-    clamp_run(position - batch_range->left, valid, first_key, n_keys, lo);
-    clamp_run(position + batch_range->right + 1, valid, first_key, n_keys, hi);
+    clamp_run(position - batch_range->left, valid, 0, n_keys, lo);
+    clamp_run(position + batch_range->right + 1, valid, 0, n_keys, hi);
     for (int r = valid; r < n; r++)
         lo[r] = hi[r] = 0;
 }

@@ -1,8 +1,9 @@
 /* block_mask.inc.h -- what a block mask leaves of one key block.
  *
  * A row's visible keys are nearly always one interval of the key block, and then the block mask is nothing but a
- * narrower range. Where it is not, whole chains of keys that no row sees are left out: a chain of weights that are +0
- * adds nothing (csrc/README.md, "The bit contract"). A bit set has one bit for each chain of the block.
+ * narrower range. Blocks are cut from key 0 of the array, so they may begin before the first valid key. Where it is
+ * not, whole chains of keys that no row sees are left out: a chain of weights that are +0 adds nothing (csrc/README.md,
+ * "The bit contract"). A bit set has one bit for each chain of the block.
  */
 
 #define ALL_CHAINS (~0u)
@@ -33,12 +34,12 @@ struct row_chains {
 /* Narrows the keys *lo .. *hi - 1, counted from k0, to the smallest range that holds all keys of them that the block
  * mask shows to row r; {0, 0} if there are none. */
 static struct row_chains narrow_to_blocks(const struct cattn_rows *rows, int r, int64_t k0, int *lo, int *hi) {
-    const int64_t size = rows->call.block_size;
+    const int64_t size = rows->call.block_size, first_key = rows->first_key + k0;
     struct row_chains chains = {0, 0};
     int first = 0, last = 0; /* of the range; equal until a block is visible */
-    int64_t block = (k0 + *lo) / size;
+    int64_t block = (first_key + *lo) / size;
     for (int k = *lo, end; k < *hi; k = end, block++) {
-        end = (int)min64(*hi, (block + 1) * size - k0);
+        end = (int)min64(*hi, (block + 1) * size - first_key);
         if (!rows->per_row->block_mask[r][block * rows->call.block_mask_col])
             continue;
         if (first == last)
@@ -57,10 +58,10 @@ static struct row_chains narrow_to_blocks(const struct cattn_rows *rows, int r, 
 static int64_t block_run_end(const struct cattn_rows *rows, int r, int64_t key, int64_t hi, bool *visible) {
     const int64_t size = rows->call.block_size, col = rows->call.block_mask_col;
     const uint8_t *mask = rows->per_row->block_mask[r];
-    int64_t block = key / size;
+    int64_t block = (rows->first_key + key) / size;
     *visible = mask[block * col] != 0;
     do
         block++;
-    while (block * size < hi && (mask[block * col] != 0) == *visible);
-    return min64(hi, block * size);
+    while (block * size - rows->first_key < hi && (mask[block * col] != 0) == *visible);
+    return min64(hi, block * size - rows->first_key);
 }

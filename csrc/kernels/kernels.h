@@ -87,8 +87,8 @@ struct cattn_per_row {
     uint8_t **drop_bits;                 /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
     void **out;                          /* NULL: a row past the end of its packed sequence */
     void **lse;                          /* the same */
-    void **weights;                      /* in the table's own type */
-    void **weights_out;                  /* halves: `finish` narrows `weights` to here */
+    void **weights;                      /* of the first valid key, in the table's own type */
+    void **weights_out;                  /* halves: `finish` narrows the whole row of `weights` to here */
 };
 
 /* Scratch arrays of a task, 64-byte aligned. */
@@ -123,8 +123,11 @@ struct cattn_rows {
     struct cattn_per_row *per_row;
     const void **query; /* per_row->query, except in a view for gradients */
     int n_rows;
-    bool ascending;                 /* consecutive queries of one head, none past the end: lo and hi never decrease */
-    int64_t n_keys;                 /* keys that exist in this batch entry */
+    bool ascending; /* consecutive queries of one head, none past the end: lo and hi never decrease */
+    /* Keys are counted from the first valid one: key k is the array's key first_key + k, for which blocks of the block
+     * mask, columns of the weights, and top keys count. */
+    int64_t first_key;
+    int64_t n_keys;                 /* keys from there on that exist in this batch entry */
     struct cattn_matrix key, value; /* of this key-value head; value.first is NULL if there is no value */
     struct cattn_drop drop;
     /* Row path, of the key block at hand: bit sets of the chains that some row sees, and of those in which the block

@@ -11,7 +11,7 @@ INLINE bool is_neg_inf(real x) { return x == NEG_INF; }
 
 /* Whether the block mask lets row r see this key. */
 INLINE bool block_visible(const struct cattn_rows *rows, int r, int64_t key) {
-    return rows->per_row->block_mask[r][key / rows->call.block_size * rows->call.block_mask_col];
+    return rows->per_row->block_mask[r][(rows->first_key + key) / rows->call.block_size * rows->call.block_mask_col];
 }
 
 /* Whether row r may see this key. Slow: for single keys and rare cases that the vector code leaves over. */

@@ -172,16 +172,18 @@ static void hide_blocks(const struct cattn_rows *rows, int r) {
     }
 }
 
-/* Turns the stored scores of one row into weights, in place. Keys out of range get 0, or -inf with store_scores. */
+/* Turns the stored scores of one row into weights, in place. Keys out of range, and all before the first valid one, get
+ * 0, or -inf with store_scores. */
 static void finish_weights(const struct cattn_rows *rows, int r, real max, real inverse) {
     real *w = rows->per_row->weights[r];
     const int64_t col = rows->call.weights_col, lo = rows->per_row->lo[r], hi = rows->per_row->hi[r];
     const vf shift = vf_set1(max), factor = vf_set1(inverse);
     const vf outside = vf_set1(rows->call.store_scores ? NEG_INF : 0);
-    for (int64_t k = 0; k < lo; k += LANES)
+    const int64_t end = rows->call.seqlen_k - rows->first_key;
+    for (int64_t k = -rows->first_key; k < lo; k += LANES)
         store_strided(w + k * col, col, outside, (int)min64(LANES, lo - k));
-    for (int64_t k = max64(lo, hi); k < rows->call.seqlen_k; k += LANES)
-        store_strided(w + k * col, col, outside, (int)min64(LANES, rows->call.seqlen_k - k));
+    for (int64_t k = max64(lo, hi); k < end; k += LANES)
+        store_strided(w + k * col, col, outside, (int)min64(LANES, end - k));
     if (rows->call.has_block_mask)
         hide_blocks(rows, r);
     if (rows->call.store_scores)
@@ -267,7 +269,7 @@ static void finish(struct cattn_rows *rows) {
     for (int r = 0; r < n_weights; r++) {
         finish_weights(rows, r, max[r], 1 / sum[r]);
         if (rows->call.storage != CATTN_STORED_PLAIN)
-            narrow_row(rows->call.storage, rows->per_row->weights[r], rows->call.seqlen_k,
-                       rows->per_row->weights_out[r], rows->call.weights_out_col);
+            narrow_row(rows->call.storage, (const real *)rows->per_row->weights[r] - rows->first_key,
+                       rows->call.seqlen_k, rows->per_row->weights_out[r], rows->call.weights_out_col);
     }
 }

@@ -71,7 +71,7 @@ static void keep_top(const struct tile *t, const struct cattn_statistics *s, con
                 continue;
             const struct top_heap heap = top_of_row(s, r + i);
             heap.score[0] = score[i];
-            heap.key[0] = t->k0 + k;
+            heap.key[0] = s->rows.first_key + t->k0 + k;
             sift_down(&heap, s->top_k);
             root[i] = heap.score[0];
         }

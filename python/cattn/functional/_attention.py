@@ -245,8 +245,8 @@ def scaled_dot_product_attention(
         aligns the last valid query with the last valid key.
     key_value_seq_starts : int or array_like of int, optional
         Index of the first valid key, from 0 to T_k, in the same way: padding on the left. The keys before it are
-        hidden, whatever they hold, and cost no time. Nothing else changes: positions, key_value_seq_lengths and
-        "lower_right" count from key 0, so that the keys ``start <= j < length`` are valid; none if start >= length.
+        hidden, whatever they hold, and cost no time; a sequence has the bits of the call without them. The other
+        arguments still count from key 0: the keys ``start <= j < length`` are valid, none if start >= length.
     window_size : (int, int)
         (left, right): the query at position p sees the keys from p - left to p + right. -1 or None sets no bound on
         that side. Query i has position i + query_offset, with "lower_right" i + T_k - T_q. Other masks apply too.

@@ -257,25 +257,26 @@ def _add_nothing_or_least(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def _describe_padding(
     attention_mask: Tensor, kv_length: int, kv_offset: Any
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return lengths and starts (B,) for padding at the ends, or a mask (B, 1, 1, T_k) for padding between tokens."""
+    """Return lengths and starts (B,) for padding at the ends, or a mask (B, 1, 1, T_k) for padding between tokens.
+
+    The starts are there with the mask, too: they make no bit depend on the padding before the first token.
+    """
     missing = kv_length + kv_offset - attention_mask.shape[-1]
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     visible = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    starts = visible.to(torch.uint8).argmax(-1)
     if torch.compiler.is_compiling():  # its values are not known yet
-        return {}, visible[:, None, None, :]
+        return {"key_value_seq_starts": starts}, visible[:, None, None, :]
     tokens = visible.sum(-1)
     if bool((tokens == kv_length).all()):
         return {}, None
-    starts = visible.to(torch.uint8).argmax(-1)
     lengths, keys = starts + tokens, torch.arange(kv_length, device="cpu")
+    ends = {"key_value_seq_starts": starts} if bool((starts > 0).any()) else {}
     if not bool((visible == ((keys >= starts[:, None]) & (keys < lengths[:, None]))).all()):
-        return {}, visible[:, None, None, :]
-    ends = {}
+        return ends, visible[:, None, None, :]
     if bool((lengths < kv_length).any()):
         ends["key_value_seq_lengths"] = lengths
-    if bool((starts > 0).any()):
-        ends["key_value_seq_starts"] = starts
     return ends, None
 
 

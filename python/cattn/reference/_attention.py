@@ -235,12 +235,19 @@ def attention_weights(
 
 
 def _dropout_bits(p: float, seed: int, problem: Problem) -> Bools:
-    """Return the dropout mask of all weights."""
+    """Return the dropout mask of all weights. Positions and keys count from the first valid key of each batch entry.
+
+    Nothing is dropped from the padding before it.
+    """
     *batch_shape, num_heads, _, T_k = problem.scores.shape
     if p == 0:
         return np.ones(problem.scores.shape, np.bool_)
     batch = np.arange(math.prod(batch_shape)).reshape(*batch_shape, 1, 1)
-    return dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], problem.position[..., None, :], T_k)
+    starts = problem.starts[..., None, None]
+    position = problem.position[..., None, :] - starts
+    kept = dropout_keep(p, seed, batch, np.arange(num_heads)[:, None], position, T_k)
+    keys = np.broadcast_to(np.arange(T_k) - starts[..., None], kept.shape)
+    return np.take_along_axis(kept, np.maximum(keys, 0), axis=-1) | (keys < 0)
 
 
 class Problem(NamedTuple):
@@ -253,6 +260,7 @@ class Problem(NamedTuple):
     scores: Floats  # after slopes and additive masks
     visible: Bools  # the same shape
     position: NDArray[np.int64]  # (*batch or fewer dimensions, T_q)
+    starts: NDArray[np.int64]  # (*batch or fewer dimensions): the first valid key
     one_head: bool  # the caller's arrays have no head axis
 
 
@@ -287,7 +295,7 @@ def score(
 
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     products = np.array(np.broadcast_to((q * scale) @ np.swapaxes(k, -1, -2), shape))
-    in_range, position = visible_keys(shape[-2], shape[-1], Ranges(is_causal, **ranges))
+    in_range, position, starts = visible_keys(shape[-2], shape[-1], Ranges(is_causal, **ranges))
     visible = np.array(np.broadcast_to(in_range[..., None, :, :], shape))
     scores = capped = softcap * np.tanh(products / softcap) if softcap else products
     if alibi_slopes is not None:
@@ -314,7 +322,7 @@ def score(
         visible &= np.broadcast_to(repeat_blocks(blocks, block_size, shape[-2], shape[-1]), shape)
 
     q, k, v = (np.broadcast_to(a, shape[:-2] + a.shape[-2:]) for a in (q, k, v))
-    return Problem(q, k, v, scale, products, capped, scores, visible, position, one_head)
+    return Problem(q, k, v, scale, products, capped, scores, visible, position, starts, one_head)
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:

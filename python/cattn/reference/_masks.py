@@ -57,8 +57,10 @@ def causal_mask(
     return visible_keys(T_q, T_q if T_k is None else T_k, ranges)[0]
 
 
-def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
-    """Return which keys the queries of each batch entry see (*batch, T_q, T_k), and their positions (*batch, T_q).
+def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers, Integers]:
+    """Return which keys the queries of each batch entry see (*batch, T_q, T_k), their positions, and the first keys.
+
+    Positions have the shape (*batch, T_q), the indices of the first valid keys (*batch,).
 
     Queries and keys at or after their length do not exist: such a query sees no key, such a key is hidden. Neither do
     keys before the first valid one.
@@ -71,7 +73,7 @@ def visible_keys(T_q: int, T_k: int, ranges: Ranges) -> tuple[Bools, Integers]:
     i, j, p = np.arange(T_q)[:, None], np.arange(T_k), position[..., None]
     exists = (i < queries[..., None, None]) & (j >= starts[..., None, None]) & (j < keys[..., None, None])
     visible = exists & (j >= p - left) & (j <= p + right)
-    return (visible & (j <= p) if ranges.is_causal else visible), position
+    return (visible & (j <= p) if ranges.is_causal else visible), position, starts
 
 
 def positions(ranges: Ranges, T_q: int, T_k: int, lower_right: ArrayLike, windowed: bool = False) -> Integers:
