@@ -33,8 +33,7 @@ static bool parse_weight(struct call *call, PyObject *weight, PyObject *scale) {
     if (call->inputs[WEIGHT] == NULL)
         return false;
     call->inputs[SCALE] = cattn_arg_scale_array(call->state, scale, "weight_scale");
-    return call->inputs[SCALE] != NULL &&
-           cattn_arg_scale_fits(call->inputs[SCALE], "weight_scale", call->inputs[WEIGHT], "weight");
+    return call->inputs[SCALE] != NULL;
 }
 
 /* ValueError unless the array has this shape; `meaning` explains it. */
@@ -71,6 +70,8 @@ static bool check_shapes(struct call *call) {
         return false;
     }
     call->dims[call->nd - 1] = n;
+    if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight_scale", weight, "weight"))
+        return false;
     return call->inputs[BIAS] == NULL ||
            check_dims(call->inputs[BIAS], "bias", 1, &n, "one number for each row of weight");
 }
@@ -171,13 +172,13 @@ static bool make_output(struct call *call, PyObject *out, struct cattn_output *o
     return true;
 }
 
-static void fill_params(const struct call *call, PyArrayObject *out, struct cattn_product_params *p) {
+/* Everything but the output. */
+static void fill_params(const struct call *call, struct cattn_product_params *p) {
     PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
     npy_intp row;
     *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
     p->depth = PyArray_DIM(weight, 1);
     p->n_a = PyArray_DIM(weight, 0);
-    p->n_b = p->n_a > 0 ? PyArray_SIZE(out) / p->n_a : 0;
     p->a = (struct cattn_operand){.storage = storage_of(call, WEIGHT),
                                   .data = PyArray_DATA(weight),
                                   .row = stride_of(weight, 0),
@@ -189,15 +190,20 @@ static void fill_params(const struct call *call, PyArrayObject *out, struct catt
                                   .data = PyArray_DATA(x),
                                   .row = row / PyArray_ITEMSIZE(x),
                                   .col = column_stride(x)};
-    rows_are_even(out, &row);
-    p->out_storage = cattn_arg_storage(call->type);
-    p->out = PyArray_DATA(out);
-    p->out_a = column_stride(out);
-    p->out_b = row / PyArray_ITEMSIZE(out);
     if (call->inputs[BIAS] != NULL) {
         p->bias = PyArray_DATA(call->inputs[BIAS]);
         p->bias_a = column_stride(call->inputs[BIAS]);
     }
+}
+
+static void fill_output(const struct call *call, PyArrayObject *out, struct cattn_product_params *p) {
+    npy_intp row;
+    rows_are_even(out, &row);
+    p->n_b = p->n_a > 0 ? PyArray_SIZE(out) / p->n_a : 0;
+    p->out_storage = cattn_arg_storage(call->type);
+    p->out = PyArray_DATA(out);
+    p->out_a = column_stride(out);
+    p->out_b = row / PyArray_ITEMSIZE(out);
 }
 
 static enum cattn_status compute(const void *params) { return cattn_product(params); }
@@ -219,10 +225,12 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
         (bias != Py_None && (call.inputs[BIAS] = cattn_arg_floats(state, bias, "bias")) == NULL))
         goto done;
     call.type = result_type(&call, "x, weight and bias");
-    if (call.type < 0 || !check_shapes(&call) || !convert(&call) || !make_rows_even(&call.inputs[X]) ||
-        !make_output(&call, args[LINEAR_out], &output))
+    if (call.type < 0 || !convert(&call) || !check_shapes(&call) || !make_rows_even(&call.inputs[X]))
         goto done;
-    fill_params(&call, output.array, &params);
+    fill_params(&call, &params); /* first: making the output may run Python code, which might change the arrays */
+    if (!make_output(&call, args[LINEAR_out], &output))
+        goto done;
+    fill_output(&call, output.array, &params);
     if (run(&params) && cattn_output_finish(&output))
         result = cattn_output_result(&output);
 done:

@@ -16,6 +16,11 @@
 #define TASKS_PER_THREAD 4
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
+/* Longer sums take so long that only a few rows are computed between two looks at a stop. */
+#define LONG_SUM (1 << 19)
+/* Memory bounds the length of a sum, but not that of arrays that repeat one element (stride 0). Within this limit,
+ * sizes of scratch do not overflow. */
+#define MOST_TERMS ((int64_t)1 << 50)
 
 struct product_job {
     struct cattn_product_params p; /* a is read in place, b is packed */
@@ -112,8 +117,9 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out(job, &product, &arena);
     (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
-    for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += CATTN_PRODUCT_ROWS) {
-        const int n_rows = (int)cattn_min(CATTN_PRODUCT_ROWS, a_end - a);
+    const int64_t most = p->depth > LONG_SUM ? CATTN_PRODUCT_EDGE : CATTN_PRODUCT_ROWS;
+    for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
+        const int n_rows = (int)cattn_min(most, a_end - a);
         (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);
     }
 }
@@ -143,6 +149,8 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
     CATTN_CHECK(product, params);
     if (params->n_batch == 0 || params->n_a == 0 || params->n_b == 0)
         return CATTN_OK;
+    if (params->depth > MOST_TERMS)
+        return CATTN_NO_MEMORY;
     struct product_job job = {.p = *params, .kernels = cattn_kernels_for(params->dtype)};
     if (should_swap(params))
         swap_operands(&job.p);
