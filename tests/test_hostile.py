@@ -104,7 +104,7 @@ NO_MEMORY: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: cattn.rms_norm(repeated(2**60)),
     "linear": lambda: cattn.functional.linear(repeated(2**40, 1), repeated(2**20, 1)),
     "linear, long sums": lambda: cattn.functional.linear(repeated(9, 2**57), repeated(9, 2**57)),
-    "linear_backward": lambda: cattn.functional.linear_backward(repeated(2**60, 2), None, repeated(2, 2**50)),
+    "linear_backward": lambda: cattn.functional.linear_backward(repeated(2**40, 2), None, repeated(2, 2**20)),
     "rms_norm_backward": lambda: cattn.rms_norm_backward(repeated(2**60), repeated(2**60)),
     "merge_attention": lambda: cattn.merge_attention([repeated(2**40, 2)] * 2, [repeated(2**40)] * 2),
     "merge_attention, without columns": lambda: cattn.merge_attention([repeated(2**40, 0)] * 2, [repeated(2**40)] * 2),

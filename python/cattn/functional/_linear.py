@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, overload
 
 import numpy as np
@@ -14,6 +15,8 @@ from .._input.quantized import as_scale, check_scale_fits, multiply, quantized_a
 from ._signature import implemented_in_c
 
 __all__ = ["linear", "linear_backward"]
+
+_ONE = np.ones((1, 1))
 
 
 @implemented_in_c
@@ -191,14 +194,13 @@ def linear_backward(
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
         if given is not None:
             grad_weight = _cattn._product(rows.T, _as_rows(given).T).astype(dtype, copy=False)
-        grad_bias = _cattn._product(np.ones((1, len(rows))), rows.T)[0].astype(dtype, copy=False)
+        grad_bias = _cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T)[0].astype(dtype, copy=False)
     return grad_x, grad_weight, grad_bias
 
 
 def _as_rows(array: NDArray[Any]) -> NDArray[Any]:
     """Return the array with its leading axes as one."""
-    n_rows = int(np.prod(array.shape[:-1], dtype=object))
-    return array.reshape(n_rows, array.shape[-1])
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def _dequantized(weight: ArrayLike, weight_scale: ArrayLike) -> NDArray[Any]:
