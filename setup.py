@@ -16,7 +16,10 @@ Switches of the environment:
 import contextlib
 import hashlib
 import os
+import re
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -28,7 +31,7 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, PlatformError
+from setuptools.errors import CompileError, LinkError, PlatformError
 
 CSRC = Path("csrc")
 HEADERS = sorted(map(str, CSRC.rglob("*.h")))
@@ -42,14 +45,27 @@ PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 TABLES = PORTABLE | {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if ELF else []
+# Taken back, where the compiler knows it: what flags of users or distributions change in arithmetic, so that values are
+# wrong or the bits are not those of other builds. -fno-fast-math also sets errno again, so our other flags come later.
+EXACT = ["-fno-fast-math", "-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-fno-associative-math"]
+EXACT += ["-fno-reciprocal-math", "-fsigned-zeros", "-fno-single-precision-constant", "-fexcess-precision=fast"]
+EXACT += ["-mfpmath=sse", "-fno-approx-func", "-fdenormal-fp-math=ieee", "-fdenormal-fp-math-f32=ieee"]
+# The linker is called without -Ofast, -ffast-math and the like if these come last. They would add a start-up file that
+# switches off subnormal numbers in the whole process.
+EXACT_LINK = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations", "-mno-daz-ftz"]
 HARDENED_LINK = ["-Wl,-z,relro,-z,now,-z,noexecstack,--as-needed"] if ELF else []
 # GCC aligns the stack of 64-bit Windows to 16 bytes, yet spills wider vectors by aligned moves (its bug 54412).
 UNALIGNED_SPILLS = ["-Wa,-muse-unaligned-vector-move"] if WINDOWS else []
 MSVC_TARGETS = {"win-amd64": "x86_64-pc-windows-msvc", "win-arm64": "aarch64-pc-windows-msvc"}
-CLANG_CL = ["/clang:-std=gnu11", "/clang:-O3", "/clang:-ffp-contract=off", "/clang:-fno-math-errno", "/clang:-Wextra"]
+CLANG_CL = ["-std=gnu11", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-Wextra"]
+CLANG_CL = [f"/clang:{flag}" for flag in CLANG_CL]  # they come last, after /fp:fast of the variables CL and _CL_
 NO_CLANG_CL = """\
 cattn does not compile with MSVC's cl, which lacks vector extensions: in the Visual Studio Installer add the component \
 "C++ Clang Compiler for Windows", or set CC to the path of another clang-cl"""
+
+INEXACT_LINK = """\
+the linker would add {}, which changes the floating-point mode of every process that imports cattn: remove \
+-mdaz-ftz, -mpc32, -mpc64, -ffast-math, -Ofast and the like from CC, CFLAGS, LDFLAGS and the compiler's configuration"""
 
 
 def switch(name: str) -> str:
@@ -62,12 +78,12 @@ unlimited = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_
 LIMITED = os.environ.get("CATTN_LIMITED_API", "1") != "0" and not unlimited
 
 
-def compile_flags() -> list[str]:
-    """Return the flags of every object (GCC and Clang).
+def compile_flags(exact: list[str]) -> list[str]:
+    """Return the flags of every object (GCC and Clang), among them the flags `exact`.
 
     gnu11: under c11, GCC computes float in double on s390x. -isystem: warnings are for our own code.
     """
-    flags = ["-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
+    flags = ["-std=gnu11", "-fvisibility=hidden", *exact, "-ffp-contract=off", "-fno-math-errno"]
     flags += ["-pthread"] * (not WINDOWS)  # there it would add a library that cattn does not use
     flags += ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
     flags += [f"-isystem{path}" for path in (numpy.get_include(), sysconfig.get_path("include"))]
@@ -82,6 +98,30 @@ def compile_flags() -> list[str]:
         flags += ["-g0"]  # many Pythons pass -g on, which makes the module ten times as large
         flags += ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
     return flags
+
+
+def n_cpus() -> int:
+    """Return how many compilers run at a time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def dependencies(target: Path) -> list[str]:
+    """Return the files that the compiler read for an object, as its option -MD lists them; all headers without one."""
+    try:
+        rule = target.with_suffix(".d").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:
+        return HEADERS
+    names = rule.partition(": ")[2].replace("\\\n", " ")
+    return [name.replace("$$", "$") for name in shlex.split(names)]
+
+
+def is_outdated(target: Path, source: Path) -> bool:
+    """Return whether an object is missing, or older than a file that it was made from."""
+    try:
+        age = os.path.getmtime(target)
+        return age <= max(os.path.getmtime(path) for path in [source, *dependencies(target)])
+    except FileNotFoundError:  # also a header that is no longer there
+        return True
 
 
 NO_COMPILER = (
@@ -170,17 +210,41 @@ class BuildTables(build_ext):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
         return tables
 
+    def flags(self) -> list[str]:
+        """Return the flags of every object."""
+        if self.compiler.compiler_type == "msvc":
+            target = f"--target={MSVC_TARGETS.get(self.plat_name, self.plat_name)}"
+            return [*CLANG_CL, target, *["/WX"] * bool(switch("WERROR"))]
+        flags = compile_flags([flag for flag in EXACT if self.accepts([flag])])
+        return flags + [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
+
+    def link_flags(self) -> list[str]:
+        """Return the flags of the link (GCC and Clang)."""
+        return [*HARDENED_LINK, "-lm", *(flag for flag in EXACT_LINK if self.accepts([flag]))]
+
+    def check_link(self, flags: list[str]) -> None:
+        """Stop if the linker would add a start-up file that changes the floating-point mode of the process."""
+        with tempfile.TemporaryDirectory() as work, contextlib.suppress(OSError):
+            probe = Path(work, "probe.c")
+            probe.write_text("extern int probe;\n")
+            shown = subprocess.run(
+                [*self.compiler.linker_so, probe, "-o", Path(work, "probe"), *flags, "-###"], check=False,
+                capture_output=True, text=True, errors="replace",
+            )  # fmt: skip
+            if shown.returncode == 0 and (found := re.search(r"crt(fastmath|prec\d+)", shown.stdout + shown.stderr)):
+                raise LinkError(INEXACT_LINK.format(found[0]))
+
     def build_extension(self, ext: Extension) -> None:
         msvc = self.compiler.compiler_type == "msvc"
         if msvc:
             self.use_clang_cl()
         self.check_compiler()
-        if msvc:
-            target = f"--target={MSVC_TARGETS.get(self.plat_name, self.plat_name)}"
-            flags = [*CLANG_CL, target, *["/WX"] * bool(switch("WERROR"))]
-        else:
-            flags = compile_flags()
-            flags += [flag for flag in HARDENING + UNALIGNED_SPILLS if self.accepts([flag])]
+        flags = self.flags()
+        switches = [flag for flag in flags if flag.startswith(("-fsanitize", "--coverage", "-pthread"))]
+        ext.extra_link_args = [] if msvc else [*self.link_flags(), *switches]
+        if not msvc:  # many Pythons pass on the directory of their own libraries; the module must not search there
+            self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
+            self.check_link(ext.extra_link_args)
         tables = self.table_flags()
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]
@@ -188,25 +252,23 @@ class BuildTables(build_ext):
             stub = str(CSRC / "kernels" / f"kernels_{name}.c")
             jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in ("32", "64")]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
-        newest = max(os.path.getmtime(path) for path in [*HEADERS, __file__])
+        # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
+        lists = [] if msvc or WINDOWS or "-arch" in self.compiler.compiler_so or not self.accepts(["-MD"]) else ["-MD"]
+        command = [getattr(self.compiler, name, None) for name in ("compiler_so", "cc", "compile_options")]
 
         def build(job: tuple[str, list[tuple[str, str]], list[str]]) -> str:
             source, macros, postargs = job
             macros = [*ext.define_macros, *macros]
-            key = hashlib.sha256(repr((macros, postargs, sys.version)).encode()).hexdigest()[:12]
+            key = hashlib.sha256(repr((command, macros, include_dirs, postargs, sys.version)).encode()).hexdigest()[:12]
             output = os.path.join(self.build_temp, key)
             (target,) = self.compiler.object_filenames([source], output_dir=output)
-            age = os.path.getmtime(target) if os.path.exists(target) else 0.0
-            if self.force or age <= max(newest, os.path.getmtime(source)):
-                self.compiler.compile([source], output, macros, include_dirs, extra_postargs=postargs)
+            if self.force or is_outdated(Path(target), Path(source)):
+                Path(target).unlink(missing_ok=True)  # an interrupted compiler must not leave it with a new list
+                self.compiler.compile([source], output, macros, include_dirs, extra_postargs=[*postargs, *lists])
             return target
 
-        with ThreadPool(os.cpu_count()) as pool:
+        with ThreadPool(n_cpus()) as pool:
             ext.extra_objects = pool.map(build, jobs, chunksize=1)
-        switches = [flag for flag in flags if flag.startswith(("-fsanitize", "--coverage", "-pthread"))]
-        ext.extra_link_args = [] if msvc else [*HARDENED_LINK, "-lm", *switches]
-        if not msvc:  # many Pythons pass on the directory of their own libraries; the module must not search there
-            self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
         ext.sources, self.force = [], True  # the link remains
         super().build_extension(ext)
 

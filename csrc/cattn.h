@@ -371,7 +371,7 @@ double cattn_attention_work(const struct cattn_attention_params *params);
 struct cattn_isa_info {
     const char *name;
     bool usable;    /* this CPU can run it */
-    bool has_fma;   /* inside the bit contract */
+    bool has_fma;   /* products and sums are rounded once, as the bit contract requires */
     bool test_only; /* used only if selected by name */
     int lanes_f32, mr, nr, br;
 };
@@ -381,7 +381,9 @@ struct cattn_isa_info cattn_isa_info(int index);
 int cattn_isa_current(void);
 /* NULL selects the best table. False: there is no table of this name, or this CPU cannot run it. */
 bool cattn_isa_select(const char *name);
-/* Whether the table in use is outside the bit contract although this CPU has an FMA. */
+/* Whether the compiler kept the arithmetic of the source for this table. True for a table that this CPU cannot run. */
+bool cattn_isa_keeps_arithmetic(int index);
+/* Whether the table in use rounds products and sums separately although this CPU has an FMA. */
 bool cattn_isa_wastes_fma(void);
 /* Keys of a key block and of a key chunk, constants of the bit contract. */
 int64_t cattn_block_keys(void);

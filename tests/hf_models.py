@@ -14,6 +14,9 @@ class Model(NamedTuple):
     config: str  # the class of its configuration
     sizes: dict[str, Any]
     kind: str  # "decoder", "encoder", "pair" (encoder and decoder), "vision", "audio pair" or "two towers"
+    # The implementation with the right results. Where the hidden states of padding choose blocks of keys, it is the one
+    # whose padding sees nothing; eager attention's padding sees the mean of all values.
+    oracle: str = "eager"
 
 
 _WIDE = {
@@ -34,6 +37,7 @@ _LATENT = _WIDE | {
     "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
+_INDEXED = _LATENT | {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
          "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 _BART = {
@@ -104,6 +108,19 @@ MODELS = {
     "persimmon": _decoder("Persimmon", _WIDE),
     "diffllama": _decoder("DiffLlama"),
     "seed_oss": _decoder("SeedOss"),
+    # decoders that compute with their mask: an indexer chooses keys or blocks of keys, or it is lengthened
+    "deepseek_v32": _decoder("DeepseekV32", _INDEXED),
+    "glm_moe_dsa": _decoder("GlmMoeDsa", _INDEXED),
+    "deepseek_v4": _decoder("DeepseekV4", _INDEXED, num_key_value_heads=1, head_dim=16, sliding_window=5,
+                            layer_types=["heavily_compressed_attention", "compressed_sparse_attention"]),
+    "minimax_m3": Model("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", _EXPERTS | {"num_local_experts": 4,
+                        "dense_intermediate_size": 48, "rotary_dim": 4, "index_n_heads": 2, "index_head_dim": 8,
+                        "index_block_size": 3, "index_topk_blocks": 2,
+                        "layer_types": ["full_attention", "minimax_m3_sparse"]}, "decoder", "sdpa"),
+    "doge": _decoder("Doge", keep_window_size=4),
+    # a sink for each query
+    "inkling2": Model("Inkling2ForCausalLM", "Inkling2TextConfig", _EXPERTS | {"n_routed_experts": 4,
+                      "sliding_window_size": 5, "layer_types": ["hybrid_sliding", "hybrid"]}, "decoder"),
     # encoders
     "bert": _encoder("Bert"),
     "roberta": _encoder("Roberta"),
@@ -133,4 +150,5 @@ MODELS = {
 }  # fmt: skip
 
 # For every run of the tests: each option of attention, and each kind of model.
-SHORT = ("llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "bert", "t5", "whisper")
+SHORT = ("llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "minimax_m3", "doge",
+         "inkling2", "bert", "t5", "whisper")  # fmt: skip

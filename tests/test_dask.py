@@ -71,6 +71,30 @@ def test_any_chunks_and_options_give_the_values_of_one_call(data: st.DataObject)
         np.testing.assert_allclose(actual.astype("d"), wanted.astype("d"), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("options", "dtype"), [(False, np.float16), (True, np.float64)])
+def test_axes_of_length_0_give_what_one_call_gives(options: bool, dtype: Any) -> None:
+    """Batch, heads, queries, keys, columns of keys and of values, each of them empty or not."""
+    for B, H, T_q, T_k, D, d_v in itertools.product(*[(0, n) for n in (2, 2, 5, 4, 3, 2)]):
+        shapes = [(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, d_v)]
+        call: dict[str, Any] = {
+            name: normal(*shape, dtype=dtype) for name, shape in zip(("query", "key", "value"), shapes, strict=True)
+        }
+        if options:
+            call |= {"attn_mask": np.ones((T_q, T_k), bool), "bias": normal(H, T_q, T_k, dtype=dtype)}
+            call |= {"alibi_slopes": np.ones(H, dtype), "sinks": np.ones(H, dtype), "is_causal": "upper_left"}
+        chunked = {
+            name: da.from_array(x, chunks=tuple(max(1, n // 2) for n in x.shape)) if isinstance(x, np.ndarray) else x
+            for name, x in call.items()
+        }
+        expected = cattn.scaled_dot_product_attention(**call, return_lse=True)
+        result = attention(**chunked, return_lse=True)
+        for lazy, actual, wanted in zip((result.out, result.lse), compute(result), expected[::2], strict=False):
+            assert lazy.shape == actual.shape == wanted.shape
+            assert lazy.dtype == actual.dtype == wanted.dtype
+            tolerance = {2: 2e-3, 4: 2e-6, 8: 1e-12}[wanted.dtype.itemsize]
+            np.testing.assert_allclose(actual.astype("d"), wanted.astype("d"), rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_one_chunk_of_keys_gives_the_bits_of_one_call(dtype: Any) -> None:
     query, sinks = normal(3, 4, 700, 16, dtype=dtype), normal(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
              (X, X, X, np.ones((5, 6))), {}),
     "boolean bias": (TypeError, "bias must be numbers", (X, X, X, np.ones((6, 6), bool)), {}),
     "mask": (ValueError, r"mask has shape \(1, 2, 4, 6, 6\)", (X, X, X, None, np.ones((1, 2, 4, 6, 6), bool)), {}),
-    "float mask": (TypeError, "mask must be bool .* got float32", (X, X, X, None, np.ones((6, 6), np.float32)), {}),
+    "float mask": (TypeError, r"mask must be bool .* got float32: .* pass mask\.astype\(bool\)",
+                   (X, X, X, None, np.ones((6, 6), np.float32)), {}),
     "scale": (ValueError, "scale", (X, X, X), {"scale": np.inf}),
     "scale of another type": (TypeError, "scale", (X, X, X), {"scale": "1"}),
     "softcap": (ValueError, "softcap must be positive", (X, X, X), {"softcap": -1.0}),
@@ -78,8 +80,9 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
                         {"block_mask": [[True]], "block_size": 0}),
     "shape of blocks": (ValueError, r"block_mask has shape \(3, 3\), .* block_size=3, \(2, 4, 2, 2\)", (X, X, X),
                         {"block_mask": np.ones((3, 3), bool), "block_size": 3}),
-    "float blocks": (TypeError, "block_mask must be bool .* got float32", (X, X, X),
-                     {"block_mask": np.ones((2, 2), np.float32), "block_size": 3}),
+    "float blocks": (TypeError,
+                     r"block_mask must be bool .* got float32: for zeros and ones pass block_mask\.astype\(bool\)",
+                     (X, X, X), {"block_mask": np.ones((2, 2), np.float32), "block_size": 3}),
     "boolean scale": (TypeError, "key_scale must be numbers, got bool", (X, BYTES, X), {"key_scale": True}),
     "dtypes beside a scale": (TypeError, "value must have the dtype of query, float32, got float16",
                               (X, BYTES, X.astype("f2")), {"key_scale": 1.0}),
@@ -118,6 +121,37 @@ def test_numbers_of_heads_are_checked_when_they_are_known(name: str, numbers: li
 
 def test_sinks_may_be_minus_infinity() -> None:
     assert bits(attention(X, X, X, sinks=np.full(4, -np.inf, np.float32))) == bits(attention(X, X, X))
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_second_derivatives_are_an_error_of_our_own(monkeypatch: pytest.MonkeyPatch, foreign: bool) -> None:
+    """In every way to ask for them, of every result and argument; what is held constant is no argument of them."""
+    if not foreign:
+        monkeypatch.setattr(bridge, "_is_foreign", lambda: False)
+    bridge._compiled.clear_cache()
+    x, bias = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 1, 3, 3), np.float32)
+
+    def loss(x: Any) -> Any:
+        return attention(x, x, x).sum()
+
+    def residual(x: Any) -> Any:
+        return attention(x, x, x, return_residual=True)[1].sum()
+
+    ways: list[Callable[[], Any]] = [
+        lambda: jax.hessian(loss)(x),
+        lambda: jax.jit(jax.hessian(residual))(x),
+        lambda: jax.hessian(lambda bias: attention(x, x, x, bias).sum())(bias),
+        lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
+        lambda: jax.jvp(jax.grad(loss), (x,), (x,)),
+        lambda: jax.vjp(lambda scale: jax.vjp(loss, x)[1](scale)[0], np.float32(1))[1](x),
+        lambda: jax.vmap(jax.hessian(jax.checkpoint(loss)))(x[None]),
+    ]
+    for way in ways:
+        with pytest.raises(NotImplementedError, match=r"^cattn's dot_product_attention has no second derivatives"):
+            way()
+    once = jax.grad(lambda x: jax.grad(loss)(jax.lax.stop_gradient(x)).sum() + loss(x))(x)
+    np.testing.assert_array_equal(once, jax.grad(loss)(x))
+    bridge._compiled.clear_cache()
 
 
 # ---- the foreign functions themselves --------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """ONNX's Attention: every node test of the installed onnx package, and the errors of the function."""
 
 import importlib
+import itertools
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -150,7 +152,8 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], error: type[Excepti
 def test_inputs_without_elements_give_zeros(batch: int, T_q: int, T_k: int) -> None:
     """Three-dimensional inputs, with the number of heads as an argument."""
     q, k, v = (np.ones((batch, T, width), np.float32) for T, width in ((T_q, 8), (T_k, 8), (T_k, 6)))
-    y = attention(q, k, v, q_num_heads=2, kv_num_heads=2).Y
+    y, present_key, present_value, _ = attention(q, k, v, q_num_heads=2, kv_num_heads=2)
+    assert (present_key.shape, present_value.shape) == ((batch, 2, T_k, 4), (batch, 2, T_k, 3))
     assert y.shape == (batch, T_q, 6)
     assert not y.any()
 
@@ -160,3 +163,136 @@ def test_the_import_names_the_extra_if_onnx_is_not_installed(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "cattn.integrations.onnx")
     with pytest.raises(ImportError, match=r"pip install 'cattn\[onnx\]'"):
         importlib.import_module("cattn.integrations.onnx")
+
+
+# ---- every combination, against the function that defines the operator -----------------------------------------------
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
+OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
+# B, H, H_kv, T_q, T_new, head_dim, d_v; T_past
+SIZES = [((2, 4, 2, 3, 5, 4, 6), 2), ((1, 1, 1, 1, 1, 1, 1), 1), ((2, 2, 1, 1, 4, 1, 3), 0), ((3, 2, 2, 4, 1, 2, 1), 4)]
+EMPTY = [((0, 2, 1, 2, 3, 4, 4), 1), ((2, 2, 2, 0, 3, 4, 5), 2)]  # of rank 3, the definition itself fails
+
+
+def model_of(nodes: Any, feeds: dict[str, np.ndarray], outputs: list[str], opset: int) -> Any:
+    """A model of these nodes, for inputs of these types and shapes."""
+    kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
+    given = [onnx.helper.make_tensor_value_info(name, kinds[name], array.shape) for name, array in feeds.items()]
+    made = [onnx.helper.make_tensor_value_info(name, kinds["V" if "value" in name else "Q"], None) for name in outputs]
+    graph = onnx.helper.make_graph(nodes, "attention", given, made)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=11)
+
+
+def body_of(node: Any, feeds: dict[str, np.ndarray], opset: int) -> Any:
+    """The nodes of the function by which onnx defines the operator for such inputs, under the node's names."""
+    types = [
+        onnx.helper.make_tensor_type_proto(onnx.helper.np_dtype_to_tensor_dtype(feeds[name].dtype), feeds[name].shape)
+        if name
+        else onnx.TypeProto()
+        for name in node.input
+    ]
+    function = onnx.FunctionProto()
+    schema = onnx.defs.get_schema("Attention", opset)
+    function.ParseFromString(
+        schema.get_context_dependent_function_with_opset_version(
+            opset, node.SerializeToString(), [kind.SerializeToString() for kind in types]
+        )
+    )
+    return function.node
+
+
+def expected_of(node: Any, feeds: dict[str, np.ndarray], wanted: list[str], opset: int) -> dict[str, np.ndarray]:
+    """The outputs by the operator's definition.
+
+    The package has no function for three dimensions with a mask and windows. Its evaluator then decides, which does
+    not take a mask of one dimension, and whose scores are those after the cap.
+    """
+    if body := body_of(node, feeds, opset):
+        model = model_of(body, feeds, wanted, opset)
+    else:
+        assert opset == 25
+        feeds = {name: np.atleast_2d(array) if name == "attn_mask" else array for name, array in feeds.items()}
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        if "softcap" in attributes and attributes["qk_matmul_output_mode"].i == 0:
+            wanted = [name for name in wanted if name != "qk_matmul_output"]
+        model = model_of([node], feeds, wanted, opset)
+    with np.errstate(invalid="ignore"):  # of rows that see no key
+        return dict(zip(wanted, ReferenceEvaluator(model).run(None, feeds), strict=True))
+
+
+def mask_of(kind: str, B: int, H: int, T_q: int, T_k: int) -> np.ndarray:
+    """A mask of random elements. Where it has several queries, the first one sees no key."""
+    shapes = {
+        "full": (B, H, T_q, T_k), "short": (B, 1, T_q, (T_k + 1) // 2), "one key": (T_q, 1), "row": (T_k,),
+        "heads": (H, T_q, T_k), "one query": (B, 1, 1, T_k),
+    }  # fmt: skip
+    rng = np.random.default_rng(1)
+    shape = shapes[kind.partition(" ")[2]]
+    seen = rng.random(shape) < 0.7
+    if len(shape) > 1 and shape[-2] > 1:
+        seen[..., 0, :] = False
+    return seen if "bool" in kind else np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)
+
+
+MASKS = ["", "bool full", "float full", "bool short", "float one key", "bool one key", "float row", "bool heads"]
+MASKS += ["float short", "bool one query"]
+PARTS = [OUTPUTS[:1], OUTPUTS[:2], ("Y", "", "present_value"), ("Y", "", "", "qk_matmul_output"), OUTPUTS]
+ATTRIBUTES = [{}, {"scale": 0.3}, {"softcap": 0.7}, {"scale": 2.0, "softcap": 1.5}, {"softmax_precision": 11}]
+WINDOWS = [{}, {"left_window_size": 1}, {"right_window_size": 0}, {"left_window_size": 0, "right_window_size": 1}]
+
+
+def problems(opset: int, rank: int, cache: str) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+    """Nodes and their inputs: every size with every mask, and the values of everything else in turn."""
+    for n, ((sizes, past), mask) in enumerate(itertools.product(SIZES if rank == 3 else SIZES + EMPTY, MASKS)):
+        B, H, H_kv, T_q, T_new, D, d_v = sizes
+        feeds = dict(zip("QKV", inputs((B, H, T_q, D), (B, H_kv, T_new, D), (B, H_kv, T_new, d_v)), strict=True))
+        attributes: dict[str, Any] = {"qk_matmul_output_mode": n % 4, "is_causal": n // 2 % 2, **ATTRIBUTES[n % 7 % 5]}
+        if opset == 25:
+            attributes |= WINDOWS[n % 11 % 4]
+        if rank == 3:
+            attributes |= {"q_num_heads": H, "kv_num_heads": H_kv}
+            feeds = {a: x.swapaxes(1, 2).reshape(B, x.shape[2], x.shape[1] * x.shape[3]) for a, x in feeds.items()}
+        if cache == "past":
+            feeds["past_key"], feeds["past_value"] = inputs((B, H_kv, past, D), (B, H_kv, past, d_v))
+        T_k = T_new + past * (cache == "past")
+        if mask:
+            feeds["attn_mask"] = mask_of(mask, B, H, T_q, T_k)
+        if opset == 23 and "short" in mask and (T_k + 1) // 2 not in (1, T_k):
+            continue  # only later opsets hide the keys after the end of the mask
+        if cache == "nonpad":
+            most = min(T_k, feeds["attn_mask"].shape[-1]) if mask else T_k
+            feeds["nonpad_kv_seqlen"] = np.maximum(most - np.arange(B), 0)
+        names = [name if name in feeds else "" for name in INPUTS[: 7 if opset > 23 else 6]]
+        node = onnx.helper.make_node("Attention", names, list(PARTS[n % 5]), **attributes)
+        yield node, {name: feeds[name] for name in names if name}
+
+
+@pytest.mark.promise("ONNX's operator")
+@pytest.mark.parametrize(
+    ("opset", "cache"),
+    [(opset, cache) for opset in (23, 24, 25) for cache in ("", "past", "nonpad") if (opset, cache) != (23, "nonpad")],
+)
+@pytest.mark.parametrize("rank", [3, 4])
+def test_every_output_is_what_the_operators_definition_gives(opset: int, cache: str, rank: int) -> None:
+    """Optional inputs and outputs, modes, attributes, masks, and axes of every length, also 1 and 0."""
+    for node, feeds in problems(opset, rank, cache):
+        wanted = [name for name in node.output if name]
+        run = ReferenceEvaluator(model_of([node], feeds, wanted, opset), new_ops=[Attention]).run
+        results = dict(zip(wanted, run(None, feeds), strict=True))
+        for name, expected in expected_of(node, feeds, wanted, opset).items():
+            told = f"{name} of {node}, { ({key: array.shape for key, array in feeds.items()}) }"
+            assert (results[name].shape, results[name].dtype) == (expected.shape, expected.dtype), told
+            np.testing.assert_allclose(results[name], expected, rtol=3e-6, atol=3e-6, err_msg=told)
+
+
+def test_present_keys_and_values_have_the_dtypes_of_q_and_v() -> None:
+    q, k, v = inputs((1, 2, 3, 4), (1, 1, 5, 4), (1, 1, 5, 6))
+    past = {"past_key": np.ones((1, 1, 2, 4), np.float32), "past_value": np.ones((1, 1, 2, 6), np.float64)}
+    for softmax_precision in (None, onnx.TensorProto.DOUBLE):
+        without = attention(q, k, v.astype(np.float64), softmax_precision=softmax_precision)
+        assert (without.present_key.dtype, without.present_value.dtype) == (np.float32, np.float64)
+        assert without.qk_matmul_output is None
+        result = attention(q, k, v.astype(np.float64), **past, softmax_precision=softmax_precision)
+        assert (result.Y.dtype, result.present_key.dtype, result.present_value.dtype) == (
+            np.float32, np.float32, np.float64,
+        )  # fmt: skip
+        np.testing.assert_array_equal(result.present_value[:, :, 2:], without.present_value)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,21 +305,22 @@ def test_workers_follow_the_callers_processors() -> None:
     child(AFFINITY, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1").check_returncode()
 
 
+# For children that import cattn and the helpers of these tests.
+PATH = os.pathsep.join([str(Path(cattn.__file__).parents[1]), str(Path(__file__).parent)])
+
 SMALL_STACK = """
 import threading
-import numpy as np
-import cattn
+import public_calls
 
 def calls():
-    for shape in ((6, 2), (1, 4, 16, 16), (2, 60, 64), (1, 1, 192, 128)):
-        x = np.ones(shape)
-        result = cattn.causal_attention(x, x, x, return_lse=True)
-        cattn.causal_attention(x[..., ::2], x[..., ::2], x[..., ::2])
-        if BACKWARD:
-            cattn.attention_backward(x, x, x, x, result.out, result.lse, is_causal=True)
+    for name, call in public_calls.CALLS.items():
+        print(name, flush=True)
+        call()
     print("done")
 
-threading.stack_size(STACK)
+for call in public_calls.CALLS.values():  # imports what it needs, on the large stack
+    call()
+threading.stack_size(65536)
 thread = threading.Thread(target=calls)
 thread.start()
 thread.join()
@@ -326,13 +328,58 @@ thread.join()
 
 
 @pytest.mark.promise("small stacks")
-@pytest.mark.parametrize(("size", "backward"), [(65536, False), (131072, True)])
 @pytest.mark.skipif(UNDER_SANITIZER, reason="sanitizers make frames larger")
-def test_small_stacks_suffice(size: int, backward: bool) -> None:
-    """64 KiB for attention, 128 KiB (the default of musl) with gradients: large buffers are not on the stack."""
-    code = SMALL_STACK.replace("STACK", str(size)).replace("BACKWARD", str(backward))
-    done = child(code)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+def test_every_public_function_runs_on_a_stack_of_64_kib() -> None:
+    done = child(SMALL_STACK, PYTHONPATH=PATH)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, lines[-1:]) == (0, ["done"]), (lines[-1:], done.stderr)
+
+
+# Paints the stack of a thread below what is in use, makes a call, and looks how far the paint is gone. A frame larger
+# than the page that guards a stack may jump over it without a crash, so that a call that returns proves little.
+PAINTED_STACK = """
+import ctypes
+import threading
+
+import public_calls
+
+KIB = 1024
+IN_USE, PAINTED = 24 * KIB, 176 * KIB
+libc = ctypes.CDLL(None)
+libc.pthread_self.restype = ctypes.c_void_p
+
+def top_of_stack():
+    attributes = ctypes.create_string_buffer(256)
+    assert libc.pthread_getattr_np(ctypes.c_void_p(libc.pthread_self()), attributes) == 0
+    low, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert libc.pthread_attr_getstack(attributes, ctypes.byref(low), ctypes.byref(size)) == 0
+    return low.value + size.value
+
+def measure(name, call):
+    first = top_of_stack() - IN_USE - PAINTED
+    ctypes.memset(first, ord("Z"), PAINTED)
+    call()
+    left = ctypes.string_at(first, PAINTED)
+    used[name] = IN_USE + len(left.lstrip(b"Z"))
+
+used = {}
+threading.stack_size(256 * KIB)
+for name, call in public_calls.CALLS.items():
+    call()
+    thread = threading.Thread(target=measure, args=(name, call))
+    thread.start()
+    thread.join()
+assert len(used) == len(public_calls.CALLS) and max(used.values()) > IN_USE
+print({name: size // KIB for name, size in used.items() if size > 48 * KIB})
+"""
+
+
+@pytest.mark.promise("small stacks")
+@pytest.mark.skipif(UNDER_SANITIZER or not sys.platform.startswith("linux"), reason="not a release build, or not Linux")
+def test_no_public_function_needs_more_than_48_kib_of_stack(isa: str) -> None:
+    """So on a stack of 64 KiB a quarter is left for the caller, the C library and other compilers' frames."""
+    done = child(PAINTED_STACK, CATTN_ISA=isa, PYTHONPATH=PATH)
+    assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr
 
 
 def test_a_num_threads_object_may_be_shared_by_threads() -> None:

@@ -1,5 +1,7 @@
 """cattn inside PyTorch: the operator's contract, gradients, compilation, random numbers, and use_cattn()."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import cattn
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -205,6 +208,120 @@ def test_the_replaced_function_compiles() -> None:
         assert torch.equal(
             torch.compile(call, fullgraph=True, backend="aot_eager")(x), attention(x, x, x, is_causal=True)
         )
+
+
+def test_a_wrong_call_inside_raises_the_error_of_pytorch() -> None:
+    """Programs catch its type. The error of cattn, which names the argument, is the context."""
+    x = torch.randn(2, 4, 5, 8)
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        ((x, x[:, :3], x[:, :3]), {"enable_gqa": True}, "query has 4 heads"),
+        ((x, x, x, torch.ones(5, 5, dtype=torch.int32)), {}, "attn_mask has dtype int32"),
+        ((x, x, x), {"dropout_p": 1.5}, "dropout_p must be in"),
+        ((x, x[..., :3], x), {}, "key has head_dim 3"),
+        ((x, x, x), {"is_causal": 1}, "is_causal must be"),
+    ]
+    for args, options, named in calls:
+        with pytest.raises((RuntimeError, TypeError)) as right:
+            theirs(*args, **options)
+        with bridge.use_cattn() as seen, pytest.raises(right.type) as ours:
+            torch.nn.functional.scaled_dot_product_attention(*args, **options)
+        assert named in str(ours.value.__context__)
+        assert seen == bridge.Seen(calls=0, passed_on=1)
+    with bridge.use_cattn(), pytest.raises(ValueError, match="softcap"):  # not an argument of PyTorch's
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, softcap=-1.0)  # type: ignore[call-arg]
+
+
+def test_numbers_that_only_pytorch_takes() -> None:
+    x = torch.randn(2, 4, 5, 8)
+    zero = torch._efficientzerotensor((1, 2, 5, 8))
+    with bridge.use_cattn() as seen:
+        assert not torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=True).any()
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.nn.functional.scaled_dot_product_attention(*[zero.to(dtype)] * 3)
+            assert torch.equal(out, torch.zeros(1, 2, 5, 8, dtype=dtype))
+    assert seen == bridge.Seen(calls=3, passed_on=0)
+
+
+def test_the_replaced_function_is_pickled_by_name() -> None:
+    with bridge.use_cattn():
+        function = torch.nn.functional.scaled_dot_product_attention
+        stored = pickle.dumps(function)
+        assert pickle.loads(stored) is copy.copy(function) is copy.deepcopy(function) is function
+    assert pickle.loads(stored) is theirs
+
+
+# ---- what surrounds a call -----------------------------------------------------------------------------------------
+def test_a_profiler_shows_attention_and_its_gradients() -> None:
+    (x,) = tensors((1, 2, 5, 8))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(x.detach(), x.detach(), x.detach())
+        attention(x, x, x).sum().backward()
+        torch.ops.cattn.attention(*operator_arguments([x.detach()] * 3))
+    counts = {
+        name: sum(event.name == f"cattn::{name}" for event in profile.events())
+        for name in ("attention", "attention_backward")
+    }
+    assert counts == {"attention": 3, "attention_backward": 1}
+
+
+def everything(x: torch.Tensor) -> list[torch.Tensor]:
+    """Results and gradients of calls for which the integration makes tensors."""
+    lengths = torch.tensor([5, 4], device="cpu")
+    slopes = torch.tensor([0.5, 0.25], dtype=torch.float64, device="cpu")
+    calls: list[Any] = [
+        lambda y: attention(y, y, y, dropout_p=0.5, rng=3),
+        lambda y: attention(y, y, y, dropout_p=0.5),
+        lambda y: attention(y, y, y, key_value_seq_lengths=4, alibi_slopes=slopes, return_weights=True).weights,
+        lambda y: attention(y, y, y, key_value_seq_lengths=lengths, dropout_p=0.5, rng=1, return_lse=True).lse,
+        lambda y: torch.vmap(lambda z: attention(z, z, z, is_causal=True, query_offset=0), 1, 1)(y),
+        torch.compile(lambda y: attention(y, y, y, dropout_p=0.5, key_value_seq_lengths=4), backend="aot_eager"),
+        lambda y: torch.nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5),
+    ]
+    found = []
+    for call in calls:
+        torch.manual_seed(5)
+        out = call(x)
+        found += [out, *torch.autograd.grad(out.sum(), x, create_graph=True)]
+        torch.manual_seed(5)
+        found += torch.autograd.grad(call(x).sum(), x)
+    with torch.no_grad():
+        found.append(attention(x, x, x, dropout_p=0.5, rng=3, query_seq_lengths=3))
+    return found
+
+
+def test_the_default_device_and_dtype_do_not_count() -> None:
+    """The tensors of a call have theirs. "meta" takes the place of "cuda"."""
+    (x,) = tensors((2, 2, 5, 8))
+    with bridge.use_cattn():
+        torch.compiler.reset()
+        right = everything(x)
+        for device, dtype in (("meta", torch.float32), ("cpu", torch.float64), ("cpu", torch.float16)):
+            torch.compiler.reset()
+            before = torch.get_default_dtype()
+            try:
+                torch.set_default_dtype(dtype)
+                with torch.device(device):
+                    found = everything(x)
+            finally:
+                torch.set_default_dtype(before)
+            for ours, wanted in zip(found, right, strict=True):
+                assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 5), (0, 3, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_empty_tensors_have_the_strides_that_the_compiler_expects(shape: tuple[int, ...], swapped: bool) -> None:
+    x = torch.randn(shape)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if swapped else x
+    args = operator_arguments([x.requires_grad_()] * 3, return_weights=True)
+    torch.library.opcheck(torch.ops.cattn.attention.default, args, test_utils=("test_faketensor",))
+    for options in ({}, {"return_weights": True, "return_lse": True}):
+        result: Any = attention(x, x, x, **options)
+        still = x.detach()
+        with FakeTensorMode() as mode:
+            fake: Any = attention(*[mode.from_tensor(still)] * 3, **options)
+        results = [(result, fake)] if not options else zip(result[:3], fake[:3], strict=True)
+        assert all(real.stride() == expected.stride() for real, expected in results)
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

@@ -142,3 +142,26 @@ def test_a_module_compiles_and_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_module_is_traced_by_fx(name: str) -> None:
+    ours, _ = twins(name)
+    traced = torch.fx.symbolic_trace(ours)
+    for x in (torch.randn(5, 6), torch.randn(2, 5, 6)):
+        assert torch.equal(traced(x), ours(x))
+        for found, right in zip(traced(x, return_weights=True), ours(x, return_weights=True), strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_loss_on_the_weights_trains(name: str) -> None:
+    """The gradients of the weights are those of the formula: of the output for the unit matrix as value."""
+    ours, _ = twins(name, "float64")
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    parameters = [p for key, p in ours.named_parameters() if "W_query.weight" in key or key == "W_query"]
+    assert torch.autograd.gradcheck(lambda *_: ours(x, return_weights=True)[1], parameters, fast_mode=True)
+    grads = torch.autograd.grad(ours(x, return_weights=True)[1].square().sum(), parameters)
+    assert all(grad.any() for grad in grads)
+    with torch.no_grad():
+        assert not ours(x, return_weights=True)[1].requires_grad

@@ -10,6 +10,9 @@ import cattn
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from cattn.integrations import torch as bridge  # noqa: E402
 from test_torch_integration import attention, operator_arguments, tensors, theirs  # noqa: E402
 
@@ -80,7 +83,7 @@ def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str,
         for field in ("out", "weights", "lse"):
             np.testing.assert_array_equal(getattr(result, field).detach().numpy(), getattr(wanted, field))
     assert not at_once.out.requires_grad
-    assert not with_gradients.weights.requires_grad
+    assert not at_once.weights.requires_grad
 
     grad = tensor(*wanted.out.shape, seed=5)
     kwargs = as_arrays(options)
@@ -121,17 +124,18 @@ def test_gradients_are_derivatives(name: str) -> None:
 
 
 # ---- the gradient of the log-sum-exp -------------------------------------------------------------------------------
-def plain_formula(q: Any, k: Any, v: Any, bias: Any, sinks: Any, visible: Any) -> tuple[Any, Any]:
-    """Attention and its log-sum-exp in PyTorch's own operations."""
+def plain_formula(q: Any, k: Any, v: Any, bias: Any, sinks: Any, visible: Any) -> tuple[Any, Any, Any]:
+    """Attention, its log-sum-exp and its weights in PyTorch's own operations."""
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, -torch.inf)
     sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
     lse = torch.cat([scores, sink], dim=-1).logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    weights = (scores - lse[..., None]).exp()
+    return weights @ v, lse, weights
 
 
-def z_loss(out: Any, lse: Any, uses: str) -> Any:
-    of_lse = lse.square().mean() + lse.sin().sum()
-    return of_lse if uses == "lse" else of_lse + out.cos().sum()
+def z_loss(out: Any, lse: Any, weights: Any, uses: str) -> Any:
+    terms = {"lse": lse.square().mean() + lse.sin().sum(), "out": out.cos().sum(), "weights": weights.square().sum()}
+    return sum(terms[name] for name in uses.split(" and "))
 
 
 WAYS = {
@@ -142,42 +146,43 @@ WAYS = {
 
 
 @pytest.mark.promise("gradients")
-@pytest.mark.parametrize("uses", ["lse", "both"])
+@pytest.mark.parametrize("uses", ["lse", "out and lse", "weights", "out and lse and weights"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_log_sum_exp_has_the_gradients_of_the_plain_formula(way: str, uses: str, dtype: Any) -> None:
+def test_lse_and_weights_have_the_gradients_of_the_plain_formula(way: str, uses: str, dtype: Any) -> None:
     shapes = ((B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5), (H, T_q, T_k), (H,))
     leaves = [tensor(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
     visible = tensor(B, 1, T_q, T_k, seed=9) > -1
 
-    def ours(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any]:
-        result: Any = attention(q, k, v, visible, bias=bias, sinks=sinks, return_lse=True)
-        return result.out, result.lse
+    def ours(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> tuple[Any, Any, Any]:
+        result: Any = attention(q, k, v, visible, bias=bias, sinks=sinks, return_lse=True, return_weights=True)
+        return result.out, result.lse, result.weights
 
     torch.compiler.reset()
-    out, lse = WAYS[way](ours)(*leaves)
+    out, lse, weights = WAYS[way](ours)(*leaves)
     assert out.dtype is dtype
     assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    found = torch.autograd.grad(z_loss(out, lse, uses), leaves, allow_unused=uses == "lse")
+    found = torch.autograd.grad(z_loss(out, lse, weights, uses), leaves, allow_unused=True)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    expected = torch.autograd.grad(z_loss(*plain_formula(*exact, visible), uses), exact, allow_unused=uses == "lse")
+    expected = torch.autograd.grad(z_loss(*plain_formula(*exact, visible), uses), exact, allow_unused=True)
     # A rounding of each result, here of numbers up to about 3; of bfloat16 also the rounding of the output.
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for a, b in zip(found, expected, strict=True):
-        right = torch.zeros_like(exact[2]) if b is None else b  # the log-sum-exp does not depend on the values
+        right = torch.zeros_like(exact[2]) if b is None else b  # lse and weights do not depend on the values
         torch.testing.assert_close(torch.zeros_like(right) if a is None else a.double(), right, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "dropout" not in name])
-def test_gradients_of_the_log_sum_exp_are_derivatives(name: str) -> None:
+def test_gradients_of_lse_and_weights_are_derivatives(name: str) -> None:
     inputs, options, leaves = case(name)
     names = [option for option in WITH_GRADIENT if option in options and options[option].is_floating_point()]
     order = [*inputs, *(options[option] for option in names)]
     assert len(order) == len(leaves)
 
     def call(query: Any, key: Any, value: Any, *extras: Any) -> Any:
-        result: Any = attention(query, key, value, **options | dict(zip(names, extras, strict=True)), return_lse=True)
-        return result.out, result.lse.nan_to_num(neginf=0.0)  # differences of -inf are NaN
+        given = options | dict(zip(names, extras, strict=True))
+        result: Any = attention(query, key, value, **given, return_lse=True, return_weights=True)
+        return result.out, result.lse.nan_to_num(neginf=0.0), result.weights  # differences of -inf are NaN
 
     assert torch.autograd.gradcheck(call, order, fast_mode=True)
 
@@ -214,6 +219,114 @@ def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_w
     args = operator_arguments([t.detach().requires_grad_() for t in inputs], mask, return_weights=return_weights,
                               **options)  # fmt: skip
     torch.library.opcheck(torch.ops.cattn.attention.default, args)
+
+
+# ---- second derivatives --------------------------------------------------------------------------------------------
+NO_SECOND = r"cattn's attention \(torch\.ops\.cattn\.attention\) has no second derivatives: use PyTorch's .*MATH\)"
+
+
+def by_swap(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    with bridge.use_cattn():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+def by_checkpoint(q: Any, k: Any, v: Any) -> Any:
+    return checkpoint(lambda: attention(q, k, v), use_reentrant=False)
+
+
+FIRST: dict[str, Any] = {
+    "out": attention,
+    "use_cattn": by_swap,
+    "the operator": lambda q, k, v: torch.ops.cattn.attention(*operator_arguments([q, k, v]))[0],
+    "lse": lambda q, k, v: attention(q, k, v, return_lse=True).lse,
+    "weights": lambda q, k, v: attention(q, k, v, return_weights=True).weights,
+    "mask": lambda q, k, v: attention(q, k, v, (q @ k.mT).detach().requires_grad_()),
+    "vmap": torch.vmap(attention),
+    "checkpoint": by_checkpoint,
+}
+# Each takes a loss and x, on which the loss depends by a second way too: an unused graph is PyTorch's error.
+SECOND: dict[str, Any] = {
+    "hessian": lambda loss, x: torch.autograd.functional.hessian(loss, x),
+    "vectorised": lambda loss, x: torch.autograd.functional.hessian(loss, x, vectorize=True),
+    "hvp": lambda loss, x: torch.autograd.functional.hvp(loss, x, torch.ones_like(x)),
+    "jvp by two backward passes": lambda loss, x: torch.autograd.functional.jvp(loss, x, torch.ones_like(x)),
+    "create_graph": lambda loss, x: torch.autograd.grad(loss(x), x, create_graph=True)[0].square().sum().backward(),
+}
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("second", SECOND)
+def test_second_derivatives_are_an_error_that_names_the_operator(first: str, second: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+
+    def loss(y: Any) -> Any:
+        return FIRST[first](y, y, y).square().sum() + (y**3).sum()
+
+    with pytest.raises(NotImplementedError, match=NO_SECOND):
+        SECOND[second](loss, x)
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_a_graph_of_first_derivatives_may_be_made(first: str) -> None:
+    """The error belongs to the second derivative. The gradients have the bits of those without a graph."""
+    (x,) = tensors((1, 2, 4, 3))
+    right, graph = (
+        torch.autograd.grad(FIRST[first](x, x, x).square().sum(), x, create_graph=create)[0]
+        for create in (False, True)
+    )  # fmt: skip
+    assert torch.equal(right, graph)
+    assert graph.requires_grad
+    y = x.detach().requires_grad_()
+    (penalty,) = torch.autograd.grad(graph.detach().square().sum() + (y**3).sum(), y, create_graph=True)
+    penalty.sum().backward()  # does not pass through attention
+    assert torch.equal(y.grad, 6 * x.detach())
+
+
+TRANSFORMS: dict[str, Any] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp of vmap": lambda f, x: torch.func.jvp(torch.vmap(f), (x,), (x,)),
+    "vmap of jvp": lambda f, x: torch.vmap(lambda y: torch.func.jvp(f, (y,), (y,)))(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).sum())(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda y: torch.func.grad(lambda z: f(z).sum())(y).sum())(x),
+    "compiled jvp": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="aot_eager")(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # a warning from PyTorch's own code
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("way", ["function", "operator"])
+def test_forward_mode_and_transforms_are_an_error_that_names_the_operator(way: str, transform: str) -> None:
+    function = attention if way == "function" else FIRST["the operator"]
+    x = tensor(1, 2, 4, 3)
+    torch.compiler.reset()
+    with pytest.raises(NotImplementedError, match=r"query .*cattn's attention \(torch\.ops\.cattn.*MATH\)"):
+        TRANSFORMS[transform](lambda y: function(y, y, y), x)
+
+
+def test_a_tangent_of_a_gradient_is_an_error() -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    out = attention(x, x, x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=r"grad_out has a tangent, .*torch\.ops\.cattn\.attention"):
+            out.backward(tangent)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_use_cattn_leaves_forward_mode_of_a_batch_to_pytorch() -> None:
+    x = tensor(3, 5, 4)
+
+    def call(y: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    right = torch.func.jvp(torch.vmap(call), (x,), (x,))
+    with bridge.use_cattn() as seen:
+        ours = torch.func.jvp(torch.vmap(call), (x,), (x,))
+    assert seen.passed_on == 1
+    for a, b in zip(ours, right, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_options_of_halves() -> None:
@@ -284,10 +397,6 @@ def test_wrong_options_are_refused_by_name() -> None:
         attention(x, x, x, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):
         attention(x, x, x, alibi_slopes=torch.ones(1, requires_grad=True))
-    y = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(attention(y, y, y).square().sum(), y, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 def test_a_negative_view_is_read() -> None:

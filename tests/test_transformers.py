@@ -104,7 +104,7 @@ def test_outputs_and_gradients_are_those_of_eager_attention(name: str, side: str
     module, inputs = make(name), inputs_of(model, side)
     mask = inputs.get("attention_mask")
     found, gradients = [], []
-    for implementation in ("eager", "cattn"):
+    for implementation in (model.oracle, "cattn"):
         found.append(numbers(model, run(module, implementation, **inputs), mask))
         module.zero_grad()
         weights = torch.randn(found[-1].shape, generator=torch.Generator().manual_seed(2))
@@ -118,7 +118,11 @@ def test_outputs_and_gradients_are_those_of_eager_attention(name: str, side: str
         assert (grad - gradients[1][key]).abs().max() <= GRADIENTS * largest, key
 
 
-@each("cache", {"llama": ("dynamic",), "gemma2": ("static",), "t5": ("dynamic",)}, CACHES)
+GENERATED = {"llama": ("dynamic",), "gemma2": ("static",), "t5": ("dynamic",)}
+GENERATED |= dict.fromkeys(("deepseek_v32", "deepseek_v4", "minimax_m3"), ("dynamic",))
+
+
+@each("cache", GENERATED, CACHES)
 def test_greedy_tokens_are_those_of_eager_attention(name: str, cache: str) -> None:
     model = MODELS[name]
     if model.kind not in ("decoder", "pair", "audio pair"):
@@ -132,7 +136,7 @@ def test_greedy_tokens_are_those_of_eager_attention(name: str, cache: str) -> No
             pytest.skip("no static cache")
         options["cache_implementation"] = "static"
     tokens = []
-    for implementation in ("eager", "cattn"):
+    for implementation in (model.oracle, "cattn"):
         module.set_attn_implementation(implementation)
         tokens.append(module.generate(**inputs, **options))
     assert torch.equal(*tokens)
@@ -284,8 +288,25 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert (ours[:, 4:] - alone).abs().max() <= LOGITS * right.abs().max()
 
 
+def test_ends_of_packed_sequences_hide_their_neighbours() -> None:
+    """Also with a cache, where transformers does not look for sequences in the positions."""
+    module, ids = make("mistral"), inputs_of(MODELS["mistral"], None)["input_ids"][:1]
+    positions = torch.tensor([[*range(4), *range(7)]])
+    ends = torch.tensor([0, 4, 11], dtype=torch.int32)
+    batch = {"input_ids": ids, "position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    batch |= {"max_length_q": 7, "max_length_k": 7, "seq_idx": torch.ones(1, 11), "anything": "of the caller"}
+    right = run(module, "eager", **batch, use_cache=False).logits
+    for use_cache in (False, True):
+        ours = run(module, "cattn", **batch, use_cache=use_cache).logits
+        assert (ours - right).abs().max() <= LOGITS * right.abs().max()
+    alone = run(module, "cattn", input_ids=ids, cu_seq_lens_q=ends[::2]).logits
+    assert torch.equal(alone, run(module, "cattn", input_ids=ids).logits)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q needs a batch of one row, got 2 rows"):
+        run(module, "cattn", **batch | {"input_ids": ids.repeat(2, 1), "position_ids": positions.repeat(2, 1)})
+
+
 # ---- options of a model --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "bert", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "deepseek_v32", "inkling2", "bert", "t5"])
 def test_output_attentions_gives_the_weights(name: str) -> None:
     module, inputs = make(name), inputs_of(MODELS[name], None)
     fields = ("decoder_attentions", "encoder_attentions", "cross_attentions") if name == "t5" else ("attentions",)
@@ -359,42 +380,182 @@ REFUSED = {
 }
 
 
+def make_refused(name: str, **options: Any) -> Any:
+    cls, config, sizes = REFUSED[name]
+    config = getattr(transformers, config)(vocab_size=VOCABULARY, hidden_size=32, **sizes, **options)
+    return getattr(transformers, cls)(config).eval()
+
+
 @pytest.mark.promise("transformers")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("side", [None, "left"])
 def test_a_model_with_attention_of_its_own_is_refused_by_name(name: str, side: str | None) -> None:
-    cls, config, sizes = REFUSED[name]
-    config = getattr(transformers, config)(vocab_size=VOCABULARY, hidden_size=32, attn_implementation="cattn", **sizes)
-    module = getattr(transformers, cls)(config).eval()
+    module = make_refused(name, attn_implementation="cattn")
     assert module.config._attn_implementation == "cattn"
     ids = torch.ones(2, 11, dtype=torch.long)
-    with pytest.raises(NotImplementedError, match=f'the model of {type(config).__name__} .*"eager"'):
+    with pytest.raises(NotImplementedError, match=f'the model of {type(module.config).__name__} .*"eager"'):
         module(ids, attention_mask=padding(side))
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_stay_as_it_is_is_refused(name: str) -> None:
+    module = make_refused(name)
+    before = module.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=f"no layer of {type(module).__name__} leaves attention to"):
+        backend.set_attn_implementation(module)
+    assert module.config._attn_implementation == before
+
+
+def test_a_model_is_set_as_a_whole_or_with_a_warning() -> None:
+    module = make("llama")
+    backend.set_attn_implementation(module, "cattn2")
+    assert module.config._attn_implementation == "cattn2"
+    inputs = inputs_of(MODELS["llama"], "left")
+    assert torch.equal(module(**inputs).logits, run(module, "cattn", **inputs).logits)
+    module.model.other = make_refused("bloom")
+    with pytest.warns(UserWarning, match="BloomForCausalLM, BloomModel keep their own attention"):
+        backend.set_attn_implementation(module, "cattn2")
+    assert module.config._attn_implementation == "cattn2"
+    assert module.model.other.config._attn_implementation == "eager"
+    with pytest.raises(TypeError, match=r"model must be a transformers\.PreTrainedModel, got Linear"):
+        backend.set_attn_implementation(torch.nn.Linear(1, 1))
+
+
+def test_continuous_batching_is_refused_by_name() -> None:
+    """By transformers itself: it takes its own implementations alone."""
+    module = make("llama")
+    module.set_attn_implementation("cattn")
+    with pytest.raises(ValueError, match="Implementation cattn is not supported for continuous batching"):
+        module.generate_batch([[3, 4, 5]], transformers.GenerationConfig(max_new_tokens=2, eos_token_id=None))
+
+
+# ---- models that compute with their mask ---------------------------------------------------------------------------
+def test_a_mask_is_the_tensor_of_eager_attention() -> None:
+    """Whatever a model does with it but adding it to scores, which is attention of its own."""
+    arguments: dict[str, Any] = {"batch_size": 2, "q_length": 5, "kv_length": 6, "q_offset": 1}
+    arguments |= {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()}
+    right = masking_utils.eager_mask(**arguments, dtype=torch.bfloat16)
+    mask = backend._make_mask(**arguments, dtype=torch.bfloat16)
+    assert (mask.dtype, mask.device) == (right.dtype, right.device)
+    chosen = torch.rand(right.shape, generator=torch.Generator().manual_seed(0)) > 0.5
+    uses: list[Callable[[Any], Any]] = [
+        lambda x: x[:, 0, :, :4], lambda x: x == 0, lambda x: x != 0, lambda x: x < 0, lambda x: x >= 0,
+        lambda x: x > 0, lambda x: x <= 0,
+        lambda x: x * 2, lambda x: 2 * x, lambda x: x.masked_fill(chosen, -1), lambda x: x.to(torch.float64),
+        lambda x: torch.cat([x, x[..., :2]], dim=-1), lambda x: torch.nn.functional.pad(x, (0, 2), value=-1.0),
+        lambda x: torch.where(chosen, x, -1.0), lambda x: x.expand(2, 3, 5, 6), lambda x: -x, lambda x: x / 2,
+    ]  # fmt: skip
+    for use in uses:
+        assert torch.equal(use(mask), use(right))
+    assert mask.to("cpu") is mask
+    assert mask.to(dtype=torch.bfloat16, device="cpu") is mask
+    assert torch.equal(mask.visible(), right == 0)
+    assert hash(mask) == hash(mask)
+    assert not hasattr(mask, "__array__")
+    scores = torch.zeros(right.shape, dtype=torch.bfloat16)
+    sums: list[Callable[[], Any]] = [
+        lambda: mask + scores, lambda: scores + mask, lambda: scores.add_(mask), lambda: 1 - mask, lambda: mask - 1,
+        lambda: torch.add(scores, mask),
+    ]  # fmt: skip
+    for add in sums:
+        with pytest.raises(NotImplementedError, match=r"the model of NoneType computes add with its attention mask"):
+            add()
+
+
+def test_a_mask_keeps_the_offset_that_a_static_cache_counts_on() -> None:
+    offset = torch.tensor(2)
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 3, "kv_length": 8}
+    mask = backend._make_mask(**arguments, q_offset=offset)
+    offset += 3
+    right = masking_utils.sdpa_mask(**arguments, q_offset=2, allow_is_causal_skip=False)
+    assert torch.equal(mask.visible(), right)
+    assert torch.equal(expand(mask), right)
+
+
+@pytest.mark.parametrize("side", ["left", "middle"])
+@pytest.mark.parametrize("padded", [1, 2])
+def test_a_mask_for_one_query_serves_all(side: str, padded: int) -> None:
+    """As BridgeTower asks for it, for the keys of another modality; a batch of one row likewise."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 4, tokens, 8, generator=generator) for tokens in (5, 11))
+    seen = padding(side)[:padded].bool()
+    mask = backend._make_mask(
+        padded, 1, 11, mask_function=masking_utils.bidirectional_mask_function, attention_mask=seen
+    )
+    out, _ = backend._attend(torch.nn.Module(), q, k, k, mask)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, k, seen[:, None, None, :])
+    torch.testing.assert_close(out, right.transpose(1, 2))
+    with pytest.raises(NotImplementedError, match=r"made its attention mask for .* = \(\d, 1, 11\) and attends with"):
+        backend._attend(torch.nn.Module(), q, k[:, :, :9], k[:, :, :9], mask)
+
+
+def test_bridgetower_and_gemma4_audio_are_right() -> None:
+    """A mask for one query, and none for images in layers that say is_causal; and the least number of a mask."""
+    torch.manual_seed(0)
+    text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 1}  # fmt: skip
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 8, "image_size": 16}
+    tower = transformers.BridgeTowerModel(
+        transformers.BridgeTowerConfig(
+            text_config=text, vision_config=vision, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.randint(3, VOCABULARY, (2, 11))
+    inputs = {"input_ids": ids, "attention_mask": padding("right"), "pixel_values": torch.randn(2, 3, 16, 16)}
+    right, ours = (run(tower, way, **inputs).pooler_output for way in ("eager", "cattn"))
+    assert (ours - right).abs().max() <= LOGITS * right.abs().max()
+    audio = transformers.Gemma4AudioModel(
+        transformers.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, output_proj_dims=16)
+    ).eval()
+    features, mask = torch.randn(2, 64, 128), torch.ones(2, 64, dtype=torch.bool)
+    mask[1, 40:] = False
+    right, ours = (run(audio, way, input_features=features, attention_mask=mask) for way in ("eager", "cattn"))
+    kept = right.attention_mask.bool()
+    assert torch.equal(ours.last_hidden_state[kept], right.last_hidden_state[kept])
+
+
+def test_keywords_have_a_meaning_if_the_model_looks_at_them() -> None:
+    """Unknown ones of the caller pass; what the layer gives or its eager attention reads is refused."""
+    module, ids = make("llama"), inputs_of(MODELS["llama"], None)["input_ids"]
+    right = run(module, "cattn", input_ids=ids).logits
+    assert torch.equal(run(module, "cattn", input_ids=ids, anything=torch.ones(1)).logits, right)
+    from transformers.models.inkling2 import modeling_inkling2
+    from transformers.models.llama import modeling_llama
+
+    def eager_attention_forward(module: Any, query: Any, extra: Any = None, **kwargs: Any) -> Any:
+        return query * kwargs.get("factor", 1), extra
+
+    class Layer(modeling_llama.LlamaAttention):
+        def forward(self, call: Any, **kwargs: Any) -> Any:
+            return call(self, given=1, **kwargs), eager_attention_forward
+
+    Layer.forward.__globals__["eager_layer_forward"] = eager_attention_forward
+    try:
+        assert {"given", "extra", "factor"} <= backend._find_keywords(Layer)
+    finally:
+        del Layer.forward.__globals__["eager_layer_forward"]
+    assert backend._find_keywords(torch.nn.Module) is None
+    assert "sinks" in backend._find_keywords(modeling_inkling2.Inkling2SlidingAttention)
+    assert "anything" not in backend._find_keywords(modeling_llama.LlamaAttention)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
 def test_what_cattn_does_not_know_is_refused_by_name() -> None:
     q = torch.randn(2, 4, 5, 8)
     module = torch.nn.Module()
-    for name in ("indices", "block_indices", "cu_seq_lens_q", "anything"):
+    for name in ("extra", "anything"):
         with pytest.raises(NotImplementedError, match=f"Module passes {name} to attention"):
             backend._attend(module, q, q, q, None, **{name: torch.ones(1)})
     backend._attend(module, q, q, q, None, indices=None, position_ids=torch.ones(1), use_cache=True)
+    with pytest.raises(NotImplementedError, match=r"Module passes block_indices, but has no indexer\.block_size"):
+        backend._attend(module, q, q, q, None, block_indices=torch.zeros(2, 1, 5, 1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 5\), wanted \(B, 1 or H, T_q, T_k\)"):
         backend._attend(module, q, q, q, torch.ones(2, 5))
-    mask = backend._make_mask(2, 5, 6)
-    with pytest.raises(ValueError, match=r"attention_mask is for \(5, 6\) queries and keys, got \(5, 5\)"):
-        backend._attend(module, q, q, q, mask)
     with pytest.raises(TypeError, match=r"attention_mask must be a torch\.Tensor, got str"):
         backend._attend(module, q, q, q, "x")
     with pytest.raises(NotImplementedError, match="sliding_window without a mask or causality"):
         backend._attend(module, q, q, q, None, is_causal=False, sliding_window=3)
-    uses: list[Callable[[], Any]] = [
-        lambda: mask + 1, lambda: 1 - mask, lambda: ~mask, lambda: q[..., :5] + mask, lambda: mask[:, :, :2],
-        lambda: mask.masked_fill(1, 2), lambda: mask < 0, lambda: torch.where(mask, 0.0, 1.0),
-    ]  # fmt: skip
-    for use in uses:
-        with pytest.raises(NotImplementedError, match=r"the model of NoneType .* its attention mask itself"):
-            use()
 
 
 def test_a_layer_without_a_mask() -> None:

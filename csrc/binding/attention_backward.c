@@ -188,35 +188,44 @@ static PyObject *build_result(const struct backward *b) {
     return result;
 }
 
-PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
-    struct backward b;
+static PyObject *differentiate(struct backward *b, struct binding_state *state, PyObject *const *args,
+                               const struct cattn_variant *variant) {
     PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
-    cattn_clear_backward(&b.params);
-    b.call = (struct cattn_call){.state = state,
-                                 .params = &b.params.forward,
-                                 .dims = b.dims,
-                                 .bias_dims = b.bias_dims,
-                                 .n_sequences = variant->n_sequences};
-    memset(b.given, 0, sizeof b.given);
-    memset(b.gradients, 0, sizeof b.gradients);
-    cattn_draw_clear(&b.draw);
-    if (!cattn_call_parse(&b.call, args) || !check_rng(&b, args[ARG_rng]))
+    cattn_clear_backward(&b->params);
+    b->call = (struct cattn_call){.state = state,
+                                  .params = &b->params.forward,
+                                  .dims = b->dims,
+                                  .bias_dims = b->bias_dims,
+                                  .n_sequences = variant->n_sequences};
+    memset(b->given, 0, sizeof b->given);
+    memset(b->gradients, 0, sizeof b->gradients);
+    cattn_draw_clear(&b->draw);
+    if (!cattn_call_parse(&b->call, args) || !check_rng(b, args[ARG_rng]))
         goto done;
     for (int i = 0; i < N_GIVEN; i++) {
-        if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(&b, i, given[i]))
+        if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(b, i, given[i]))
             goto done;
     }
-    if (make_gradients(&b) && (variant->unpack == NULL || variant->unpack(&b.call, variant->context)) &&
-        run(&b, args[ARG_rng]))
-        result = build_result(&b);
+    if (make_gradients(b) && (variant->unpack == NULL || variant->unpack(&b->call, variant->context)) &&
+        run(b, args[ARG_rng]))
+        result = build_result(b);
 done:
-    cattn_call_clear(&b.call);
+    cattn_call_clear(&b->call);
     for (int i = 0; i < N_GIVEN; i++)
-        Py_XDECREF((PyObject *)b.given[i]);
+        Py_XDECREF((PyObject *)b->given[i]);
     for (int i = 0; i < N_GRADIENTS; i++)
-        Py_XDECREF((PyObject *)b.gradients[i]);
-    return cattn_draw_end(&b.draw, result);
+        Py_XDECREF((PyObject *)b->gradients[i]);
+    return cattn_draw_end(&b->draw, result);
+}
+
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
+    struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack, with that of the core's calls */
+    if (b == NULL)
+        return PyErr_NoMemory();
+    PyObject *result = differentiate(b, state, args, variant);
+    PyMem_Free(b);
+    return result;
 }
 
 PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {

@@ -137,33 +137,42 @@ static PyObject *build_result(const struct statistics *s) {
 
 static enum cattn_status compute(const void *params) { return cattn_attention_statistics(params); }
 
-PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant) {
-    struct statistics s;
+static PyObject *run(struct statistics *s, struct binding_state *state, PyObject **args,
+                     const struct cattn_variant *variant) {
     PyObject *result = NULL, *no_dropout = PyFloat_FromDouble(0);
     if (no_dropout == NULL)
         return NULL;
     args[ARG_dropout_p] = no_dropout; /* statistics are of the weights before dropout */
     args[ARG_value] = NULL;
-    cattn_clear_statistics(&s.params);
-    s.call = (struct cattn_call){
-        .state = state, .params = &s.params.forward, .dims = s.dims, .n_sequences = variant->n_sequences};
-    s.lse = NULL;
-    memset(s.wants, 0, sizeof s.wants);
-    memset(s.fields, 0, sizeof s.fields);
-    cattn_draw_clear(&s.draw);
-    if (cattn_call_parse(&s.call, args) && parse_statistics(&s, args[ARG_statistics]) &&
-        parse_top_k(&s, args[ARG_top_k]) && parse_observation_window(&s, args[ARG_observation_window]) &&
-        make_fields(&s) && (variant->unpack == NULL || variant->unpack(&s.call, variant->context))) {
-        s.params.forward.path = CATTN_PATH_AUTO;
-        if (cattn_call_run(&s.call, Py_None, 2 * cattn_attention_work(s.call.params), compute, &s.params, &s.draw))
-            result = build_result(&s);
+    cattn_clear_statistics(&s->params);
+    s->call = (struct cattn_call){
+        .state = state, .params = &s->params.forward, .dims = s->dims, .n_sequences = variant->n_sequences};
+    s->lse = NULL;
+    memset(s->wants, 0, sizeof s->wants);
+    memset(s->fields, 0, sizeof s->fields);
+    cattn_draw_clear(&s->draw);
+    if (cattn_call_parse(&s->call, args) && parse_statistics(s, args[ARG_statistics]) &&
+        parse_top_k(s, args[ARG_top_k]) && parse_observation_window(s, args[ARG_observation_window]) &&
+        make_fields(s) && (variant->unpack == NULL || variant->unpack(&s->call, variant->context))) {
+        s->params.forward.path = CATTN_PATH_AUTO;
+        if (cattn_call_run(&s->call, Py_None, 2 * cattn_attention_work(s->call.params), compute, &s->params, &s->draw))
+            result = build_result(s);
     }
-    cattn_call_clear(&s.call);
-    Py_XDECREF((PyObject *)s.lse);
+    cattn_call_clear(&s->call);
+    Py_XDECREF((PyObject *)s->lse);
     for (int i = 0; i < N_FIELDS; i++)
-        Py_XDECREF((PyObject *)s.fields[i]);
+        Py_XDECREF((PyObject *)s->fields[i]);
     Py_DECREF(no_dropout);
-    return cattn_draw_end(&s.draw, result);
+    return cattn_draw_end(&s->draw, result);
+}
+
+PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant) {
+    struct statistics *s = PyMem_Malloc(sizeof *s); /* too large for a small stack, with that of the core's calls */
+    if (s == NULL)
+        return PyErr_NoMemory();
+    PyObject *result = run(s, state, args, variant);
+    PyMem_Free(s);
+    return result;
 }
 
 PyObject *cattn_body_attention_statistics(struct binding_state *state, PyObject **args) {

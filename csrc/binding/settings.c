@@ -34,8 +34,9 @@ PyObject *cattn_py_isa_list(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unu
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < cattn_isa_count(); i++) {
         const struct cattn_isa_info info = cattn_isa_info(i);
-        PyObject *entry = Py_BuildValue("{s:s, s:O, s:O, s:O, s:i, s:i, s:i, s:i}", "name", info.name, "usable",
+        PyObject *entry = Py_BuildValue("{s:s, s:O, s:O, s:O, s:O, s:i, s:i, s:i, s:i}", "name", info.name, "usable",
                                         info.usable ? Py_True : Py_False, "has_fma", info.has_fma ? Py_True : Py_False,
+                                        "keeps_arithmetic", cattn_isa_keeps_arithmetic(i) ? Py_True : Py_False,
                                         "test_only", info.test_only ? Py_True : Py_False, "lanes_f32", info.lanes_f32,
                                         "mr", info.mr, "nr", info.nr, "br", info.br);
         if (entry == NULL || PyList_Append(list, entry) < 0)
@@ -148,6 +149,18 @@ PyObject *cattn_py_build_info(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(u
 
 /* ---- environment ---- */
 
+/* Exact arithmetic is what setup.py asks for and arithmetic.inc.h checks. False: the warning is an error. */
+static bool warn_of_arithmetic(void) {
+    if (cattn_isa_keeps_arithmetic(cattn_isa_current()))
+        return true;
+    return PyErr_WarnFormat(
+               PyExc_RuntimeWarning, 1,
+               "the kernel table '%s' was compiled with flags that change arithmetic, such as -ffast-math: "
+               "results may be wrong, and their bits are not those of other builds; build cattn without "
+               "such flags",
+               cattn_isa_info(cattn_isa_current()).name) == 0;
+}
+
 /* Such a table is right on an old processor only. Elsewhere somebody chose it, or the build lacks a better one, and
  * nothing else would show that results differ from those of other machines. False: the warning is an error. */
 static bool warn_of_isa(bool is_chosen) {
@@ -170,7 +183,8 @@ static bool warn_of_isa(bool is_chosen) {
 bool cattn_read_environment(void) {
     const char *isa = getenv("CATTN_ISA");
     const bool is_chosen = isa != NULL && *isa != '\0';
-    if (!select_isa(is_chosen ? isa : NULL, PyExc_ImportError, "CATTN_ISA") || !warn_of_isa(is_chosen))
+    if (!select_isa(is_chosen ? isa : NULL, PyExc_ImportError, "CATTN_ISA") || !warn_of_isa(is_chosen) ||
+        !warn_of_arithmetic())
         return false;
     const char *threads = getenv("CATTN_NUM_THREADS");
     if (threads == NULL || *threads == '\0' || cattn_is_thread_count(threads))

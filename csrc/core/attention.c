@@ -29,7 +29,14 @@ struct forward_job {
     char *partials;
     size_t partial_size, stats_size, acc_size;   /* of a partial result; of its maxima or sums; of its accumulator */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
+    bool overflowed, small_weights;              /* split path: some block needs a second attempt; this is it */
 };
+
+/* A second attempt at the elements of the output whose sums overflowed; the other results are there. */
+static void make_weights_small(struct cattn_rows *rows) {
+    rows->small_weights = true;
+    rows->call.has_lse = rows->call.has_weights = false;
+}
 
 /* The scratch and the rows of one block, with packed queries. */
 static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, void *memory) {
@@ -40,6 +47,9 @@ static struct cattn_rows *set_up(const struct forward_job *job, int64_t block, v
     struct cattn_batch batch;
     cattn_batch_fill(p, at.batch, &batch);
     rows->call = job->call;
+    rows->overflowed = rows->small_weights = false;
+    if (job->small_weights)
+        make_weights_small(rows);
     rows->n_rows = at.n_rows;
     cattn_rows_of_batch(rows, p, &batch, at.first_head / p->group_size);
     /* a unit of several heads is flattened: a block may hold the end of one head and the start of the next */
@@ -93,12 +103,8 @@ static void merge_chunk(const struct forward_job *job, struct cattn_rows *rows, 
     swap(&rows->scratch.acc, &rows->scratch.total_acc);
 }
 
-/* One block of rows from packing to output. */
-static void run_rows(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
-    struct cattn_rows *rows = set_up(job, block, memory);
-    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
-                                                          job->params->seqlen_k, rows->scratch.drop_bits, worker))
-        return;
+/* One block of rows from its packed queries to the output. */
+static void run_chunks(const struct forward_job *job, struct cattn_rows *rows, struct cattn_worker *worker) {
     const struct cattn_range keys = cattn_rows_keys(rows);
     /* chunks that no row sees are left out: a merge with one changes nothing */
     int64_t next = cattn_rows_next_block(rows, keys.lo / CATTN_BLOCK_KEYS * CATTN_BLOCK_KEYS, keys.hi);
@@ -112,6 +118,19 @@ static void run_rows(const struct forward_job *job, int64_t block, void *memory,
         next = cattn_rows_next_block(rows, (chunk + 1) * CATTN_CHUNK_KEYS, keys.hi);
     } while (next < keys.hi);
     job->kernels->finish(rows);
+}
+
+/* One block of rows from packing to output. */
+static void run_rows(const struct forward_job *job, int64_t block, void *memory, struct cattn_worker *worker) {
+    struct cattn_rows *rows = set_up(job, block, memory);
+    if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, block, rows->n_rows,
+                                                          job->params->seqlen_k, rows->scratch.drop_bits, worker))
+        return;
+    run_chunks(job, rows, worker);
+    if (rows->overflowed) {
+        make_weights_small(rows);
+        run_chunks(job, rows, worker);
+    }
 }
 
 /* Whether the block starts past the end of its packed sequence: all sequences are cut as if they had the longest one's
@@ -152,7 +171,7 @@ static void split_task(void *context, int64_t index, struct cattn_worker *worker
 
 /* Merges the chunks of a wave of n tasks into the totals of their blocks, in order. `rows` keeps the current block and
  * its total between waves, because the chunks of a block may span several waves. */
-static void merge_wave(const struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
+static void merge_wave(struct forward_job *job, int64_t n, void *memory, struct cattn_rows **rows) {
     for (int64_t index = 0; index < n; index++) {
         const int64_t task = job->first_task + index, chunk = task % job->plan.n_chunks;
         if (chunk == 0)
@@ -160,9 +179,32 @@ static void merge_wave(const struct forward_job *job, int64_t n, void *memory, s
         assert(*rows); /* the first wave starts with chunk 0 of a block */
         copy_partial(job, index, *rows, true);
         merge_chunk(job, *rows, chunk == 0);
-        if (chunk == job->plan.n_chunks - 1)
+        if (chunk == job->plan.n_chunks - 1) {
             job->kernels->finish(*rows);
+            job->overflowed |= (*rows)->overflowed;
+        }
     }
+}
+
+/* All tasks, a wave at a time. The block that is being merged has `memory` of its own. */
+static enum cattn_status run_waves(struct forward_job *job, int64_t n_tasks, int64_t wave, void *memory) {
+    const struct cattn_plan *plan = &job->plan;
+    const struct cattn_poll *poll = &job->params->poll;
+    struct cattn_rows *rows = NULL;
+    int64_t next_poll = 0;
+    for (job->first_task = 0; job->first_task < n_tasks; job->first_task += wave) {
+        const int64_t n = cattn_min(n_tasks - job->first_task, wave);
+        const enum cattn_status status =
+            cattn_parallel_for(n, plan->num_threads, plan->scratch_size, split_task, job, poll);
+        if (status != CATTN_OK)
+            return status;
+        unsigned mode = cattn_fp_enter();
+        merge_wave(job, n, memory, &rows);
+        cattn_fp_leave(mode);
+        if (cattn_poll_between(poll, &next_poll))
+            return CATTN_INTERRUPTED;
+    }
+    return CATTN_OK;
 }
 
 static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
@@ -176,25 +218,15 @@ static enum cattn_status run_split(struct forward_job *job, int64_t n_blocks) {
     job->partial_size = 2 * job->stats_size + (job->acc_size + 63) / 64 * 64; /* the scratch after them stays aligned */
     const int64_t n_tasks = n_blocks * plan->n_chunks;
     const int64_t wave = cattn_plan_wave(plan, n_tasks, job->partial_size);
-    /* the block that is being merged has scratch of its own, after the partial results */
     const size_t partials_size = (size_t)wave * job->partial_size;
     char *memory = malloc(partials_size + plan->scratch_size + 64); /* 64: room for the alignment */
     if (!memory)
         return CATTN_NO_MEMORY;
     job->partials = memory + (64 - (uintptr_t)memory % 64) % 64;
-    struct cattn_rows *rows = NULL;
-    int64_t next_poll = 0;
-    enum cattn_status status = CATTN_OK;
-    for (job->first_task = 0; job->first_task < n_tasks && status == CATTN_OK; job->first_task += wave) {
-        const int64_t n = cattn_min(n_tasks - job->first_task, wave);
-        status = cattn_parallel_for(n, plan->num_threads, plan->scratch_size, split_task, job, &p->poll);
-        if (status == CATTN_OK) {
-            unsigned mode = cattn_fp_enter();
-            merge_wave(job, n, job->partials + partials_size, &rows);
-            cattn_fp_leave(mode);
-            if (cattn_poll_between(&p->poll, &next_poll))
-                status = CATTN_INTERRUPTED;
-        }
+    enum cattn_status status = run_waves(job, n_tasks, wave, job->partials + partials_size);
+    if (status == CATTN_OK && job->overflowed) {
+        job->small_weights = true;
+        status = run_waves(job, n_tasks, wave, job->partials + partials_size);
     }
     free(memory);
     return status;
@@ -259,11 +291,16 @@ static void run_tiny_blocks(const struct forward_job *job, int64_t n_blocks, voi
     cattn_fp_leave(mode);
 }
 
+/* Not inlined, so that no other path has this memory in its frame. */
+static __attribute__((noinline)) void run_on_stack(const struct forward_job *job, int64_t n_blocks) {
+    _Alignas(64) char memory[CATTN_TINY_STACK];
+    run_tiny_blocks(job, n_blocks, memory);
+}
+
 /* Without pool or poll: such a call is over before another thread could start. */
 static enum cattn_status run_tiny(const struct forward_job *job, int64_t n_blocks) {
     if (job->plan.scratch_size <= CATTN_TINY_STACK) {
-        _Alignas(64) char memory[CATTN_TINY_STACK];
-        run_tiny_blocks(job, n_blocks, memory);
+        run_on_stack(job, n_blocks);
         return CATTN_OK;
     }
     struct cattn_scratch scratch;
@@ -286,26 +323,33 @@ static enum cattn_status run_blocks(struct forward_job *job) {
     return cattn_parallel_for(n_blocks, job->plan.num_threads, job->plan.scratch_size, block_task, job, &p->poll);
 }
 
+static enum cattn_status run(struct forward_job *job) {
+    const enum cattn_status status = run_blocks(job);
+    return status == CATTN_OK && job->params->dropout_mask.data ? run_mask(job) : status;
+}
+
+/* Not inlined: the stream is large, and other calls have no room for it in their frames. */
+static __attribute__((noinline)) enum cattn_status run_with_stream(struct forward_job *job) {
+    const struct cattn_dropout_spec *dropout = &job->params->dropout;
+    struct cattn_dropout_stream stream;
+    cattn_dropout_stream_begin(&stream, dropout->torch, dropout->keep_probability);
+    job->dropout_stream = &stream;
+    const enum cattn_status status = run(job);
+    /* a call that failed leaves the generator where it was */
+    cattn_dropout_stream_end(&stream, status == CATTN_OK ? dropout->torch : NULL);
+    return status;
+}
+
 enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     CATTN_CHECK(attention, params);
     struct forward_job job;
-    struct cattn_dropout_stream dropout_stream;
     job.params = params;
     job.kernels = cattn_kernels_for(params->dtype);
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     job.dropout_stream = NULL;
-    if (job.plan.uses_stream) {
-        cattn_dropout_stream_begin(&dropout_stream, params->dropout.torch, params->dropout.keep_probability);
-        job.dropout_stream = &dropout_stream;
-    }
-    enum cattn_status status = run_blocks(&job);
-    if (status == CATTN_OK && params->dropout_mask.data)
-        status = run_mask(&job);
-    /* a call that failed leaves the generator where it was */
-    if (job.dropout_stream)
-        cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? params->dropout.torch : NULL);
-    return status;
+    job.overflowed = job.small_weights = false;
+    return job.plan.uses_stream ? run_with_stream(&job) : run(&job);
 }
 
 /* ---- explaining a call instead of computing it ---- */
@@ -328,7 +372,8 @@ static void explain_block(const struct forward_job *job, int64_t block, struct c
     const struct cattn_attention_params *p = job->params;
     const struct cattn_row_block at = cattn_plan_block(&job->plan, block);
     struct cattn_batch batch;
-    struct cattn_per_row per_row;
+    const uint8_t *block_masks[CATTN_TILE_ROWS];
+    struct cattn_per_row per_row = {.block_mask = block_masks};
     struct cattn_rows rows = {.call = job->call, .per_row = &per_row, .n_rows = at.n_rows};
     cattn_batch_fill(p, at.batch, &batch);
     struct cattn_range all = {0, 0};

@@ -168,10 +168,11 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         }
     /* addresses are in bytes from here on, because the element type is known at run time only */
     const char *query = cattn_stored_at(p, &p->query, batch->query + head * p->query.head + i * p->query.row);
+    const void **queries = at->query + r; /* not read again in the loops: its entries are pointers, too */
     for (int k = 0; k < valid; k++)
-        at->query[r + k] = query + k * p->query.row * stored;
+        queries[k] = query + k * p->query.row * stored;
     for (int k = valid; k < n; k++)
-        at->query[r + k] = p->query.data; /* any row that may be read: its scores are all hidden */
+        queries[k] = p->query.data; /* any row that may be read: its scores are all hidden */
     if (p->attn_mask.data) {
         const uint8_t *mask =
             (const uint8_t *)p->attn_mask.data + batch->attn_mask + head * p->attn_mask.head + i * p->attn_mask.row;

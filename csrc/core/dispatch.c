@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "../fp_mode.h"
 #include "cpu_features.h"
 
 struct table {
@@ -61,6 +62,17 @@ struct cattn_isa_info cattn_isa_info(int index) {
         .nr = k->nr,
         .br = CATTN_TILE_ROWS,
     };
+}
+
+bool cattn_isa_keeps_arithmetic(int index) {
+    if (!cattn_isa_info(index).usable)
+        return true;
+    const unsigned saved = cattn_fp_enter();
+    bool kept = true;
+    for (int dtype = CATTN_F32; dtype <= CATTN_F64; dtype++)
+        kept &= tables[index].kernels[dtype]->keeps_arithmetic();
+    cattn_fp_leave(saved);
+    return kept;
 }
 
 bool cattn_isa_wastes_fma(void) {

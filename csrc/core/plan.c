@@ -55,6 +55,37 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
     return p->seqlen_q <= most && p->seqlen_k <= most && p->head_dim <= most && p->d_v <= most && pairs < 0x1p62;
 }
 
+struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t n_rows) {
+    /* entries of 8 bytes, then the two arrays of whole vectors for dropout */
+    enum { N_ARRAYS = sizeof(struct cattn_per_row) / sizeof(void *) - 2 };
+    const size_t n_lanes = (size_t)cattn_round_up((int64_t)n_rows, CATTN_PAD);
+    struct cattn_per_row *rows = cattn_carve(arena, sizeof *rows);
+    char *memory = cattn_carve(arena, N_ARRAYS * n_rows * sizeof(int64_t));
+    uint32_t *drops = cattn_carve(arena, 2 * n_lanes * sizeof *drops);
+    if (!rows)
+        return NULL;
+#define NEXT_ARRAY(array) (array = (void *)memory, memory += n_rows * sizeof(int64_t))
+    NEXT_ARRAY(rows->lo);
+    NEXT_ARRAY(rows->hi);
+    NEXT_ARRAY(rows->query);
+    NEXT_ARRAY(rows->mask);
+    NEXT_ARRAY(rows->block_mask);
+    NEXT_ARRAY(rows->bias[0]);
+    NEXT_ARRAY(rows->bias[1]);
+    NEXT_ARRAY(rows->position);
+    NEXT_ARRAY(rows->slope);
+    NEXT_ARRAY(rows->sink);
+    NEXT_ARRAY(rows->drop_bits);
+    NEXT_ARRAY(rows->out);
+    NEXT_ARRAY(rows->lse);
+    NEXT_ARRAY(rows->weights);
+    NEXT_ARRAY(rows->weights_out);
+#undef NEXT_ARRAY
+    rows->drop_position = drops;
+    rows->drop_head = drops + n_lanes;
+    return rows;
+}
+
 /* Sets the memory of r. It is the only description of the layout: called without memory to measure it, and
  * with memory to cut it. */
 static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *p,
@@ -69,7 +100,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     /* halves: weights are computed in float32 rows and rounded once at the end */
     const bool narrowed = p->weights.data && p->storage != CATTN_STORED_PLAIN;
     struct cattn_row_scratch *s = &r->scratch;
-    r->per_row = cattn_carve(arena, sizeof *r->per_row);
+    r->per_row = cattn_plan_carve_per_row(arena, rows);
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
     s->packed_query = cattn_carve(arena, rows * depth * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);

@@ -16,9 +16,9 @@
 #include "../kernels/kernels.h"
 
 /* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is
- * faster than the thread's scratch. Threads may have stacks of only 64 KiB. */
+ * faster than the thread's scratch. Threads may have stacks of only 64 KiB, of which a call should leave a quarter. */
 #define CATTN_TINY_SCRATCH (96 * 1024)
-#define CATTN_TINY_STACK (28 * 1024)
+#define CATTN_TINY_STACK (16 * 1024)
 
 struct cattn_plan {
     enum cattn_path path; /* never AUTO */
@@ -60,6 +60,10 @@ bool cattn_plan_uses_stream(const struct cattn_attention_params *params);
 /* The end of the key block that starts at k0. */
 static inline int64_t cattn_block_end(int64_t k0, int64_t n_keys) { return cattn_min(k0 + CATTN_BLOCK_KEYS, n_keys); }
 
+/* The arrays of so many rows; NULL if slices are only counted. */
+struct cattn_arena;
+struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t n_rows);
+
 /* Lays out a task's struct and all its scratch arrays in `memory` of plan->scratch_size bytes. */
 struct cattn_rows *cattn_plan_lay_out(const struct cattn_plan *plan, const struct cattn_attention_params *params,
                                       const struct cattn_kernels *kernels, void *memory);
@@ -71,7 +75,6 @@ int cattn_plan_second_threads(const struct cattn_attention_params *params);
 /* Whether a task is a whole unit instead of one block: then nobody waits for a ticket. `ordered` fixes the order of
  * blocks across units. */
 bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered);
-struct cattn_arena;
 void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element);
 
 /* ---- gradients: a unit is the query heads of one key-value head, a step is one block of queries of one head ---- */

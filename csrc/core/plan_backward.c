@@ -17,7 +17,7 @@ static void lay_out(const struct cattn_backward_plan *plan, const struct cattn_b
         cattn_plan_copies(p, &p->key, p->quantized_key) || cattn_plan_copies(p, &p->value, p->quantized_value);
     const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr;
     struct cattn_row_scratch *s = &b->scores.scratch, *g = &b->grads.scratch, *k = &b->keys.scratch;
-    b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_carve(arena, sizeof *b->scores.per_row);
+    b->scores.per_row = b->grads.per_row = b->keys.per_row = cattn_plan_carve_per_row(arena, rows);
     b->query_cols = cattn_round_up(p->head_dim, CATTN_PAD);
     b->grad_cols = cattn_round_up(p->d_v, CATTN_PAD);
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;

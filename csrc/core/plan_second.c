@@ -34,7 +34,7 @@ static void lay_out(const struct cattn_statistics_params *params, const struct c
     const struct cattn_attention_params *p = &params->forward;
     const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS, depth = (size_t)p->head_dim;
     struct cattn_row_scratch *scratch = &s->rows.scratch;
-    s->rows.per_row = cattn_carve(arena, sizeof *s->rows.per_row);
+    s->rows.per_row = cattn_plan_carve_per_row(arena, rows);
     scratch->drop_bits = NULL;
     scratch->cap_derivative = NULL;
     scratch->packed_query = cattn_carve(arena, rows * depth * size);

@@ -2,7 +2,7 @@
  *
  * `vf_exp` takes x <= 0, -inf or NaN; its error is below 1 ULP. exp(0) is exactly 1, exp(-inf) is exactly +0, NaN stays
  * NaN, and results below the smallest normal number are +0. `vf_tanh` takes any x and serves softcap; its error is at
- * most 3 ULP, and at most 1.6 ULP where the result exceeds 1/2.
+ * most 3 ULP, and at most 1.6 ULP where the result exceeds 1/2. tanh(-x) is -tanh(x), also for zeros.
  *
  * The argument is reduced by powers of two: rounding to the nearest integer with a magic number, ln 2 in two parts.
  * Then follows a minimax polynomial (Remez, relative error, the first two coefficients pinned to 1 and x).
@@ -79,7 +79,8 @@ INLINE vf vf_tanh(vf x) {
     const vm far = vf_lt(y, vf_set1(TANH_FAR));
     vf t = vf_div(vf_select(far, q + q, e), e + vf_set1(2)); /* far: 1 + tanh(-|x|); near: tanh(-|x|) */
     t = vf_select(far, t - one, t);
-    return vf_select(vf_lt(x, vf_set1(0)), t, -t);
+    t = vf_select(vf_lt(x, vf_set1(0)), t, -t);
+    return vf_select(vf_eq(x, vf_set1(0)), x, t); /* a zero keeps its sign */
 }
 
 /* Natural logarithm of a positive normal number, in double: log(2^e m) with m in [sqrt(1/2), sqrt(2)), by the series of

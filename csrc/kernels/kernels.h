@@ -9,6 +9,9 @@
  *     chunk_merge                        after each chunk but the first: merges it into the total of those before
  *     finish                             once: writes output, log-sum-exp and weights
  *
+ * If `finish` sets `overflowed`, the driver repeats all but the first call with `small_weights`, and without
+ * log-sum-exp and weights.
+ *
  * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch. A
  * pointer to void points at the table's own element type. All strides count elements.
  *
@@ -82,20 +85,21 @@ struct cattn_call_shape {
     int64_t out_col, weights_col, weights_out_col;
 };
 
-/* One entry per row. Fields announced by a flag are uninitialised without it. */
+/* Arrays with one entry a row, in the task's scratch: a task of few rows needs little memory. Entries announced by a
+ * flag are uninitialised without it. */
 struct cattn_per_row {
-    int64_t lo[CATTN_TILE_ROWS], hi[CATTN_TILE_ROWS]; /* keys lo <= k < hi are in range */
-    const void *query[CATTN_TILE_ROWS];
-    const uint8_t *mask[CATTN_TILE_ROWS], *block_mask[CATTN_TILE_ROWS];
-    const void *bias[2][CATTN_TILE_ROWS];
-    int64_t position[CATTN_TILE_ROWS];                    /* if has_positions: the query's position among the keys */
-    double slope[CATTN_TILE_ROWS], sink[CATTN_TILE_ROWS]; /* if has_slopes, has_sinks */
-    uint32_t drop_position[CATTN_TILE_ROWS], drop_head[CATTN_TILE_ROWS]; /* if drop.enabled */
-    uint8_t *drop_bits[CATTN_TILE_ROWS]; /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
-    void *out[CATTN_TILE_ROWS];          /* NULL: a row past the end of its packed sequence */
-    void *lse[CATTN_TILE_ROWS];          /* the same */
-    void *weights[CATTN_TILE_ROWS];      /* in the table's own type */
-    void *weights_out[CATTN_TILE_ROWS];  /* halves: `finish` narrows `weights` to here */
+    int64_t *lo, *hi; /* keys lo <= k < hi are in range */
+    const void **query;
+    const uint8_t **mask, **block_mask;
+    const void **bias[2];
+    int64_t *position;                   /* if has_positions: the query's position among the keys */
+    double *slope, *sink;                /* if has_slopes, has_sinks */
+    uint32_t *drop_position, *drop_head; /* if drop.enabled; a multiple of CATTN_PAD entries */
+    uint8_t **drop_bits;                 /* if scratch.drop_bits: one bit a key, lowest first, instead of Philox */
+    void **out;                          /* NULL: a row past the end of its packed sequence */
+    void **lse;                          /* the same */
+    void **weights;                      /* in the table's own type */
+    void **weights_out;                  /* halves: `finish` narrows `weights` to here */
 };
 
 /* Scratch arrays of a task, 64-byte aligned. */
@@ -137,6 +141,10 @@ struct cattn_rows {
     /* Row path, of the key block at hand: bit sets of the chains that some row sees, and of those in which the block
      * mask hides a key of some row's range. */
     unsigned seen_chains, masked_chains;
+    /* The second attempt at outputs whose sums overflowed: weights are multiplied by a power of two before P V, and
+     * `finish` replaces only the elements of the output that are not finite. */
+    bool small_weights;
+    bool overflowed; /* set by `finish`: a second attempt may give a number that is finite */
     struct cattn_row_scratch scratch;
 };
 
@@ -325,8 +333,9 @@ struct cattn_product {
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
-    bool has_fma; /* the table is inside the bit contract */
+    bool has_fma; /* products and sums are rounded once, as the bit contract requires */
 
+    bool (*keeps_arithmetic)(void); /* whether the compiler kept the arithmetic of the source; see arithmetic.inc.h */
     void (*pack_query_tile)(struct cattn_rows *rows);
     void (*pack_query_rows)(struct cattn_rows *rows);
     void (*chunk_begin)(struct cattn_rows *rows);

@@ -4,6 +4,7 @@
  */
 #include "kernels.h"
 
+#include "arithmetic.inc.h"
 #include "exp.inc.h"
 
 #include "philox.inc.h"
@@ -55,6 +56,7 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .mr = MR,
     .nr = NR,
     .has_fma = HAS_FMA,
+    .keeps_arithmetic = keeps_arithmetic,
     .pack_query_tile = pack_query_tile,
     .pack_query_rows = pack_query_rows,
     .chunk_begin = chunk_begin,

@@ -48,13 +48,14 @@ NOINLINE vf load_blocks(const struct cattn_rows *rows, int r, int64_t key, int n
 }
 
 /* The element-wise masks of n keys of row r from `key` on, and the block mask, as one bias: the sum of the biases, or
- * -inf where one of them or a mask hides the key. The lanes from n on are 0. */
+ * -inf where one of them or a mask hides the key. Without a bias it is -0, which added to a score changes no bit of it;
+ * +0 would change a score of -0. The lanes from n on are zeros. */
 INLINE vf element_bias(const struct cattn_rows *rows, int r, int64_t key, int n) {
     const vf neg_inf = vf_set1(NEG_INF);
-    vf total = vf_set1(0);
+    vf total = vf_set1((real)-0.0), mask = total;
     if (rows->call.has_mask)
-        total = load_mask(rows->per_row->mask[r] + key * rows->call.mask_col, rows->call.mask_col, n);
-    vm hidden = vf_eq(total, neg_inf);
+        mask = load_mask(rows->per_row->mask[r] + key * rows->call.mask_col, rows->call.mask_col, n);
+    vm hidden = vf_eq(mask, neg_inf);
     if (rows->call.has_block_mask)
         hidden = vm_or(hidden, vf_eq(load_blocks(rows, r, key, n), neg_inf));
     /* -inf is remembered apart from the sum: +inf in another bias would turn the sum into NaN */

@@ -115,6 +115,12 @@ static void drop_keys_by_stream(const struct cattn_rows *rows, int r, int64_t k0
             score[k] = 0;
 }
 
+/* Makes the weights of one row small, for a second attempt. */
+static void shrink_keys(real *score, int begin, int end) {
+    for (int k = begin; k < end; k += LANES)
+        vf_storeu(score + k, small_weight(vf_loadu(score + k)));
+}
+
 /* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. `value` starts at
  * keys.begin; the vector has n columns from c on. The weight of key k is weights[k * weight_col]. */
 static vf value_vector_visible(const struct cattn_rows *rows, int r, const struct cattn_matrix *value, int64_t c, int n,
@@ -248,6 +254,8 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
             drop_keys_by_stream(rows, r, k0, s, begin, (int)min64(end, n_keys));
         else if (r < rows->n_rows && rows->drop.enabled)
             drop_keys(rows, r, k0, s, begin, end);
+        if (rows->small_weights)
+            shrink_keys(s, begin, end);
     }
     for (int r = 0; r < many; r += LANES)
         vf_storeu(row_sum + r,

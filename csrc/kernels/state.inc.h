@@ -80,22 +80,83 @@ static void chunk_merge(struct cattn_rows *rows) {
     }
 }
 
-/* Output rows: acc * factor + 0. Adding 0 turns -0 into +0, because the sign of a zero depends on the path. */
-INLINE void finish_out(const struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
+/* Elements of the output, and what shows that one is not finite: then `odd` becomes NaN, otherwise it stays 0. Adding 0
+ * turns -0 into +0, because the sign of a zero depends on the path. Halves have NaN in the place of inf, because finite
+ * numbers may be rounded to inf; needs_second_attempt tells them apart. */
+INLINE vf out_elements(enum cattn_storage storage, vf acc, vf factor, vf *odd) {
+    vf v = acc * factor + vf_set1(0);
+    *odd = vf_fma(v, vf_set1(0), *odd);
+    if (storage != CATTN_STORED_PLAIN)
+        v = v + v * vf_set1(0);
+    return v;
+}
+
+/* Whether the first attempt could not compute stored elements of the output. */
+INLINE vm needs_second_attempt(enum cattn_storage storage, vf out) {
+    return vm_not(storage == CATTN_STORED_PLAIN ? finite_lanes(out) : vf_eq(out, out)); /* a half may be inf */
+}
+
+/* Output rows: acc * factor. */
+INLINE void finish_out(struct cattn_rows *rows, enum cattn_storage storage, const real *factor) {
     const int64_t d_v = rows->call.d_v, col = rows->call.out_col, acc_cols = rows->call.acc_cols;
     const int n_rows = rows->call.has_out ? rows->n_rows : 0;
     const real *acc = rows->scratch.total_acc;
     for (int r = 0; r < n_rows; r++, acc += acc_cols) {
         void *out = rows->per_row->out[r];
         const vf scale = vf_set1(factor[r]);
+        vf odd = vf_set1(0);
         int64_t c = 0;
         if (!out)
             continue;
         for (; col == 1 && c + LANES <= d_v; c += LANES)
-            store_stored(storage, out, c, 1, vf_loadu(acc + c) * scale + vf_set1(0), LANES);
+            store_stored(storage, out, c, 1, out_elements(storage, vf_loadu(acc + c), scale, &odd), LANES);
         for (; c < d_v; c += LANES)
-            store_stored(storage, out, c * col, col, vf_loadu(acc + c) * scale + vf_set1(0),
+            store_stored(storage, out, c * col, col, out_elements(storage, vf_loadu(acc + c), scale, &odd),
                          (int)min64(LANES, d_v - c));
+        if (__builtin_expect(vm_any(vm_not(vf_eq(odd, odd))), 0) && factor[r] == factor[r])
+            rows->overflowed = true;
+    }
+}
+
+/* ---- the second attempt ----
+ *
+ * Sums of finite weights and values may overflow although the output would not. With small weights they cannot: there
+ * are less than 2^64 keys. The power of two is exact, but for weights that become subnormal, which are too small to
+ * matter beside a sum that overflowed.
+ */
+#define SMALL_WEIGHT ((real)0x1p-64)
+#if REAL_BITS == 32
+#define LEAST_REAL 0x1p-149f
+#else
+#define LEAST_REAL 0x1p-1074
+#endif
+
+/* A weight that is not 0 does not become 0, or the product with an infinite value would be NaN instead of inf. */
+INLINE vf small_weight(vf w) {
+    const vf small = vf_max(w * vf_set1(SMALL_WEIGHT), vf_set1(LEAST_REAL));
+    return vf_select(vf_lt(vf_set1(0), w), small, w);
+}
+
+/* Replaces the elements of the output that need it. acc * factor is at most REAL_MAX * SMALL_WEIGHT but for
+ * rounding, which must not turn the mean of finite values into inf; with dropout's factor the output itself may be
+ * that large. */
+static void finish_small_out(const struct cattn_rows *rows, const real *factor) {
+    const enum cattn_storage storage = rows->call.storage;
+    const int64_t col = rows->call.out_col;
+    const vf largest = vf_set1(REAL_MAX);
+    const real *acc = rows->scratch.total_acc;
+    for (int r = 0; r < rows->n_rows; r++, acc += rows->call.acc_cols) {
+        void *out = rows->per_row->out[r];
+        for (int64_t c = 0; out && c < rows->call.d_v; c += LANES) {
+            const int n = (int)min64(LANES, rows->call.d_v - c);
+            const vf old = load_stored(storage, out, c * col, col, n), small = vf_loadu(acc + c) * vf_set1(factor[r]);
+            vf v = small * vf_set1(1 / SMALL_WEIGHT) + vf_set1(0);
+            if (rows->call.keep_scale == 1) {
+                const vf within = -vf_max(-vf_max(v, -largest), -largest);
+                v = vf_select(finite_lanes(small), within, v);
+            }
+            store_stored(storage, out, c * col, col, vf_select(needs_second_attempt(storage, old), v, old), n);
+        }
     }
 }
 
@@ -190,7 +251,9 @@ static void finish(struct cattn_rows *rows) {
     const real *max = rows->scratch.total_max, *sum = rows->scratch.total_sum;
     real factor[CATTN_TILE_ROWS];
     finish_factors(rows, factor);
-    if (rows->call.storage == CATTN_STORED_PLAIN)
+    if (rows->small_weights)
+        finish_small_out(rows, factor);
+    else if (rows->call.storage == CATTN_STORED_PLAIN)
         finish_out(rows, CATTN_STORED_PLAIN, factor);
     else if (rows->call.storage == CATTN_STORED_F16)
         finish_out(rows, CATTN_STORED_F16, factor);

@@ -326,6 +326,14 @@ static void drop_lanes(const struct tile *t, const struct extent *e, int r) {
         each_philox_bits(t, e, r, drop_weight, (real *)t->rows->scratch.score + r);
 }
 
+/* Makes the weights of LANES rows small, for a second attempt. */
+static void shrink_lanes(const struct tile *t, const struct extent *e, int r) {
+    for (int k = e->begin; k < e->end; k++) {
+        real *w = (real *)t->rows->scratch.score + k * CATTN_TILE_ROWS + r;
+        vf_storeu(w, small_weight(vf_loadu(w)));
+    }
+}
+
 /* Zeroes the weights of LANES rows outside their own extent e that P V reads: a group of MR rows may span two vectors,
  * and its extent covers both. */
 static void zero_outside(const struct tile *t, const struct extent *e, int r) {
@@ -470,6 +478,8 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
             store_scores_of(&t, e, v * LANES);
         softmax_lanes(&t, e, v * LANES);
         drop_lanes(&t, e, v * LANES);
+        if (rows->small_weights)
+            shrink_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);
     }
     /* The last group's tile may read rows after the last vector. Zero them: an earlier block may have left numbers

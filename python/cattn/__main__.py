@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or
 """
 
 import argparse
+import contextlib
 import errno
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import cattn
 from cattn._cli import attend, info, machine, plot, walk
 from cattn._cli.files import InputError
+from cattn._cli.messages import finish, tell
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,36 +58,41 @@ def _is_closed_pipe(error: BaseException) -> bool:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    arguments = attend.complete_causal(sys.argv[1:] if argv is None else argv)
+def _run(arguments: Sequence[str]) -> int:
     try:
-        options = _parse(arguments)
+        options = _parse(attend.complete_causal(arguments))
     except SystemExit as stop:  # argparse has printed the message
         return stop.code if isinstance(stop.code, int) else 2
+    if options.command == "attend":
+        attend.run(options)
+    elif options.command == "plot":
+        plot.run(options)
+    elif options.command == "info":
+        info.run()
+    else:
+        walk.run()
+        print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     try:
-        if options.command == "attend":
-            attend.run(options)
-        elif options.command == "plot":
-            plot.run(options)
-        elif options.command == "info":
-            info.run()
-        else:
-            walk.run()
-            print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
+        code = _run(sys.argv[1:] if argv is None else argv)
+        finish(sys.stdout)
+        return code
     except InputError as error:
-        print(f"cattn: error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("cattn: interrupted; nothing was written", file=sys.stderr)
+        tell("interrupted; nothing was written")
         return 130
     except (OSError, MemoryError) as error:
-        if _is_closed_pipe(error):  # `python -m cattn | head`
-            sys.stderr.close()
-            return 1
-        print(f"cattn: error: {str(error) or 'out of memory'}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            finish(sys.stdout)
+        if not _is_closed_pipe(error):  # as in `python -m cattn | head`
+            tell(f"error: {str(error) or 'out of memory'}")
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class IsaInfo(TypedDict):
     name: str
     usable: bool
     has_fma: bool
+    keeps_arithmetic: bool
     test_only: bool
     lanes_f32: int
     mr: int

@@ -22,7 +22,7 @@ def _config() -> dict[str, Any]:
         {
             "name": table["name"],
             "usable": table["usable"],
-            "bit_contract": table["has_fma"],
+            "bit_contract": table["has_fma"] and table["keeps_arithmetic"],
             "test_only": table["test_only"],
             "lanes_float32": table["lanes_f32"],
             "micro_tile": (table["mr"], table["nr"]),
@@ -64,11 +64,12 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     -------
     dict or None
         With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether its results
-        have the bits that all tables with this property share; "tables" lists every table of this build. "compiler",
-        "python_headers" (the version of Python that the build was for), "limited_api" (whether one build serves all
-        later versions, too), "free_threaded" and "assertions" are facts about the build. "installed" says where the
-        installer found it, "wheel" has the tags of the wheel that it unpacked or built. On Linux,
-        ``manylinux`` or ``musllinux`` in the tag is a wheel for many machines, ``linux`` one for this machine.
+        have the bits that all tables with this property share, by what the table computes on this machine; "tables"
+        lists every table of this build. "compiler", "python_headers" (the version of Python that the build was for),
+        "limited_api" (whether one build serves all later versions, too), "free_threaded" and "assertions" are facts
+        about the build. "installed" says where the installer found it, "wheel" has the tags of the wheel that it
+        unpacked or built. On Linux, ``manylinux`` or ``musllinux`` in the tag is a wheel for many machines, ``linux``
+        one for this machine.
 
     Raises
     ------

@@ -162,13 +162,21 @@ def _panels(weights: ArrayLike) -> NDArray[Any]:
     return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # matplotlib has no bfloat16
 
 
+def as_text(label: str) -> str:
+    """Return a str with U+FFFD in place of halves of surrogate pairs, which no file and no browser can show.
+
+    Names of files that are not UTF-8 have them.
+    """
+    return label.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def strings(labels: Sequence[object], name: str, length: int, what: str = "tokens") -> list[str]:
     """Return the labels as a list of str, of which there must be `length`."""
     if isinstance(labels, (str, bytes)):
         raise TypeError(f"{name} must be a sequence of str, got one {type(labels).__name__}: split it, or list() it")
     if not isinstance(labels, Iterable):
         raise TypeError(f"{name} must be a sequence of str, got {type(labels).__name__}")
-    found = [str(label) for label in labels]
+    found = [as_text(str(label)) for label in labels]
     if len(found) != length:
         raise ValueError(f"{name} must name {length} {what}, got {len(found)}")
     return found
@@ -189,7 +197,7 @@ def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[s
         return [""] if one else [f"head {h}" for h in range(heads)]
     if not isinstance(titles, Iterable):
         raise TypeError(f"titles must be a str or a sequence of them, got {type(titles).__name__}")
-    names = [titles] if isinstance(titles, str) else [str(title) for title in titles]
+    names = [as_text(str(title)) for title in ([titles] if isinstance(titles, str) else titles)]
     if len(names) != heads:
         raise ValueError(f"titles must have one str for each of {heads} heads, got {len(names)}")
     return names

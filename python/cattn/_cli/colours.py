@@ -11,9 +11,9 @@ BLACK_ON = 5
 BLACK, WHITE = 16, 231
 
 
-def has_colours(stream: TextIO) -> bool:
+def has_colours(stream: TextIO | None) -> bool:
     """Return whether to colour what is printed to stream: on terminals, unless NO_COLOR is set (no-color.org)."""
-    if os.environ.get("NO_COLOR"):
+    if stream is None or stream.closed or os.environ.get("NO_COLOR"):  # None: the process has no such stream
         return False
     if os.environ.get("FORCE_COLOR"):
         return True

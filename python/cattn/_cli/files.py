@@ -15,10 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cattn.nn._files import (
+    create,
     errors_name,
+    loses_dtype,
     needs_pickle,
     open_npz,
     open_safetensors,
+    refuse_lost_dtype,
+    replace,
     safetensors_package,
     show_damage,
     temporary_beside,
@@ -46,9 +50,13 @@ def load(spec: str, name: str) -> Array:
     if member is not None:
         raise InputError(f"{file} is a single array, so {spec!r} cannot name one in it")
     try:
-        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # NumPy's parser of headers raises many types for damaged files
         raise _damage(file, error) from error
+    try:
+        return refuse_lost_dtype(array, str(file))
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def load_members(file: Path, names: Sequence[str]) -> list[Array]:
@@ -152,9 +160,10 @@ class Output:
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Create the temporary file and return its array, to be filled in."""
         self._dtype = dtype
-        if np.dtype(dtype.str) != dtype and self.target.suffix != ".safetensors":
+        if loses_dtype(dtype) and self.target.suffix != ".safetensors":
             raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
         with errors_name(self.target):
+            create(self._temporary, self.target)
             if 0 in shape:  # an empty array cannot be mapped
                 self.array = np.empty(shape, dtype)
                 with open(self._temporary, "wb") as stream:  # numpy.save would add .npy to the name
@@ -177,7 +186,8 @@ class Output:
             if self.target.suffix in ARCHIVES:
                 mapped, self._temporary = self._temporary, temporary_beside(self.target)
                 try:
-                    with open(self._temporary, "xb") as stream:
+                    create(self._temporary, self.target)
+                    with open(self._temporary, "wb") as stream:
                         write_arrays(
                             stream, self.target.suffix, {self.name: np.load(mapped, mmap_mode="r").view(self._dtype)}
                         )
@@ -196,7 +206,7 @@ class Output:
                 except OSError:  # a file system without hard links: the target is missing for a moment
                     os.rename(self.target, former)
                 self._former = former
-            os.replace(self._temporary, self.target)
+            replace(self._temporary, self.target)
 
     def restore(self) -> None:
         """Undo `replace`, which may have failed."""

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import cattn
+from cattn._cli.messages import encodable
 from cattn._config import config_lines
+from cattn.nn._files import printable
 
 # Packages that exchange arrays with cattn, or that its extras install.
 PACKAGES = ("torch", "ml_dtypes", "safetensors", "onnx", "matplotlib", "tqdm", "threadpoolctl")
@@ -103,4 +105,4 @@ def facts() -> dict[str, Any]:
 
 def run() -> None:
     """Carry out the command."""
-    print("\n".join(config_lines(facts())))
+    print("\n".join(encodable(printable(line)) for line in config_lines(facts())))

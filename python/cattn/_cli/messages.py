@@ -4,19 +4,46 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
+
+from cattn.nn._files import printable
+
+
+def encodable(text: str) -> str:
+    """Return text that standard output can show, with escapes of what its encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def finish(stream: TextIO | None) -> None:
+    """Write what the stream still holds. If that fails, close it: else Python tries again at exit."""
+    if stream is None or stream.closed:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            stream.close()
+        raise
+
+
+def tell(line: str) -> None:
+    """Print a line to standard error, if there is one. Nothing that a name in it contains reaches the terminal raw."""
+    if sys.stderr is not None:  # print would take standard output instead
+        with contextlib.suppress(OSError, ValueError):
+            print(f"cattn: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
     """Print a line after the result is written: a failure to print is not a failure of the command."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(encodable(printable(line)))
+        finish(sys.stdout)
+    except ValueError:  # closed
+        return
     except OSError as error:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()  # else Python tries again at exit
         if not isinstance(error, BrokenPipeError):
-            print(f"cattn: warning: cannot write to standard output: {error.strerror}; {line}", file=sys.stderr)
+            tell(f"warning: cannot write to standard output: {error.strerror}; {line}")
 
 
 @contextlib.contextmanager
@@ -27,7 +54,7 @@ def plain_warnings() -> Iterator[None]:
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if str(message) not in seen:
             seen.add(str(message))
-            print(f"cattn: warning: {message}", file=sys.stderr)
+            tell(f"warning: {message}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)

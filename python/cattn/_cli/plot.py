@@ -9,6 +9,7 @@ from typing import Any
 import cattn
 from cattn._cli.files import Array, InputError, load, refuse_inputs
 from cattn._cli.messages import plain_warnings, say
+from cattn._plot import as_text
 from cattn.nn._files import replacing
 
 DESCRIPTION = """\
@@ -42,7 +43,8 @@ def _tokens(text: str | None, option: str) -> list[str] | None:
     if text is None or not text.startswith("@"):
         return None if text is None else text.split()
     try:
-        return Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        lines = Path(text[1:]).read_text(encoding="utf-8-sig").split("\n")  # a token may be another line separator
+        return lines[:-1] if lines[-1] == "" else lines
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InputError(f"{option}: {text[1:]}: {reason}") from error
@@ -107,9 +109,9 @@ def run(options: argparse.Namespace) -> None:
         figure = (axes if weights.ndim == 2 else axes[0]).figure
         try:
             if options.title is not None:
-                figure.suptitle(options.title, parse_math=False)
-            with replacing(target) as temporary:
-                figure.savefig(temporary, format=kind, dpi=options.dpi)
+                figure.suptitle(as_text(options.title), parse_math=False)
+            with replacing(target) as temporary, open(temporary, "wb") as stream:
+                figure.savefig(stream, format=kind, dpi=options.dpi)
         finally:
             plt.close(figure)
     if not options.quiet:

@@ -1,5 +1,6 @@
 """Progress of a long run: tqdm if it is installed, otherwise a plain line on stderr."""
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -13,7 +14,8 @@ class Progress:
     """Report `total` steps; as a context manager it leaves the terminal tidy."""
 
     def __init__(self, total: int, quiet: bool = False) -> None:
-        self.total, self.quiet, self.done = total, quiet, 0
+        self.total, self.done = total, 0
+        self.quiet = quiet = quiet or sys.stderr is None or sys.stderr.closed
         self._start = time.monotonic()
         self._next = self._start + PATIENCE
         self._shown = False
@@ -28,6 +30,10 @@ class Progress:
     def advance(self, steps: int) -> None:
         """Count `steps` more as done."""
         self.done += steps
+        with contextlib.suppress(OSError):  # nobody reads it
+            self._report(steps)
+
+    def _report(self, steps: int) -> None:
         if self._bar is not None:
             self._bar.update(steps)
         elif not self.quiet and (now := time.monotonic()) >= self._next:
@@ -47,7 +53,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        elif self._shown:
-            print(file=sys.stderr)
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.close()
+            elif self._shown:
+                print(file=sys.stderr)

@@ -125,6 +125,7 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "deterministic": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
     "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
     "device": [("", "cattn computes on the CPU")],
+    "scale": [("key_scale", "leave it out: how a call is computed does not depend on it")],  # only explain has none
 }
 
 _UNKNOWN = re.compile(r"(?P<text>.* got an unexpected keyword argument '(?P<name>.*?)')")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._input.arrays import is_bfloat16
-from .._plot import plot_attention
+from .._plot import as_text, plot_attention
 from ._contents import FIELDS, Statistics, Weights, _largest_of_blocks
 
 # In the order in which their classes build on each other.
@@ -84,7 +84,7 @@ def page(contents: Weights | Statistics, title: str, most: int) -> str:
     info, data = contents.pack(most)
     state = json.dumps({"info": info, **first_state(contents)}, ensure_ascii=False)
     return PAGE.format(
-        title=escape(title),
+        title=escape(as_text(title)),
         style=style(),
         state=state.replace("<", "\\u003c"),  # a token must not end the script
         weights=base64.b64encode(zlib.compress(data, level=1)).decode("ascii"),  # half of causal weights are zeros

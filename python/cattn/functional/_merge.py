@@ -134,18 +134,53 @@ def _merge(
         shares -= np.where(np.isneginf(top), dtype.type(0), top)
         np.exp(shares, out=shares)
         total = shares.sum(axis=0)
-        for share, out in zip(shares, all_outs, strict=True):
-            factor = share[..., None]  # one part at a time: all parts with one more axis may exceed 64 dimensions
-            np.multiply(factor, out, out=product)
-            np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part has no influence
         empty = total == 0
-        merged /= np.where(empty, dtype.type(1), total)[..., None]
+        divisor = np.where(empty, dtype.type(1), total)[..., None]
+        _average(shares, all_outs, divisor, merged, product)
+        if not np.isfinite(merged).all():
+            _average_again(shares, all_outs, divisor, merged, product)
         if empty.any():
             for out in all_outs:
                 np.copyto(merged, np.nan, where=empty[..., None] & np.isnan(out))
         if stored.itemsize < np.dtype(np.float32).itemsize:
             merged = merged.astype(stored)
-        return merged, top + np.log(np.where(empty, dtype.type(1), total))
+        return merged, top + np.log(divisor[..., 0])
+
+
+def _average(
+    shares: NDArray[Any],
+    all_outs: NDArray[Any] | list[NDArray[Any]],
+    divisor: NDArray[Any],
+    merged: NDArray[Any],
+    product: NDArray[Any],
+) -> None:
+    """Add the products of shares and outputs to merged, and divide it. The array product is overwritten."""
+    for share, out in zip(shares, all_outs, strict=True):
+        factor = share[..., None]  # one part at a time: all parts with one more axis may exceed 64 dimensions
+        np.multiply(factor, out, out=product)
+        np.add(merged, product, out=merged, where=factor != 0)  # the output of an empty part has no influence
+    merged /= divisor
+
+
+def _average_again(
+    shares: NDArray[Any],
+    all_outs: NDArray[Any] | list[NDArray[Any]],
+    divisor: NDArray[Any],
+    merged: NDArray[Any],
+    product: NDArray[Any],
+) -> None:
+    """Replace the elements of merged whose sums overflowed, as the kernels do it: with shares times 2**-64.
+
+    A share that is not 0 stays so, and the mean of finite numbers is finite.
+    """
+    limits = np.finfo(merged.dtype)
+    small = np.where(shares > 0, np.maximum(shares * merged.dtype.type(2.0**-64), limits.smallest_subnormal), shares)
+    again = np.zeros_like(merged)
+    _average(small, all_outs, divisor, again, product)
+    finite = np.isfinite(again)
+    again *= merged.dtype.type(2.0**64)
+    np.clip(again, limits.min, limits.max, out=again, where=finite)
+    np.copyto(merged, again, where=~np.isfinite(merged))
 
 
 def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:

@@ -561,17 +561,19 @@ class _Problem:
 
     def operands(self) -> Iterator[Any]:
         """Yield all dask arrays."""
-        for operand in (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales):
-            if operand is not None:
-                yield operand.array
+        operands = (self.query, self.key, self.value, *self.masks, *self.per_head, *self.scales)
+        yield from (operand.array for operand in operands if operand is not None)
 
     def build(self, ranges: _Ranges, scores: dict[str, Any], seed: int | None) -> list[Any]:
         """Return the output and the lse as dask arrays over one graph."""
+        chunks = [tuple(b - a for a, b in axis) or (0,) for axis in [*self.lead, self.rows]]
+        sizes = [(*chunks, self.shape[-1:]), tuple(chunks)]
+        if 0 in self.shape[:-1]:  # no task: nothing is computed
+            kinds = zip(sizes, self.dtypes, strict=True)
+            return [da.empty(tuple(map(sum, size)), dtype=dtype, chunks=size) for size, dtype in kinds]
         token = tokenize(*(x.name for x in self.operands()), self.shape, *ranges, scores, seed, self.num_threads)
         graph: dict[Any, Any] = {}
-        results: list[tuple[str, dict[Any, Any]]] = [
-            (f"{name}-{token}", {}) for name in ("cattn-attention", "cattn-lse")
-        ]
+        results: list[tuple[str, dict[Any, Any]]] = [(f"cattn-{name}-{token}", {}) for name in ("attention", "lse")]
         for at in itertools.product(*map(range, map(len, [*self.lead, self.rows]))):
             part = self._add_row(graph, token, at, ranges, scores, seed)
             for field, (name, layer) in enumerate(results):
@@ -579,12 +581,10 @@ class _Problem:
                 layer[(name, *index)] = (functools.partial(_finish, field=field, dtype=self.dtypes[field]), part)
         parts = f"cattn-parts-{token}"
         shared = HighLevelGraph.from_collections(parts, graph, dependencies=list(self.operands()))
-        chunks = [tuple(b - a for a, b in axis) or (0,) for axis in [*self.lead, self.rows]]
         arrays = []
         for field, (name, layer) in enumerate(results):
-            sizes = (*chunks, self.shape[-1:]) if field == 0 else tuple(chunks)
             whole = HighLevelGraph({**shared.layers, name: layer}, {**shared.dependencies, name: {parts}})
-            arrays.append(da.Array(whole, name, sizes, dtype=self.dtypes[field]))
+            arrays.append(da.Array(whole, name, sizes[field], dtype=self.dtypes[field]))
         return arrays
 
     def _add_row(

@@ -21,7 +21,7 @@ import numpy as np
 import cattn
 from cattn import _cattn
 
-from ._jax_static import check_static, read_seed, read_window
+from ._jax_static import check_static, read_seed, read_window, refuse_derivatives
 
 __all__ = ["dot_product_attention"]
 
@@ -95,11 +95,11 @@ def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) 
     arrays = [operands[name] for name in names]
     if _is_foreign():
         call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
-        found = call(*arrays, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
+        call = functools.partial(call, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
     else:
         python = functools.partial(_call_python, which, options, names, shapes)
-        found = jax.pure_callback(python, tuple(shapes.values()), *arrays, vmap_method="expand_dims")
-    return dict(zip(shapes, found, strict=True))
+        call = functools.partial(jax.pure_callback, python, tuple(shapes.values()), vmap_method="expand_dims")
+    return dict(zip(shapes, refuse_derivatives(call)(*arrays), strict=True))
 
 
 def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arrays, *arrays: Any) -> tuple[Any, ...]:
@@ -370,7 +370,10 @@ def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
     if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
         raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
     if name == "mask" and array.dtype != bool:
-        raise TypeError(f"mask must be bool (True = visible), got {array.dtype}; pass numbers to add as bias")
+        raise TypeError(
+            f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
+            "pass mask.astype(bool); pass numbers that are to be added to the scores as bias"
+        )
     if name == "bias" and array.dtype == bool:
         raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
     dtype = bool if name == "mask" else _compute_dtype(inputs["query"].dtype)
@@ -388,7 +391,10 @@ def _read_blocks(obj: Any, size: int, inputs: _Arrays) -> Any:
             f"block_mask has shape {array.shape}, which does not broadcast to the blocks of block_size={size}, {full}"
         )
     if array.dtype != bool:
-        raise TypeError(f"block_mask must be bool (True = visible), got {array.dtype}")
+        raise TypeError(
+            f"block_mask must be bool (True = visible), got {array.dtype}: for zeros and ones pass "
+            "block_mask.astype(bool)"
+        )
     return array.reshape(shape)
 
 

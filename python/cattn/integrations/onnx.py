@@ -28,21 +28,21 @@ STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softca
 
 
 class AttentionOutputs(NamedTuple):
-    """The four outputs of the operator. Outputs that were not requested, or do not exist, are None.
+    """The four outputs of the operator. The last one is None if it was not requested.
 
     Attributes
     ----------
     Y : ndarray, shape (B, H, T_q, d_v) or (B, T_q, H * d_v)
         The attention output, with as many dimensions as Q.
-    present_key, present_value : ndarray, shape (B, H_kv, T_k, head_dim), or None
-        Past and new keys and values, if there is a past.
+    present_key, present_value : ndarray, shape (B, H_kv, T_k, head_dim) and (B, H_kv, T_k, d_v)
+        Past and new keys and values, in the dtypes of Q and V. Without a past they are K and V, or views of them.
     qk_matmul_output : ndarray, shape (B, H, T_q, T_k), or None
         Scores or weights after the step that ``qk_matmul_output_mode`` names.
     """
 
     Y: Array
-    present_key: Array | None = None
-    present_value: Array | None = None
+    present_key: Array
+    present_value: Array
     qk_matmul_output: Array | None = None
 
 
@@ -75,7 +75,8 @@ def attention(
     K, V : array_like, shape (B, H_kv, T, head_dim) or (B, T, H_kv * head_dim)
         The new keys and values. The rows of V may have another length.
     attn_mask : array_like, optional
-        Boolean (True: visible) or float (added). Broadcasts to (B, H, T_q, T_k); a shorter last axis hides the rest.
+        Boolean (True: visible) or float (added). Broadcasts to (B, H, T_q, T_k), except that a
+        shorter last axis, also of length 1, hides the keys after its end.
     past_key, past_value : array_like, shape (B, H_kv, T_past, head_dim), optional
         The keys and values before K and V. Give both or none.
     nonpad_kv_seqlen : array_like of int, shape (B,), optional
@@ -100,7 +101,7 @@ def attention(
     Returns
     -------
     AttentionOutputs
-        In the dtype of Q.
+        In the dtype of Q, and present_value in the dtype of V.
 
     Raises
     ------
@@ -127,13 +128,12 @@ def attention(
     """
     if qk_matmul_output_mode not in range(len(STAGES)):
         raise ValueError(f"qk_matmul_output_mode must be 0, 1, 2 or 3, got {qk_matmul_output_mode}")
-    dtype = np.asarray(Q).dtype
+    dtype, value_dtype = np.asarray(Q).dtype, np.asarray(V).dtype
     q, k, v = (_computable(a, name, softmax_precision) for a, name in ((Q, "Q"), (K, "K"), (V, "V")))
     joined = q.ndim == 3
     q = _split_heads(q, q_num_heads, "Q", "q_num_heads")
     k, v = (_split_heads(a, kv_num_heads, name, "kv_num_heads") for a, name in ((k, "K"), (v, "V")))
     offset: Any = 0
-    present_key = present_value = None
     if (past_key is None) != (past_value is None):
         raise ValueError("past_key and past_value must be given together")
     if past_key is not None and past_value is not None:
@@ -143,7 +143,6 @@ def attention(
         k = _append_to_past(past_key, k, "past_key", softmax_precision)
         v = _append_to_past(past_value, v, "past_value", softmax_precision)
         offset += k.shape[2]
-        present_key, present_value = k.astype(dtype), v.astype(dtype)
     elif nonpad_kv_seqlen is not None:
         lengths = np.asarray(nonpad_kv_seqlen)
         if lengths.dtype.kind not in "iu":
@@ -165,6 +164,7 @@ def attention(
     qk = None
     if return_qk:
         qk = attention_weights(q, k, stage=STAGES[qk_matmul_output_mode], **options).astype(dtype)
+    present_key, present_value = k.astype(dtype, copy=False), v.astype(value_dtype, copy=False)
     return AttentionOutputs(y.astype(dtype), present_key, present_value, qk)
 
 
@@ -203,7 +203,7 @@ def _whole_mask(mask: ArrayLike | None, seqlen_k: int) -> Array | None:
         return None
     refuse_masked(mask, "attn_mask")
     given = np.asarray(mask)
-    missing = seqlen_k - given.shape[-1] if given.ndim and given.shape[-1] != 1 else 0
+    missing = seqlen_k - given.shape[-1] if given.ndim else 0
     if missing <= 0 or given.dtype.kind in "iu":  # attention raises the error for integers
         return given
     hidden = False if given.dtype == np.bool_ else -np.inf
@@ -218,6 +218,11 @@ class Attention(OpRun):  # type: ignore[misc, unused-ignore]
     def _run(self, Q: Array, K: Array, V: Array, *optional: Array | None, **attributes: Any) -> tuple[Any, ...]:
         names = self.onnx_node.output
         wanted = len(names) > 3 and bool(names[3])
-        outputs = attention(Q, K, V, *optional, **attributes, return_qk=wanted)
+        mask, past_key, *rest = (*optional, None, None)[: max(len(optional), 2)]
+        if mask is not None and mask.ndim and mask.shape[-1] == 1 and self.run_params["opsets"].get("", 25) < 24:
+            # opset 23 broadcasts such a mask; from opset 24 on, the keys after its end are hidden
+            seqlen_k = K.shape[-2] + (0 if past_key is None else past_key.shape[-2])
+            mask = np.broadcast_to(mask, (*mask.shape[:-1], seqlen_k))
+        outputs = attention(Q, K, V, mask, past_key, *rest, **attributes, return_qk=wanted)
         # the evaluator needs an array for each output, also for one without a name
         return tuple(np.empty(0, Q.dtype) if output is None else output for output in outputs[: len(names)])

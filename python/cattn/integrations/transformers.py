@@ -7,16 +7,25 @@ a matrix of T x T booleans.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .torch import scaled_dot_product_attention
 
-__all__ = ["AttentionMask", "register"]
+__all__ = ["AttentionMask", "register", "set_attn_implementation"]
 
-# Keywords that reach an attention function but say nothing about attention: modules pass on what the caller gave.
+
+# ---- the code of a model -------------------------------------------------------------------------------------------
+# Keywords that layers write into their calls and that say nothing about attention.
 _NO_MEANING = frozenset(
     {
         "cache", "cache_position", "deterministic", "hidden_states", "layer_idx", "logits_to_keep",
@@ -24,6 +33,99 @@ _NO_MEANING = frozenset(
         "position_embeddings", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
+
+
+def _constant(function: Callable[[type], Any]) -> Callable[[type], Any]:
+    """Return a function of a class that looks at its code once; the compiler takes the result as it is."""
+    cached = functools.cache(function)
+
+    def find(cls: type) -> Any:
+        return cached(cls)
+
+    constant: Any = torch.compiler.assume_constant_result
+    return functools.update_wrapper(constant(find), function)
+
+
+def _constants(code: CodeType) -> Iterator[str]:
+    """Yield the strings of a function, with the keywords that it writes into calls."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        else:
+            yield from (x for x in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(x, str))
+
+
+def _methods(cls: type) -> list[FunctionType]:
+    """Return the functions of a layer's class and of its bases, without those that every layer or model has."""
+    found: list[Any] = []
+    for base in cls.__mro__:
+        if not base.__module__.startswith(("torch.", "transformers.modeling_utils")):
+            found += [inspect.unwrap(x) for x in vars(base).values() if inspect.isfunction(x)]
+    return [x for x in found if isinstance(x, FunctionType)]
+
+
+@_constant
+def _find_keywords(layer: type) -> frozenset[str] | None:
+    """Return the keywords that a layer writes itself and that its eager attention reads; None if it has none.
+
+    Layers pass on to attention whatever the caller of the model gave. Such a keyword has a meaning only if the model's
+    own function of eager attention looks at it, or if the layer gives it: sparse layers give `indices` to all functions
+    but eager attention, for which they hide the keys in the mask.
+    """
+    methods = _methods(layer)
+    scopes = {method.__module__: method.__globals__ for method in methods}
+    functions = [
+        inspect.unwrap(x)
+        for scope in scopes.values()
+        for name, x in scope.items()
+        if "eager" in name.lower() and inspect.isfunction(x)
+    ]
+    if not functions:
+        return None
+    found = {x for function in (*methods, *functions) for x in _constants(function.__code__)}
+    for function in functions:
+        found.update(inspect.signature(function).parameters)
+    return frozenset(found)
+
+
+def _asks_the_interface(layer: type) -> bool:
+    """Return whether a layer takes its attention function from transformers' interface."""
+    return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in _methods(layer))
+
+
+@functools.cache
+def _find_model(config: type) -> Any:
+    """Return the class of a model without a head, by that of its configuration."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config, None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _has_attention_of_its_own(config: type) -> bool:
+    """Return whether a model is known not to use the attention interface, by transformers' own test."""
+    model = _find_model(config)
+    return model is not None and not bool(model._can_set_attn_implementation())
+
+
+@_constant
+def _knows_eager_alone(layer: type) -> bool:
+    """Return whether no model of a layer's file allows PyTorch's own function, for which `is_causal` has a meaning."""
+    from transformers import PreTrainedModel
+
+    scope = vars(sys.modules[layer.__module__]).values()
+    models: list[Any] = [x for x in scope if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    models = [x for x in models if x.__module__ == layer.__module__]
+    return bool(models) and not any(x._supports_sdpa for x in models)
+
+
+@_constant
+def _wants_a_tensor(config: type) -> bool:
+    """Return whether a model asks if its mask is a tensor: it lengthens the mask then, and only then."""
+    model = _find_model(config)
+    if model is None:
+        return False
+    return "isinstance(attention_mask, torch.Tensor)" in inspect.getsource(sys.modules[model.__module__])
 
 
 # ---- the structure of a mask ---------------------------------------------------------------------------------------
@@ -129,11 +231,25 @@ def _find_range(mask_function: Any) -> _Range | None:
     return found
 
 
+# Scores plus a mask, in PyTorch's names. Only attention adds a mask to something.
+_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "rsub"})
+
+
+def _by_the_tensor(name: str) -> Any:
+    """Return an operator of `AttentionMask` that is computed with its tensor."""
+
+    def operate(self: AttentionMask, *others: Any) -> Any:
+        return getattr(self.dense(), name)(*others)
+
+    return operate
+
+
 class AttentionMask:
     """What a layer may see, as cattn takes it. Made by the mask function that `register` adds to transformers.
 
-    It takes the place of a mask tensor of shape (B, 1, T_q, T_k) on the way through a model. A model that computes with
-    the mask itself, because it does not use the attention interface, gets a NotImplementedError.
+    It takes the place of eager attention's mask, a float tensor of shape (B, 1, T_q, T_k), on the way through a model.
+    A model that takes a part of it or computes with it gets that tensor, which is made then. A model that adds it to
+    scores of its own, because it does not use the attention interface, gets a NotImplementedError.
 
     Attributes
     ----------
@@ -143,18 +259,28 @@ class AttentionMask:
         Arguments of the attention function: causality, window, offset, lengths and starts.
     attn_mask : Tensor or None
         A boolean mask besides: (B, 1, 1, T_k) for padding between tokens, the whole mask for other patterns.
+    dtype : torch.dtype
+        The dtype of the tensor in whose place it is.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], options: dict[str, Any], attn_mask: Tensor | None, model: str
+        self,
+        shape: tuple[int, int, int, int],
+        options: dict[str, Any],
+        attn_mask: Tensor | None,
+        config: Any,
+        make_visible: Callable[[], Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.shape = shape
         self.options = options
         self.attn_mask = attn_mask
-        self._model = model
+        self.dtype = dtype
+        self._config = config
+        self._make_visible = make_visible
+        self._visible: Tensor | None = None
 
     ndim = 4
-    dtype = torch.bool
     device = torch.device("cpu")
 
     def dim(self) -> int:
@@ -165,31 +291,58 @@ class AttentionMask:
         """Return the shape, or one of its numbers."""
         return self.shape if dim is None else self.shape[dim]
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the mask itself, or its tensor if another dtype is asked for."""
+        wanted = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs).dtype
+        return self if wanted is self.dtype else self.dense().to(*args, **kwargs)
+
+    def visible(self) -> Tensor:
+        """Return the boolean tensor of the shape `shape`: True where a query sees a key."""
+        if self._visible is None:
+            self._visible = self._make_visible()
+        return self._visible
+
+    def dense(self) -> Tensor:
+        """Return the tensor of eager attention: 0 where a query sees a key, the least finite number elsewhere."""
+        if _has_attention_of_its_own(type(self._config)):
+            self._refuse("computes with")
+        return _add_nothing_or_least(self.visible(), self.dtype)
+
     def _refuse(self, action: str) -> NoReturn:
         raise NotImplementedError(
-            f"the model of {self._model} {action} its attention mask itself, instead of leaving attention to the "
-            f'interface of transformers: use attn_implementation="eager" for it'
+            f"the model of {type(self._config).__name__} {action} its attention mask itself, instead of leaving "
+            f'attention to the interface of transformers: use attn_implementation="eager" for it'
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(f"uses .{name} of")
+        return getattr(self.dense(), name)
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        self._refuse("takes a part of")
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
 
-    def _compute(self, *_: Any) -> NoReturn:
-        self._refuse("computes with")
+    def _add(self, *_: Any) -> NoReturn:
+        self._refuse("computes add with")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
-    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _compute
-    __lt__ = __le__ = __gt__ = __ge__ = _compute
+    __add__ = __radd__ = __sub__ = __rsub__ = _add
+    __hash__ = object.__hash__
+    __eq__, __ne__, __lt__, __le__ = map(_by_the_tensor, ("__eq__", "__ne__", "__lt__", "__le__"))
+    __gt__, __ge__, __neg__, __mul__ = map(_by_the_tensor, ("__gt__", "__ge__", "__neg__", "__mul__"))
+    __rmul__, __truediv__ = map(_by_the_tensor, ("__rmul__", "__truediv__"))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        masks[0]._refuse(f"computes {getattr(func, '__name__', func)} with")
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _SUMS:
+            next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))._refuse("computes add with")
+        args, kwargs = tree_map_only(cls, cls.dense, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _add_nothing_or_least(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a boolean mask as eager attention has it, to be added to scores."""
+    least = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=visible.device)
+    return torch.where(visible, torch.zeros_like(least), least)
 
 
 def _describe_padding(
@@ -206,7 +359,7 @@ def _describe_padding(
     if bool((tokens == kv_length).all()):
         return {}, None
     starts = visible.to(torch.uint8).argmax(-1)
-    lengths, keys = starts + tokens, torch.arange(kv_length)
+    lengths, keys = starts + tokens, torch.arange(kv_length, device="cpu")
     if not bool((visible == ((keys >= starts[:, None]) & (keys < lengths[:, None]))).all()):
         return {}, visible[:, None, None, :]
     ends = {}
@@ -226,8 +379,9 @@ def _make_mask(
     mask_function: Any = None,
     attention_mask: Tensor | AttentionMask | None = None,
     config: Any = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> AttentionMask:
+) -> AttentionMask | Tensor:
     """Describe the mask of a layer; the arguments are those of transformers' ``sdpa_mask``."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -235,18 +389,28 @@ def _make_mask(
         return attention_mask
     if mask_function is None:
         mask_function = causal_mask_function
-    shape, model = (batch_size, 1, q_length, kv_length), type(config).__name__
+    # What transformers' functions take, without their permissions to make no mask. A static cache counts its tokens in
+    # place, so that the tensor of the offset must be kept as it is now.
+    dense = options | {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset + 0,
+        "kv_offset": kv_offset + 0, "mask_function": mask_function, "attention_mask": attention_mask, "config": config,
+        "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False,
+    }  # fmt: skip
+
+    def make_visible() -> Tensor:
+        visible: Tensor = sdpa_mask(**dense)
+        return visible
+
+    if _wants_a_tensor(type(config)):
+        return _add_nothing_or_least(make_visible(), dtype)
+    shape = (batch_size, 1, q_length, kv_length)
     # transformers allows to skip the mask where it is causal, a window or nothing. The compiler cannot follow the
     # other functions of positions into tensors, which may name the sequence of each token.
     plain = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
     found = _find_range(mask_function) if plain or not torch.compiler.is_compiling() else None
     if found is None:
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        dense = sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, config=config,
-            **options,
-        )  # fmt: skip
-        return AttentionMask(shape, {}, dense, model)
+        visible = make_visible()
+        return AttentionMask(shape, {}, visible, config, lambda: visible, dtype)
     offset = q_offset - kv_offset
     causal = found.upper == 0
     right = -1 if causal or found.upper is None else found.upper
@@ -265,7 +429,7 @@ def _make_mask(
     if attention_mask is not None:
         ends, visible = _describe_padding(attention_mask, kv_length, kv_offset)
         call |= ends
-    return AttentionMask(shape, call, visible, model)
+    return AttentionMask(shape, call, visible, config, make_visible, dtype)
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
@@ -283,7 +447,11 @@ def _wants_weights(options: dict[str, Any]) -> bool:
 
 
 def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in _NO_MEANING)
+    given = [name for name, value in options.items() if value is not None and name not in _NO_MEANING]
+    if not given:
+        return
+    known = _find_keywords(type(module))
+    unknown = sorted(given if known is None else known.intersection(given))
     if unknown:
         raise NotImplementedError(
             f"{type(module).__name__} passes {', '.join(unknown)} to attention, which cattn does not know: "
@@ -291,15 +459,69 @@ def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
         )
 
 
+def _fit_mask(
+    module: Any, mask: AttentionMask, wanted: tuple[int, int, int, int]
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return a mask as arguments; one that was made for a single query or sequence serves all of them."""
+    if mask.shape == wanted:
+        return mask.options, mask.attn_mask
+    if any(size not in (1, target) for size, target in zip(mask.shape, wanted, strict=True)):
+        raise NotImplementedError(
+            f"{type(module).__name__} made its attention mask for (B, T_q, T_k) = {(mask.shape[0], *mask.shape[2:])} "
+            f'and attends with {(wanted[0], *wanted[2:])}: use attn_implementation="eager" for this model'
+        )
+    return {}, mask.visible()
+
+
+def _join(attn_mask: Tensor | None, visible: Tensor) -> Tensor:
+    """Return a mask that hides besides what a boolean mask hides."""
+    if attn_mask is None:
+        return visible
+    if attn_mask.dtype is torch.bool:
+        return attn_mask & visible
+    return attn_mask.masked_fill(~visible, -torch.inf)
+
+
+def _find_selected(module: Any, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the keys that an indexer chose for each query, as a mask (B, 1 or H, T_q, T_k).
+
+    Indices are those of keys, of shape (B, T_q, n), or those of blocks of keys, of shape (B, H_i, T_q, n). Negative
+    ones choose nothing.
+    """
+    if indices.ndim == 3:
+        size, indices = 1, indices[:, None]
+    else:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        if size is None:
+            raise NotImplementedError(f"{type(module).__name__} passes block_indices, but has no indexer.block_size")
+    keys = key.shape[2]
+    count = -(-keys // size)
+    chosen = torch.zeros((*indices.shape[:3], count + 1), dtype=torch.bool, device=key.device)
+    chosen.scatter_(-1, indices.long().masked_fill(indices < 0, count), True)
+    chosen = chosen[..., :count].repeat_interleave(size, dim=-1)[..., :keys]
+    return chosen.repeat_interleave(query.shape[1] // chosen.shape[1], dim=1) if chosen.shape[1] > 1 else chosen
+
+
+def _find_own_sequence(query: Tensor, key: Tensor, ends: Tensor, key_ends: Tensor | None) -> Tensor | None:
+    """Return which keys belong to the sequence of each query of a batch without padding; None for one sequence."""
+    ends, key_ends = ends.long(), ends.long() if key_ends is None else key_ends.long()
+    if ends.shape[0] <= 2 and key_ends.shape[0] <= 2:
+        return None
+    if query.shape[0] != 1:
+        raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.shape[0]} rows")
+    sequences = [
+        torch.bucketize(torch.arange(tokens.shape[2], device=bounds.device), bounds, right=True)
+        for tokens, bounds in ((query, ends), (key, key_ends))
+    ]
+    return (sequences[0][:, None] == sequences[1])[None, None]
+
+
 def _read_mask(
     module: Any, mask: Any, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Return arguments of the attention function, and a mask besides."""
     if isinstance(mask, AttentionMask):
-        wanted = (query.shape[2], key.shape[2])
-        if mask.shape[2:] != wanted:
-            raise ValueError(f"attention_mask is for {mask.shape[2:]} queries and keys, got {wanted}")
-        return mask.options, mask.attn_mask
+        return _fit_mask(module, mask, (query.shape[0], 1, query.shape[2], key.shape[2]))
     if isinstance(mask, Tensor):
         if mask.ndim != 4:
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, wanted (B, 1 or H, T_q, T_k)")
@@ -307,6 +529,8 @@ def _read_mask(
     if mask is not None:
         raise TypeError(f"attention_mask must be a torch.Tensor, got {type(mask).__name__}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and _knows_eager_alone(type(module)):
+        causal = False  # eager attention without a mask hides nothing
     if not causal or query.shape[2] == 1:
         if sliding_window is not None:
             raise NotImplementedError(f"{type(module).__name__} passes sliding_window without a mask or causality")
@@ -328,11 +552,26 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
     **options: Any,
 ) -> Result:
     """Compute the attention of a layer; the signature is that of transformers' attention functions."""
     _refuse_unknown(module, options)
     call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(query.dtype)
+    for chosen in (indices, block_indices):
+        if chosen is not None:
+            attn_mask = _join(attn_mask, _find_selected(module, chosen, query, key))
+    if cu_seq_lens_q is not None:
+        own = _find_own_sequence(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        attn_mask = attn_mask if own is None else _join(attn_mask, own)
     weights = _wants_weights(options)
     result: Any = scaled_dot_product_attention(
         query,
@@ -346,10 +585,15 @@ def _attend(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.reshape(-1),
         return_weights=weights,
+        return_lse=sinks is not None,
         **call,
     )
-    out = result.out if weights else result
-    return out.transpose(1, 2).contiguous(), result.weights if weights else None
+    plain = not weights and sinks is None
+    out, found = (result, None) if plain else (result.out, result.weights if weights else None)
+    if sinks is not None:  # one logit of each query: a factor of what it gives to keys
+        share = torch.sigmoid(result.lse.unsqueeze(-1) - sinks).to(out.dtype)
+        out, found = out * share, None if found is None else found * share
+    return out.transpose(1, 2).contiguous(), found
 
 
 def register(name: str = "cattn") -> None:
@@ -397,3 +641,51 @@ def register(name: str = "cattn") -> None:
         raise ImportError("this needs transformers: pip install 'cattn[transformers]'") from error
     AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(name, _make_mask)
+
+
+def set_attn_implementation(model: Any, name: str = "cattn") -> None:
+    """Let a model compute its attention by cattn, or say why it cannot.
+
+    ``model.set_attn_implementation`` does the same, but leaves a model as it is that computes attention itself, with no
+    more than a line in transformers' log.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model. It is not changed if there is an error.
+    name : str
+        The name of the implementation. It is registered if it is not yet.
+
+    Raises
+    ------
+    NotImplementedError
+        All layers of the model compute attention themselves, or it has no attention.
+
+    Warns
+    -----
+    UserWarning
+        A part of the model computes attention itself, and goes on to. The warning names its classes.
+
+    Examples
+    --------
+    >>> from cattn.integrations.transformers import set_attn_implementation
+    >>> set_attn_implementation(model)  # doctest: +SKIP
+    """
+    register(name)
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if not any(_asks_the_interface(cls) for cls in {type(x) for x in model.modules()}):
+        raise NotImplementedError(
+            f"no layer of {type(model).__name__} leaves attention to the interface of transformers: the model computes "
+            f"attention itself, or it has none"
+        )
+    parts = dict.fromkeys(type(x) for x in model.modules() if isinstance(x, PreTrainedModel))
+    own = [cls.__name__ for cls in parts if not cls._can_set_attn_implementation()]
+    if own:
+        warnings.warn(
+            f"{', '.join(own)} keep their own attention: they do not leave it to the interface of transformers",
+            stacklevel=2,
+        )
+    model.set_attn_implementation(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,9 +40,66 @@ def safetensors_package() -> Any:
     return safetensors
 
 
+def printable(text: str) -> str:
+    """Return text without characters that a terminal obeys or cannot show: escapes of ESC, of line breaks and others.
+
+    Names of arrays and of files come from strangers: they must not move the cursor, and not end a line of a log.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class LostDtypeError(ValueError):
+    """An array in a file has no dtype, because NumPy's formats cannot name it."""
+
+
+def loses_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return whether NumPy's formats keep only the bytes of a dtype, such as bfloat16."""
+    return np.dtype(dtype.str) != dtype
+
+
+def refuse_lost_dtype(array: Array, name: str) -> Array:
+    """Return the array of a file, unless it was written with a dtype that NumPy's formats lose."""
+    if array.dtype.kind == "V" and array.dtype.names is None:
+        raise LostDtypeError(
+            f"{printable(name)} holds elements of {array.dtype.itemsize} bytes without a dtype: .npy and .npz files "
+            "lose bfloat16 and the other types of ml_dtypes. Write a .safetensors file, or convert to float32 first"
+        )
+    return array
+
+
 def temporary_beside(target: Path) -> Path:
     """Return an unused file name in the target's directory, short enough for every file system."""
     return target.with_name(f".cattn-{secrets.token_hex(8)}{_TEMPORARY}")
+
+
+def create(temporary: Path, target: Path) -> None:
+    """Create an empty file for what will replace the target. Until then only its owner reads what replaces a file."""
+    mode = 0o600 if target.exists() else 0o666
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+
+
+def replace(temporary: Path, target: Path) -> None:
+    """Put a complete file in the place of the target, with the target's owner, extended attributes and mode."""
+    with contextlib.suppress(FileNotFoundError):
+        former = os.stat(target)
+        mode = stat.S_IMODE(former.st_mode)
+        if hasattr(os, "chown"):
+            own = os.stat(temporary)
+            with contextlib.suppress(OSError):
+                os.chown(temporary, -1, former.st_gid)
+                own = os.stat(temporary)
+            if own.st_gid != former.st_gid:  # the group is another one, which gets no more than everybody
+                mode &= ~stat.S_IRWXG | (mode & stat.S_IRWXO) << 3
+            with contextlib.suppress(OSError):
+                os.chown(temporary, former.st_uid, -1)
+        if hasattr(os, "listxattr"):
+            with contextlib.suppress(OSError):
+                for name in os.listxattr(target):
+                    with contextlib.suppress(OSError):
+                        os.setxattr(temporary, name, os.getxattr(target, name))
+        if os.name != "nt":  # there it is one bit, read-only, which would only keep the temporary file
+            os.chmod(temporary, mode)
+    os.replace(temporary, target)
 
 
 @contextlib.contextmanager
@@ -57,7 +115,7 @@ def errors_name(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a file name beside the target. The file takes the target's place, or is removed if the block raises.
+    """Yield an empty file beside the target. It takes the target's place, or is removed if the block raises.
 
     A device or a pipe stays in its place and takes the contents.
     """
@@ -65,11 +123,12 @@ def replacing(target: Path) -> Iterator[Path]:
     temporary = temporary_beside(Path(tempfile.gettempdir(), target.name) if special else target)
     try:
         with errors_name(target):
+            create(temporary, target)
             yield temporary
             if special:
                 target.write_bytes(temporary.read_bytes())
             else:
-                os.replace(temporary, target)
+                replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -78,6 +137,9 @@ def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
     """Write arrays to an open file in the format of the suffix."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     if suffix == ".npz":
+        for name, array in arrays.items():
+            if loses_dtype(array.dtype):
+                raise ValueError(f"{printable(name)}: .npz files cannot hold {array.dtype}, .safetensors files can")
         np.savez(stream, **arrays)  # type: ignore[arg-type] # its stubs take a name for allow_pickle
     else:  # not save_file: it makes a file that only its owner may read
         stream.write(safetensors_package().numpy.save(arrays))
@@ -87,7 +149,7 @@ def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
     """Write arrays to path. An existing file is replaced only when the new one is complete."""
     target = Path(os.path.realpath(path))  # replace the file that a link points to, not the link
     suffix = _suffix(target)
-    with replacing(target) as temporary, open(temporary, "xb") as stream:
+    with replacing(target) as temporary, open(temporary, "wb") as stream:
         write_arrays(stream, suffix, arrays)
 
 
@@ -98,7 +160,7 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
     def explain(error: Exception) -> Exception:
         pickled = needs_pickle(error)  # NumPy's text says how to unpickle it, which is no advice
         reason = "cattn reads arrays of numbers and never unpickles" if pickled else show_damage(error)
-        return ValueError(f"{source} is no .npz file of numbers, or damaged: {reason}")
+        return ValueError(printable(f"{source} is no .npz file of numbers, or damaged: {reason}"))
 
     safetensors = _suffix(source) == ".safetensors"
     with open_safetensors(source) if safetensors else open_npz(source, explain) as (names, read):
@@ -115,13 +177,13 @@ def open_npz(
         array = archive[name]
         if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without its magic number
             raise ValueError(f"{name} is not in the .npy format")
-        return array
+        return refuse_lost_dtype(array, f"{source}: {name}")
 
     with open(source, "rb") as stream:
         try:
             with np.load(stream, allow_pickle=False) as archive:
                 yield list(archive.files), read
-        except MemoryError:
+        except (MemoryError, LostDtypeError):
             raise
         except Exception as error:  # no list of what NumPy, zipfile and tokenize raise for a damaged file is complete
             raise explain(error) from error
@@ -152,13 +214,14 @@ def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], 
         except (AttributeError, TypeError) as error:
             dtype = archive.get_slice(name).get_dtype()
             raise ValueError(
-                f"{source}: {name} is of type {dtype}, which NumPy does not have (bfloat16: pip install 'cattn[bf16]')"
+                f"{printable(f'{source}: {name}')} is of type {dtype}, which NumPy does not have "
+                "(bfloat16: pip install 'cattn[bf16]')"
             ) from error
         return array
 
     try:
         archive = package.safe_open(source, framework="np")
     except Exception as error:  # the package's own exception type moved between its versions
-        raise ValueError(f"{source} is no .safetensors file, or damaged: {error}") from error
+        raise ValueError(printable(f"{source} is no .safetensors file, or damaged: {error}")) from error
     with archive:
         yield list(archive.keys()), read

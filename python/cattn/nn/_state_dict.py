@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from .._input.arrays import _asarray, as_array
 from .._input.fp_mode import in_default_mode
+from ._files import printable
 
 Array = NDArray[Any]
 
@@ -122,8 +123,9 @@ def _read(value: Any, key: str) -> Array:
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()
-    array = _asarray(value, key)
-    return as_array(array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array, key)
+    name = printable(key)
+    array = _asarray(value, name)
+    return as_array(array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array, name)
 
 
 def _listed(items: Iterable[object]) -> str:
@@ -147,7 +149,7 @@ class _Loader:
         self.found: dict[_Slot, _Found] = {}
 
     def error(self, problems: list[str]) -> ValueError:
-        return ValueError("\n    ".join([f"cannot load into {self.what}:", *problems]))
+        return ValueError("\n    ".join([f"cannot load into {self.what}:", *map(printable, problems)]))
 
     # ---- the parameters of the class, in (out, in) order ----
     def shape(self, key: str) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
     drop_bits = _dropout_bits(p, seed, problem)
-    result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible)
+    result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible, is_mean=p == 0)
 
     if problem.one_head:
         result, weights = result[..., 0, :, :], weights[..., 0, :, :]
@@ -349,10 +349,16 @@ def match_heads(q: Floats, k: Floats, v: Floats, enable_gqa: bool | None) -> tup
     return q, k, v
 
 
-def _weighted_sum(weights: Floats, value: Floats, visible: Bools) -> Floats:
-    """Multiply weights @ value without the products 0 * NaN and 0 * inf of keys that are not visible."""
+def _weighted_sum(weights: Floats, value: Floats, visible: Bools, is_mean: bool = False) -> Floats:
+    """Multiply weights @ value without the products 0 * NaN and 0 * inf of keys that are not visible.
+
+    A mean of finite values is finite: rounding does not take it beyond the largest number.
+    """
     finite = np.isfinite(value)
     total: Floats = weights @ np.where(finite, value, 0.0)
+    if is_mean:
+        limits = np.finfo(total.dtype)
+        total = np.clip(total, limits.min, limits.max)
     for j in np.flatnonzero(~finite.all(axis=(*range(value.ndim - 2), -1))):  # each is added to the rows that see it
         row = np.where(finite, 0.0, value)[..., j, None, :]
         total += np.where(visible[..., j, None], weights[..., j, None] * row, 0.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._input.types import Alignment, AttentionOutput, Window
-from ._compute import forward
-from ._operator import WithGradients, attention_operator, read_window
+from ._compute import forward, recorded
+from ._operator import WithGradients, as_seed, attention_operator, read_window
 from ._quantized import read_quantized
 from ._tensors import (
     DTYPES,
@@ -56,12 +56,12 @@ def _read_alignment(is_causal: Any) -> str:
 def _draw_seed(rng: Any) -> Tensor:
     """Return the seed of the dropout mask, as a tensor that the compiler can follow."""
     if rng is None or isinstance(rng, torch.Generator):
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, generator=rng)
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu", generator=rng)
     if isinstance(rng, bool) or not isinstance(rng, (int, np.integer)):
         raise TypeError(f"rng must be None, an int or a torch.Generator, got {type(rng).__name__}")
     if not 0 <= rng < 2**64:
         raise ValueError(f"rng must be in [0, 2**64), got {rng}")
-    return torch.tensor(int(rng) - 2**64 if rng >= 2**63 else int(rng), dtype=torch.int64)
+    return as_seed(int(rng))
 
 
 def _as_positions(value: Any, name: str) -> Any:
@@ -70,7 +70,7 @@ def _as_positions(value: Any, name: str) -> Any:
         return None
     if isinstance(value, (int, torch.SymInt)):
         number: Any = value
-        return torch.full((), number, dtype=torch.int64)
+        return torch.full((), number, dtype=torch.int64, device="cpu")
     check_tensor(value, name)
     check_class(value, name)
     return value
@@ -209,7 +209,7 @@ def scaled_dot_product_attention(
         Seed of the dropout mask, or the generator that draws it. None is PyTorch's default generator, so that
         ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
     return_weights : bool
-        Also return the weights before dropout, without a gradient.
+        Also return the weights before dropout, which are differentiable too.
     return_lse : bool
         Also return the log-sum-exp of each row, which is differentiable too: for a z-loss, or results that are merged.
 
@@ -219,8 +219,8 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
-        In forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and for alibi_slopes, scales
-        or quantized tensors that require a gradient.
+        For second derivatives, in forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and
+        for alibi_slopes, scales or quantized tensors that require a gradient.
 
     Notes
     -----
@@ -329,7 +329,7 @@ def scaled_dot_product_attention(
             result: Any = WithGradients.apply(*operands, options, return_weights)  # type: ignore[no-untyped-call]
             out, lse, weights = result
         else:
-            out, lse, weights = forward(operands, options, return_lse, return_weights)
+            out, lse, weights = recorded("cattn::attention", forward, operands, options, return_lse, return_weights)
     if scaled:
         out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
     if not return_weights and not return_lse:

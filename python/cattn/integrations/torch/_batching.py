@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._operator import N_ARRAYS, N_OPERANDS, attention_operator, backward_operator
+from ._operator import N_ARRAYS, N_OF_RESULTS, N_OPERANDS, attention_operator, backward_operator
 
 _DROPOUT_P = N_OPERANDS + N_ARRAYS  # the places of some arguments of attention_operator
 _SEED = _DROPOUT_P - 1
@@ -92,16 +92,17 @@ def _attention_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: 
 
 @backward_operator.register_vmap
 def _gradients_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-    dims, rest = in_dims[4:], arguments[4:]  # after grad_out, grad_lse, out, lse
+    dims, rest = in_dims[N_OF_RESULTS:], arguments[N_OF_RESULTS:]
     if _one_mask_for_all(dims, rest):
         return _in_turn(backward_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
     n = layout.ndim
-    of_output = [
+    matrix, row = (n, -3), (n - 1, -2)
+    of_results = [
         None if x is None else layout.spread(x, dim, *place)
-        for x, dim, place in zip(arguments, in_dims, ((n, -3), (n - 1, -2)) * 2, strict=False)
+        for x, dim, place in zip(arguments, in_dims, (matrix, row, matrix, matrix, row), strict=False)
     ]
-    grads = backward_operator(*of_output, *spread)
+    grads = backward_operator(*of_results, *spread)
     results: list[Tensor] = []
     out_dims: list[int | None] = []
     for grad, operand, dim in zip(grads, rest[:N_OPERANDS], dims, strict=False):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import cattn
 
 from ._tensors import as_array, as_tensor
 
-# The attention function's arguments that may carry a gradient, in the order of `Operands`.
-DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "bias", "sinks")
+_profiler_enabled: Any = torch._C._autograd._profiler_enabled
+# The arguments that may carry a gradient: query, key, value, attn_mask, bias, sinks.
+Operands: TypeAlias = Sequence[Tensor | None]
 
 
 class Result(NamedTuple):
@@ -46,8 +49,36 @@ def tokens_first(query: Tensor) -> bool:
     return query.ndim == 4 and query.shape[2] != 1 and query.stride(1) < query.stride(2)
 
 
-def forward(operands: tuple[Tensor | None, ...], options: dict[str, Any], lse: bool, weights: bool) -> Result:
-    """Return attention of the operands, named by `DIFFERENTIABLE`, in tensors on the arrays of the result.
+def empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
+    """Return an output of these rows whose numbers are not set, in the memory order of the query."""
+    if len(rows) == 3 and tokens_first(query):
+        return query.new_empty((rows[0], rows[2], rows[1], value.shape[-1])).transpose(1, 2)
+    return query.new_empty((*rows, value.shape[-1]))
+
+
+def recorded(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; a profiler that is active shows it under this name, as it shows operators."""
+    if not _profiler_enabled():
+        return function(*arguments)
+    with torch.profiler.record_function(name):
+        return function(*arguments)
+
+
+def _with_extras(
+    options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
+) -> dict[str, Any]:
+    """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
+    if attn_mask is not None:
+        options = {**options, "attn_mask": as_array(attn_mask)}
+    if bias is not None:
+        options = {**options, "bias": as_array(bias)}
+    if sinks is not None:
+        options = {**options, "sinks": as_array(sinks)}
+    return options
+
+
+def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: bool) -> Result:
+    """Return attention of the operands, in tensors on the arrays of the result.
 
     lse is float64, because the gradients need its digits.
     """
@@ -55,26 +86,24 @@ def forward(operands: tuple[Tensor | None, ...], options: dict[str, Any], lse: b
     assert query is not None and key is not None and value is not None  # noqa: PT018
     attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
     arrays = as_array(query), as_array(key), as_array(value)
-    if attn_mask is not None:
-        options = {**options, "attn_mask": as_array(attn_mask)}
-    if bias is not None:
-        options = {**options, "bias": as_array(bias)}
-    if sinks is not None:
-        options = {**options, "sinks": as_array(sinks)}
+    options = _with_extras(options, attn_mask, bias, sinks)
+    out = None
     if tokens_first(query):
         try:
             rows = row_shape(query, key, value, options["enable_gqa"])
         except RuntimeError:  # cattn's own error names the argument whose shape is wrong
             rows = ()
         if len(rows) == 3:
-            out = np.empty((rows[0], rows[2], rows[1], value.shape[-1]), arrays[0].dtype).swapaxes(1, 2)
-            options = {**options, "out": cattn.AttentionOutput(out) if lse or weights else out}
+            out = empty_output(rows, query, value)
+            memory = as_array(out)
+            options = {**options, "out": cattn.AttentionOutput(memory) if lse or weights else memory}
     if not lse and not weights:
-        return Result(as_tensor(attention(*arrays, **options), query.dtype), None, None)
+        array = attention(*arrays, **options)
+        return Result(as_tensor(array, query.dtype) if out is None else out, None, None)
     extras = attention(*arrays, return_lse=np.float64 if lse else False, return_weights=weights, **options)
     return Result(
-        as_tensor(extras.out, query.dtype),
-        torch.from_numpy(extras.lse) if lse else None,
+        as_tensor(extras.out, query.dtype) if out is None else out,
+        as_tensor(extras.lse) if lse else None,
         as_tensor(extras.weights, query.dtype) if weights else None,
     )
 
@@ -82,36 +111,76 @@ def forward(operands: tuple[Tensor | None, ...], options: dict[str, Any], lse: b
 def backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    operands: tuple[Tensor | None, ...],
+    grad_weights: Tensor | None,
+    operands: Operands,
     out: Tensor,
     lse: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands, given those of the output and of lse; None is 0.
+    """Return the gradients of the operands, given those of the output, of lse and of the weights; None is 0.
 
     The mask has one only if it is additive and there is no bias. Quantized keys and values have none.
     """
+    # The compiler gives zeros for an output that no loss depends on.
+    if grad_weights is None or not bool(grad_weights.any()):
+        return _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
+    by_weights = _backward_of_weights(grad_weights, operands, options)
+    if grad_out is None and grad_lse is None:
+        value = operands[2]
+        assert value is not None
+        of_value = torch.zeros_like(value) if value.dtype is out.dtype else None  # the weights do not depend on it
+        return (*by_weights[:2], of_value, *by_weights[3:])
+    by_output = _backward_of_output(grad_out, grad_lse, operands, out, lse, options)
+    return tuple(a if b is None else a + b for a, b in zip(by_output, by_weights, strict=True))  # type: ignore[operator]
+
+
+def _backward_of_weights(
+    grad_weights: Tensor, operands: Operands, options: dict[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given those of the weights: the output for the unit matrix as value."""
+    query, key, value, *rest = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    size = key.shape[-2]
+    unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
+    operands = (query, key, unit, *rest)
+    # The weights are those before dropout.
+    options = {name: x for name, x in options.items() if name not in ("dropout_p", "rng", "value_scale")}
+    again = forward(operands, options, lse=True, weights=False)
+    assert again.lse is not None
+    grads = _backward_of_output(grad_weights, None, operands, again.out, again.lse, options)
+    return (*grads[:2], None, *grads[3:])
+
+
+def _backward_of_output(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given those of the output and of lse; None is 0."""
+    query, key, value, attn_mask, bias, sinks = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
         options = {**options, "grad_lse": as_array(grad_lse)}
-    named: dict[str, Any] = {
-        name: as_array(x) for name, x in zip(DIFFERENTIABLE[3:], operands[3:], strict=True) if x is not None
-    }
-    query, key, value = (as_array(x) for x in operands[:3] if x is not None)
     grads = cattn.attention_backward(
-        as_array(grad_out), query, key, value, as_array(out), as_array(lse), **named, **options
-    )
+        as_array(grad_out), as_array(query), as_array(key), as_array(value), as_array(out), as_array(lse),
+        **_with_extras(options, attn_mask, bias, sinks),
+    )  # fmt: skip
     dtype = out.dtype
-    of_mask = grads.bias if operands[4] is None else None
-    of_bias = None if operands[4] is None else grads.bias
     return (
-        *(
-            as_tensor(grad, dtype) if operand is not None and operand.dtype is dtype else None
-            for grad, operand in zip(grads[:3], operands, strict=False)
-        ),
-        *(
-            None if grad is None or operand is None else torch.from_numpy(grad).to(operand.dtype)
-            for grad, operand in zip((of_mask, of_bias, grads.sinks), operands[3:], strict=True)
-        ),
+        as_tensor(grads.query, dtype),
+        as_tensor(grads.key, dtype) if key.dtype is dtype else None,
+        as_tensor(grads.value, dtype) if value.dtype is dtype else None,
+        _as_gradient(grads.bias, attn_mask) if bias is None else None,
+        _as_gradient(grads.bias, bias),
+        _as_gradient(grads.sinks, sinks),
     )
+
+
+def _as_gradient(array: NDArray[Any] | None, operand: Tensor | None) -> Tensor | None:
+    """Return the gradient of a mask, a bias or sinks in its own dtype."""
+    return None if array is None or operand is None else as_tensor(array).to(operand.dtype)

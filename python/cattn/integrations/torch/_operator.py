@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._library.autograd import make_autograd_impl
 
-from ._compute import backward, forward, row_shape, tokens_first
-from ._tensors import as_array, check_class, is_batched_gradient, nobody_watches
+from ._compute import backward, empty_output, forward, recorded, row_shape
+from ._tensors import (
+    INSTEAD,
+    OPERATOR,
+    as_array,
+    as_tensor,
+    check_class,
+    is_batched_gradient,
+    nobody_watches,
+    untracked,
+)
 
 # The arguments of both operators, without a repetition of the list in every function that takes them.
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
@@ -20,7 +30,8 @@ _ARRAYS = (
 _NUMBERS = (
     "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
 )
-N_OPERANDS, N_ARRAYS = 6, 8
+_OF_RESULTS = "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse"
+N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 8, 5
 
 
 def _read_options(
@@ -59,6 +70,18 @@ def _read_options(
     }
 
 
+def as_seed(number: int) -> Tensor:
+    """Return a seed in [0, 2**64) as the tensor that the operators take."""
+    return torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64, device="cpu")
+
+
+def _as_constant(value: Any) -> Tensor:
+    """Return an array or an int as a tensor."""
+    if isinstance(value, np.ndarray):
+        return as_tensor(value, torch.bfloat16 if value.dtype.name == "bfloat16" else None)
+    return torch.tensor(value, dtype=torch.int64, device="cpu")
+
+
 def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
     """Return the operators' arguments after the operands; the inverse of `_read_options`."""
     arrays = (
@@ -72,8 +95,8 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
     )
     seed = options.get("rng")
     return (
-        *(None if array is None else torch.as_tensor(array) for array in arrays),
-        None if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed),
+        *(None if array is None else _as_constant(array) for array in arrays),
+        None if seed is None else as_seed(seed),
         options["dropout_p"],
         options["is_causal"] or "",
         options.get("scale"),
@@ -100,24 +123,21 @@ class WithGradients(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Any:
         """Take the operands, the keyword arguments of cattn's functions, and whether the weights are wanted."""
         *operands, options, return_weights = arguments
-        result = forward(tuple(operands), options, lse=True, weights=return_weights)
+        result = recorded("cattn::attention", forward, operands, options, True, return_weights)
         ctx.save_for_backward(*operands, result.out, result.lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        if result.weights is not None:
-            ctx.mark_non_differentiable(result.weights)
-        return tuple(result)
+        return result.out, result.lse, result.weights
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_weights: Any) -> Any:
-        """Return the gradients of the operands."""
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
+        """Return the gradients of the operands, given those of the output, lse and the weights."""
         *operands, out, lse = ctx.saved_tensors
-        batched = any(grad is not None and is_batched_gradient(grad) for grad in (grad_out, grad_lse))
-        if nobody_watches() and not batched:
-            grads = backward(grad_out, grad_lse, tuple(operands), out, lse, ctx.options)
-        else:  # vmap over several gradients, or compiled autograd
-            grads = backward_operator(grad_out, grad_lse, out, lse, *operands, *_write_options(ctx.options))
+        if nobody_watches() and not torch.is_grad_enabled() and not any(map(is_batched_gradient, of_results)):
+            grads = recorded("cattn::attention_backward", backward, *of_results, operands, out, lse, ctx.options)
+            return (*grads, None, None)
+        # compiled autograd, vmap over several gradients, or create_graph=True
+        grads = backward_operator(*of_results, out, lse, *operands, *_write_options(ctx.options))
         return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None)
 
 
@@ -142,23 +162,14 @@ def attention_operator(*arguments: Any) -> Any:
     "cattn::attention_backward",
     mutates_args=(),
     device_types="cpu",
-    schema=f"(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, {_ARRAYS}, {_NUMBERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_OF_RESULTS}, {_OPERANDS}, {_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def backward_operator(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
-) -> Any:
+def backward_operator(*arguments: Any) -> Any:
     """Return the gradients of the operands; an empty tensor for one that has none."""
-    operands = arguments[:N_OPERANDS]
-    grads = backward(grad_out, grad_lse, operands, out, lse, _read_options(*arguments[N_OPERANDS:]))
+    grad_out, grad_lse, grad_weights, out, lse = arguments[:N_OF_RESULTS]
+    operands, rest = arguments[N_OF_RESULTS:][:N_OPERANDS], arguments[N_OF_RESULTS + N_OPERANDS :]
+    grads = backward(grad_out, grad_lse, grad_weights, operands, out, lse, _read_options(*rest))
     return tuple(out.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
-    """Return an empty output in the memory order of `forward`."""
-    if len(rows) == 3 and tokens_first(query):
-        return query.new_empty((rows[0], rows[2], rows[1], value.shape[-1])).transpose(1, 2)
-    return query.new_empty((*rows, value.shape[-1]))
 
 
 @attention_operator.register_fake
@@ -166,14 +177,13 @@ def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = arguments[:3]
     rows = row_shape(query, key, value, arguments[N_OPERANDS + N_ARRAYS + 3])
     weights = query.new_empty((*rows, key.shape[-2]) if arguments[-1] else 0)
-    return _empty_output(rows, query, value), query.new_empty(rows, dtype=torch.float64), weights
+    return empty_output(rows, query, value), query.new_empty(rows, dtype=torch.float64), weights
 
 
 @backward_operator.register_fake
-def _gradient_shapes(
-    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
-) -> tuple[Tensor, ...]:
-    query, key, value, attn_mask, bias, sinks = arguments[:N_OPERANDS]
+def _gradient_shapes(*arguments: Any) -> tuple[Tensor, ...]:
+    out = arguments[N_OF_RESULTS - 2]
+    query, key, value, attn_mask, bias, sinks = arguments[N_OF_RESULTS:][:N_OPERANDS]
     none = out.new_empty(0)
     additive = attn_mask is not None and attn_mask.dtype is not torch.bool and bias is None
     return (
@@ -189,14 +199,46 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*output[:2], *inputs[:n])
     ctx.numbers = inputs[n:-1]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    grads = backward_operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers)
+def _differentiate(ctx: Any, *of_results: Tensor | None) -> tuple[Any, ...]:
+    grads = backward_operator(*of_results, *ctx.saved_tensors, *ctx.numbers)
     needed = ctx.needs_input_grad[:N_OPERANDS]
     rest = (None,) * (N_ARRAYS + len(ctx.numbers) + 1)
     return (*(g if n else None for g, n in zip(grads, needed, strict=True)), *rest)
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _differentiate_twice(ctx: Any, *of_gradients: Any) -> NoReturn:
+    """Refuse second derivatives: every way to them, with create_graph=True, leads here."""
+    raise NotImplementedError(f"{OPERATOR} has no second derivatives: {INSTEAD}")
+
+
 attention_operator.register_autograd(_differentiate, setup_context=_save)
+backward_operator.register_autograd(_differentiate_twice, setup_context=_save_nothing)
+
+
+def _guard(operator: Any, library: Any) -> None:
+    """Refuse tensors of forward mode and ``torch.func.grad`` in an operator: the rules of autograd drop tangents.
+
+    The dispatcher prefers a kernel for the autograd of the CPU to the one for all devices, which it calls.
+    """
+    overload = operator._opoverload
+    names = [argument.name for argument in overload._schema.arguments]
+    differentiate = make_autograd_impl(overload, operator)
+
+    def check_and_differentiate(keyset: Any, *arguments: Any) -> Any:
+        for name, argument in zip(names, arguments, strict=False):
+            if isinstance(argument, Tensor) and (error := untracked(argument, name)) is not None:
+                raise error
+        return differentiate(keyset, *arguments)
+
+    library.impl(overload._schema.name.split("::")[1], check_and_differentiate, "AutogradCPU", with_keyset=True)
+
+
+_library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_guard(attention_operator, _library)
+_guard(backward_operator, _library)

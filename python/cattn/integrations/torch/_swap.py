@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ._attention import scaled_dot_product_attention
 from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
 
 _theirs = torch.nn.functional.scaled_dot_product_attention
+_PARAMETERS = frozenset(("is_causal", "scale", "enable_gqa"))  # PyTorch's, after dropout_p
 
 
 @dataclass
@@ -64,14 +66,37 @@ class _Dispatcher:
             and all(is_plain(x) and obstacle(x, "") is None for x in tensors)
             and all(x.ndim >= 2 and dtype_of(x) in DTYPES and dtype_of(x) == dtype_of(query) for x in inputs)
         )
-        _swap.count(ours)
         if not ours:
-            if bias:  # its method recognises only the function under PyTorch's name
-                return handle_torch_function(self, (attn_mask,), *arguments, **options)
-            return _theirs(*arguments, **options)
+            return self._pass_on(bias, *arguments, **options)
         if isinstance(dropout_p, Tensor):
             dropout_p = dropout_p.item()
-        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **options)
+        if isinstance(dropout_p, bool):  # a number for PyTorch
+            dropout_p = float(dropout_p)
+        try:
+            result = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **options)
+        except (TypeError, ValueError):
+            if torch.compiler.is_compiling() or not _PARAMETERS.issuperset(options):
+                raise
+            return self._pass_on(bias, *arguments, **options)  # raises PyTorch's error, with cattn's as its context
+        _swap.count(True)
+        return result
+
+    def _pass_on(self, bias: bool, *arguments: Any, **options: Any) -> Any:
+        """Let PyTorch compute."""
+        _swap.count(False)
+        if bias:  # its method recognises only the function under PyTorch's name
+            return handle_torch_function(self, (arguments[3],), *arguments, **options)
+        return _theirs(*arguments, **options)
+
+    def __reduce__(self) -> Any:
+        """Pickle as a function: by PyTorch's name, which may have PyTorch's function where it is loaded."""
+        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
+
+    def __copy__(self) -> _Dispatcher:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Dispatcher:
+        return self
 
     __call__.__qualname__ = _theirs.__name__
 
@@ -111,9 +136,10 @@ def use_cattn() -> Iterator[Seen]:
     PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
     dimension, nested and sparse tensors, forward-mode differentiation, ``torch.func.grad``, and compiled TorchScript.
     Subclasses with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as they do without the
-    context. The name belongs to the process, so all threads share it; PyTorch's function returns when the last of
-    several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by checkpointing
-    must run inside.
+    context. A wrong call raises PyTorch's error, whose context is cattn's. Second derivatives are a
+    NotImplementedError. The name belongs to the process, so all threads share it; PyTorch's function returns when the
+    last of several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by
+    checkpointing must run inside.
 
     Calls that never come to this name are not seen; the documentation lists them.
 

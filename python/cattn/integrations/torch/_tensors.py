@@ -15,33 +15,40 @@ from ..._input.arrays import load_ml_dtype
 
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OTHERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8}
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+OPERATOR = "cattn's attention (torch.ops.cattn.attention)"
+INSTEAD = (
+    "use PyTorch's scaled_dot_product_attention, outside use_cattn, with "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+)
 _functorch: Any = torch._C._functorch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Return the tensor's memory as an array."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(load_ml_dtype("bfloat16", "a tensor is of bfloat16"))
+    """Return the tensor's memory as an array; a tensor whose memory does not hold its numbers is copied."""
     try:
-        return tensor.numpy()
+        array: NDArray[Any] = tensor.numpy(force=True)  # also detached
     except TypeError:  # a dtype that NumPy does not have
-        if tensor.dtype is not torch.float8_e4m3fn:
+        if (same_size := _OTHERS.get(tensor.dtype)) is None:
             raise
-    return tensor.view(torch.int8).numpy().view(load_ml_dtype("float8_e4m3fn", "a tensor is of float8_e4m3fn"))
+    else:
+        return array
+    plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.detach().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return plain.view(same_size).numpy().view(load_ml_dtype(name, f"a tensor is of {name}"))
 
 
-def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Return the array's memory as a tensor."""
+def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the array's memory as a tensor; an array of bfloat16 needs the dtype, because PyTorch does not know it."""
     if dtype is torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        array = array.view(np.int16)
+    tensor = torch.from_numpy(array)
+    if array.size == 0:  # all strides are 0 in NumPy
+        tensor = torch.empty(array.shape, dtype=tensor.dtype, device="cpu")
+    return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
 
 
 def is_plain(tensor: Any) -> bool:
@@ -65,10 +72,9 @@ def nobody_watches() -> bool:
     )
 
 
-def is_batched_gradient(tensor: Tensor) -> bool:
+def is_batched_gradient(gradient: Tensor | None) -> bool:
     """Return whether ``torch.autograd.grad(..., is_grads_batched=True)`` made this: it has a vmap of its own."""
-    batched: bool = _functorch.is_legacy_batchedtensor(tensor)
-    return batched
+    return gradient is not None and _functorch.is_legacy_batchedtensor(gradient)
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
@@ -77,18 +83,37 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cpu") if lowered else tensor.dtype
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    """Return whether forward-mode differentiation is active: custom operators drop the tangents without an error."""
-    return not torch.compiler.is_compiling() and _forward_ad.unpack_dual(tensor).tangent is not None
-
-
 def _is_transformed(tensor: Tensor) -> bool:
     """Return whether ``torch.func.grad`` or a similar transform is active, which custom operators do not support."""
-    while not torch.compiler.is_compiling() and _functorch.is_functorch_wrapped_tensor(tensor):
+    while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_gradtrackingtensor(tensor):
             return True
         tensor = _functorch.get_unwrapped(tensor)
     return False
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Return whether this tensor is one of forward-mode differentiation, whose tangents custom operators drop."""
+    while _functorch.is_batchedtensor(tensor):  # torch.vmap has no rule for this question
+        tensor = _functorch.get_unwrapped(tensor)
+    # There is one level, 0. Compiled code enters it without a word to the module.
+    return _forward_ad.unpack_dual(tensor, level=0).tangent is not None
+
+
+def untracked(tensor: Tensor, name: str) -> Exception | None:
+    """Return the error for a tensor that is differentiated in a way that custom operators do not support, or None."""
+    if torch.compiler.is_dynamo_compiling():  # the operator itself looks when the compiler runs it
+        return None
+    if _has_tangent(tensor):
+        return NotImplementedError(
+            f"{name} has a tangent, but {OPERATOR} differentiates in reverse mode only: {INSTEAD}"
+        )
+    if _is_transformed(tensor):
+        return NotImplementedError(
+            f"{name} is under torch.func.grad, which {OPERATOR} does not support: use torch.autograd.grad, or for "
+            f"second derivatives {INSTEAD[4:]}"
+        )
+    return None
 
 
 def obstacle(tensor: Tensor, name: str) -> Exception | None:
@@ -97,11 +122,7 @@ def obstacle(tensor: Tensor, name: str) -> Exception | None:
         return ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
     if tensor.layout is not torch.strided or tensor.is_nested:
         return TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
-    if _has_tangent(tensor):
-        return NotImplementedError(f"{name} has a tangent, but cattn differentiates in reverse mode only")
-    if _is_transformed(tensor):
-        return NotImplementedError(f"{name} is under torch.func.grad, use torch.autograd.grad or PyTorch's function")
-    return None
+    return untracked(tensor, name)
 
 
 def check_tensor(tensor: Any, name: str) -> None:

@@ -23,12 +23,19 @@ from ._attention import scaled_dot_product_attention
 __all__ = ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper", "SelfAttention_v1", "SelfAttention_v2"]
 
 
-def _tokens(x: Tensor, d_in: int) -> Tensor:
-    """Return x as (B, T, d_in)."""
+# torch.fx traces through modules with stand-ins for tensors, which have no shapes: it takes these functions as a whole.
+for _name in ("_tokens", "_attend", "_join", "_result"):
+    torch.fx.wrap(_name)
+
+
+def _tokens(x: Tensor, d_in: int, context_length: int | None = None) -> Tensor:
+    """Return x as (B, T, d_in), with T up to context_length."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.ndim not in (2, 3) or x.shape[-1] != d_in:
         raise ValueError(f"x has shape {tuple(x.shape)}, wanted (T, {d_in}) or (B, T, {d_in})")
+    if context_length is not None and x.shape[-2] > context_length:
+        raise ValueError(f"x has {x.shape[-2]} tokens, context_length is {context_length}")
     return x if x.ndim == 3 else x.unsqueeze(0)
 
 
@@ -38,18 +45,28 @@ def _attend(
     v: Tensor,
     *,
     is_causal: bool,
-    dropout: nn.Dropout | None,
     return_weights: bool,
+    dropout_p: float = 0.0,
     window_size: Window = (-1, -1),
 ) -> tuple[Tensor, Tensor | None]:
     """Return the context (B, T, H * d_v) and the weights of q, k, v (B, H, T, d)."""
     result = scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout.p if dropout is not None and dropout.training else 0.0,
-        is_causal="upper_left" if is_causal else False, enable_gqa=True, window_size=window_size,
-        return_weights=return_weights,
+        q, k, v, dropout_p=dropout_p, is_causal="upper_left" if is_causal else False, enable_gqa=True,
+        window_size=window_size, return_weights=return_weights,
     )  # fmt: skip
     out, weights = (result.out, result.weights) if return_weights else (result, None)
     return out.transpose(1, 2).flatten(2), weights
+
+
+def _join(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Return the contexts and weights of heads as those of one call."""
+    contexts, weights = zip(*parts, strict=True)
+    return torch.cat(contexts, dim=-1), None if weights[0] is None else torch.cat(weights, dim=1)
+
+
+def _active(dropout: nn.Dropout) -> float:
+    """Return the probability of dropping a weight in the present mode."""
+    return dropout.p if dropout.training else 0.0
 
 
 def _result(x: Tensor, context: Tensor, weights: Tensor | None, one_head: bool = True) -> Any:
@@ -63,9 +80,6 @@ def _result(x: Tensor, context: Tensor, weights: Tensor | None, one_head: bool =
 
 class _Attention(nn.Module):
     """Base of the classes: state dicts in all naming schemes."""
-
-    d_in: int
-    d_out: int
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> LoadResult:
         """Load the parameters from a state dict of cattn, of PyTorch, or in another naming scheme.
@@ -135,7 +149,8 @@ class SelfAttention_v1(_Attention):  # noqa: N801 - the book's name
         """
         batch = _tokens(x, self.d_in)
         q, k, v = ((batch @ matrix).unsqueeze(1) for matrix in (self.W_query, self.W_key, self.W_value))
-        return _result(x, *_attend(q, k, v, is_causal=False, dropout=None, return_weights=return_weights))
+        context, weights = _attend(q, k, v, is_causal=False, return_weights=return_weights)
+        return _result(x, context, weights)
 
 
 class SelfAttention_v2(_Attention):  # noqa: N801 - the book's name
@@ -180,15 +195,13 @@ class SelfAttention_v2(_Attention):  # noqa: N801 - the book's name
         """
         batch = _tokens(x, self.d_in)
         q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
-        return _result(x, *_attend(q, k, v, is_causal=False, dropout=None, return_weights=return_weights))
+        context, weights = _attend(q, k, v, is_causal=False, return_weights=return_weights)
+        return _result(x, context, weights)
 
 
 class _Causal(_Attention):
     """Base of the causal classes: the check of the length, and the forward pass."""
 
-    context_length: int
-    window_size: Window
-    dropout: nn.Dropout
     _one_head = False
 
     def __init__(self, d_in: int, d_out: int, context_length: int, window_size: Window) -> None:
@@ -217,10 +230,9 @@ class _Causal(_Attention):
         Tensor, shape (T, width) or (B, T, width), or (Tensor, Tensor)
             The weights are those before dropout, one matrix for each head if the class has several.
         """
-        batch = _tokens(x, self.d_in)
-        if batch.shape[1] > self.context_length:
-            raise ValueError(f"x has {batch.shape[1]} tokens, context_length is {self.context_length}")
-        return _result(x, *self._context(batch, return_weights), one_head=self._one_head)
+        batch = _tokens(x, self.d_in, self.context_length)
+        context, weights = self._context(batch, return_weights)
+        return _result(x, context, weights, one_head=self._one_head)
 
 
 class CausalAttention(_Causal):
@@ -272,8 +284,9 @@ class CausalAttention(_Causal):
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
         q, k, v = (layer(batch).unsqueeze(1) for layer in (self.W_query, self.W_key, self.W_value))
         return _attend(
-            q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights, window_size=self.window_size
-        )
+            q, k, v, is_causal=True, dropout_p=_active(self.dropout), return_weights=return_weights,
+            window_size=self.window_size,
+        )  # fmt: skip
 
 
 class MultiHeadAttentionWrapper(_Causal):
@@ -324,9 +337,8 @@ class MultiHeadAttentionWrapper(_Causal):
 
     def _context(self, batch: Tensor, return_weights: bool) -> tuple[Tensor, Tensor | None]:
         heads: Any = self.heads
-        parts = [head._context(batch, return_weights) for head in heads]
-        weights = torch.cat([part[1] for part in parts], dim=1) if return_weights else None
-        return torch.cat([part[0] for part in parts], dim=-1), weights
+        context, weights = _join([head._context(batch, return_weights) for head in heads])
+        return context, weights
 
 
 class MultiHeadAttention(_Causal):
@@ -405,6 +417,7 @@ class MultiHeadAttention(_Causal):
             for layer in (self.W_query, self.W_key, self.W_value)
         )
         context, weights = _attend(
-            q, k, v, is_causal=True, dropout=self.dropout, return_weights=return_weights, window_size=self.window_size
-        )
+            q, k, v, is_causal=True, dropout_p=_active(self.dropout), return_weights=return_weights,
+            window_size=self.window_size,
+        )  # fmt: skip
         return self.out_proj(context), weights
