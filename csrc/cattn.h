@@ -291,6 +291,32 @@ struct cattn_rms_norm_backward_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
+/* A matrix of a product: strides in elements. A quantized one has float32 scales, each from CATTN_LEAST_SCALE to
+ * CATTN_LARGEST_SCALE; stride 0 where elements share a scale. */
+struct cattn_operand {
+    enum cattn_storage storage;
+    const void *data;
+    int64_t batch, row, col;
+    const float *scale;
+    int64_t scale_batch, scale_row, scale_col;
+};
+
+/* out[i][j] = the sum over d of a[i][d] * b[j][d], plus bias[i][j]; for each of n_batch pairs of matrices. */
+struct cattn_product_params {
+    enum cattn_dtype dtype;
+    int num_threads;
+    int64_t n_batch;
+    int64_t n_a, n_b; /* rows */
+    int64_t depth;    /* columns of a and b */
+    struct cattn_poll poll;
+    struct cattn_operand a, b;
+    enum cattn_storage out_storage;
+    void *out;
+    int64_t out_batch, out_a, out_b;
+    const void *bias; /* in the dtype of the computation; or NULL */
+    int64_t bias_batch, bias_a, bias_b;
+};
+
 /* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
@@ -321,6 +347,7 @@ enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_par
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 enum cattn_status cattn_rope(const struct cattn_rope_params *params);
 enum cattn_status cattn_rms_norm(const struct cattn_rms_norm_params *params);
+enum cattn_status cattn_product(const struct cattn_product_params *params);
 enum cattn_status cattn_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
 
 /* How cattn_attention would compute a call. Explaining reads the block mask, but no other element, and computes the

@@ -227,6 +227,21 @@ def norm_gradients(data: Bytes) -> dict[str, Any]:
     return {"grad_out": call["x"][::-1], **call}
 
 
+def projecting(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape, n = (*s.batch_dims, s.T_q), data.pick(SIZES)
+    call: dict[str, Any] = {"x": s.make(*shape, s.D), "weight": s.make(n, s.D)}
+    if data.chance(2):
+        call["bias"] = s.make(n)
+    return call | ({"out": s.out(*shape, n)} if data.chance(3) else {})
+
+
+def projection_gradients(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape, n = (*s.batch_dims, s.T_q), data.pick(SIZES)
+    return {"grad_out": s.make(*shape, n), "x": s.make(*shape, s.D), "weight": s.make(n, s.D)}
+
+
 def merging(data: Bytes) -> dict[str, Any]:
     s, n = Shapes(data), 1 + data.below(3)
     shape = (*s.batch_dims, s.T_q)
@@ -379,6 +394,9 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     (cattn.rope, rotating),
     (cattn.rms_norm, norming),
     (cattn.rms_norm_backward, norm_gradients),
+    (cattn.functional.linear, projecting),
+    (cattn.functional.linear_backward, projection_gradients),
+    every_argument(cattn.functional.linear, constant(x=SHAPE, weight=SHAPE)),
     every_argument(cattn.rope, constant(x=TOKENS[..., :2])),
     every_argument(cattn.rms_norm, constant(x=SHAPE)),
     (in_order(_cattn.rms_norm_backward), constant(grad_out=SHAPE, x=SHAPE, weight=None, eps=1e-6)),

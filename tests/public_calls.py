@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import cattn
-from cattn import _cattn
+from cattn import _cattn, functional
 
 Call = Callable[[], object]
 
@@ -205,6 +205,9 @@ CALLS: dict[str, Call] = {
     "rms_norm": lambda: cattn.rms_norm(SCORES, np.arange(90)),
     "rms_norm, half": lambda: cattn.rms_norm(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
     "rms_norm_backward": lambda: cattn.rms_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
+    "linear": lambda: functional.linear(SCORES, np.ones((4, 90), np.float32), np.arange(4)),
+    "linear, half": lambda: functional.linear(HALF, np.ones((3, HALF.shape[-1]), np.float32)[:, ::-1]),
+    "linear_backward": lambda: functional.linear_backward(SCORES, SCORES, np.ones((90, 90), np.float32)),
     "rms_norm_backward, threads": lambda: _threaded(lambda: cattn.rms_norm_backward(OUT_LIKE, OUT_LIKE, WEIGHT_OF_9)),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),

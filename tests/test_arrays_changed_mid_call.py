@@ -109,6 +109,16 @@ def test_rope_and_rms_norm_of_an_array_that_changes_its_shape(square: np.ndarray
 
 
 @pytest.mark.promise("shapes that change")
+def test_linear_of_arrays_that_change_their_shape(square: np.ndarray) -> None:
+    other = square.copy()
+    with pytest.raises(ValueError, match=r"weight must have as many columns as x, 2, got"):
+        cattn.functional.linear(square, ShapeChanger(other, square, T * T // 2, 2))
+    square.shape = T, T
+    with pytest.raises(ValueError, match=r"weight must have as many columns as x"):
+        cattn.functional.linear(other, square, ShapeChanger(np.ones(T, F), square, T * T // 2, 2))
+
+
+@pytest.mark.promise("shapes that change")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_attention_of_arrays_that_change_their_shapes(
     attended: Iterator[np.ndarray], square: np.ndarray, name: str

@@ -30,6 +30,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[int, ...]]] = {
     "rope": (lambda out: cattn.rope(Q, rotary_dim=6, out=out), Q.shape),
     "interleaved": (lambda out: cattn.rope(Q, interleaved=True, out=out), Q.shape),
     "rms_norm": (lambda out: cattn.rms_norm(S, out=out), S.shape),
+    "linear": (lambda out: cattn.functional.linear(S, S[0], out=out), (*S.shape[:-1], S.shape[1])),
 }
 
 LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {

@@ -217,6 +217,7 @@ def rotation(draw: st.DrawFn) -> Work:
     x = normal(draw, *shape, n_cols, dtype=draw(st.sampled_from(FLOATS)))
     x = x[..., ::-1] if draw(st.booleans()) else x
     weight = normal(draw, n_cols, dtype=x.dtype) if draw(st.booleans()) else None
+    matrix = normal(draw, n_cols, n_cols, dtype=x.dtype)
     start = draw(st.sampled_from([0, 1000, 2**40]))
     options = {
         "positions": np.arange(start, start + shape[-1]),
@@ -229,9 +230,13 @@ def rotation(draw: st.DrawFn) -> Work:
         normed = cattn.rms_norm(x, weight, 1e-5)
         rotated = cattn.rope(normed, **options)
         grad = cattn.rope(x, inverse=True, **options)
-        return arrays(normed, rotated, grad, cattn.rms_norm_backward(grad, x, weight, 1e-5))
+        projected = cattn.functional.linear(x, matrix, weight)
+        return arrays(
+            normed, rotated, grad, cattn.rms_norm_backward(grad, x, weight, 1e-5), projected,
+            cattn.functional.linear_backward(projected, x, matrix),
+        )  # fmt: skip
 
-    return Work("rotation", run, {"x": x, "weight": weight} | options)
+    return Work("rotation", run, {"x": x, "weight": weight, "matrix": matrix} | options)
 
 
 @st.composite

@@ -116,7 +116,7 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
-int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names) {
+int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
     for (int i = 0; i < n; i++) {
@@ -133,7 +133,12 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
                      names);
         return -1;
     }
-    for (int i = 0; i < n; i++) {
+    return type;
+}
+
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names) {
+    const int type = cattn_arg_common_type(state, arrays, n, names);
+    for (int i = 0; i < n && type >= 0; i++) {
         if (arrays[i] != NULL && !cattn_arg_widen(state, &arrays[i], type))
             return -1;
     }

@@ -10,8 +10,9 @@
 
 /* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
 PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
-/* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes; `names` are theirs in a message.
- * Returns the type, or -1. */
+/* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */
+int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names);
+/* Converts them to that type and returns it, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
 /* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
 PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);

@@ -37,6 +37,7 @@ enum cattn_entry_point {
     CATTN_CAUSAL_MASK,
     CATTN_ROPE,
     CATTN_RMS_NORM,
+    CATTN_LINEAR,
     CATTN_N_ENTRY_POINTS
 };
 
@@ -124,7 +125,8 @@ typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
 cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
     cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
     cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
-    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm;
+    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm,
+    cattn_body_linear;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
@@ -132,6 +134,7 @@ cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention,
 /* Functions of the module that belong to the files of the same subject. */
 PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);

@@ -118,6 +118,7 @@ static PyMethodDef methods[] = {
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
     CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
+    CATTN_FASTCALL("_product", cattn_py_product),
     CATTN_FASTCALL("_check_out", cattn_py_check_out),
     CATTN_FASTCALL("_store", cattn_py_store),
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},

@@ -27,7 +27,8 @@
     E(CATTN_DROPOUT, dropout, DROPOUT_ARGUMENTS)                                                                       \
     E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)                                                           \
     E(CATTN_ROPE, rope, ROPE_ARGUMENTS)                                                                                \
-    E(CATTN_RMS_NORM, rms_norm, RMS_NORM_ARGUMENTS)
+    E(CATTN_RMS_NORM, rms_norm, RMS_NORM_ARGUMENTS)                                                                    \
+    E(CATTN_LINEAR, linear, LINEAR_ARGUMENTS)
 
 /* ---- a call ---- */
 

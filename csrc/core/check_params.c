@@ -258,6 +258,24 @@ void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *
     assert(!p->weight.data == !p->grad_weight.data);
 }
 
+static void check_operand(const struct cattn_operand *operand, enum cattn_dtype dtype) {
+    assert(CATTN_STORED_PLAIN <= operand->storage && operand->storage <= CATTN_STORED_F8);
+    assert(operand->storage == CATTN_STORED_PLAIN || dtype == CATTN_F32);
+    assert((uintptr_t)operand->data % cattn_stored_size(dtype, operand->storage) == 0);
+    assert(!cattn_is_quantized(operand->storage) || operand->scale);
+}
+
+void cattn_check_product(const struct cattn_product_params *p) {
+    assert(p->dtype == CATTN_F32 || p->dtype == CATTN_F64);
+    assert(p->n_batch >= 0 && p->n_a >= 0 && p->n_b >= 0 && p->depth >= 0);
+    assert(p->out_storage == CATTN_STORED_PLAIN || p->dtype == CATTN_F32);
+    assert(CATTN_STORED_PLAIN <= p->out_storage && p->out_storage <= CATTN_STORED_BF16);
+    check_operand(&p->a, p->dtype);
+    check_operand(&p->b, p->dtype);
+    assert(p->out && (uintptr_t)p->out % cattn_stored_size(p->dtype, p->out_storage) == 0);
+    assert((uintptr_t)p->bias % cattn_element_size(p->dtype) == 0);
+}
+
 void cattn_check_mask(const struct cattn_mask_params *p) {
     assert(p->seqlen_q >= 0 && p->seqlen_k >= 0 && p->mask);
     assert(!p->ranges.offsets.data && !p->ranges.query_lengths.data && !p->ranges.key_lengths.data);

@@ -20,6 +20,7 @@ void cattn_check_dropout(const struct cattn_dropout_params *params);
 void cattn_check_rope(const struct cattn_rope_params *params);
 void cattn_check_rms_norm(const struct cattn_rms_norm_params *params);
 void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
+void cattn_check_product(const struct cattn_product_params *params);
 void cattn_check_mask(const struct cattn_mask_params *params);
 #endif
 

@@ -42,6 +42,17 @@
 #define CATTN_FEW_ROWS 8
 /* The sum of a block's weights is this many chains, by key index. */
 #define CATTN_SUM_CHAINS 8
+/* Products of two matrices: a sum is cut into slabs of this many terms, and a slab into so many chains, by index modulo
+ * their number. */
+#define CATTN_SLAB_TERMS 512
+#define CATTN_PRODUCT_CHAINS 16
+/* Rows of A that are computed together, and most rows of B of a task; multiples of every panel and square. */
+#define CATTN_PRODUCT_ROWS 96
+#define CATTN_PRODUCT_LANES 192
+/* Slabs whose chains are kept before they are added, with few rows of B. */
+#define CATTN_FEW_SLABS 8
+/* The height of the tallest micro-tile. */
+#define CATTN_PRODUCT_EDGE 8
 #define CATTN_PHILOX_ROUNDS 10
 /* Columns of every row-major scratch array are padded to a multiple of this: two of the widest vectors. */
 #define CATTN_PAD 32
@@ -298,6 +309,30 @@ struct cattn_rms_norm_gradient {
     void *weight_sums; /* the row's gradient of the weight is added; unit stride; or NULL */
 };
 
+/* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver
+ * calls
+ *
+ *     product_pack | product_pack_few    once: packs B
+ *       product_tile | product_few       for some rows of A: computes and writes their part of C
+ *
+ * The functions named `few` serve up to CATTN_FEW_ROWS rows of B. */
+struct cattn_product {
+    struct cattn_matrix a, b; /* rows of n_cols = depth columns, any strides */
+    int64_t depth, n_b;
+    /* element (i, j) of C is at i * out_a + j * out_b; the bias at i * bias_a + j * bias_b, in the table's own type */
+    enum cattn_storage out_storage;
+    void *out;
+    int64_t out_a, out_b;
+    const void *bias; /* or NULL */
+    int64_t bias_a, bias_b;
+    /* scratch */
+    void *packed;
+    void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains of few rows */
+    void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise */
+    void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage */
+    void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
+};
+
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
@@ -347,6 +382,11 @@ struct cattn_kernels {
     void (*rope_rows)(const struct cattn_rope_rows *rows);
     void (*rms_norm_row)(const struct cattn_rms_norm_row *row);
     void (*rms_norm_gradient)(const struct cattn_rms_norm_gradient *row);
+    void (*product_pack)(struct cattn_product *product);
+    void (*product_pack_few)(struct cattn_product *product);
+    /* n_rows rows of A from `first` on, at most CATTN_PRODUCT_ROWS */
+    void (*product_tile)(struct cattn_product *product, int64_t first, int n_rows);
+    void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
 
     /* PyTorch's generator (torch.inc.h): the next block of 624 words, in place */
     void (*mt19937_block)(uint32_t *state);

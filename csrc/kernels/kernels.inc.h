@@ -18,6 +18,7 @@
 #include "state.inc.h"
 
 #include "gemm.inc.h"
+#include "product.inc.h"
 #include "row_scores.inc.h"
 
 #include "rows.inc.h"
@@ -38,6 +39,9 @@ _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile consists of whole pa
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile consists of whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block consists of whole micro-tiles");
 _Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains end");
+_Static_assert(CATTN_PRODUCT_CHAINS % LANES == 0, "a vector holds terms of as many chains");
+_Static_assert(CATTN_PRODUCT_LANES % (NR * LANES) == 0, "the rows of B are whole panels");
+_Static_assert(SCORE_MR <= CATTN_PRODUCT_EDGE, "the copies at the edge hold a micro-tile");
 _Static_assert(CATTN_BLOCK_KEYS % 64 == 0, "a key block starts at a run of Philox counters");
 _Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "padding holds whole panels");
 
@@ -88,6 +92,10 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .rope_rows = rope_rows,
     .rms_norm_row = rms_norm_row,
     .rms_norm_gradient = rms_norm_gradient,
+    .product_pack = product_pack,
+    .product_pack_few = product_pack_few,
+    .product_tile = product_tile,
+    .product_few = product_few,
     .mt19937_block = mt19937_block,
     .mt19937_temper = mt19937_temper,
     .torch_uniform = torch_uniform,

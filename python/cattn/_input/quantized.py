@@ -67,14 +67,16 @@ def multiply(array: Array, scale: Array) -> NDArray[np.float32]:
     return np.asarray(array.astype(np.float32) * scale)
 
 
-def check_scale_fits(array: Array, scale: Array) -> None:
-    """Raise ValueError unless scale broadcasts to the shape of x, the array of `dequantize`."""
+def check_scale_fits(array: Array, scale: Array, name: str = "scale", whose: str = "x") -> None:
+    """Raise ValueError unless a scale broadcasts to the shape of its array."""
     try:
         fits = broadcast_shapes(array.shape, scale.shape) == array.shape
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"scale has shape {scale.shape}, which does not broadcast to the shape of x {array.shape}")
+        raise ValueError(
+            f"{name} has shape {scale.shape}, which does not broadcast to the shape of {whose} {array.shape}"
+        )
 
 
 def dequantized(array: Array, scale: Array) -> Array:

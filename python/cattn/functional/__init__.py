@@ -13,6 +13,7 @@ from ._attention import (
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
+from ._linear import linear, linear_backward
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
 from ._rope import as_positions, as_rope_scaling, rms_norm, rms_norm_backward, rope
@@ -43,6 +44,8 @@ __all__ = [
     "dropout_backward",
     "explain",
     "get_alibi_slopes",
+    "linear",
+    "linear_backward",
     "masked_softmax",
     "merge_attention",
     "rms_norm",

@@ -15,6 +15,7 @@ from .._input.checks import as_dtype, as_head_counts, as_size
 from .._input.names import with_hints
 from .._input.rng import as_generator
 from .._input.types import RNG, Window
+from ..functional._linear import linear_backward
 from ._attention import Causal, SelfAttention
 from ._layers import Dropout, Linear, draw_uniform, project, show_dtype
 
@@ -113,9 +114,10 @@ class SelfAttention_v1(SelfAttention):  # noqa: N801 - the book's name
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
         grad_x = np.zeros_like(x, dtype=d_q.dtype)
         for name, grad in zip(self._parameters, (d_q, d_k, d_v), strict=True):
-            rows = grad.reshape(-1, self.d_out)
-            self._add_gradient(name, x.reshape(-1, self.d_in).T @ rows)
-            grad_x += (rows @ self._matrix(name).T).reshape(x.shape)
+            rows = grad.reshape(*x.shape[:-1], self.d_out)
+            part, grad_matrix, _ = linear_backward(rows, x, self._matrix(name).T)
+            self._add_gradient(name, grad_matrix.T)
+            grad_x += part
         return grad_x
 
     def __repr__(self) -> str:

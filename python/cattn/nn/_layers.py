@@ -16,6 +16,7 @@ from .._input.names import with_hints
 from .._input.rng import GeneratorOrNone, as_generator, generator_or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
+from ..functional._linear import linear, linear_backward
 from ..random import TorchGenerator
 from ._module import Kept, Module
 
@@ -131,12 +132,12 @@ class Linear(Module):
 
     def _backward(self, x: Array, grad: Array) -> Array:
         """Return the gradient of x, given that of the output. Add to the gradients of the parameters."""
-        rows = grad.reshape(-1, self.d_out)
-        self._add_gradient("weight", rows.T @ x.reshape(-1, self.d_in))
+        rows = grad.reshape(*x.shape[:-1], self.d_out)
+        grad_x, grad_weight, grad_bias = linear_backward(rows, x, self._matrix())
+        self._add_gradient("weight", grad_weight)
         if self.bias is not None:
-            self._add_gradient("bias", rows.sum(axis=0, dtype=np.float64))  # float32 would lose digits
-        result: Array = (rows @ self._matrix()).reshape(x.shape)
-        return result
+            self._add_gradient("bias", grad_bias)
+        return grad_x
 
     def __repr__(self) -> str:
         return f"Linear({self.d_in}, {self.d_out}, bias={self.bias is not None}{show_dtype(self.dtype)})"
@@ -225,13 +226,10 @@ class Dropout(Module):
 
 
 def project(x: Array, matrix: Array, bias: Array | None, name: str = "x") -> Array:
-    """Return x @ matrix + bias, with all rows of x in one matrix product."""
+    """Return x @ matrix + bias."""
     if x.ndim == 0 or x.shape[-1] != matrix.shape[0]:
         raise ValueError(f"{name} has shape {x.shape}, wanted (..., {matrix.shape[0]})")
-    result: Array = (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[1])
-    if bias is None:
-        return result
-    return np.add(result, bias, out=result if np.result_type(result, bias) == result.dtype else None)
+    return linear(x, matrix.T, bias)
 
 
 def show_dtype(dtype: np.dtype[Any]) -> str:

@@ -24,6 +24,7 @@ References
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
 from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
+from ._linear import linear, linear_backward
 from ._masks import causal_mask
 from ._rope import rms_norm, rms_norm_backward, rope, rope_frequencies
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
@@ -38,6 +39,8 @@ __all__ = [
     "dropout",
     "dropout_backward",
     "dropout_keep",
+    "linear",
+    "linear_backward",
     "masked_softmax",
     "philox4x32",
     "rms_norm",

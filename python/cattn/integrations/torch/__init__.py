@@ -7,9 +7,9 @@ Memory is shared, not copied: cattn reads PyTorch's tensors in place, and its re
 from . import _batching as _batching  # registers the rules of torch.vmap
 from . import nn
 from ._attention import scaled_dot_product_attention
-from ._swap import Seen, use_cattn
+from ._swap import Seen, batch_invariant, use_cattn
 
-__all__ = ["Seen", "nn", "scaled_dot_product_attention", "use_cattn"]
+__all__ = ["Seen", "batch_invariant", "nn", "scaled_dot_product_attention", "use_cattn"]
 
-for _object in (Seen, scaled_dot_product_attention, use_cattn):
+for _object in (Seen, batch_invariant, scaled_dot_product_attention, use_cattn):
     _object.__module__ = __name__

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ._attention import scaled_dot_product_attention
+from ._products import products_by_cattn
 from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
 
 _theirs = torch.nn.functional.scaled_dot_product_attention
@@ -30,10 +31,22 @@ class Seen:
         Calls that cattn computed.
     passed_on : int
         Calls that PyTorch computed.
+    products, products_passed_on : int
+        The same for matrix products, where cattn computes those: of layers, of gradients, and in compiled code, too.
     """
 
     calls: int = 0
     passed_on: int = 0
+    products: int = 0
+    products_passed_on: int = 0
+
+    def count_product(self, ours: bool) -> None:
+        """Count a matrix product."""
+        with _swap.lock:
+            if ours:
+                self.products += 1
+            else:
+                self.products_passed_on += 1
 
 
 class _Dispatcher:
@@ -129,7 +142,7 @@ _swap = _Swap()
 
 
 @contextlib.contextmanager
-def use_cattn() -> Iterator[Seen]:
+def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
 
     Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
@@ -142,6 +155,13 @@ def use_cattn() -> Iterator[Seen]:
     checkpointing must run inside.
 
     Calls that never come to this name are not seen; the documentation lists them.
+
+    Parameters
+    ----------
+    linear : bool
+        Also compute the matrix products of CPU tensors by `cattn.functional.linear`: of ``nn.Linear``, ``@``,
+        ``torch.bmm``, and of their gradients, in eager and compiled code. A weight with fewer than 16,384 elements is
+        left to PyTorch. A row then has the same bits alone and in any batch. Needs PyTorch 2.9 or later.
 
     Yields
     ------
@@ -156,8 +176,47 @@ def use_cattn() -> Iterator[Seen]:
     >>> with use_cattn() as seen:
     ...     out = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     >>> seen
-    Seen(calls=1, passed_on=0)
+    Seen(calls=1, passed_on=0, products=0, products_passed_on=0)
     """
+    with _swapped() as seen:
+        if not linear:
+            yield seen
+            return
+        with products_by_cattn(seen.count_product):
+            yield seen
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[Seen]:
+    """Compute on the CPU so that the bits of a text do not depend on the other texts of its batch, nor on padding.
+
+    Inside the context, attention and all matrix products are cattn's, whatever their size, as with
+    ``use_cattn(linear=True)``. Sums and means over other axes than the last one add their terms in order, so that zeros
+    of padding change no bit. Operators whose rows may depend on the batch, and that have no such kernel, are a
+    NotImplementedError: convolutions, recurrent layers of oneDNN, and attention that cattn does not take. Everything
+    else is PyTorch's; the documentation lists what was compared.
+
+    Yields
+    ------
+    Seen
+        As for `use_cattn`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cattn.integrations.torch import batch_invariant
+    >>> layer, x = torch.nn.Linear(300, 200), torch.randn(64, 300)
+    >>> with batch_invariant():
+    ...     print(torch.equal(layer(x)[:1], layer(x[:1])))
+    True
+    """
+    with _swapped() as seen, products_by_cattn(seen.count_product, invariant=True):
+        yield seen
+
+
+@contextlib.contextmanager
+def _swapped() -> Iterator[Seen]:
+    """Replace PyTorch's function while the context is active."""
     with _swap.lock:
         if _swap.uses == 0:
             # torch.jit.script compiles a call of this object as one of PyTorch's own function.

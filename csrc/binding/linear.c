@@ -1,0 +1,304 @@
+/* linear.c -- linear(...) and the products of its gradients: parse, check, allocate, run, return. */
+#include "arrays.h"
+#include "error.h"
+#include "gil.h"
+#include "outputs.h"
+#include "quantized.h"
+#include "rowwise_args.h"
+
+enum { X, WEIGHT, BIAS, SCALE, N_INPUTS };
+
+struct call {
+    struct binding_state *state;
+    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    int type;                        /* of the result */
+    enum cattn_storage quantized;    /* of the weight, if it has a scale */
+    int nd;                          /* of x and the result */
+    npy_intp dims[NPY_MAXDIMS];      /* of the result */
+};
+
+/* ---- arguments ---- */
+
+/* The type that NumPy promotes x, weight and bias to; a quantized weight does not count. */
+static int result_type(const struct call *call, const char *names) {
+    PyArrayObject *const counted[] = {call->inputs[X], call->inputs[SCALE] ? NULL : call->inputs[WEIGHT],
+                                      call->inputs[BIAS]};
+    return cattn_arg_common_type(call->state, counted, 3, names);
+}
+
+static bool parse_weight(struct call *call, PyObject *weight, PyObject *scale) {
+    if (scale == Py_None)
+        return (call->inputs[WEIGHT] = cattn_arg_floats(call->state, weight, "weight")) != NULL;
+    call->inputs[WEIGHT] = cattn_arg_quantized(call->state, weight, "weight", &call->quantized);
+    if (call->inputs[WEIGHT] == NULL)
+        return false;
+    call->inputs[SCALE] = cattn_arg_scale_array(call->state, scale, "weight_scale");
+    return call->inputs[SCALE] != NULL;
+}
+
+/* ValueError unless the array has this shape; `meaning` explains it. */
+static bool check_dims(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning) {
+    if (PyArray_NDIM(array) == nd && PyArray_CompareLists(PyArray_DIMS(array), dims, nd))
+        return true;
+    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
+    PyObject *wanted = cattn_shape_tuple(nd, dims);
+    if (shape != NULL && wanted != NULL)
+        PyErr_Format(PyExc_ValueError, "%s must have %s, shape %R, got shape %R", name, meaning, wanted, shape);
+    Py_XDECREF(shape);
+    Py_XDECREF(wanted);
+    return false;
+}
+
+static bool check_shapes(struct call *call) {
+    PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
+    call->nd = PyArray_NDIM(x);
+    if (call->nd == 0) {
+        PyErr_SetString(PyExc_ValueError, "x must have at least 1 dimension (..., K), got 0");
+        return false;
+    }
+    if (PyArray_NDIM(weight) != 2) {
+        PyErr_Format(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", PyArray_NDIM(weight));
+        return false;
+    }
+    memcpy(call->dims, PyArray_DIMS(x), (size_t)call->nd * sizeof *call->dims);
+    const npy_intp n = PyArray_DIM(weight, 0), k = call->dims[call->nd - 1];
+    if (PyArray_DIM(weight, 1) != k) {
+        PyErr_Format(PyExc_ValueError, "weight must have as many columns as x, %zd, got shape (%zd, %zd)%s",
+                     (Py_ssize_t)k, (Py_ssize_t)n, (Py_ssize_t)PyArray_DIM(weight, 1),
+                     n == k ? ": it is (outputs, inputs), as in PyTorch; pass weight.T if it is (inputs, outputs)"
+                            : "");
+        return false;
+    }
+    call->dims[call->nd - 1] = n;
+    if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight_scale", weight, "weight"))
+        return false;
+    return call->inputs[BIAS] == NULL ||
+           check_dims(call->inputs[BIAS], "bias", 1, &n, "one number for each row of weight");
+}
+
+/* All that is not stored as it may be is converted: everything to float64 if one array is, and the bias. */
+static bool convert(struct call *call) {
+    const int type = cattn_arg_compute_type(call->type);
+    if (call->inputs[BIAS] != NULL && !cattn_arg_widen(call->state, &call->inputs[BIAS], type))
+        return false;
+    if (type != NPY_DOUBLE)
+        return true;
+    if (!cattn_arg_widen(call->state, &call->inputs[X], type))
+        return false;
+    if (call->inputs[SCALE] == NULL)
+        return cattn_arg_widen(call->state, &call->inputs[WEIGHT], type);
+    const bool done =
+        cattn_arg_dequantize(call->state, &call->inputs[WEIGHT], "weight", call->inputs[SCALE], "weight_scale");
+    if (done)
+        Py_CLEAR(call->inputs[SCALE]);
+    return done;
+}
+
+/* ---- views with two axes ---- */
+
+/* Sets the stride in bytes of the rows, if all axes but the last one are one axis of rows. */
+static bool rows_are_even(PyArrayObject *array, npy_intp *row) {
+    npy_intp length = 0; /* of the axes so far, in bytes; 0 before the first that matters */
+    *row = 0;
+    for (int axis = PyArray_NDIM(array) - 2; axis >= 0; axis--) {
+        const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
+        if (n == 1)
+            continue;
+        if (*row == 0 && length == 0)
+            *row = stride;
+        else if (stride != length)
+            return false;
+        length = stride * n;
+    }
+    return true;
+}
+
+/* Replaces x by a copy if its rows are no single axis. */
+static bool make_rows_even(PyArrayObject **x) {
+    npy_intp row;
+    if (rows_are_even(*x, &row))
+        return true;
+    PyObject *copy = PyArray_NewCopy(*x, NPY_CORDER);
+    if (copy == NULL)
+        return false;
+    Py_DECREF((PyObject *)*x);
+    *x = (PyArrayObject *)copy;
+    return true;
+}
+
+static enum cattn_storage storage_of(const struct call *call, int i) {
+    return i == WEIGHT && call->inputs[SCALE] != NULL ? call->quantized
+                                                      : cattn_arg_storage(PyArray_TYPE(call->inputs[i]));
+}
+
+static npy_intp stride_of(PyArrayObject *array, int axis) {
+    return PyArray_DIM(array, axis) == 1 ? 0 : PyArray_STRIDE(array, axis) / PyArray_ITEMSIZE(array);
+}
+
+/* A column of its own may have any stride; with 1 kernels read it in place. */
+static int64_t column_stride(PyArrayObject *array) {
+    const int last = PyArray_NDIM(array) - 1;
+    return PyArray_DIM(array, last) == 1 ? 1 : stride_of(array, last);
+}
+
+/* Stride 0 where the scale has no such axis, or repeats along it. */
+static void take_scales(struct cattn_operand *operand, PyArrayObject *scale) {
+    const int nd = PyArray_NDIM(scale);
+    operand->scale = PyArray_DATA(scale);
+    operand->scale_col = nd > 0 ? stride_of(scale, nd - 1) : 0;
+    operand->scale_row = nd > 1 ? stride_of(scale, nd - 2) : 0;
+}
+
+/* ---- linear ---- */
+
+/* The output, with rows that are one axis: a temporary stands in for another layout. */
+static bool make_output(struct call *call, PyObject *out, struct cattn_output *output) {
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = call->type,
+                                           .nd = call->nd,
+                                           .dims = call->dims,
+                                           .inputs = call->inputs,
+                                           .n_inputs = N_INPUTS};
+    struct cattn_output temporary = {NULL, NULL};
+    npy_intp row;
+    if (!cattn_arg_output(call->state, out, &spec, output))
+        return false;
+    if (rows_are_even(output->array, &row))
+        return true;
+    if (!cattn_arg_output(call->state, NULL, &spec, &temporary))
+        return false;
+    Py_DECREF((PyObject *)output->array);
+    output->array = temporary.array;
+    return true;
+}
+
+/* Everything but the output. */
+static void fill_params(const struct call *call, struct cattn_product_params *p) {
+    PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
+    npy_intp row;
+    *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
+    p->depth = PyArray_DIM(weight, 1);
+    p->n_a = PyArray_DIM(weight, 0);
+    p->a = (struct cattn_operand){.storage = storage_of(call, WEIGHT),
+                                  .data = PyArray_DATA(weight),
+                                  .row = stride_of(weight, 0),
+                                  .col = column_stride(weight)};
+    if (call->inputs[SCALE] != NULL)
+        take_scales(&p->a, call->inputs[SCALE]);
+    rows_are_even(x, &row);
+    p->b = (struct cattn_operand){.storage = storage_of(call, X),
+                                  .data = PyArray_DATA(x),
+                                  .row = row / PyArray_ITEMSIZE(x),
+                                  .col = column_stride(x)};
+    if (call->inputs[BIAS] != NULL) {
+        p->bias = PyArray_DATA(call->inputs[BIAS]);
+        p->bias_a = column_stride(call->inputs[BIAS]);
+    }
+}
+
+static void fill_output(const struct call *call, PyArrayObject *out, struct cattn_product_params *p) {
+    npy_intp row;
+    rows_are_even(out, &row);
+    p->n_b = p->n_a > 0 ? PyArray_SIZE(out) / p->n_a : 0;
+    p->out_storage = cattn_arg_storage(call->type);
+    p->out = PyArray_DATA(out);
+    p->out_a = column_stride(out);
+    p->out_b = row / PyArray_ITEMSIZE(out);
+}
+
+static enum cattn_status compute(const void *params) { return cattn_product(params); }
+
+static bool run(struct cattn_product_params *p) {
+    p->num_threads = cattn_get_num_threads();
+    const double work = (double)p->n_batch * (double)p->n_a * (double)p->n_b * (double)p->depth;
+    return cattn_error_status(cattn_compute(work < CATTN_GIL_WORK, &p->poll, compute, p));
+}
+
+PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
+    struct cattn_product_params params;
+    struct call call = {.state = state};
+    struct cattn_output output = {NULL, NULL};
+    PyObject *result = NULL;
+    PyObject *bias = args[LINEAR_bias];
+    if ((call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
+        !parse_weight(&call, args[LINEAR_weight], args[LINEAR_weight_scale]) ||
+        (bias != Py_None && (call.inputs[BIAS] = cattn_arg_floats(state, bias, "bias")) == NULL))
+        goto done;
+    call.type = result_type(&call, "x, weight and bias");
+    if (call.type < 0 || !convert(&call) || !check_shapes(&call) || !make_rows_even(&call.inputs[X]))
+        goto done;
+    fill_params(&call, &params); /* first: making the output may run Python code, which might change the arrays */
+    if (!make_output(&call, args[LINEAR_out], &output))
+        goto done;
+    fill_output(&call, output.array, &params);
+    if (run(&params) && cattn_output_finish(&output))
+        result = cattn_output_result(&output);
+done:
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call.inputs[i]);
+    cattn_output_clear(&output);
+    return result;
+}
+
+/* ---- products ---- */
+
+static struct cattn_operand operand_of(PyArrayObject *array) {
+    const int nd = PyArray_NDIM(array);
+    return (struct cattn_operand){.storage = cattn_arg_storage(PyArray_TYPE(array)),
+                                  .data = PyArray_DATA(array),
+                                  .batch = nd == 3 ? stride_of(array, 0) : 0,
+                                  .row = stride_of(array, nd - 2),
+                                  .col = column_stride(array)};
+}
+
+/* SystemError unless the arrays are what cattn.functional passes: (T, K) and (N, K), or both with a batch in front. */
+static bool check_product(const struct call *call) {
+    PyArrayObject *a = call->inputs[X], *b = call->inputs[WEIGHT];
+    const int nd = PyArray_NDIM(a);
+    if (PyArray_NDIM(b) == nd && (nd == 2 || nd == 3) && PyArray_DIM(a, nd - 1) == PyArray_DIM(b, nd - 1) &&
+        (nd == 2 || PyArray_DIM(a, 0) == PyArray_DIM(b, 0)))
+        return true;
+    PyErr_SetString(PyExc_SystemError, "_product: shapes do not fit");
+    return false;
+}
+
+/* _product(a, b): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to. */
+PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    struct call call = {.state = cattn_state(module)};
+    struct cattn_output output = {NULL, NULL};
+    PyObject *result = NULL;
+    if (!cattn_error_count("_product", n_args, 2) || !cattn_ready(call.state))
+        return NULL;
+    if ((call.inputs[X] = cattn_arg_floats(call.state, args[0], "a")) == NULL ||
+        (call.inputs[WEIGHT] = cattn_arg_floats(call.state, args[1], "b")) == NULL)
+        goto done;
+    call.type = result_type(&call, "the factors");
+    if (call.type < 0 || !convert(&call) || !check_product(&call))
+        goto done;
+    PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];
+    call.nd = PyArray_NDIM(a);
+    memcpy(call.dims, PyArray_DIMS(a), (size_t)call.nd * sizeof *call.dims);
+    call.dims[call.nd - 1] = PyArray_DIM(b, call.nd - 2);
+    const struct cattn_output_spec spec = {.name = "out", .type = call.type, .nd = call.nd, .dims = call.dims};
+    if (!cattn_arg_output(call.state, NULL, &spec, &output))
+        goto done;
+    struct cattn_product_params params = {.dtype = cattn_arg_dtype(call.type),
+                                          .n_batch = call.nd == 3 ? call.dims[0] : 1,
+                                          .n_a = call.dims[call.nd - 2],
+                                          .n_b = call.dims[call.nd - 1],
+                                          .depth = PyArray_DIM(a, call.nd - 1),
+                                          .a = operand_of(a),
+                                          .b = operand_of(b),
+                                          .out_storage = cattn_arg_storage(call.type),
+                                          .out = PyArray_DATA(output.array),
+                                          .out_b = 1};
+    params.out_a = params.n_b;
+    params.out_batch = params.n_a * params.n_b;
+    if (run(&params))
+        result = cattn_output_result(&output);
+done:
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call.inputs[i]);
+    cattn_output_clear(&output);
+    return result;
+}

@@ -1,0 +1,162 @@
+/* product.c -- the driver of products of two matrices.
+ *
+ * A task is a block of rows of one operand, which it packs, against a range of rows of the other one, which it reads
+ * where they lie. No element of the result depends on which operand is packed, nor on the tasks.
+ */
+#include "arena.h"
+#include "check_params.h"
+#include "dispatch.h"
+#include "parallel.h"
+
+/* Fewer multiply-adds are not worth a second thread. */
+#define PARALLEL_WORK 200000.0
+/* Bytes of packed rows of a task at most; they may be larger than a cache, which reads them in order. */
+#define PACKED_BYTES (16 << 20)
+/* Tasks for each thread, so that no thread waits long for the last one. */
+#define TASKS_PER_THREAD 4
+/* With few rows of B: elements of A in a task. */
+#define FEW_ELEMENTS 65536
+/* Longer sums take so long that only a few rows are computed between two looks at a stop. */
+#define LONG_SUM (1 << 19)
+/* Memory bounds the length of a sum, but not that of arrays that repeat one element (stride 0). Within this limit,
+ * sizes of scratch do not overflow. */
+#define MOST_TERMS ((int64_t)1 << 50)
+
+struct product_job {
+    struct cattn_product_params p; /* a is read in place, b is packed */
+    const struct cattn_kernels *kernels;
+    bool few;
+    int64_t b_rows, a_rows;     /* of a task */
+    int64_t b_blocks, a_blocks; /* of a pair of matrices */
+    size_t scratch_size;
+};
+
+/* ---- which operand is packed ---- */
+
+static void swap_operands(struct cattn_product_params *p) {
+    const struct cattn_product_params from = *p;
+    p->n_a = from.n_b;
+    p->n_b = from.n_a;
+    p->a = from.b;
+    p->b = from.a;
+    p->out_a = from.out_b;
+    p->out_b = from.out_a;
+    p->bias_a = from.bias_b;
+    p->bias_b = from.bias_a;
+}
+
+/* Whether kernels read this operand in place. */
+static bool lies_in_rows(const struct cattn_operand *operand) {
+    return operand->storage == CATTN_STORED_PLAIN && operand->col == 1;
+}
+
+static bool should_swap(const struct cattn_product_params *p) {
+    const bool few_a = p->n_a <= CATTN_FEW_ROWS, few_b = p->n_b <= CATTN_FEW_ROWS;
+    if (few_a != few_b) /* the larger matrix is read once */
+        return few_a;
+    if (lies_in_rows(&p->a) != lies_in_rows(&p->b))
+        return lies_in_rows(&p->b);
+    return p->n_a < p->n_b;
+}
+
+/* ---- tasks ---- */
+
+static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
+    const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
+    const size_t packed_rows = job->few ? (size_t)job->p.n_b : (size_t)job->b_rows;
+    const size_t cols = (size_t)cattn_round_up(job->p.depth, CATTN_PRODUCT_CHAINS);
+    const size_t few_chains = (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
+    const size_t sums = job->few ? few_chains : (size_t)CATTN_PRODUCT_ROWS * CATTN_PRODUCT_LANES;
+    const size_t converted = job->few ? CATTN_PRODUCT_CHAINS : CATTN_PRODUCT_LANES;
+    const bool converts = job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
+    const bool copies = job->p.a.col != 1;
+    product->packed = cattn_carve(arena, packed_rows * cols * element);
+    product->sums = cattn_carve(arena, sums * element);
+    product->a_copy = cattn_carve(arena, copies ? CATTN_PRODUCT_ROWS * slab : 0);
+    product->converted = cattn_carve(arena, converts ? converted * slab : 0);
+    product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
+}
+
+/* The scales of a quantized matrix are those of its first element. */
+static struct cattn_matrix matrix_of(const struct cattn_operand *from, enum cattn_dtype dtype, int64_t batch,
+                                     int64_t row) {
+    const int64_t size = (int64_t)cattn_stored_size(dtype, from->storage);
+    struct cattn_matrix matrix = {.storage = from->storage,
+                                  .first = (const char *)from->data + (batch * from->batch + row * from->row) * size,
+                                  .row = from->row,
+                                  .col = from->col,
+                                  .scale_row = from->scale_row,
+                                  .scale_col = from->scale_col};
+    if (cattn_is_quantized(from->storage))
+        matrix.scale = from->scale + batch * from->scale_batch + row * from->scale_row;
+    return matrix;
+}
+
+static void product_task(void *context, int64_t task, struct cattn_worker *worker) {
+    const struct product_job *job = context;
+    const struct cattn_product_params *p = &job->p;
+    const int64_t a_first = task % job->a_blocks * job->a_rows, rest = task / job->a_blocks;
+    const int64_t b_first = rest % job->b_blocks * job->b_rows, batch = rest / job->b_blocks;
+    const int64_t a_end = cattn_min(a_first + job->a_rows, p->n_a);
+    const int64_t element = (int64_t)cattn_element_size(p->dtype);
+    const int64_t out = batch * p->out_batch + b_first * p->out_b;
+    struct cattn_product product = {
+        .a = matrix_of(&p->a, p->dtype, batch, 0),
+        .b = matrix_of(&p->b, p->dtype, batch, b_first),
+        .depth = p->depth,
+        .n_b = cattn_min(job->b_rows, p->n_b - b_first),
+        .out_storage = p->out_storage,
+        .out = (char *)p->out + out * (int64_t)cattn_stored_size(p->dtype, p->out_storage),
+        .out_a = p->out_a,
+        .out_b = p->out_b,
+        .bias_a = p->bias_a,
+        .bias_b = p->bias_b,
+    };
+    if (p->bias)
+        product.bias = (const char *)p->bias + (batch * p->bias_batch + b_first * p->bias_b) * element;
+    struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
+    lay_out(job, &product, &arena);
+    (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
+    const int64_t most = p->depth > LONG_SUM ? CATTN_PRODUCT_EDGE : CATTN_PRODUCT_ROWS;
+    for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
+        const int n_rows = (int)cattn_min(most, a_end - a);
+        (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);
+    }
+}
+
+/* Cuts both operands into blocks. */
+static void cut(struct product_job *job) {
+    const struct cattn_product_params *p = &job->p;
+    const int64_t row_bytes = cattn_round_up(p->depth, CATTN_PRODUCT_CHAINS) * (int64_t)cattn_element_size(p->dtype);
+    const int64_t fitting = PACKED_BYTES / (row_bytes + 1) / CATTN_PAD * CATTN_PAD;
+    const int64_t most = fitting < CATTN_PAD ? CATTN_PAD : cattn_min(fitting, CATTN_PRODUCT_LANES);
+    job->few = p->n_b <= CATTN_FEW_ROWS;
+    job->b_rows = job->few ? p->n_b : cattn_round_up(cattn_ceil_div(p->n_b, cattn_ceil_div(p->n_b, most)), CATTN_PAD);
+    job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
+    const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : CATTN_PRODUCT_ROWS;
+    const int64_t wanted = job->p.num_threads > 1 ? TASKS_PER_THREAD * (int64_t)job->p.num_threads : 1;
+    const int64_t pieces = cattn_ceil_div(wanted, job->b_blocks * p->n_batch);
+    const int64_t each = cattn_ceil_div(p->n_a, pieces);
+    job->a_rows = cattn_round_up(each < least ? least : each, CATTN_PRODUCT_ROWS);
+    job->a_blocks = cattn_ceil_div(p->n_a, job->a_rows);
+    struct cattn_product unused;
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
+    lay_out(job, &unused, &count);
+    job->scratch_size = count.used;
+}
+
+enum cattn_status cattn_product(const struct cattn_product_params *params) {
+    CATTN_CHECK(product, params);
+    if (params->n_batch == 0 || params->n_a == 0 || params->n_b == 0)
+        return CATTN_OK;
+    if (params->depth > MOST_TERMS)
+        return CATTN_NO_MEMORY;
+    struct product_job job = {.p = *params, .kernels = cattn_kernels_for(params->dtype)};
+    if (should_swap(params))
+        swap_operands(&job.p);
+    if ((double)params->n_batch * (double)params->n_a * (double)params->n_b * (double)params->depth < PARALLEL_WORK)
+        job.p.num_threads = 1;
+    cut(&job);
+    const int64_t n_tasks = params->n_batch * job.b_blocks * job.a_blocks;
+    return cattn_parallel_for(n_tasks, job.p.num_threads, job.scratch_size, product_task, &job, &params->poll);
+}

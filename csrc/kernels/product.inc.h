@@ -1,0 +1,404 @@
+/* product.inc.h -- products of two matrices, C[i][j] = sum over d of A[i][d] * B[j][d]: linear and its gradients.
+ *
+ * A sum is cut into slabs of CATTN_SLAB_TERMS terms, and a slab into 16 chains of FMAs: chain c has the terms with
+ * index c mod 16. The chains are added to the sum in order (csrc/README.md, "Products of matrices"). So a vector of 16
+ * neighbouring terms holds one term of each chain, and a few rows of B need no transposed copy of A.
+ *
+ *     tiles   lanes are rows of B, which is packed; A is read in place and broadcast
+ *     rows    up to CATTN_FEW_ROWS rows of B; lanes are chains, and A is read once
+ */
+
+#define SLAB CATTN_SLAB_TERMS
+#define CHAINS CATTN_PRODUCT_CHAINS
+#define CHAIN_VECTORS (CHAINS / LANES)
+
+/* A matrix in the table's own type. */
+struct plain_matrix {
+    const real *first;
+    int64_t row, col;
+};
+
+INLINE struct cattn_matrix transposed(const struct cattn_matrix *m) {
+    return (struct cattn_matrix){m->storage, m->first, m->col, m->row, m->scale, m->scale_col, m->scale_row};
+}
+
+/* The matrix from this row and column on. */
+INLINE struct cattn_matrix matrix_from(const struct cattn_matrix *matrix, int64_t row, int64_t col) {
+    const struct cattn_matrix rows = rows_from(*matrix, row), columns = transposed(&rows);
+    const struct cattn_matrix rest = rows_from(columns, col);
+    return transposed(&rest);
+}
+
+/* The first rows and columns of a matrix; converted in `scratch` if they are stored otherwise. */
+static struct plain_matrix plain_part(const struct cattn_matrix *matrix, int n_rows, int n_cols, void *scratch) {
+    if (matrix->storage == CATTN_STORED_PLAIN)
+        return (struct plain_matrix){matrix->first, matrix->row, matrix->col};
+    if (matrix->row == 1 && matrix->col != 1) {
+        const struct cattn_matrix flipped = transposed(matrix);
+        const struct source from = rows_of(&flipped, n_cols, n_rows, scratch);
+        return (struct plain_matrix){from.first, 1, from.row};
+    }
+    const struct source from = rows_of(matrix, n_rows, n_cols, scratch);
+    return (struct plain_matrix){from.first, from.row, 1};
+}
+
+/* Column c + i of n_rows rows in the lanes of v[i], for i < n_cols. Both counts are at most LANES; the lanes after the
+ * last row are 0. */
+INLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, int64_t c, int n_cols, vf v[LANES]) {
+    const real *first = m->first + r * m->row + c * m->col;
+    if (m->row == 1) {
+        for (int i = 0; i < n_cols; i++)
+            v[i] = load_strided(first + i * m->col, 1, n_rows);
+        return;
+    }
+    for (int i = 0; i < LANES; i++)
+        v[i] = i < n_rows ? load_strided(first + i * m->row, m->col, n_cols) : vf_set1(0);
+    vf_transpose(v);
+}
+
+/* load_square of a whole square whose rows lie in memory without gaps. */
+INLINE void load_whole_square(const struct plain_matrix *m, int64_t r, int64_t c, vf v[LANES]) {
+    const real *first = m->first + r * m->row + c;
+    UNROLLED(i, LANES)
+        v[i] = vf_loadu(first + i * m->row);
+    vf_transpose(v);
+}
+
+/* ---- tiles ---- */
+
+/* The place of term d in a packed slab of n terms: chain after chain. */
+INLINE int64_t packed_term(int64_t d, int64_t n) {
+    const int64_t chain = d % CHAINS;
+    return chain * (n / CHAINS) + min64(chain, n % CHAINS) + d / CHAINS;
+}
+
+/* Packs n columns of a slab for LANES rows from r on, of which n_rows exist. */
+static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int64_t n, real *panel) {
+    for (int64_t d = 0; d < n; d += LANES) {
+        const int n_cols = (int)min64(LANES, n - d);
+        vf v[LANES];
+        if (m->col == 1 && n_rows == LANES && n_cols == LANES)
+            load_whole_square(m, r, d, v);
+        else
+            load_square(m, r, n_rows, d, n_cols, v);
+        for (int i = 0; i < n_cols; i++)
+            vf_storeu(panel + packed_term(d + i, n) * PANEL, v[i]);
+    }
+}
+
+/* Packs all of B: slabs of panels [term][PANEL]. */
+static void product_pack(struct cattn_product *p) {
+    const int64_t padded = cattn_round_up(p->n_b, PANEL);
+    for (int64_t d = 0; d < p->depth; d += SLAB) {
+        const int64_t n = min64(SLAB, p->depth - d);
+        real *slab = (real *)p->packed + padded * d;
+        const struct cattn_matrix part = matrix_from(&p->b, 0, d);
+        const struct plain_matrix from = plain_part(&part, (int)p->n_b, (int)n, p->converted);
+        for (int64_t r = 0; r < padded; r += LANES) {
+            const int n_rows = (int)max64(0, min64(LANES, p->n_b - r));
+            pack_lanes(&from, r, n_rows, n, slab + r / PANEL * PANEL * n + r % PANEL);
+        }
+    }
+}
+
+/* The part of A at hand: n_rows rows by the n terms of a slab, with unit column stride. */
+struct product_slab {
+    struct source a;
+    int64_t n;
+    const real *packed; /* of B */
+    bool first;         /* of the sum */
+    int n_rows;
+};
+
+/* Copies n_rows rows into `copy`, row after row. */
+static struct source copy_rows_of(const struct plain_matrix *m, int n_rows, int64_t n, real *copy) {
+    const struct plain_matrix flipped = {m->first, m->col, m->row};
+    for (int64_t d = 0; d < n; d += LANES) {
+        const int n_cols = (int)min64(LANES, n - d);
+        for (int r = 0; r < n_rows; r += LANES) {
+            const int height = (int)min64(LANES, n_rows - r);
+            vf v[LANES];
+            if (m->row == 1 && n_cols == LANES && height == LANES)
+                load_whole_square(&flipped, d, r, v);
+            else
+                load_square(&flipped, d, n_cols, r, height, v);
+            for (int i = 0; i < height; i++)
+                vf_storeu_n(copy + (r + i) * SLAB + d, v[i], n_cols);
+        }
+    }
+    return (struct source){copy, SLAB};
+}
+
+static struct source slab_of_a(const struct cattn_product *p, int64_t first, int n_rows, int64_t d, int64_t n) {
+    const struct cattn_matrix part = matrix_from(&p->a, first, d);
+    const struct plain_matrix from = plain_part(&part, n_rows, (int)n, p->converted);
+    if (from.col == 1)
+        return (struct source){from.first, from.row};
+    return copy_rows_of(&from, n_rows, n, p->a_copy);
+}
+
+/* `height` rows of A from r on: A itself, or past the last row a copy padded with rows of zeros. */
+static struct source a_rows(const struct cattn_product *p, const struct product_slab *s, int r, int height) {
+    const struct source from = {s->a.first + r * s->a.row, s->a.row};
+    if (r + height <= s->n_rows)
+        return from;
+    real *copy = p->edge;
+    for (int m = 0; m < height; m++)
+        for (int64_t d = 0; d < s->n; d++)
+            copy[m * SLAB + d] = r + m < s->n_rows ? from.first[m * from.row + d] : 0;
+    return (struct source){copy, SLAB};
+}
+
+/* Adds the chains of a slab to the sums of mr rows of A and one panel of B. */
+INLINE void slab_tile(int mr, int nr, const struct cattn_product *p, const struct product_slab *s, int r, int64_t l,
+                      struct source a, const real *b) {
+    const int64_t whole = s->n / CHAINS, longer = s->n % CHAINS, sums_row = CATTN_PRODUCT_LANES;
+    real *sums = (real *)p->sums + r * sums_row + l;
+    vf sum[MR][NR], chain[MR][NR];
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = s->first ? vf_set1(0) : vf_loadu(sums + m * sums_row + n * LANES);
+    if (s->n == SLAB) /* a constant length is faster */
+        for (int c = 0; c < CHAINS; c++) {
+            micro_tile(mr, nr, SLAB / CHAINS, a.first + c, a.row, CHAINS, b + c * (SLAB / CHAINS) * PANEL, PANEL,
+                       chain);
+            add_tile(mr, nr, sum, chain);
+        }
+    else
+        for (int64_t c = 0, n; c < CHAINS; c++, b += n * PANEL) {
+            n = whole + (c < longer);
+            micro_tile(mr, nr, n, a.first + c, a.row, CHAINS, b, PANEL, chain);
+            add_tile(mr, nr, sum, chain);
+        }
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            vf_storeu(sums + m * sums_row + n * LANES, sum[m][n]);
+}
+
+static void add_slab(const struct cattn_product *p, const struct product_slab *s) {
+    for (int64_t l = 0; l < p->n_b; l += PANEL)
+        for (int r = 0; r < s->n_rows;) {
+            const int height = tile_height(SCORE_MR, s->n_rows - r);
+            const struct source a = a_rows(p, s, r, height);
+            AT_SIZE(SCORE_MR, height, p->n_b - l > LANES, slab_tile, p, s, r, l, a, s->packed + l * s->n);
+            r += height;
+        }
+}
+
+/* ---- results ---- */
+
+/* Stores n elements of the row of B with index l, from the row i of A on: sums + bias, rounded once. */
+INLINE void store_product(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
+    if (p->bias)
+        sum = sum + (p->bias_a ? load_strided((const real *)p->bias + i * p->bias_a, p->bias_a, n)
+                               : vf_set1(((const real *)p->bias)[l * p->bias_b]));
+    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_a, sum, n);
+}
+
+/* The same for n elements of the row i of A, from the row l of B on. */
+INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
+    if (p->bias)
+        sum = sum + (p->bias_b ? load_strided((const real *)p->bias + l * p->bias_b, p->bias_b, n)
+                               : vf_set1(((const real *)p->bias)[i * p->bias_a]));
+    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, sum, n);
+}
+
+static void store_sums(const struct cattn_product *p, int64_t first, int n_rows) {
+    const real *sums = p->sums;
+    for (int64_t l = 0; l < p->n_b; l += LANES) {
+        const int width = (int)min64(LANES, p->n_b - l);
+        for (int r = 0; r < n_rows; r += LANES) {
+            const int height = (int)min64(LANES, n_rows - r);
+            vf v[LANES];
+            for (int i = 0; i < LANES; i++)
+                v[i] = i < height ? vf_loadu(sums + (r + i) * CATTN_PRODUCT_LANES + l) : vf_set1(0);
+            if (p->out_b == 1) {
+                for (int i = 0; i < height; i++)
+                    store_product_row(p, first + r + i, l, v[i], width);
+                continue;
+            }
+            vf_transpose(v);
+            for (int i = 0; i < width; i++)
+                store_product(p, first + r, l + i, v[i], height);
+        }
+    }
+}
+
+/* The rows first .. first + n_rows - 1 of A, at most CATTN_PRODUCT_ROWS, times all of packed B. */
+static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
+    int64_t d = 0;
+    do {
+        const int64_t n = min64(SLAB, p->depth - d);
+        const struct product_slab s = {.a = slab_of_a(p, first, n_rows, d, n),
+                                       .n = n,
+                                       .packed = (const real *)p->packed + cattn_round_up(p->n_b, PANEL) * d,
+                                       .first = d == 0,
+                                       .n_rows = n_rows};
+        add_slab(p, &s);
+        d += n;
+    } while (d < p->depth);
+    store_sums(p, first, n_rows);
+}
+
+/* ---- few rows of B ---- */
+
+/* The largest power of two up to n and `most`. */
+#define POWER_OF_TWO(n, most)                                                                                          \
+    ((most) >= 8 && (n) >= 8 ? 8 : (most) >= 4 && (n) >= 4 ? 4 : (most) >= 2 && (n) >= 2 ? 2 : 1)
+/* A quarter of the registers is left for operands. */
+#define CHAIN_REGISTERS (REGISTERS * 3 / 4)
+/* Most rows of B, and of A, whose chains are in registers together. With few rows of B, several rows of A are read side
+ * by side: their chains are independent, so that many FMAs are in flight. */
+#define MOST_TOGETHER POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS, CATTN_FEW_ROWS)
+#define MOST_BESIDE POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS, LANES)
+#define ROWS_BESIDE(together) POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS / (together), LANES)
+
+/* The chains of LANES rows of A: of a few slabs, for each row of B. */
+struct few_chains {
+    real of[CATTN_FEW_SLABS][CATTN_FEW_ROWS][LANES][CHAINS];
+};
+
+/* Rows of A and of B from the first column of a few slabs on. The rows of A have unit column stride and one scale each;
+ * the rows of B are packed, with zeros up to the end of the last chain. */
+struct few_rows {
+    struct cattn_matrix a;
+    int n_a;
+    const real *b;
+    int64_t b_row;
+    int first_b; /* in `chains` */
+    struct few_chains *chains;
+};
+
+/* Adds n terms from column d on, at most one for each chain, of `beside` rows of A with the indices `row`. */
+INLINE void add_few_terms(int together, int beside, const struct few_rows *few, const int64_t *row, int64_t d, int n,
+                          vf chain[MOST_BESIDE][MOST_TOGETHER * CHAIN_VECTORS]) {
+    UNROLLED(v, CHAIN_VECTORS) {
+        const int width = n == CHAINS ? LANES : (int)max64(0, min64(LANES, n - v * LANES));
+        const int64_t at = d + v * LANES;
+        UNROLLED(i, beside) {
+            vf a = load_stored(few->a.storage, few->a.first, row[i] * few->a.row + at, 1, width);
+            if (cattn_is_quantized(few->a.storage))
+                a = scaled(&few->a, a, row[i], 0, LANES);
+            UNROLLED(b, together)
+                chain[i][v * together + b] =
+                    vf_fma(a, vf_loadu(few->b + b * few->b_row + at), chain[i][v * together + b]);
+        }
+    }
+}
+
+/* The chains of all n terms of `beside` rows of A from r on. */
+INLINE void sum_few_chains(int together, int beside, const struct few_rows *few, int r, int64_t n) {
+    int64_t row[MOST_BESIDE];
+    UNROLLED(i, beside)
+        row[i] = min64(r + i, few->n_a - 1); /* past the last row: the last one again, whose chains are not used */
+    for (int64_t d = 0, slab = 0; d < n; slab++) {
+        const int64_t end = min64(n, d + SLAB);
+        vf chain[MOST_BESIDE][MOST_TOGETHER * CHAIN_VECTORS];
+        UNROLLED(i, beside)
+            UNROLLED(c, together * CHAIN_VECTORS)
+                chain[i][c] = vf_set1(0);
+        for (; d + CHAINS <= end; d += CHAINS)
+            add_few_terms(together, beside, few, row, d, CHAINS, chain);
+        if (d < end)
+            add_few_terms(together, beside, few, row, d, (int)(end - d), chain);
+        d = end;
+        UNROLLED(i, beside)
+            UNROLLED(v, CHAIN_VECTORS)
+                UNROLLED(b, together)
+                    vf_storeu(&few->chains->of[slab][few->first_b + b][r + i][v * LANES], chain[i][v * together + b]);
+    }
+}
+
+INLINE void sum_chains_together(int together, const struct few_rows *few, int64_t n) {
+    for (int r = 0; r < few->n_a; r += ROWS_BESIDE(together))
+        sum_few_chains(together, ROWS_BESIDE(together), few, r, n);
+}
+
+/* The chains of n terms for n_b rows of B. `storage` is a constant. */
+INLINE void sum_chains_stored(enum cattn_storage storage, struct few_rows few, int n_b, int64_t n) {
+    few.a.storage = storage;
+    few.a.scale_col = 0;
+    for (; few.first_b < n_b; few.first_b += MOST_TOGETHER, few.b += MOST_TOGETHER * few.b_row) {
+        const int left = n_b - few.first_b;
+        if (left == 1)
+            sum_chains_together(1, &few, n);
+        else if (left == 2)
+            sum_chains_together(POWER_OF_TWO(2, MOST_TOGETHER), &few, n);
+        else if (left <= 4)
+            sum_chains_together(POWER_OF_TWO(4, MOST_TOGETHER), &few, n);
+        else
+            sum_chains_together(MOST_TOGETHER, &few, n);
+    }
+}
+
+static void sum_chains(const struct few_rows *few, int n_b, int64_t n) {
+    if (few->a.storage == CATTN_STORED_PLAIN)
+        sum_chains_stored(CATTN_STORED_PLAIN, *few, n_b, n);
+#if REAL_BITS == 32
+    else if (few->a.storage == CATTN_STORED_F16)
+        sum_chains_stored(CATTN_STORED_F16, *few, n_b, n);
+    else if (few->a.storage == CATTN_STORED_BF16)
+        sum_chains_stored(CATTN_STORED_BF16, *few, n_b, n);
+    else
+        sum_chains_stored(CATTN_STORED_I8, *few, n_b, n);
+#endif
+}
+
+/* Adds the chains of a slab to the sums of LANES rows of A. */
+INLINE vf add_few_chains(const real chains[LANES][CHAINS], vf sum) {
+    for (int v = 0; v < CHAIN_VECTORS; v++) {
+        vf chain[LANES];
+        UNROLLED(i, LANES)
+            chain[i] = vf_loadu(chains[i] + v * LANES);
+        vf_transpose(chain);
+        UNROLLED(c, LANES)
+            sum = sum + chain[c];
+    }
+    return sum;
+}
+
+/* Packs all rows of B, with zeros after the last column. */
+static void product_pack_few(struct cattn_product *p) {
+    const int64_t cols = cattn_round_up(p->depth, CHAINS);
+    real *packed = p->packed;
+    memset(packed, 0, (size_t)(p->n_b * cols) * sizeof *packed);
+    for (int64_t r = 0; r < p->n_b; r++) {
+        const struct cattn_matrix row = rows_from(p->b, r);
+        if (cattn_is_quantized(row.storage))
+            dequantize_row(&row, 0, p->depth, packed + r * cols);
+        else
+            widen_row(row.storage, row.first, row.col, p->depth, packed + r * cols);
+    }
+}
+
+/* LANES rows of A from `first` on, of which n_rows exist, times the few rows of packed B. */
+static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
+    const int64_t most = (int64_t)CATTN_FEW_SLABS * SLAB, b_row = cattn_round_up(p->depth, CHAINS);
+    const bool in_place = p->a.storage != CATTN_STORED_F8 && p->a.col == 1 && p->a.scale_col == 0;
+    struct few_chains *chains = p->sums;
+    vf sum[CATTN_FEW_ROWS];
+    for (int r = 0; r < p->n_b; r++)
+        sum[r] = vf_set1(0);
+    for (int64_t d = 0, n; d < p->depth; d += n) {
+        n = min64(in_place ? most : SLAB, p->depth - d);
+        struct few_rows few = {.a = matrix_from(&p->a, first, d), .n_a = n_rows, .b_row = b_row, .chains = chains};
+        few.b = (const real *)p->packed + d;
+        if (!in_place) {
+            const struct source from = slab_of_a(p, first, n_rows, d, n);
+            few.a =
+                (struct cattn_matrix){.storage = CATTN_STORED_PLAIN, .first = from.first, .row = from.row, .col = 1};
+        }
+        sum_chains(&few, (int)p->n_b, n);
+        for (int r = 0; r < p->n_b; r++)
+            for (int64_t slab = 0; slab * SLAB < n; slab++)
+                sum[r] = add_few_chains((const real(*)[CHAINS])chains->of[slab][r], sum[r]);
+    }
+    for (int r = 0; r < p->n_b; r++)
+        store_product(p, first, r, sum[r], n_rows);
+}
+
+/* product_tile for few rows of B. */
+static void product_few(struct cattn_product *p, int64_t first, int n_rows) {
+    for (int r = 0; r < n_rows; r += LANES)
+        few_tile(p, first + r, (int)min64(LANES, n_rows - r));
+}

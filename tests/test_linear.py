@@ -1,0 +1,287 @@
+"""Projections and their gradients: values, the order of the sums, bits, halves, quantized weights, errors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cattn
+from cattn import _cattn, reference
+from cattn.functional import linear, linear_backward
+from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, table
+
+# Sizes (T, K, N) around vectors, 16 chains, slabs of 512 columns, blocks of 96 and 192 rows, and 8 rows, up to which
+# lanes are chains.
+SIZES = [
+    (1, 1, 1), (1, 16, 16), (2, 17, 3), (3, 511, 5), (4, 512, 1), (5, 513, 18), (7, 5, 40), (8, 4200, 20), (9, 1, 9),
+    (17, 600, 17), (97, 33, 98), (100, 1040, 30), (193, 20, 7), (20, 3, 400),
+]  # fmt: skip
+
+
+def sum_by_law(products: np.ndarray) -> Any:
+    """Add exact products in the order of the bit contract: slabs of 512, 16 chains by index, the chains in order."""
+    total = products.dtype.type(0)
+    for start in range(0, len(products), 512):
+        chains = [products.dtype.type(0)] * 16
+        for d, product in enumerate(products[start : start + 512]):
+            chains[d % 16] += product
+        for chain in chains:
+            total += chain
+    return total
+
+
+def layouts(array: np.ndarray) -> list[np.ndarray]:
+    """Return the same numbers with other strides: Fortran's, with gaps, reversed."""
+    wide = np.zeros((*array.shape[:-1], 3 * array.shape[-1] + 1), array.dtype)
+    wide[..., 1::3] = array
+    return [np.asfortranarray(array), wide[..., 1::3], array[::-1, ::-1].copy()[::-1, ::-1]]
+
+
+def tolerance(x: np.ndarray, weight: np.ndarray, dtype: Any) -> Any:
+    """Return a bound of the rounding errors: of a chain of 32 terms, and of the sum of all chains."""
+    n = x.shape[-1]
+    magnitude = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64).T
+    return (34 + 16 * -(-n // 512)) * np.finfo(dtype).eps / 2 * magnitude + np.finfo(dtype).tiny
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_linear_agrees_with_the_reference(
+    isa: str, dtype: type, size: tuple[int, int, int], rng: np.random.Generator
+) -> None:
+    t, k, n = size
+    x, weight = rng.standard_normal((t, k)).astype(dtype), rng.standard_normal((n, k)).astype(dtype)
+    bias = rng.standard_normal(n).astype(dtype)
+    for b in (None, bias):
+        actual, right = linear(x, weight, b), reference.linear(x, weight, b)
+        assert actual.dtype == dtype
+        assert (np.abs(actual - right) <= tolerance(x, weight, dtype) + np.finfo(dtype).eps * np.abs(right)).all()
+
+
+@pytest.mark.promise("projections' bits")
+@pytest.mark.parametrize(("t", "k", "n"), [(1, 1100, 4), (6, 700, 5), (20, 530, 3)])
+def test_the_bits_follow_from_the_order_of_the_sums(
+    isa: str, dtype: type, t: int, k: int, n: int, rng: np.random.Generator
+) -> None:
+    digits = np.finfo(dtype).nmant // 2 - 1  # so that every product is exact
+    x, weight = (np.ldexp(rng.integers(-(2**digits), 2**digits, s), -digits).astype(dtype) for s in ((t, k), (n, k)))
+    expected = np.array([[sum_by_law(row * w) for w in weight] for row in x])
+    assert_same_bits(linear(x, weight), expected)
+    bias = rng.standard_normal(n).astype(dtype)
+    assert_same_bits(linear(x, weight, bias), expected + bias)
+
+
+def test_torch_computes_the_same(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    x, weight, bias = rng.standard_normal((2, 3, 33)), rng.standard_normal((5, 33)), rng.standard_normal(5)
+    tensors = [torch.tensor(a, requires_grad=True) for a in (x, weight, bias)]
+    y = torch.nn.functional.linear(*tensors)
+    grad = rng.standard_normal(y.shape)
+    y.backward(torch.tensor(grad))
+    np.testing.assert_allclose(linear(x, weight, bias), y.detach().numpy(), rtol=1e-12, atol=1e-14)
+    for actual, tensor in zip(linear_backward(grad, x, weight), tensors, strict=True):
+        np.testing.assert_allclose(actual, tensor.grad.numpy(), rtol=1e-12, atol=1e-13)
+
+
+def test_sizes_of_zero(isa: str, dtype: type) -> None:
+    bias = np.array([1.0, -2.0, NAN], dtype)
+    assert_same_bits(linear(np.zeros((4, 0), dtype), np.zeros((3, 0), dtype), bias), np.tile(bias, (4, 1)))
+    assert linear(np.zeros((0, 5), dtype), np.zeros((3, 5), dtype)).shape == (0, 3)
+    assert linear(np.zeros((2, 0, 5), dtype), np.zeros((0, 5), dtype)).shape == (2, 0, 0)
+    assert linear(np.zeros(5, dtype), np.zeros((3, 5), dtype), bias[:3]).shape == (3,)
+    grad_x, grad_weight, grad_bias = linear_backward(np.ones((0, 3)), np.ones((0, 5)), np.ones((3, 5)))
+    assert grad_x.shape == (0, 5)
+    assert_same_bits(grad_weight, np.zeros((3, 5)))
+    assert_same_bits(grad_bias, np.zeros(3))
+
+
+def test_special_numbers_spread_as_in_a_product(isa: str, dtype: type) -> None:
+    x = np.ones((30, 40), dtype)
+    x[3, 5], x[4, 6], x[5, 7:9] = NAN, INF, (INF, -INF)
+    for t in (30, 6):
+        y = linear(x[:t], np.ones((21, 40), dtype))
+        assert_same_bits(y[3], np.full(21, NAN, dtype))
+        assert_same_bits(y[4], np.full(21, INF, dtype))
+        assert_same_bits(y[5], np.full(21, NAN, dtype))
+        assert_same_bits(np.delete(y, [3, 4, 5], 0), np.full((t - 3, 21), 40, dtype))
+
+
+def test_no_result_is_a_negative_zero(isa: str, dtype: type) -> None:
+    x, weight = np.full((20, 3), -0.0, dtype), np.ones((20, 3), dtype)
+    for t in (20, 2):
+        assert_same_bits(linear(x[:t], weight, np.full(20, -0.0, dtype)), np.zeros((t, 20), dtype))
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gradients_agree_with_the_reference(dtype: type, size: tuple[int, int, int], rng: np.random.Generator) -> None:
+    t, k, n = size
+    grad, x = rng.standard_normal((t, n)).astype(dtype), rng.standard_normal((t, k)).astype(dtype)
+    weight = rng.standard_normal((n, k)).astype(dtype)
+    actual, right = linear_backward(grad, x, weight), reference.linear_backward(grad, x, weight)
+    factors = [(grad, weight.T), (grad.T, x.T), (np.ones((1, t)), grad.T)]
+    for a, r, (left, other) in zip(actual, right, factors, strict=True):
+        assert r is not None
+        assert a.dtype == dtype
+        assert (np.abs(a - r) <= tolerance(left, other, dtype) + np.finfo(dtype).eps * np.abs(r)).all()
+
+
+def test_gradients_that_nobody_needs_are_left_out(rng: np.random.Generator) -> None:
+    grad, x, weight = rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 3, 5)), rng.standard_normal((4, 5))
+    both = linear_backward(grad, x, weight)
+    only_x, only_weight = linear_backward(grad, None, weight), linear_backward(grad, x, None)
+    assert_same_bits(only_x[0], both[0])
+    assert only_x[1] is None
+    assert only_weight[0] is None
+    assert_same_bits(only_weight[1], both[1])
+    assert_same_bits(only_weight[2], both[2])
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("projections' bits")
+def test_tables_threads_strides_and_the_batch_change_no_bit(isa: str, dtype: type, rng: np.random.Generator) -> None:
+    x, weight = rng.standard_normal((210, 700)).astype(dtype), rng.standard_normal((115, 700)).astype(dtype)
+    grad = rng.standard_normal((210, 115)).astype(dtype)
+    with table("scalar"), cattn.num_threads(1):
+        y, (grad_x, grad_weight, _) = linear(x, weight), linear_backward(grad, x, weight)
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            assert_same_bits(linear(x, weight), y)
+            assert_same_bits(linear_backward(grad, x, weight)[0], grad_x)
+            assert_same_bits(linear_backward(grad, x, weight)[1], grad_weight)
+    for rows in (slice(0, 1), slice(5, 7), slice(11, 19), slice(3, 40), slice(100, 208)):
+        assert_same_bits(linear(x[rows], weight), y[rows], str(rows))
+        assert_same_bits(linear(x, weight[rows]), y[:, rows], str(rows))
+        assert_same_bits(linear_backward(grad[rows], None, weight)[0], grad_x[rows], str(rows))
+    for given_x, given_weight in itertools.chain(
+        ((other, weight) for other in layouts(x)), ((x[:20], other) for other in layouts(weight))
+    ):
+        assert_same_bits(linear(given_x, given_weight), y[: len(given_x)])
+    # leading axes of any strides
+    assert_same_bits(linear(x.reshape(7, 30, 700).swapaxes(0, 1), weight), y.reshape(7, 30, 115).swapaxes(0, 1))
+    assert_same_bits(linear(np.broadcast_to(x[3], (2, 9, 700)), weight), np.broadcast_to(y[3], (2, 9, 115)))
+
+
+@pytest.mark.promise("projections' bits")
+@given(st.integers(0, 2**32 - 1))
+def test_rows_alone_have_the_bits_of_any_batch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    t, k, n = (int(rng.integers(1, most)) for most in (60, 1200, 60))
+    dtype = rng.choice([np.float32, np.float64])
+    x, weight = rng.standard_normal((t, k)).astype(dtype), rng.standard_normal((n, k)).astype(dtype)
+    weight = layouts(weight)[seed % 3] if seed % 2 else weight
+    y = linear(x, weight)
+    with table("scalar"):
+        for i in rng.integers(0, t, 3):
+            assert_same_bits(linear(x[i], weight), y[i])
+        first, last = sorted(int(i) for i in rng.integers(0, t + 1, 2))
+        assert_same_bits(linear(x[first:last], weight), y[first:last])
+
+
+def test_products_of_batches(dtype: type, rng: np.random.Generator) -> None:
+    """The private product, which serves PyTorch's bmm."""
+    a, b = rng.standard_normal((3, 20, 70)).astype(dtype), rng.standard_normal((3, 70, 40)).astype(dtype)
+    expected = np.stack([linear(x, y.T) for x, y in zip(a, b, strict=True)])
+    with cattn.num_threads(2):
+        assert_same_bits(_cattn._product(a, b.swapaxes(1, 2)), expected)
+    assert _cattn._product(a[:0], b[:0].swapaxes(1, 2)).shape == (0, 20, 40)
+
+
+# ---- storage ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_halves_are_computed_in_float32_and_rounded_once(isa: str, half: Any, rng: np.random.Generator) -> None:
+    x, weight = rng.standard_normal((40, 530)).astype(half), rng.standard_normal((37, 530)).astype(half)
+    bias = rng.standard_normal(37).astype(half)
+    wide = [a.astype(np.float32) for a in (x, weight, bias)]
+    y = linear(*wide)
+    grad = rng.standard_normal((40, 37)).astype(half)
+    right = linear_backward(grad.astype(np.float32), wide[0], wide[1])
+    for rows in (40, 3):
+        assert_same_bits(linear(x[:rows], weight, bias), y[:rows].astype(half))
+        # a weight that is stored as halves beside float32 tokens
+        assert_same_bits(linear(wide[0][:rows], weight, wide[2]), y[:rows])
+        assert_same_bits(linear(wide[0][:rows], np.asfortranarray(weight), wide[2]), y[:rows])
+    for actual, expected in zip(linear_backward(grad, x, weight), right, strict=True):
+        assert_same_bits(actual, expected.astype(half))
+
+
+@pytest.mark.parametrize("quantized", ["int8", "float8_e4m3fn"])
+def test_quantized_weights_have_the_bits_of_their_products(isa: str, quantized: Any, rng: np.random.Generator) -> None:
+    if quantized != "int8":
+        quantized = pytest.importorskip("ml_dtypes").float8_e4m3fn
+    weight = rng.standard_normal((45, 700), np.float32)
+    rows = cattn.quantize(weight, dtype=quantized)
+    columns = (rows[0], np.broadcast_to(rng.random(700, np.float32) + 0.1, (1, 700)))
+    x = rng.standard_normal((20, 700), np.float32)
+    for values, scale in (rows, columns, (rows[0], np.float32(0.01)), (rows[0], rows[1] * columns[1])):
+        dense = cattn.dequantize(values, scale)
+        for t in (20, 8, 1):
+            expected = linear(x[:t], dense)
+            assert_same_bits(linear(x[:t], values, weight_scale=scale), expected)
+            assert_same_bits(linear(x[:t], np.asfortranarray(values), weight_scale=scale), expected)
+        grad = rng.standard_normal((20, 45), np.float32)
+        assert_same_bits(linear_backward(grad, x, values, weight_scale=scale)[0], linear_backward(grad, x, dense)[0])
+        assert_same_bits(linear(x.astype(np.float64), values, weight_scale=scale), linear(x.astype(np.float64), dense))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def test_out_takes_the_result_whatever_its_layout(dtype: type, rng: np.random.Generator) -> None:
+    x, weight = rng.standard_normal((3, 4, 20)).astype(dtype), rng.standard_normal((20, 20)).astype(dtype)
+    y = linear(x, weight)
+    outs = [np.zeros_like(y), np.zeros((4, 3, 20), dtype).swapaxes(0, 1), np.zeros((3, 20, 4), dtype).swapaxes(1, 2)]
+    outs += [np.zeros((3, 4, 40), dtype)[..., ::2], np.zeros_like(y)[::-1, :, ::-1]]
+    for out in outs:
+        assert linear(x, weight, out=out) is out
+        assert_same_bits(out, y)
+    same = x.copy()
+    assert_same_bits(linear(same, weight, out=same), y)  # the input itself
+
+
+def test_lists_and_integers_are_taken() -> None:
+    assert_same_bits(linear([1, 2], [[3, 4]], [True]), np.array([12.0]))
+
+
+def test_the_callers_floating_point_mode_does_not_matter(rng: np.random.Generator) -> None:
+    x, weight = rng.standard_normal((30, 40), np.float32), rng.standard_normal((9, 40), np.float32)
+    x[0] *= 1e-40
+    y = linear(x, weight)
+    for mode in ("up", "flush"):
+        with floating_point_mode(mode):
+            assert_same_bits(linear(x, weight), y)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: linear(1.0, [[1.0]]), ValueError, r"x must have at least 1 dimension \(..., K\), got 0"),
+        (lambda: linear([1.0], [1.0]), ValueError, r"weight must have 2 dimensions \(N, K\), got 1"),
+        (
+            lambda: linear(np.ones((2, 3)), np.ones((3, 4))),
+            ValueError,
+            r"weight must have as many columns as x, 3, got shape \(3, 4\): .* pass weight.T",
+        ),
+        (lambda: linear(np.ones((2, 3)), np.ones((4, 3)), np.ones(3)), ValueError, "bias must have one number"),
+        (lambda: linear(np.ones(3), np.ones((4, 3), complex)), TypeError, "weight has dtype complex128"),
+        (lambda: linear(np.ones(3), np.ones((4, 3)), weight_scale=1.0), TypeError, "weight has dtype float64"),
+        (
+            lambda: linear(np.ones(3), np.ones((4, 3), np.int8), weight_scale=np.ones(4)),
+            ValueError,
+            "weight_scale has shape",
+        ),
+        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8), weight_scale=0.0), ValueError, "must be positive"),
+        (lambda: linear(np.ones(3), np.ones((4, 3)), out=np.ones(3)), ValueError, "out"),
+        (lambda: linear(np.ones(3), np.ones((4, 3)), dtype=float), TypeError, "dtype"),
+        (lambda: linear_backward(1.0, None, None), ValueError, "grad_out must have at least 1 dimension"),
+        (lambda: linear_backward(np.ones((2, 4)), np.ones((3, 5)), None), ValueError, "grad_out has shape"),
+        (lambda: linear_backward(np.ones((2, 4)), None, np.ones((3, 5))), ValueError, "weight has shape"),
+        (lambda: linear_backward(np.ones((2, 4)), np.ones((2, 5)), np.ones((4, 6))), ValueError, "K = 5 as in x"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_name_the_argument(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
