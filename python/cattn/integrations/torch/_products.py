@@ -167,6 +167,7 @@ class _Active:
         self.n_invariant = 0
         self.products: Any = None  # libraries of kernels
         self.guards: Any = None
+        self.fast_path = True
 
     @property
     def all_sizes(self) -> bool:
@@ -184,6 +185,9 @@ class _Active:
                 self.products = _install_products()
             if invariant and self.guards is None:
                 self.guards = _install_guards()
+                # the fast path of PyTorch's own encoder layers has products that are no operators
+                self.fast_path = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
             self.counters.append(counter)
             self.n_invariant += invariant
 
@@ -194,6 +198,7 @@ class _Active:
             if self.n_invariant == 0 and self.guards is not None:
                 self.guards._destroy()
                 self.guards = None
+                torch.backends.mha.set_fastpath_enabled(self.fast_path)
             if not self.counters:
                 self.products._destroy()
                 self.products = None
