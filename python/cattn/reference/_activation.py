@@ -18,7 +18,7 @@ def _inside(x: ArrayLike) -> Floats:
 
 def _normal(x: Floats) -> Floats:
     """Return the distribution function of the normal distribution."""
-    result = np.empty_like(x)
+    result: Floats = np.empty(x.shape)
     for i, number in enumerate(x.flat):
         result.flat[i] = math.erfc(-number / math.sqrt(2)) / 2
     return result
@@ -27,7 +27,8 @@ def _normal(x: Floats) -> Floats:
 def _logistic(v: Floats) -> Floats:
     """Return 1 / (1 + exp(-v)) without losing digits where it is small."""
     power = np.exp(-np.abs(v))
-    return np.where(v < 0, power, 1.0) / (1 + power)
+    result: Floats = np.where(v < 0, power, 1.0) / (1 + power)
+    return result
 
 
 def _cubic(x: Floats) -> Floats:
