@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "activation.h"
 #include "dtype.h"
 #include "row_statistics.h"
 #include "score_options.h"
@@ -261,24 +262,26 @@ struct cattn_rope_params {
 };
 #define CATTN_MAX_POSITION 0x1p53
 
-/* out = x / sqrt(mean of the row's squares + eps) * weight */
-struct cattn_rms_norm_params {
+/* out = x / sqrt(mean of the row's squares + eps) * weight + bias; centred: of x minus its row's mean. */
+struct cattn_norm_params {
     enum cattn_dtype dtype;
     enum cattn_storage storage; /* of x and out */
+    bool centred;               /* a layer norm; else an RMS norm */
     int n_batch_dims;
     int num_threads;
     int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
     int64_t n_cols;
     double eps; /* >= 0 */
     struct cattn_poll poll;
-    struct cattn_tensor x, out; /* batch and col strides; out may be x itself with the same strides */
-    struct cattn_tensor weight; /* col stride, in the dtype of the computation; or absent */
+    struct cattn_tensor x, out;       /* batch and col strides; out may be x itself with the same strides */
+    struct cattn_tensor weight, bias; /* col stride, in the dtype of the computation; each may be absent */
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* The gradients of an RMS norm, in the dtype of the computation. */
-struct cattn_rms_norm_backward_params {
+/* The gradients of a norm, in the dtype of the computation. They do not depend on the bias. */
+struct cattn_norm_backward_params {
     enum cattn_dtype dtype;
+    bool centred;
     int n_batch_dims;
     int num_threads;
     int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
@@ -287,7 +290,22 @@ struct cattn_rms_norm_backward_params {
     struct cattn_poll poll;
     struct cattn_tensor grad, x, grad_x; /* batch and col strides; grad_x may be one of the others, same strides */
     struct cattn_tensor weight;          /* col stride; or absent */
-    struct cattn_tensor grad_weight;     /* col stride; present if weight is */
+    struct cattn_tensor grad_weight,
+        grad_bias; /* col stride; each may be absent, and grad_weight is without a weight */
+    int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
+};
+
+/* out = f(x) or, if grad is present, grad * f'(x) */
+struct cattn_activation_params {
+    enum cattn_activation which;
+    enum cattn_dtype dtype;
+    enum cattn_storage storage; /* of all tensors */
+    int n_batch_dims;
+    int num_threads;
+    int64_t n_rows; /* product of batch_shape; any number if n_cols is 0 */
+    int64_t n_cols;
+    struct cattn_poll poll;
+    struct cattn_tensor x, grad, out; /* batch and col strides; out may be one of the others, same strides */
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
@@ -326,8 +344,9 @@ void cattn_clear_softmax(struct cattn_softmax_params *params);
 void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params);
 void cattn_clear_dropout(struct cattn_dropout_params *params);
 void cattn_clear_rope(struct cattn_rope_params *params);
-void cattn_clear_rms_norm(struct cattn_rms_norm_params *params);
-void cattn_clear_rms_norm_backward(struct cattn_rms_norm_backward_params *params);
+void cattn_clear_norm(struct cattn_norm_params *params);
+void cattn_clear_norm_backward(struct cattn_norm_backward_params *params);
+void cattn_clear_activation(struct cattn_activation_params *params);
 
 /* All of `spec` but the seed or the generator, for a dropout with probability p, 0 <= p <= 1. */
 void cattn_set_dropout(struct cattn_dropout_spec *spec, double p);
@@ -346,9 +365,10 @@ enum cattn_status cattn_mask(const struct cattn_mask_params *params);
 enum cattn_status cattn_softmax_backward(const struct cattn_softmax_backward_params *params);
 enum cattn_status cattn_dropout(const struct cattn_dropout_params *params);
 enum cattn_status cattn_rope(const struct cattn_rope_params *params);
-enum cattn_status cattn_rms_norm(const struct cattn_rms_norm_params *params);
 enum cattn_status cattn_product(const struct cattn_product_params *params);
-enum cattn_status cattn_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
+enum cattn_status cattn_norm(const struct cattn_norm_params *params);
+enum cattn_status cattn_norm_backward(const struct cattn_norm_backward_params *params);
+enum cattn_status cattn_activate(const struct cattn_activation_params *params);
 
 /* How cattn_attention would compute a call. Explaining reads the block mask, but no other element, and computes the
  * range of every row. */

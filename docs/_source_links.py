@@ -19,6 +19,7 @@ WITHOUT = ("cattn.reference", "cattn.integrations")  # their functions name thei
 def homes() -> dict[str, str]:
     """Return the module that defines each public function and class of cattn."""
     found: dict[str, str] = {}
+    public = {*cattn.__all__, *cattn.functional.__all__}
     for module in sorted(sys.modules):
         if module.startswith("cattn.") and not module.startswith(WITHOUT):
             if getattr(sys.modules[module], "__name__", None) != module:
@@ -27,10 +28,10 @@ def homes() -> dict[str, str]:
                 analyzer = ModuleAnalyzer.for_module(module)
             except PycodeError:  # the extension module has no source in Python
                 continue
-            found.update({name: module for name in analyzer.find_tags() if name in cattn.__all__})
+            found.update({name: module for name in analyzer.find_tags() if name in public})
     return found
 
 
 def find_module(app: Any, module: str, name: str) -> str | None:
     """Return the module that defines a name of cattn; None leaves the search to Sphinx."""
-    return homes().get(name.partition(".")[0]) if module in ("cattn", "cattn.nn") else None
+    return homes().get(name.partition(".")[0]) if module in ("cattn", "cattn.nn", "cattn.functional") else None

@@ -22,7 +22,7 @@ else:
         import cattn
 from arguments import FLOATS, QUANTIZED, SIZES, Bytes, any_thing, numbers
 
-from cattn import _cattn
+from cattn import _cattn, functional
 
 CANARY = 0x5A
 
@@ -242,6 +242,22 @@ def projection_gradients(data: Bytes) -> dict[str, Any]:
     return {"grad_out": s.make(*shape, n), "x": s.make(*shape, s.D), "weight": s.make(n, s.D)}
 
 
+def layer_norming(data: Bytes) -> dict[str, Any]:
+    call = norming(data)
+    return call | ({"bias": call["weight"][::-1]} if "weight" in call else {})
+
+
+def activating(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    shape = (*s.batch_dims, s.T_q, s.D)
+    return {"x": s.make(*shape)} | ({"out": s.out(*shape)} if data.chance(3) else {})
+
+
+def activation_gradients(data: Bytes) -> dict[str, Any]:
+    call = activating(data)
+    return {"grad_out": call["x"][::-1], **call, "approximate": data.pick(("none", "tanh"))}
+
+
 def merging(data: Bytes) -> dict[str, Any]:
     s, n = Shapes(data), 1 + data.below(3)
     shape = (*s.batch_dims, s.T_q)
@@ -400,6 +416,13 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
     every_argument(cattn.rope, constant(x=TOKENS[..., :2])),
     every_argument(cattn.rms_norm, constant(x=SHAPE)),
     (in_order(_cattn.rms_norm_backward), constant(grad_out=SHAPE, x=SHAPE, weight=None, eps=1e-6)),
+    (functional.layer_norm, layer_norming),
+    (functional.layer_norm_backward, norm_gradients),
+    (functional.gelu_backward, activation_gradients),
+    (functional.silu, activating),
+    every_argument(functional.layer_norm, constant(x=SHAPE)),
+    every_argument(functional.gelu, constant(x=SHAPE)),
+    every_argument(functional.silu_backward, constant(grad_out=SHAPE, x=SHAPE)),
     (fill_cache, constant(batch_shape=2, num_kv_heads=1, key=TOKENS, value=TOKENS, n=1, dtype=byte_dtype)),
     (cattn.quantize, constant(x=TOKENS, axis=axis, dtype=byte_dtype)),
     (

@@ -209,6 +209,13 @@ CALLS: dict[str, Call] = {
     "linear, half": lambda: functional.linear(HALF, np.ones((3, HALF.shape[-1]), np.float32)[:, ::-1]),
     "linear_backward": lambda: functional.linear_backward(SCORES, SCORES, np.ones((90, 90), np.float32)),
     "rms_norm_backward, threads": lambda: _threaded(lambda: cattn.rms_norm_backward(OUT_LIKE, OUT_LIKE, WEIGHT_OF_9)),
+    "layer_norm": lambda: functional.layer_norm(SCORES, np.arange(90), np.arange(90)),
+    "layer_norm, half": lambda: functional.layer_norm(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
+    "layer_norm_backward": lambda: functional.layer_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
+    "gelu": lambda: functional.gelu(SCORES),
+    "gelu_backward, threads": lambda: _threaded(lambda: functional.gelu_backward(OUT_LIKE, OUT_LIKE, "tanh")),
+    "silu, half": lambda: functional.silu(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
+    "silu_backward": lambda: functional.silu_backward(SCORES, np.arange(90) + np.zeros(SCORES.shape)),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
     "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),

@@ -385,3 +385,19 @@ def floating_point_mode(mode: str) -> Iterator[None]:
         assert _libm.fegetround() == _ROUNDING[mode], "the rounding direction has changed"
     finally:
         _libm.fesetround(0)
+
+
+def sum_by_law(terms: np.ndarray) -> Any:
+    """Add in the order of the bit contract: runs of 512 columns, 8 chains each, and a tree."""
+    total = terms.dtype.type(0)
+    for start in range(0, len(terms), 512):
+        chain = [terms.dtype.type(0)] * 8
+        for k, term in enumerate(terms[start : start + 512]):
+            chain[k % 8] += term
+        total += ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]))
+    return total
+
+
+def find(name: str) -> Any:
+    """The public function of this name: a few are in cattn.functional only."""
+    return getattr(cattn, name) if name in cattn.__all__ else getattr(cattn.functional, name)

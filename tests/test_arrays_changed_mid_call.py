@@ -119,6 +119,19 @@ def test_linear_of_arrays_that_change_their_shape(square: np.ndarray) -> None:
 
 
 @pytest.mark.promise("shapes that change")
+def test_layer_norm_and_activations_of_an_array_that_changes_its_shape(square: np.ndarray) -> None:
+    functional, other = cattn.functional, square.copy()
+    with pytest.raises(ValueError, match=r"^weight must have .*, shape \(2,\), got shape \(512,\)"):
+        functional.layer_norm(square, np.ones(T, F), ShapeChanger(np.ones(T, F), square, T * T // 2, 2))
+    square.shape = T, T
+    with pytest.raises(ValueError, match="grad_out has shape"):
+        functional.gelu_backward(square, ShapeChanger(other, square, T * T // 2, 2))
+    square.shape = T, T
+    right = functional.silu(other)
+    assert_same_bits(functional.silu(square, out=square), right)
+
+
+@pytest.mark.promise("shapes that change")
 @pytest.mark.parametrize("name", ["attn_mask", "bias"])
 def test_attention_of_arrays_that_change_their_shapes(
     attended: Iterator[np.ndarray], square: np.ndarray, name: str

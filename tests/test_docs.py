@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import cattn
+from support import find
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = [name for name in cattn.__all__ if callable(getattr(cattn, name))]
-MODULES = [cattn, cattn.random]  # tests/test_nn.py has the modules of cattn.nn
+PUBLIC = [name for name in dict.fromkeys([*cattn.__all__, *cattn.functional.__all__]) if callable(find(name))]
+MODULES = [cattn, cattn.functional, cattn.random]  # tests/test_nn.py has the modules of cattn.nn
 
 
 def examples(owner: Any, name: str) -> list[doctest.DocTest]:
@@ -29,7 +30,7 @@ def examples(owner: Any, name: str) -> list[doctest.DocTest]:
 @pytest.mark.promise("documentation")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_it_is_documented(name: str) -> None:
-    value = getattr(cattn, name)
+    value = find(name)
     doc = inspect.getdoc(value) or ""
     assert doc
     if isinstance(value, type) and issubclass(value, (tuple, Warning)):
@@ -44,7 +45,7 @@ def test_it_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_see_also_names_other_public_objects(name: str) -> None:
-    value = getattr(cattn, name)
+    value = find(name)
     if isinstance(value, type) and issubclass(value, (tuple, Warning)):
         return
     _, heading, rest = (inspect.getdoc(value) or "").partition("See Also\n--------\n")
@@ -55,7 +56,7 @@ def test_see_also_names_other_public_objects(name: str) -> None:
         assert other != name
         found: Any = cattn
         for part in other.removeprefix("cattn.").split("."):
-            found = getattr(found, part)
+            found = find(part) if found is cattn and part in cattn.functional.__all__ else getattr(found, part)
 
 
 SEARCHED = """
@@ -76,7 +77,7 @@ def test_the_site_has_the_words_that_people_search(words: str) -> None:
 def test_its_examples_run(name: str) -> None:
     if name == "plot_attention":
         pytest.importorskip("matplotlib")
-    tests = examples(getattr(cattn, name), name)
+    tests = examples(find(name), name)
     for test in tests:
         assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
 
@@ -177,3 +178,4 @@ def test_the_pages_of_the_site_run(page: Path, tmp_path: Path, monkeypatch: pyte
 def test_the_site_lists_every_name() -> None:
     listed = set((ROOT / "docs/api/index.md").read_text(encoding="utf-8").split())
     assert {name for name in cattn.__all__ if callable(getattr(cattn, name))} <= listed
+    assert set(cattn.functional.__all__) - set(cattn.__all__) <= listed

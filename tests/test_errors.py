@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cattn
+from support import find
 from wrong_calls import CASES, WORKING, Row, ones
 
 
@@ -46,7 +47,7 @@ def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(function: st
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(row.error, match=f"^{row.says}") as caught:
-            getattr(cattn, function)(**arguments)
+            find(function)(**arguments)
     # Not a subclass: that would be an exception of other code, such as NumPy's own MemoryError.
     assert caught.type is row.error
     after = snapshot(arguments)
@@ -61,7 +62,7 @@ def test_a_wrong_argument_is_refused_by_name_and_nothing_is_written(function: st
 def test_the_calls_that_the_table_changes_work(function: str) -> None:
     threads = cattn.get_num_threads()
     arguments = WORKING[function]()
-    result = getattr(cattn, function)(**arguments)
+    result = find(function)(**arguments)
     cattn.set_num_threads(None)
     assert cattn.get_num_threads() == threads
     if "out" in arguments:
@@ -71,14 +72,15 @@ def test_the_calls_that_the_table_changes_work(function: str) -> None:
 
 
 def test_every_public_function_is_in_the_table() -> None:
-    public = {name: getattr(cattn, name) for name in cattn.__all__}
+    public = {name: find(name) for name in {*cattn.__all__, *cattn.functional.__all__}}
     functions = {name for name, value in public.items() if callable(value) and not isinstance(value, type)}
     without_errors = {"get_num_threads"}
     in_their_own_files = {"manual_seed", "plot_attention", "get_alibi_slopes", "merge_attention", "show_mask"}
     in_their_own_files |= {"sliding_window", "varlen_attention", "explain", "head_scores", "attention_rollout"}
     in_their_own_files |= {"attention_statistics", "varlen_attention_statistics", "view_attention"}
     in_their_own_files |= {"attention_backward", "varlen_attention_backward", "softmax_backward", "dropout_backward"}
-    in_their_own_files |= {"rms_norm_backward", "quantize", "dequantize"}
+    in_their_own_files |= {"rms_norm_backward", "layer_norm_backward", "gelu_backward", "silu_backward"}
+    in_their_own_files |= {"quantize", "dequantize"}
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - in_their_own_files
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn import functional
 from cattn._input import names
 from cattn._input.names import with_hints
+from support import find
 
 X = np.ones((4, 3), np.float32)
 attend = functools.partial(cattn.scaled_dot_product_attention, X, X, X)
@@ -101,6 +103,14 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.rms_norm, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(cattn.rms_norm, X), "normalized_shape", "the last axis is normalised"),
     (functools.partial(cattn.rms_norm_backward, X, X), "epsilon", "did you mean 'eps'?"),
+    # the layers around attention
+    (functools.partial(functional.layer_norm, X), "normalized_shape", "the last axis is normalised"),
+    (functools.partial(functional.layer_norm, X), "beta", "did you mean 'bias'?"),
+    (functools.partial(functional.layer_norm_backward, X, X), "gamma", "did you mean 'weight'?"),
+    (functools.partial(functional.gelu, X), "approximation", "did you mean 'approximate'?"),
+    (functools.partial(functional.gelu_backward, X, X), "inplace", "pass out=x"),
+    (functools.partial(functional.silu, X), "inplace", "pass out=x"),
+    (functools.partial(functional.silu_backward, X, X), "output", "did you mean 'out'?"),
     # keys and values in 8 bits
     (functools.partial(cattn.quantize, X), "dim", "did you mean 'axis'?"),
     (functools.partial(cattn.quantize, X), "quant_dtype", "did you mean 'dtype'?"),
@@ -124,7 +134,7 @@ def test_an_unknown_keyword_gets_a_hint(function: Callable[..., Any], word: str,
 
 def test_every_public_function_and_class_gives_hints() -> None:
     called = {getattr(function, "func", function) for function, _, _ in CASES}
-    callables = {name: getattr(cattn, name) for name in cattn.__all__}
+    callables = {name: find(name) for name in {*cattn.__all__, *cattn.functional.__all__}}
     with_arguments = {
         name
         for name, value in callables.items()
@@ -178,8 +188,8 @@ def test_the_hint_takes_the_place_of_pythons_own() -> None:
 
 def test_the_table_names_parameters_of_the_public_functions_and_classes() -> None:
     parameters: set[str] = {*inspect.signature(LAYER).parameters}
-    for name in cattn.__all__:
-        value = getattr(cattn, name)
+    for name in {*cattn.__all__, *cattn.functional.__all__}:
+        value = find(name)
         if callable(value) and not (isinstance(value, type) and issubclass(value, Warning)):
             parameters |= set(inspect.signature(value).parameters)
     assert set(names._OTHERS) <= parameters

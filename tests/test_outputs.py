@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn import functional
 from support import assert_same_bits
 
 RNG = np.random.default_rng(0)
@@ -31,6 +32,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., np.ndarray], tuple[int, ...]]] = {
     "interleaved": (lambda out: cattn.rope(Q, interleaved=True, out=out), Q.shape),
     "rms_norm": (lambda out: cattn.rms_norm(S, out=out), S.shape),
     "linear": (lambda out: cattn.functional.linear(S, S[0], out=out), (*S.shape[:-1], S.shape[1])),
+    "layer_norm": (lambda out: functional.layer_norm(S, out=out), S.shape),
+    "gelu": (lambda out: functional.gelu(S, out=out), S.shape),
+    "gelu_backward": (lambda out: functional.gelu_backward(S, S[::-1], out=out), S.shape),
+    "silu": (lambda out: functional.silu(S, out=out), S.shape),
+    "silu_backward": (lambda out: functional.silu_backward(S, S[::-1], out=out), S.shape),
 }
 
 LAYOUTS: dict[str, Callable[[tuple[int, ...]], np.ndarray]] = {
@@ -59,13 +65,15 @@ def test_out_may_have_any_strides(name: str, layout: str) -> None:
 
 @pytest.mark.promise("out")
 @pytest.mark.parametrize("shift", [0, 1, 5, -3])
-@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention"])
+@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "attention", "gelu", "silu_backward"])
 def test_out_may_overlap_an_input(name: str, shift: int) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
         "softmax": lambda x, out=None: cattn.softmax(x, out=out),
         "masked_softmax": lambda x, out=None: cattn.masked_softmax(x, is_causal=True, method="renormalize", out=out),
         "dropout": lambda x, out=None: cattn.dropout(x, 0.5, rng=1, out=out),
         "attention": lambda x, out=None: cattn.causal_attention(x, x, x, out=out),
+        "gelu": lambda x, out=None: functional.gelu(x, out=out),
+        "silu_backward": lambda x, out=None: functional.silu_backward(x, x[::-1], out=out),
     }
     for step in (1, -1):
         memory = np.random.default_rng(1).standard_normal(400)
@@ -77,7 +85,9 @@ def test_out_may_overlap_an_input(name: str, shift: int) -> None:
 
 
 @pytest.mark.promise("out")
-@pytest.mark.parametrize("name", ["softmax", "masked_softmax", "dropout", "softmax_backward", "rope", "rms_norm"])
+@pytest.mark.parametrize(
+    "name", [*["softmax", "masked_softmax", "dropout", "softmax_backward", "rope", "rms_norm", "layer_norm", "gelu"]]
+)
 def test_out_may_be_the_transposed_input(name: str) -> None:
     functions: dict[str, Callable[..., np.ndarray]] = {
         "softmax": lambda x, out=None: cattn.softmax(x, out=out),
@@ -86,6 +96,8 @@ def test_out_may_be_the_transposed_input(name: str) -> None:
         "softmax_backward": lambda x, out=None: cattn.softmax_backward(x, S[0], out=out),
         "rope": lambda x, out=None: cattn.rope(x, rotary_dim=16, out=out),
         "rms_norm": lambda x, out=None: cattn.rms_norm(x, out=out),
+        "layer_norm": lambda x, out=None: functional.layer_norm(x, out=out),
+        "gelu": lambda x, out=None: functional.gelu(x, out=out),
     }
     x = S[1].copy()
     expected = functions[name](x)
@@ -94,7 +106,11 @@ def test_out_may_be_the_transposed_input(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["softmax", "masked_softmax", "dropout", "gradient in place", "weights in place", "rope", "rms_norm"]
+    "name",
+    [
+        *("softmax", "masked_softmax", "dropout", "gradient in place", "weights in place"),
+        *("rope", "rms_norm", "layer_norm", "gelu", "gradient of silu in place"),
+    ],
 )
 def test_calls_in_place_copy_nothing(name: str) -> None:
     functions: dict[str, Callable[[np.ndarray, np.ndarray], object]] = {
@@ -105,6 +121,9 @@ def test_calls_in_place_copy_nothing(name: str) -> None:
         "weights in place": lambda x, out: cattn.softmax_backward(other, x, out=out),
         "rope": lambda x, out: cattn.rope(x, out=out),
         "rms_norm": lambda x, out: cattn.rms_norm(x, out=out),
+        "layer_norm": lambda x, out: functional.layer_norm(x, out=out),
+        "gelu": lambda x, out: functional.gelu(x, out=out),
+        "gradient of silu in place": lambda x, out: functional.silu_backward(x, other, out=out),
     }
     x, other = np.random.default_rng(0).random((2, 500, 500))
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 import cattn
+from support import find
 
 
 def test_pickles_name_public_modules_and_those_of_an_earlier_layout_are_read() -> None:
@@ -45,9 +46,12 @@ def test_pickles_of_caches_of_an_earlier_layout_are_read() -> None:
 
 
 def test_public_objects_name_their_public_module() -> None:
-    for name in cattn.__all__:
-        value = getattr(cattn, name)
-        if callable(value):
+    for name in {*cattn.__all__, *cattn.functional.__all__}:
+        value = find(name)
+        if name not in cattn.__all__:
+            assert value.__module__ == "cattn.functional", name
+            assert pickle.loads(pickle.dumps(value)) is value
+        elif callable(value):
             assert value.__module__ == ("cattn.nn" if name in cattn.nn.__all__ else "cattn"), name
             assert pickle.loads(pickle.dumps(value)) is value
 

@@ -8,8 +8,9 @@ import math
 import pkgutil
 import subprocess
 import sys
-import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import cattn
 from cattn import reference
 from cattn._input.types import AttentionOutput, CausalAlignmentWarning
+from support import find
 
 INF, NAN = math.inf, math.nan
 
@@ -49,16 +51,16 @@ def test_the_examples_of_the_reference_run() -> None:
     assert failed == 0
 
 
-FUNCTIONS = [name for name in cattn.__all__ if hasattr(reference, name) and name[0].islower()]
+FUNCTIONS = [name for name in {**vars(cattn), **vars(cattn.functional)} if name in reference.__all__]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_are_those_of_the_package(name: str) -> None:
-    def arguments(module: types.ModuleType) -> dict:
-        parameters = inspect.signature(getattr(module, name)).parameters.values()
+    def arguments(function: Callable[..., Any]) -> dict:
+        parameters = inspect.signature(function).parameters.values()
         return {p.name: (p.kind, p.default) for p in parameters if p.kind is not p.VAR_KEYWORD}
 
-    ours, theirs = arguments(reference), arguments(cattn)
+    ours, theirs = arguments(getattr(reference, name)), arguments(find(name))
     if "attention" in name and name != "scaled_dot_product_attention":  # these pass the other options on
         theirs = {key: theirs[key] for key in ours}
     assert ours == theirs

@@ -12,21 +12,10 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn import reference
-from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, table
+from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, sum_by_law, table
 
 # Numbers of columns around vectors of 4 to 16 lanes, 8 chains of a sum, and runs of 512 columns.
 COLUMNS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 511, 512, 513, 1024, 1100]
-
-
-def sum_by_law(terms: np.ndarray) -> Any:
-    """Add in the order of the bit contract: runs of 512 columns, 8 chains each, and a tree."""
-    total = terms.dtype.type(0)
-    for start in range(0, len(terms), 512):
-        chain = [terms.dtype.type(0)] * 8
-        for k, term in enumerate(terms[start : start + 512]):
-            chain[k % 8] += term
-        total += ((chain[0] + chain[4]) + (chain[2] + chain[6])) + ((chain[1] + chain[5]) + (chain[3] + chain[7]))
-    return total
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

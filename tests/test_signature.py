@@ -20,6 +20,7 @@ import cattn
 from cattn import _cattn
 from cattn.functional._attention import AttentionOptions
 from public_calls import contents
+from support import find
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,6 +52,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "causal_mask": {"T_q": 3, "T_k": 5, "window_size": (1, 0)},
     "rope": {"x": X, "positions": [3, 4, 5, 6], "theta": 500.0, "rotary_dim": 4, "interleaved": True},
     "rms_norm": {"x": X, "weight": X[0, 0], "eps": 0.5},
+    "layer_norm": {"x": X, "weight": X[0, 0], "bias": X[0, 1], "eps": 0.5},
+    "gelu": {"x": X, "approximate": "tanh"},
+    "gelu_backward": {"grad_out": X, "x": X, "approximate": "tanh"},
+    "silu": {"x": X},
+    "silu_backward": {"grad_out": X, "x": X},
 }  # fmt: skip
 NAMES = list(ARGUMENTS)
 DROPPED = cattn.dropout(X, 0.5, rng=1)
@@ -59,7 +65,7 @@ DROPPED = cattn.dropout(X, 0.5, rng=1)
 def python_function(name: str) -> Callable[..., Any]:
     """A function of Python with the same name and signature, which returns what it was given."""
     place: dict[str, Any] = {}
-    exec(f"def {name}{inspect.signature(getattr(cattn, name))}: return locals()", place)
+    exec(f"def {name}{inspect.signature(find(name))}: return locals()", place)
     function: Callable[..., Any] = place[name]
     return function
 
@@ -71,11 +77,11 @@ def put_together(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_looks_like_a_function(name: str) -> None:
-    function = getattr(cattn, name)
+    function = find(name)
     assert isinstance(function, types.BuiltinFunctionType)
     assert function is getattr(cattn.functional, name)
     assert function.__name__ == function.__qualname__ == name
-    assert function.__module__ == "cattn"
+    assert function.__module__ == ("cattn" if name in cattn.__all__ else "cattn.functional")
     assert pickle.loads(pickle.dumps(function)) is function
     assert inspect.getdoc(function)
 
@@ -130,6 +136,14 @@ def test_signatures_are_those_of_the_source() -> None:
         "out=None)"
     )
     assert str(inspect.signature(cattn.rms_norm)) == "(x, weight=None, eps=1e-06, *, out=None)"
+    for name, text in {
+        "layer_norm": "(x, weight=None, bias=None, eps=1e-05, *, out=None)",
+        "gelu": "(x, approximate='none', *, out=None)",
+        "gelu_backward": "(grad_out, x, approximate='none', *, out=None)",
+        "silu": "(x, *, out=None)",
+        "silu_backward": "(grad_out, x, *, out=None)",
+    }.items():
+        assert str(inspect.signature(find(name))) == text
 
 
 def attention_table() -> list[str]:
@@ -152,7 +166,7 @@ def test_one_table_of_attention_arguments() -> None:
 
 @pytest.mark.parametrize("name", ["causal_attention", "attention_weights", "attention_backward"])
 def test_every_form_of_attention_has_every_option(name: str) -> None:
-    parameters = inspect.signature(getattr(cattn, name)).parameters
+    parameters = inspect.signature(find(name)).parameters
     attention = inspect.signature(cattn.scaled_dot_product_attention).parameters
     of_values = ["value_scale"] if name == "attention_weights" else []
     for option in sorted(AttentionOptions.__annotations__.keys() - set(of_values)):
@@ -161,7 +175,7 @@ def test_every_form_of_attention_has_every_option(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_to_pass_arguments_gives_the_same_bits(name: str) -> None:
-    function, arguments = getattr(cattn, name), ARGUMENTS[name]
+    function, arguments = find(name), ARGUMENTS[name]
     bound = inspect.signature(function).bind(**arguments)
     want = function(*bound.args, **bound.kwargs)
     bound.apply_defaults()
@@ -197,7 +211,7 @@ def test_errors_are_those_of_python(name: str, call: int) -> None:
     with pytest.raises(TypeError) as expected:
         python_function(name)(*args, **keywords)
     with pytest.raises(TypeError) as raised:
-        getattr(cattn, name)(*args, **keywords)
+        find(name)(*args, **keywords)
     assert str(raised.value) == str(expected.value)
 
 
@@ -219,7 +233,7 @@ def test_warnings_point_to_the_caller(name: str) -> None:
     code = compile(f"\n\n{source}", "the caller", "exec")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        exec(code, {"attend": getattr(cattn, name), "X": X, "np": np})
+        exec(code, {"attend": find(name), "X": X, "np": np})
     assert [(w.category, w.filename, w.lineno) for w in warned] == [(category, "the caller", 3)]
 
 
@@ -275,7 +289,8 @@ spec.loader.exec_module(module)
 def softmax(x, axis=-1): ...
 softmax = module._register(softmax, "", ("x", "axis"), (-1,), 2)
 for call in (lambda: softmax([1.0]), lambda: softmax(), lambda: module._store(1, 2), lambda: module._check_out(1, 2),
-             lambda: module.softmax_backward(1, 2, 1.0, None), lambda: module.rms_norm_backward(1, 2, None, 1.0)):
+             lambda: module.softmax_backward(1, 2, 1.0, None), lambda: module.rms_norm_backward(1, 2, None, 1.0),
+             lambda: module.layer_norm_backward(1, 2, None, 1.0)):
     try:
         call()
     except RuntimeError as error:
@@ -290,7 +305,7 @@ def test_a_call_before_the_helpers_are_registered_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     early = "cattn is called before its import is complete, or after its end"
-    assert done.stdout.splitlines() == [early] * 6 + ["[0.5 0.5]"]
+    assert done.stdout.splitlines() == [early] * 7 + ["[0.5 0.5]"]
 
 
 @pytest.mark.parametrize("first", ["cattn._cattn", "cattn._input.arrays", "cattn.functional", "cattn.random"])

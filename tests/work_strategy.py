@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import cattn
 from attention_strategy import KEYS, LONG, ROWS, calls, packed_calls, quantize, statistics_options
+from cattn import functional
+from support import find
 from wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]
@@ -230,11 +232,13 @@ def rotation(draw: st.DrawFn) -> Work:
         normed = cattn.rms_norm(x, weight, 1e-5)
         rotated = cattn.rope(normed, **options)
         grad = cattn.rope(x, inverse=True, **options)
-        projected = cattn.functional.linear(x, matrix, weight)
-        return arrays(
-            normed, rotated, grad, cattn.rms_norm_backward(grad, x, weight, 1e-5), projected,
-            cattn.functional.linear_backward(projected, x, matrix),
-        )  # fmt: skip
+        layer = functional.layer_norm(x, weight, weight, 1e-5)
+        active = functional.gelu(layer), functional.gelu(layer, "tanh"), functional.silu(layer)
+        slopes = functional.gelu_backward(grad, layer), functional.silu_backward(grad, layer)
+        gradients = cattn.rms_norm_backward(grad, x, weight, 1e-5), functional.layer_norm_backward(grad, x, weight)
+        projected = functional.linear(x, matrix, weight)
+        gradients = *gradients, functional.linear_backward(projected, x, matrix)
+        return arrays(normed, rotated, grad, layer, projected, *active, *slopes, *gradients)
 
     return Work("rotation", run, {"x": x, "weight": weight, "matrix": matrix} | options)
 
@@ -325,7 +329,7 @@ def refused(function: str, row: Row) -> str:
     """Make a call that must fail, from the table of wrong_calls.py; return the message."""
     arguments = {**WORKING[function](), **row.changes}
     try:
-        getattr(cattn, function)(**arguments)
+        find(function)(**arguments)
     except row.error as error:
         return str(error)
     raise AssertionError(f"{function} accepted {row.changes}")

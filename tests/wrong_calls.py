@@ -62,6 +62,9 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
     "causal_mask": lambda: {"T_q": 3, "T_k": 4},
     "rope": lambda: {"x": ones(2, 5, 6), "positions": [0, 1, 2, 3, 4], "rotary_dim": 4, "out": ones(2, 5, 6)},
     "rms_norm": lambda: {"x": ones(2, 5, 6), "weight": ones(6), "out": ones(2, 5, 6)},
+    "layer_norm": lambda: {"x": ones(2, 5, 6), "weight": ones(6), "bias": ones(6), "out": ones(2, 5, 6)},
+    "gelu": lambda: {"x": ones(2, 5, 6), "approximate": "tanh", "out": ones(2, 5, 6)},
+    "silu": lambda: {"x": ones(2, 5, 6), "out": ones(2, 5, 6)},
     "set_num_threads": lambda: {"n": 1},
     "num_threads": lambda: {"n": 1},
     "show_config": lambda: {"mode": "dicts"},
@@ -69,9 +72,9 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
 SDPA, CAUSAL, WEIGHTS = "scaled_dot_product_attention", "causal_attention", "attention_weights"
 ATTENTION, ALL_THREE = (SDPA, CAUSAL), (SDPA, CAUSAL, WEIGHTS)
 SOFTMAX, MASKED, DROPOUT, STAGE, MASK_OF = ("softmax",), ("masked_softmax",), ("dropout",), (WEIGHTS,), ("causal_mask",)
-ROPE, NORM = ("rope",), ("rms_norm",)
+ROPE, NORM, NORMS = ("rope",), ("rms_norm",), ("rms_norm", "layer_norm")
 ANY_CAUSAL, THREADS = (SDPA, WEIGHTS, "masked_softmax"), ("set_num_threads", "num_threads")
-ROWWISE = ("softmax", "masked_softmax", "dropout", "rope", "rms_norm")
+ROWWISE = ("softmax", "masked_softmax", "dropout", "rope", "rms_norm", "layer_norm", "gelu", "silu")
 
 
 class Row(NamedTuple):
@@ -200,7 +203,7 @@ TABLE = [
     *rows_for_dtypes(ALL_THREE, "query", (2, 4, 5, 8)),
     *rows_for_dtypes(ALL_THREE, "key", (2, 2, 6, 8)),
     *rows_for_dtypes(ATTENTION, "value", (2, 2, 6, 3)),
-    *rows_for_dtypes(("softmax", "dropout", "rope", "rms_norm"), "x", (2, 5, 6)),
+    *rows_for_dtypes(("softmax", "dropout", "rope", "rms_norm", "layer_norm", "gelu", "silu"), "x", (2, 5, 6)),
     *rows_for_dtypes(("masked_softmax",), "scores", (2, 5, 6)),
     # ranks and sizes
     wrong_value(ALL_THREE, r"query must have at least 2 dimensions \(..., T_q, head_dim\), got 1", query=ones(8)),
@@ -373,25 +376,23 @@ TABLE = [
     ],
     wrong_type(ROPE, "scaling must be a dict as in the config of a model, or None, got float", scaling=2.0),
     wrong_type(ROPE, r"rope\(\) got an unexpected keyword argument 'base': did you mean 'theta'\?$", base=1),
-    # rms_norm
-    wrong_value(NORM, r"x must have at least 1 dimension \(..., D\), got 0", x=1.0),
+    # rms_norm, layer_norm
+    wrong_value(NORMS, r"x must have at least 1 dimension \(..., D\), got 0", x=1.0),
     *[
-        wrong_value(
-            NORM, rf"weight must have one number for each column of x, shape \(6,\), got shape {shape}", weight=w
-        )
-        for w, shape in ((ones(5), r"\(5,\)"), (1.0, r"\(\)"), (ones(5, 6), r"\(5, 6\)"), (ones(1, 6), r"\(1, 6\)"))
+        wrong_value(NORMS, rf"weight must have one number for each column of x, shape \(6,\), got {shape}", weight=w)
+        for w, shape in ((ones(5), r"shape \(5,\)"), (1.0, r"shape \(\)"), (ones(5, 6), r"shape \(5, 6\)"))
     ],
-    wrong_type(NORM, "weight has dtype complex64", weight=ones(6, dtype=np.complex64)),
+    wrong_type(NORMS, "weight has dtype complex64", weight=ones(6, dtype=np.complex64)),
     wrong_type(
         NORM,
         "x and weight mix float16 and bfloat16, which have no common dtype",
         x=ones(2, 5, 6, dtype=np.float16),
         weight=ones(6, dtype=ml_dtypes.bfloat16),
     ),
-    *rows_for_numbers(NORM, "eps"),
-    wrong_type(NORM, "eps must be a real number, got NoneType", eps=None),
-    wrong_value(NORM, "eps must not be negative, got -1e-06", eps=-1e-6),
-    wrong_type(NORM, "out has dtype float32, the result has float64", weight=ones(6, dtype=np.float64)),
+    *rows_for_numbers(NORMS, "eps"),
+    wrong_type(NORMS, "eps must be a real number, got NoneType", eps=None),
+    wrong_value(NORMS, "eps must not be negative, got -1e-06", eps=-1e-6),
+    wrong_type(NORMS, "out has dtype float32, the result has float64", weight=ones(6, dtype=np.float64)),
     # out
     *rows_for_out(ATTENTION, (2, 4, 5, 3)),
     *rows_for_out((WEIGHTS,), (2, 4, 5, 6)),

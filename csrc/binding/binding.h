@@ -38,6 +38,11 @@ enum cattn_entry_point {
     CATTN_ROPE,
     CATTN_RMS_NORM,
     CATTN_LINEAR,
+    CATTN_LAYER_NORM,
+    CATTN_GELU_FORWARD,
+    CATTN_GELU_BACKWARD,
+    CATTN_SILU_FORWARD,
+    CATTN_SILU_BACKWARD,
     CATTN_N_ENTRY_POINTS
 };
 
@@ -100,7 +105,9 @@ struct cattn_signature {
     O(upper_left)                                                                                                      \
     O(lower_right)                                                                                                     \
     O(neg_inf)                                                                                                         \
-    O(renormalize)
+    O(renormalize)                                                                                                     \
+    O(none)                                                                                                            \
+    O(tanh)
 
 struct binding_state {
 #define FIELD(name) PyObject *name;
@@ -126,6 +133,7 @@ cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention,
     cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
     cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
     cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm,
+    cattn_body_layer_norm, cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward,
     cattn_body_linear;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
@@ -135,6 +143,7 @@ cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention,
 PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);

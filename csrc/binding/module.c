@@ -21,6 +21,8 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->lower_right = PyUnicode_InternFromString("lower_right")) != NULL &&
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
            (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL &&
+           (state->none = PyUnicode_InternFromString("none")) != NULL &&
+           (state->tanh = PyUnicode_InternFromString("tanh")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;
 }
 
@@ -119,6 +121,7 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
     CATTN_FASTCALL("_product", cattn_py_product),
+    CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
     CATTN_FASTCALL("_check_out", cattn_py_check_out),
     CATTN_FASTCALL("_store", cattn_py_store),
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},

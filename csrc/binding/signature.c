@@ -28,7 +28,12 @@
     E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)                                                           \
     E(CATTN_ROPE, rope, ROPE_ARGUMENTS)                                                                                \
     E(CATTN_RMS_NORM, rms_norm, RMS_NORM_ARGUMENTS)                                                                    \
-    E(CATTN_LINEAR, linear, LINEAR_ARGUMENTS)
+    E(CATTN_LINEAR, linear, LINEAR_ARGUMENTS)                                                                          \
+    E(CATTN_LAYER_NORM, layer_norm, LAYER_NORM_ARGUMENTS)                                                              \
+    E(CATTN_GELU_FORWARD, gelu, ACTIVATION_ARGUMENTS)                                                                  \
+    E(CATTN_GELU_BACKWARD, gelu_backward, ACTIVATION_ARGUMENTS)                                                        \
+    E(CATTN_SILU_FORWARD, silu, ACTIVATION_ARGUMENTS)                                                                  \
+    E(CATTN_SILU_BACKWARD, silu_backward, ACTIVATION_ARGUMENTS)
 
 /* ---- a call ---- */
 

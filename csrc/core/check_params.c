@@ -12,8 +12,9 @@ WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_dropout_params, x, batch_shape);
 WHOLE_TENSORS(cattn_rope_params, x, batch_shape);
-WHOLE_TENSORS(cattn_rms_norm_params, x, batch_shape);
-WHOLE_TENSORS(cattn_rms_norm_backward_params, grad, batch_shape);
+WHOLE_TENSORS(cattn_norm_params, x, batch_shape);
+WHOLE_TENSORS(cattn_norm_backward_params, grad, batch_shape);
+WHOLE_TENSORS(cattn_activation_params, x, batch_shape);
 
 #ifndef NDEBUG
 
@@ -237,16 +238,17 @@ void cattn_check_rope(const struct cattn_rope_params *p) {
     check_aligned(&p->positions, sizeof(double));
 }
 
-void cattn_check_rms_norm(const struct cattn_rms_norm_params *p) {
+void cattn_check_norm(const struct cattn_norm_params *p) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
     check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
     assert(p->eps >= 0 && isfinite(p->eps));
     check_present(&p->x, stored);
     check_present(&p->out, stored);
     check_aligned(&p->weight, cattn_element_size(p->dtype));
+    check_aligned(&p->bias, cattn_element_size(p->dtype));
 }
 
-void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *p) {
+void cattn_check_norm_backward(const struct cattn_norm_backward_params *p) {
     const size_t element = cattn_element_size(p->dtype);
     check_rows(p->dtype, CATTN_STORED_PLAIN, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
     assert(p->eps >= 0 && isfinite(p->eps));
@@ -255,7 +257,17 @@ void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *
     check_present(&p->grad_x, element);
     check_aligned(&p->weight, element);
     check_aligned(&p->grad_weight, element);
-    assert(!p->weight.data == !p->grad_weight.data);
+    check_aligned(&p->grad_bias, element);
+    assert(p->weight.data || !p->grad_weight.data);
+}
+
+void cattn_check_activation(const struct cattn_activation_params *p) {
+    const size_t stored = cattn_stored_size(p->dtype, p->storage);
+    check_rows(p->dtype, p->storage, p->n_batch_dims, p->batch_shape, p->n_rows, p->n_cols);
+    assert(CATTN_GELU <= p->which && p->which <= CATTN_SILU);
+    check_present(&p->x, stored);
+    check_present(&p->out, stored);
+    check_aligned(&p->grad, stored);
 }
 
 static void check_operand(const struct cattn_operand *operand, enum cattn_dtype dtype) {

@@ -18,9 +18,10 @@ void cattn_check_softmax(const struct cattn_softmax_params *params);
 void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *params);
 void cattn_check_dropout(const struct cattn_dropout_params *params);
 void cattn_check_rope(const struct cattn_rope_params *params);
-void cattn_check_rms_norm(const struct cattn_rms_norm_params *params);
-void cattn_check_rms_norm_backward(const struct cattn_rms_norm_backward_params *params);
 void cattn_check_product(const struct cattn_product_params *params);
+void cattn_check_norm(const struct cattn_norm_params *params);
+void cattn_check_norm_backward(const struct cattn_norm_backward_params *params);
+void cattn_check_activation(const struct cattn_activation_params *params);
 void cattn_check_mask(const struct cattn_mask_params *params);
 #endif
 

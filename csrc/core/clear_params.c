@@ -40,6 +40,8 @@ void cattn_clear_dropout(struct cattn_dropout_params *params) { CLEAR(params, x,
 
 void cattn_clear_rope(struct cattn_rope_params *params) { CLEAR(params, x, batch_shape); }
 
-void cattn_clear_rms_norm(struct cattn_rms_norm_params *params) { CLEAR(params, x, batch_shape); }
+void cattn_clear_norm(struct cattn_norm_params *params) { CLEAR(params, x, batch_shape); }
 
-void cattn_clear_rms_norm_backward(struct cattn_rms_norm_backward_params *params) { CLEAR(params, grad, batch_shape); }
+void cattn_clear_norm_backward(struct cattn_norm_backward_params *params) { CLEAR(params, grad, batch_shape); }
+
+void cattn_clear_activation(struct cattn_activation_params *params) { CLEAR(params, x, batch_shape); }

@@ -10,9 +10,6 @@
 #include "rowwise.h"
 #include "torch_dropout.h"
 
-/* Columns of a task of a row that is cut; whole runs of Philox counters. */
-#define DROPOUT_PIECE ((int64_t)1 << 16)
-
 void cattn_set_dropout(struct cattn_dropout_spec *spec, double p) {
     spec->enabled = p > 0.0;
     spec->torch = NULL;
@@ -52,31 +49,10 @@ struct dropout_job {
     const struct cattn_dropout_params *params;
     const struct cattn_kernels *kernels;
     struct cattn_drop drop;
-    int n_batch_dims; /* after merging */
-    int64_t n_rows, n_cols;
-    int64_t rows_per_task;              /* 1 where rows are cut */
-    int64_t pieces;                     /* of a row */
+    struct cattn_long_rows rows;
     double scale;                       /* of the elements that are kept */
     struct cattn_torch_dropout *cursor; /* PyTorch's generator, or NULL */
 };
-
-/* Whether the rows of batch dimension `last` follow each other without a gap. */
-static bool continues(const struct cattn_tensor *tensor, int last, int64_t n_cols) {
-    return !tensor->data || tensor->batch[last] == n_cols * tensor->col;
-}
-
-/* Elements are independent, so batch dimensions without gaps in any tensor become part of longer rows. */
-static void merge_rows(struct dropout_job *job) {
-    const struct cattn_dropout_params *p = job->params;
-    for (int last = job->n_batch_dims - 1; last >= 0; last--) {
-        if (!continues(&p->x, last, job->n_cols) || !continues(&p->out, last, job->n_cols) ||
-            !continues(&p->mask, last, job->n_cols))
-            break;
-        job->n_cols *= p->batch_shape[last];
-        job->n_rows /= p->batch_shape[last];
-        job->n_batch_dims = last;
-    }
-}
 
 /* Halves are widened, computed and narrowed in pieces of this; whole runs of Philox counters. */
 #define WIDE_PIECE 1024
@@ -116,12 +92,12 @@ static void drop_stored(const struct dropout_job *job, const struct cattn_dropou
 static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begin, int64_t end, const uint8_t *drawn) {
     const struct cattn_dropout_params *p = job->params;
     const size_t element = cattn_stored_size(p->dtype, p->storage);
-    const char *x = cattn_row_at(&p->x, job->n_batch_dims, p->batch_shape, row, element);
-    char *out = cattn_row_at(&p->out, job->n_batch_dims, p->batch_shape, row, element);
-    uint8_t *mask = p->mask.data ? cattn_row_at(&p->mask, job->n_batch_dims, p->batch_shape, row, 1) : NULL;
+    const char *x = cattn_row_at(&p->x, job->rows.n_batch_dims, p->batch_shape, row, element);
+    char *out = cattn_row_at(&p->out, job->rows.n_batch_dims, p->batch_shape, row, element);
+    uint8_t *mask = p->mask.data ? cattn_row_at(&p->mask, job->rows.n_batch_dims, p->batch_shape, row, 1) : NULL;
     const struct cattn_dropout_row args = {
         .n = end - begin,
-        .first = (uint64_t)(row * job->n_cols + begin),
+        .first = (uint64_t)(row * job->rows.n_cols + begin),
         .x = x + begin * p->x.col * (int64_t)element,
         .x_stride = p->x.col,
         .out = out + begin * p->out.col * (int64_t)element,
@@ -136,17 +112,15 @@ static void dropout_one(const struct dropout_job *job, int64_t row, int64_t begi
         args.mask[i * args.mask_stride] = drawn[i];
 }
 
+/* The same with Philox's bits. */
+static void dropout_piece(const void *context, int64_t row, int64_t begin, int64_t end) {
+    dropout_one(context, row, begin, end, NULL);
+}
+
 static void dropout_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct dropout_job *job = context;
     (void)worker; /* a task is too short to be interrupted */
-    if (job->pieces > 1) {
-        const int64_t begin = task % job->pieces * DROPOUT_PIECE, end = begin + DROPOUT_PIECE;
-        dropout_one(job, task / job->pieces, begin, end < job->n_cols ? end : job->n_cols, NULL);
-        return;
-    }
-    const int64_t first = task * job->rows_per_task, left = job->n_rows - first;
-    for (int64_t i = 0; i < job->rows_per_task && i < left; i++)
-        dropout_one(job, first + i, 0, job->n_cols, NULL);
+    cattn_each_piece(&job->rows, task, dropout_piece, job);
 }
 
 /* ---- PyTorch's generator: one thread, since the bits come in sequence ---- */
@@ -158,7 +132,7 @@ static void torch_task(void *context, int64_t task, struct cattn_worker *worker)
     struct dropout_job *job = context;
     const struct cattn_dropout_params *p = job->params;
     const double q = p->dropout.keep_probability;
-    const int64_t n_cols = job->n_cols, total = job->n_rows * n_cols;
+    const int64_t n_cols = job->rows.n_cols, total = job->rows.n_rows * n_cols;
     /* 1 / q, divided in the precision of the data as PyTorch does */
     job->scale = p->dtype == CATTN_F32 ? (double)(1.0f / (float)q) : 1.0 / q;
     if (p->storage != CATTN_STORED_PLAIN) {
@@ -200,17 +174,16 @@ enum cattn_status cattn_dropout(const struct cattn_dropout_params *p) {
     struct dropout_job job = {
         .params = p,
         .kernels = cattn_kernels_for(p->dtype),
-        .n_batch_dims = p->n_batch_dims,
-        .n_rows = p->n_rows,
-        .n_cols = p->n_cols,
+        .rows = {.n_batch_dims = p->n_batch_dims,
+                 .batch_shape = p->batch_shape,
+                 .n_rows = p->n_rows,
+                 .n_cols = p->n_cols},
         .scale = p->dropout.keep_scale,
     };
     cattn_drop_fill(&p->dropout, 0, &job.drop);
-    merge_rows(&job);
+    const struct cattn_tensor *const tensors[] = {&p->x, &p->out, &p->mask};
+    cattn_merge_rows(&job.rows, tensors, 3);
     if (p->dropout.torch)
         return torch_dropout(&job);
-    job.rows_per_task = cattn_rows_per_task(job.n_cols);
-    job.pieces = job.n_cols > 2 * DROPOUT_PIECE ? cattn_ceil_div(job.n_cols, DROPOUT_PIECE) : 1;
-    const int64_t n_tasks = job.pieces > 1 ? job.n_rows * job.pieces : cattn_ceil_div(job.n_rows, job.rows_per_task);
-    return cattn_parallel_for(n_tasks, p->num_threads, 0, dropout_task, &job, &p->poll);
+    return cattn_parallel_for(job.rows.n_tasks, p->num_threads, 0, dropout_task, &job, &p->poll);
 }

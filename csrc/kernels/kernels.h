@@ -25,6 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "../activation.h"
 #include "../dtype.h"
 #include "../row_statistics.h"
 #include "../score_options.h"
@@ -288,25 +289,35 @@ struct cattn_rope_rows {
     int64_t table_row;
 };
 
-/* x / sqrt(mean of its squares + eps) * weight over one row. */
-struct cattn_rms_norm_row {
+/* x / sqrt(mean of its squares + eps) * weight + bias over one row; centred: of x minus its mean. */
+struct cattn_norm_row {
     int64_t n;
     double eps;
+    bool centred;
     enum cattn_storage storage; /* of x and out */
     const void *x;
     int64_t x_stride;
-    const void *weight; /* or NULL */
-    int64_t weight_stride;
+    const void *weight, *bias; /* or NULL */
+    int64_t weight_stride, bias_stride;
     void *out; /* may be x with the same stride */
     int64_t out_stride;
+    void *scratch; /* n numbers of the table's type */
 };
 
-/* The gradient of an RMS norm over one row. */
-struct cattn_rms_norm_gradient {
-    struct cattn_rms_norm_row forward; /* plain storage; out receives the gradient of x and may be one of the inputs */
+/* The gradient of a norm over one row. */
+struct cattn_norm_gradient {
+    struct cattn_norm_row forward; /* plain storage; out receives the gradient of x and may be one of the inputs */
     const void *grad;
     int64_t grad_stride;
-    void *weight_sums; /* the row's gradient of the weight is added; unit stride; or NULL */
+    void *weight_sums, *bias_sums; /* the row's gradients of weight and bias are added; unit stride; or NULL */
+};
+
+/* out = f(x) or, if grad is not NULL, grad * f'(x). Plain storage and unit strides. */
+struct cattn_activation_row {
+    enum cattn_activation which;
+    int64_t n;
+    const void *x, *grad;
+    void *out; /* may be one of the others */
 };
 
 /* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver
@@ -380,13 +391,14 @@ struct cattn_kernels {
     void (*rope_frequencies)(int64_t n, double step_high, double step_low, double *frequencies);
     void (*rope_angles)(const struct cattn_rope_angles *angles);
     void (*rope_rows)(const struct cattn_rope_rows *rows);
-    void (*rms_norm_row)(const struct cattn_rms_norm_row *row);
-    void (*rms_norm_gradient)(const struct cattn_rms_norm_gradient *row);
     void (*product_pack)(struct cattn_product *product);
     void (*product_pack_few)(struct cattn_product *product);
     /* n_rows rows of A from `first` on, at most CATTN_PRODUCT_ROWS */
     void (*product_tile)(struct cattn_product *product, int64_t first, int n_rows);
     void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
+    void (*norm_row)(const struct cattn_norm_row *row);
+    void (*norm_gradient)(const struct cattn_norm_gradient *row);
+    void (*activation_row)(const struct cattn_activation_row *row);
 
     /* PyTorch's generator (torch.inc.h): the next block of 624 words, in place */
     void (*mt19937_block)(uint32_t *state);

@@ -30,7 +30,8 @@
 #include "backward.inc.h"
 #include "statistics.inc.h"
 
-#include "rms_norm.inc.h"
+#include "activation.inc.h"
+#include "norm.inc.h"
 #include "rope.inc.h"
 
 #include "torch.inc.h"
@@ -90,12 +91,13 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .rope_angles = rope_angles,
 #endif
     .rope_rows = rope_rows,
-    .rms_norm_row = rms_norm_row,
-    .rms_norm_gradient = rms_norm_gradient,
     .product_pack = product_pack,
     .product_pack_few = product_pack_few,
     .product_tile = product_tile,
     .product_few = product_few,
+    .norm_row = norm_row,
+    .norm_gradient = norm_gradient,
+    .activation_row = activation_row,
     .mt19937_block = mt19937_block,
     .mt19937_temper = mt19937_temper,
     .torch_uniform = torch_uniform,

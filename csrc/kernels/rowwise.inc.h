@@ -36,15 +36,23 @@ static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t
     return largest_lane(vf_max(odd, max));
 }
 
+/* The chains of a sum, a GNU vector on every table: compilers keep an array of eight numbers in memory, and each
+ * addition waits for it. */
+typedef real sum_chains __attribute__((vector_size(CATTN_SUM_CHAINS * sizeof(real))));
+
 /* The sum of n values in the fixed order. `at` is the column of the first one, which decides its chain. */
 static real sum_run(const real *e, int64_t at, int64_t n) {
     real chain[CATTN_SUM_CHAINS] = {0};
     int64_t i = 0;
     for (; i < n && (at + i) % CATTN_SUM_CHAINS; i++)
         chain[(at + i) % CATTN_SUM_CHAINS] += e[i];
-    for (; i + CATTN_SUM_CHAINS <= n; i += CATTN_SUM_CHAINS)
-        for (int c = 0; c < CATTN_SUM_CHAINS; c++)
-            chain[c] += e[i + c];
+    sum_chains sums, next;
+    memcpy(&sums, chain, sizeof sums);
+    for (; i + CATTN_SUM_CHAINS <= n; i += CATTN_SUM_CHAINS) {
+        memcpy(&next, e + i, sizeof next);
+        sums += next;
+    }
+    memcpy(chain, &sums, sizeof sums);
     for (int c = 0; i < n; i++, c++)
         chain[c] += e[i];
     return SUM_TREE(chain);

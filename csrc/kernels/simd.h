@@ -21,9 +21,11 @@
  *   vf_fma(a, b, c)    a*b + c, rounded once
  *   HAS_FMA            1; or 0 where vf_fma rounds twice (x86 without FMA): that table is outside the bit contract
  *   vf_max(a, b)       a > b ? a : b, hence b if either is NaN
+ *   vf_min(a, b)       a < b ? a : b, hence b if either is NaN
+ *   vf_abs(x)          without the sign, also of zeros
  *   vf_div(a, b)
  *   vf_scale2(x, n)    x * 2^n for an integer n held in a vf; arbitrary if |n| exceeds the exponent range; NaN stays
- *                      NaN
+ *                      NaN. SCALE2_IS_COMPLETE is defined if it is right, and rounded once, for every n
  *   vf_scale2_unless(m, x, n)  vf_scale2(x, n), and +0 where m holds
  *   vf_lt(a, b)  vf_eq(a, b)      -> vm, false for NaN
  *   vm_and  vm_or  vm_not  vm_any(m)

@@ -45,6 +45,7 @@ typedef __m256i vu;
 INLINE vm lanes_below(int n) { return (vm)((1u << n) - 1u); }
 INLINE vf vf_loadu_n(const real *p, int n) { return VF(maskz_loadu)(lanes_below(n), p); }
 INLINE void vf_storeu_n(real *p, vf v, int n) { VF(mask_storeu)(p, lanes_below(n), v); }
+#define SCALE2_IS_COMPLETE
 INLINE vf vf_scale2(vf x, vf n) { return VF(scalef)(x, n); }
 INLINE vf vf_scale2_unless(vm m, vf x, vf n) { return VF(maskz_scalef)((vm)~m, x, n); }
 INLINE vf vf_select(vm m, vf a, vf b) { return VF(mask_blend)(m, b, a); }

@@ -71,6 +71,8 @@ INLINE bool vm_any(vm m) {
 }
 INLINE vf vf_select(vm m, vf a, vf b) { return (vf)(((vm)a & m) | ((vm)b & ~m)); }
 INLINE vf vf_max(vf a, vf b) { return vf_select((vm)(a > b), a, b); }
+INLINE vf vf_min(vf a, vf b) { return vf_select((vm)(a < b), a, b); }
+INLINE vf vf_abs(vf x) { return (vf)((vm)x & ~(vm)vf_set1((real)-0.0)); }
 INLINE vf vf_scale2(vf x, vf n) {
     /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */
     const vf limit = vf_set1((real)REAL_BIAS);

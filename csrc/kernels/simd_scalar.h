@@ -19,6 +19,8 @@ INLINE void vf_storeu_n(real *p, vf v, int n) {
 }
 INLINE vf vf_fma(vf a, vf b, vf c) { return REAL_FMA(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vf_min(vf a, vf b) { return a < b ? a : b; }
+INLINE vf vf_abs(vf x) { return from_bits(to_bits(x) << 1 >> 1); }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_scale2(vf x, vf n) {
     /* for NaN and n out of range the exponent does not matter, but the conversion must not be undefined behaviour */

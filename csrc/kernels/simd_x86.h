@@ -12,6 +12,8 @@ INLINE void vf_stream(real *p, vf v) { VF(stream)(p, v); }
 INLINE void stream_end(void) { _mm_sfence(); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return VF(fmadd)(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return VF(max)(a, b); }
+INLINE vf vf_min(vf a, vf b) { return VF(min)(a, b); }
+INLINE vf vf_abs(vf x) { return VF(andnot)(vf_set1((real)-0.0), x); }
 INLINE vf vf_div(vf a, vf b) { return VF(div)(a, b); }
 INLINE vf vf_swap_pairs(vf v) { return VF(permute)(v, REAL_BITS == 32 ? 0xb1 : 0x55 & ((1 << LANES) - 1)); }
 

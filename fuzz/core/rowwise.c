@@ -316,21 +316,21 @@ void fuzz_rope(struct input *in) {
     free(right);
 }
 
-/* ---- RMS norm ---- */
+/* ---- norms ---- */
 
-/* One number for each column. */
+/* One number for each column: a weight or a bias. */
 static struct array choose_weight(struct input *in, struct rows *rows) {
     return make_input(in, computed_element(rows->dtype), 1, &rows->dims[rows->n_axes - 1], 0, &rows->noise, PLAIN);
 }
 
-void fuzz_rms_norm(struct input *in) {
+void fuzz_norm(struct input *in) {
     struct rows rows = choose_rows(in, true);
-    struct cattn_rms_norm_params p = {.dtype = rows.dtype,
-                                      .storage = rows.storage,
-                                      .n_batch_dims = rows.n_axes - 1,
-                                      .n_rows = rows.n_rows,
-                                      .n_cols = rows.n_cols,
-                                      .eps = take_chance(in, 2) ? 1e-6 : 0};
+    struct cattn_norm_params p = {.dtype = rows.dtype,
+                                  .storage = rows.storage,
+                                  .n_batch_dims = rows.n_axes - 1,
+                                  .n_rows = rows.n_rows,
+                                  .n_cols = rows.n_cols,
+                                  .eps = take_chance(in, 2) ? 1e-6 : 0};
     memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
     const enum element element = stored_element(p.dtype, p.storage);
     struct array x =
@@ -341,9 +341,14 @@ void fuzz_rms_norm(struct input *in) {
     p.out = to_tensor(&out);
     if (take_chance(in, 2))
         p.weight = to_tensor(&weight);
-    COMPUTE(in, cattn_rms_norm, p, "rms_norm failed");
+    p.centred = take_chance(in, 2);
+    struct array bias = choose_weight(in, &rows);
+    if (take_chance(in, 2))
+        p.bias = to_tensor(&bias);
+    COMPUTE(in, cattn_norm, p, "norm failed");
     check_untouched(&x, "x was changed");
     check_untouched(&weight, "weight was changed");
+    check_untouched(&bias, "bias was changed");
     check_untouched(&out, "written between the elements of out");
     void *const right = gathered(&out);
     move_array(&x, true);
@@ -351,18 +356,18 @@ void fuzz_rms_norm(struct input *in) {
     const bool in_place = take_chance(in, 2);
     p.x = to_tensor(&x);
     p.out = to_tensor(in_place ? &x : &out);
-    COMPUTE(in, cattn_rms_norm, p, "rms_norm failed the second time");
-    check_same(in_place ? &x : &out, right, "rms_norm differs");
+    COMPUTE(in, cattn_norm, p, "norm failed the second time");
+    check_same(in_place ? &x : &out, right, "norm differs");
     free(right);
 }
 
-void fuzz_rms_norm_backward(struct input *in) {
+void fuzz_norm_backward(struct input *in) {
     struct rows rows = choose_rows(in, false);
-    struct cattn_rms_norm_backward_params p = {.dtype = rows.dtype,
-                                               .n_batch_dims = rows.n_axes - 1,
-                                               .n_rows = rows.n_rows,
-                                               .n_cols = rows.n_cols,
-                                               .eps = 1e-3};
+    struct cattn_norm_backward_params p = {.dtype = rows.dtype,
+                                           .n_batch_dims = rows.n_axes - 1,
+                                           .n_rows = rows.n_rows,
+                                           .n_cols = rows.n_cols,
+                                           .eps = 1e-3};
     memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
     const enum element element = computed_element(p.dtype);
     struct array arrays[2];
@@ -378,21 +383,70 @@ void fuzz_rms_norm_backward(struct input *in) {
         p.weight = to_tensor(&weight);
         p.grad_weight = to_tensor(&grad_weight);
     }
-    COMPUTE(in, cattn_rms_norm_backward, p, "rms_norm_backward failed");
+    p.centred = take_chance(in, 2);
+    struct array grad_bias = make_output(in, element, 1, &rows.dims[rows.n_axes - 1]);
+    if (p.centred)
+        p.grad_bias = to_tensor(&grad_bias);
+    COMPUTE(in, cattn_norm_backward, p, "norm_backward failed");
     for (int i = 0; i < 2; i++)
         check_untouched(&arrays[i], i ? "x was changed" : "grad was changed");
     check_untouched(&grad_x, "written between the elements of grad_x");
     check_untouched(&grad_weight, "written between the elements of grad_weight");
+    check_untouched(&grad_bias, "written between the elements of grad_bias");
     void *const right_x = gathered(&grad_x), *const right_weight = gathered(&grad_weight);
+    void *const right_bias = gathered(&grad_bias);
     for (int i = 0; i < 2; i++)
         move_array(&arrays[i], true);
     const int place = (int)take_below(in, 3); /* grad_x is the first array, the second, or neither */
     p.grad = to_tensor(&arrays[0]);
     p.x = to_tensor(&arrays[1]);
     p.grad_x = to_tensor(place < 2 ? &arrays[place] : &grad_x);
-    COMPUTE(in, cattn_rms_norm_backward, p, "rms_norm_backward failed the second time");
-    check_same(place < 2 ? &arrays[place] : &grad_x, right_x, "rms_norm_backward differs");
+    COMPUTE(in, cattn_norm_backward, p, "norm_backward failed the second time");
+    check_same(place < 2 ? &arrays[place] : &grad_x, right_x, "norm_backward differs");
     check_same(&grad_weight, right_weight, "the gradient of the weight differs");
+    check_same(&grad_bias, right_bias, "the gradient of the bias differs");
     free(right_x);
     free(right_weight);
+    free(right_bias);
+}
+
+/* ---- activations ---- */
+
+void fuzz_activation(struct input *in) {
+    struct rows rows = choose_rows(in, true);
+    struct cattn_activation_params p = {.which = (enum cattn_activation)take_below(in, CATTN_SILU + 1),
+                                        .dtype = rows.dtype,
+                                        .storage = rows.storage,
+                                        .n_batch_dims = rows.n_axes - 1,
+                                        .n_rows = rows.n_rows,
+                                        .n_cols = rows.n_cols};
+    memcpy(p.batch_shape, rows.dims, sizeof rows.dims);
+    const enum element element = stored_element(p.dtype, p.storage);
+    const bool backward = take_chance(in, 2);
+    struct array arrays[2];
+    for (int i = 0; i < 2; i++)
+        arrays[i] =
+            make_input(in, element, rows.n_axes, rows.dims, few_axes(in, rows.n_axes), &rows.noise, rows.content);
+    struct array out = make_output(in, element, rows.n_axes, rows.dims);
+    p.x = to_tensor(&arrays[0]);
+    p.out = to_tensor(&out);
+    if (backward)
+        p.grad = to_tensor(&arrays[1]);
+    COMPUTE(in, cattn_activate, p, "activation failed");
+    for (int i = 0; i < 2; i++)
+        check_untouched(&arrays[i], i ? "grad was changed" : "x was changed");
+    check_untouched(&out, "written between the elements of out");
+    void *const right = gathered(&out);
+    for (int i = 0; i < 2; i++)
+        move_array(&arrays[i], true);
+    move_array(&out, false);
+    const int place = (int)take_below(in, backward ? 3 : 2); /* out, x or grad */
+    struct array *const result = place ? &arrays[place - 1] : &out;
+    p.x = to_tensor(&arrays[0]);
+    p.out = to_tensor(result);
+    if (backward)
+        p.grad = to_tensor(&arrays[1]);
+    COMPUTE(in, cattn_activate, p, "activation failed the second time");
+    check_same(result, right, "activation differs");
+    free(right);
 }

@@ -12,8 +12,9 @@ void fuzz_softmax(struct input *in);
 void fuzz_softmax_backward(struct input *in);
 void fuzz_dropout(struct input *in);
 void fuzz_rope(struct input *in);
-void fuzz_rms_norm(struct input *in);
-void fuzz_rms_norm_backward(struct input *in);
+void fuzz_norm(struct input *in);
+void fuzz_norm_backward(struct input *in);
+void fuzz_activation(struct input *in);
 void fuzz_stream(struct input *in);
 
 #endif

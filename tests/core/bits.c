@@ -590,10 +590,10 @@ static void rope(int64_t index) {
     forget();
 }
 
-static void rms_norm(int64_t index) {
+static void norm(int64_t index) {
     const struct type *type = &TYPES[index % 4], *wide = &TYPES[type->dtype];
-    struct cattn_rms_norm_params p = {.dtype = type->dtype, .storage = type->storage};
-    begin("rms_norm", index);
+    struct cattn_norm_params p = {.dtype = type->dtype, .storage = type->storage};
+    begin("norm", index);
     say(" %s", type->name);
     const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
     const struct block x = input(&p.x, type, shape);
@@ -602,21 +602,24 @@ static void rms_norm(int64_t index) {
         spoil(type, &x);
     if (chance(70))
         input(&p.weight, wide, (struct shape){.heads = 1, .rows = 1, .cols = p.n_cols});
+    p.centred = chance(50);
+    if (chance(50))
+        input(&p.bias, wide, (struct shape){.heads = 1, .rows = 1, .cols = p.n_cols});
     output(&p.out, type, shape, false);
     for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
         clear_outputs();
-        compare(cattn_rms_norm(&p), "rms_norm", p.num_threads);
+        compare(cattn_norm(&p), "norm", p.num_threads);
     }
     end_line();
     forget();
 }
 
-static void rms_norm_gradient(int64_t index) {
+static void norm_gradient(int64_t index) {
     const struct type *type = &TYPES[index % 2];
     const struct shape columns = {.heads = 1, .rows = 1};
-    struct cattn_rms_norm_backward_params p = {.dtype = type->dtype};
+    struct cattn_norm_backward_params p = {.dtype = type->dtype};
     struct shape shape, weight = columns;
-    begin("rms_norm_backward", index);
+    begin("norm_backward", index);
     say(" %s", type->name);
     shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
     weight.cols = p.n_cols;
@@ -628,9 +631,33 @@ static void rms_norm_gradient(int64_t index) {
         input(&p.weight, type, weight);
         output(&p.grad_weight, type, weight, false);
     }
+    p.centred = chance(50);
+    if (p.centred)
+        output(&p.grad_bias, type, weight, false);
     for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
         clear_outputs();
-        compare(cattn_rms_norm_backward(&p), "rms_norm_backward", p.num_threads);
+        compare(cattn_norm_backward(&p), "norm_backward", p.num_threads);
+    }
+    end_line();
+    forget();
+}
+
+static void activation(int64_t index) {
+    const struct type *type = &TYPES[index % 4];
+    struct cattn_activation_params p = {.dtype = type->dtype, .storage = type->storage};
+    begin("activation", index);
+    p.which = (enum cattn_activation)between(CATTN_GELU, CATTN_SILU);
+    say(" %s, function %d", type->name, (int)p.which);
+    const struct shape shape = draw_rows(p.batch_shape, &p.n_batch_dims, &p.n_rows, &p.n_cols);
+    const struct block x = input(&p.x, type, shape);
+    if (chance(20))
+        spoil(type, &x);
+    if (chance(50))
+        input(&p.grad, type, shape);
+    output(&p.out, type, shape, false);
+    for (p.num_threads = 1; p.num_threads <= 3; p.num_threads += 2) {
+        clear_outputs();
+        compare(cattn_activate(&p), "activation", p.num_threads);
     }
     end_line();
     forget();
@@ -700,8 +727,9 @@ int main(int argc, char **argv) {
         softmax_gradient(i);
         dropout(i);
         rope(i);
-        rms_norm(i);
-        rms_norm_gradient(i);
+        norm(i);
+        norm_gradient(i);
+        activation(i);
         torch(i);
     }
     return agree ? 0 : 1;

@@ -1,8 +1,14 @@
-"""The public functions on arrays, gathered: attention, softmax, dropout, masks."""
+"""The functions on arrays, gathered: those of `cattn`, and those of the layers around attention, which are here only.
+
+>>> from cattn.functional import gelu, layer_norm
+>>> gelu(layer_norm([1.0, 2.0, 4.0])).round(3)
+array([-0.152, -0.105,  1.215])
+"""
 
 from .. import _cattn
 from .._input import arrays, quantized, rng
 from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import (
     attention_weights,
     causal_attention,
@@ -16,7 +22,8 @@ from ._gradients import attention_backward, sum_gradients
 from ._linear import linear, linear_backward
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
-from ._rope import as_positions, as_rope_scaling, rms_norm, rms_norm_backward, rope
+from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from ._rope import as_positions, as_rope_scaling, rope
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
 from ._statistics import (
     attention_statistics,
@@ -43,7 +50,11 @@ __all__ = [
     "dropout",
     "dropout_backward",
     "explain",
+    "gelu",
+    "gelu_backward",
     "get_alibi_slopes",
+    "layer_norm",
+    "layer_norm_backward",
     "linear",
     "linear_backward",
     "masked_softmax",
@@ -53,6 +64,8 @@ __all__ = [
     "rope",
     "scaled_dot_product_attention",
     "show_mask",
+    "silu",
+    "silu_backward",
     "sliding_window",
     "softmax",
     "softmax_backward",
@@ -61,6 +74,9 @@ __all__ = [
     "varlen_attention_statistics",
 ]
 
+# Pickles and help name the public place of a function. Names that `cattn` has, too, get that one there.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
 
 # C imports nothing of this package: these are the functions and classes that it calls.
 _cattn._register_helpers(

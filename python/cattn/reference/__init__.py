@@ -17,16 +17,20 @@ References
 - Vaswani et al., "Attention is all you need", NeurIPS 2017: scaled dot-product attention.
 - Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: the generator Philox4x32-10.
 - Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
+- Ba, Kiros and Hinton, "Layer normalization", 2016.
+- Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016.
 - Zhang and Sennrich, "Root mean square layer normalization", NeurIPS 2019.
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
+from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
 from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
 from ._linear import linear, linear_backward
 from ._masks import causal_mask
-from ._rope import rms_norm, rms_norm_backward, rope, rope_frequencies
+from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from ._rope import rope, rope_frequencies
 from ._softmax import masked_softmax, softmax, textbook_masked_softmax
 from ._statistics import attention_statistics, varlen_attention_statistics
 
@@ -39,6 +43,10 @@ __all__ = [
     "dropout",
     "dropout_backward",
     "dropout_keep",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward",
     "linear",
     "linear_backward",
     "masked_softmax",
@@ -48,6 +56,8 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "scaled_dot_product_attention",
+    "silu",
+    "silu_backward",
     "softmax",
     "softmax_backward",
     "textbook_masked_softmax",

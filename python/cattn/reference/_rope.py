@@ -1,4 +1,4 @@
-"""Rotary positions with the scalings of transformers, RMS norm and its gradients."""
+"""Rotary positions with the scalings of transformers."""
 
 import math
 from collections.abc import Mapping
@@ -126,38 +126,3 @@ def rope(
     result[first] = given[first] * cos - given[second] * sin
     result[second] = given[second] * cos + given[first] * sin
     return deliver(result, out)
-
-
-@quiet
-def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *, out: Floats | None = None) -> Floats:
-    """Return ``x / sqrt(mean(x**2) + eps) * weight`` over the last axis.
-
-    Examples
-    --------
-    >>> rms_norm([3.0, 4.0]).round(3)
-    array([0.849, 1.131])
-    """
-    given = np.asarray(x, np.float64)
-    normed = given / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
-    return deliver(normed if weight is None else normed * np.asarray(weight, np.float64), out)
-
-
-@quiet
-def rms_norm_backward(
-    grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6
-) -> tuple[Floats, Floats | None]:
-    """Return the gradients of `x` and `weight`, given that of the result of `rms_norm`.
-
-    Examples
-    --------
-    >>> grad_x, grad_weight = rms_norm_backward([1.0, 0.0], [3.0, 4.0], [1.0, 2.0])
-    >>> grad_x.round(3), grad_weight.round(3)
-    (array([ 0.181, -0.136]), array([0.849, 0.   ]))
-    """
-    grad, given = np.asarray(grad_out, np.float64), np.asarray(x, np.float64)
-    factor = 1 / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
-    normed = given * factor
-    weighted = grad if weight is None else grad * np.asarray(weight, np.float64)
-    grad_x = factor * (weighted - normed * (weighted * normed).mean(axis=-1, keepdims=True))
-    grad_weight = None if weight is None else (grad * normed).reshape(-1, given.shape[-1]).sum(axis=0)
-    return grad_x, grad_weight

@@ -1,0 +1,137 @@
+/* activation.c -- gelu(...), silu(...) and their gradients: parse, check, allocate, run, return. */
+#include "arrays.h"
+#include "error.h"
+#include "gil.h"
+#include "numbers.h"
+#include "outputs.h"
+#include "rowwise_args.h"
+
+enum { X, GRAD, N_INPUTS };
+
+struct call {
+    struct binding_state *state;
+    struct cattn_activation_params *params;
+    PyArrayObject *inputs[N_INPUTS]; /* owned; GRAD may be NULL */
+    int type, own_nd;                /* of x and the result */
+    npy_intp dims[NPY_MAXDIMS];      /* of x */
+    struct cattn_output output;
+};
+
+static bool parse_approximate(struct binding_state *state, PyObject *object, enum cattn_activation *which) {
+    if (cattn_arg_is(object, state->none)) {
+        *which = CATTN_GELU;
+    } else if (cattn_arg_is(object, state->tanh)) {
+        *which = CATTN_GELU_TANH;
+    } else {
+        PyErr_Format(PyExc_ValueError, "approximate must be 'none' or 'tanh', got %R", object);
+        return false;
+    }
+    return true;
+}
+
+/* An axis of one element has any stride. */
+static void take_tensor(const struct call *call, struct cattn_tensor *tensor, PyArrayObject *array) {
+    const int nd = call->params->n_batch_dims + 1;
+    cattn_tensor_rows(tensor, array, nd, nd - 1);
+    if (call->params->n_cols == 1)
+        tensor->col = 1;
+}
+
+/* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. A 0-d
+ * array is one element in a row. */
+static void take_inputs(struct call *call) {
+    struct cattn_activation_params *params = call->params;
+    cattn_clear_activation(params);
+    params->dtype = cattn_arg_dtype(call->type);
+    params->storage = cattn_arg_storage(call->type);
+    params->n_batch_dims = call->own_nd > 0 ? call->own_nd - 1 : 0;
+    for (int axis = 0; axis < params->n_batch_dims; axis++)
+        params->batch_shape[axis] = call->dims[axis];
+    params->n_cols = call->own_nd > 0 ? call->dims[call->own_nd - 1] : 1;
+    params->n_rows = PyArray_SIZE(call->inputs[X]);
+    if (params->n_cols > 0)
+        params->n_rows /= params->n_cols;
+    take_tensor(call, &params->x, call->inputs[X]);
+    if (call->inputs[GRAD] != NULL)
+        take_tensor(call, &params->grad, call->inputs[GRAD]);
+}
+
+/* grad: NULL in the forward pass */
+static bool parse_inputs(struct call *call, PyObject *x, PyObject *grad) {
+    if (grad != NULL && (call->inputs[GRAD] = cattn_arg_floats(call->state, grad, "grad_out")) == NULL)
+        return false;
+    if ((call->inputs[X] = cattn_arg_floats(call->state, x, "x")) == NULL)
+        return false;
+    call->type = cattn_arg_promote(call->state, call->inputs, N_INPUTS, "grad_out and x");
+    if (call->type < 0)
+        return false;
+    call->own_nd = PyArray_NDIM(call->inputs[X]);
+    memcpy(call->dims, PyArray_DIMS(call->inputs[X]), (size_t)call->own_nd * sizeof *call->dims);
+    if (grad != NULL && !cattn_check_shape(call->inputs[GRAD], "grad_out", "x", call->own_nd, call->dims))
+        return false;
+    take_inputs(call);
+    return true;
+}
+
+static bool make_output(struct call *call, PyObject *out) {
+    const bool in_gradient = call->inputs[GRAD] != NULL && out == (PyObject *)call->inputs[GRAD];
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = call->type,
+                                           .nd = call->own_nd,
+                                           .dims = call->dims,
+                                           .inputs = call->inputs,
+                                           .n_inputs = N_INPUTS,
+                                           .in_place = call->inputs[in_gradient ? GRAD : X]};
+    if (!cattn_arg_output(call->state, out, &spec, &call->output))
+        return false;
+    take_tensor(call, &call->params->out, call->output.array);
+    return true;
+}
+
+static enum cattn_status compute(const void *params) { return cattn_activate(params); }
+
+static bool run(struct call *call) {
+    struct cattn_activation_params *params = call->params;
+    params->num_threads = cattn_get_num_threads();
+    const bool brief = PyArray_SIZE(call->output.array) <= CATTN_GIL_ELEMENTS;
+    return cattn_error_status(cattn_compute(brief, &params->poll, compute, params)) &&
+           cattn_output_finish(&call->output);
+}
+
+/* grad: NULL in the forward pass */
+static PyObject *activate(struct binding_state *state, enum cattn_activation which, PyObject **args, PyObject *grad) {
+    struct cattn_activation_params params;
+    struct call call = {.state = state, .params = &params};
+    PyObject *result = NULL;
+    if (parse_inputs(&call, args[ACTIVATION_x], grad) && make_output(&call, args[ACTIVATION_out])) {
+        params.which = which;
+        if (run(&call))
+            result = cattn_output_result(&call.output);
+    }
+    for (int i = 0; i < N_INPUTS; i++)
+        Py_XDECREF((PyObject *)call.inputs[i]);
+    cattn_output_clear(&call.output);
+    return result;
+}
+
+PyObject *cattn_body_gelu(struct binding_state *state, PyObject **args) {
+    enum cattn_activation which;
+    if (!parse_approximate(state, args[ACTIVATION_approximate], &which))
+        return NULL;
+    return activate(state, which, args, NULL);
+}
+
+PyObject *cattn_body_gelu_backward(struct binding_state *state, PyObject **args) {
+    enum cattn_activation which;
+    if (!parse_approximate(state, args[ACTIVATION_approximate], &which))
+        return NULL;
+    return activate(state, which, args, args[ACTIVATION_grad_out]);
+}
+
+PyObject *cattn_body_silu(struct binding_state *state, PyObject **args) {
+    return activate(state, CATTN_SILU, args, NULL);
+}
+
+PyObject *cattn_body_silu_backward(struct binding_state *state, PyObject **args) {
+    return activate(state, CATTN_SILU, args, args[ACTIVATION_grad_out]);
+}

@@ -1,0 +1,231 @@
+"""Gelu, silu and their gradients: accuracy against mpmath, bits, halves, strides, special numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import functional, reference
+from support import HALVES, INF, NAN, assert_same_bits, in_contract, table
+
+# Each function with its options; gradients take the gradient of the result first.
+FORWARD: dict[str, Callable[..., np.ndarray]] = {
+    "gelu": functional.gelu,
+    "gelu, tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+BACKWARD: dict[str, Callable[..., np.ndarray]] = {
+    "gelu": functional.gelu_backward,
+    "gelu, tanh": functools.partial(functional.gelu_backward, approximate="tanh"),
+    "silu": functional.silu_backward,
+}
+REFERENCE: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = {
+    "gelu": (reference.gelu, reference.gelu_backward),
+    "gelu, tanh": (
+        functools.partial(reference.gelu, approximate="tanh"),
+        functools.partial(reference.gelu_backward, approximate="tanh"),
+    ),
+    "silu": (reference.silu, reference.silu_backward),
+}
+names = pytest.mark.parametrize("name", FORWARD)
+
+
+def numbers(dtype: type, rng: np.random.Generator, n: int) -> np.ndarray:
+    """Numbers around 0, as far as the functions differ from 0 and x, and of every size, subnormal ones too."""
+    info = np.finfo(dtype)
+    far = 110 if dtype is np.float32 else 760
+    exponents = np.arange(info.minexp - info.nmant, info.maxexp, 1 if dtype is np.float32 else 9)
+    sizes = np.ldexp(rng.uniform(1, 2, len(exponents)), exponents)
+    parts = [rng.uniform(-6, 6, n), rng.uniform(-40, 40, n), rng.uniform(-far, 0, n // 4), sizes, -sizes]
+    return np.concatenate(parts).astype(dtype)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+def exact(name: str, x: float) -> tuple[Any, Any]:
+    """The function and its derivative at x, by mpmath."""
+    from mpmath import mp, mpf
+
+    number = mpf(x)
+    if x > 1000:
+        return number, mpf(1)
+    if x < -1000:
+        return mpf(0), mpf(0)
+    if name == "gelu":
+        p, density = mp.erfc(-number / mp.sqrt(2)) / 2, mp.exp(-number * number / 2) / mp.sqrt(2 * mp.pi)
+        return number * p, p + number * density
+    rate, v = mpf(1), number
+    if name == "gelu, tanh":
+        factor, cubic = 2 * mp.sqrt(2 / mp.pi), mpf("0.044715")
+        v, rate = factor * (number + cubic * number**3), factor * (1 + 3 * cubic * number**2)
+    p = 1 / (1 + mp.exp(-v))
+    return number * p, p * (1 + number * rate / (1 + mp.exp(v)))
+
+
+@names
+def test_the_error_is_a_few_units_in_the_last_place(name: str, dtype: type, rng: np.random.Generator) -> None:
+    """Also where the result is tiny or subnormal. The derivative has zeros: its unit is at least that of 1/8.
+
+    The other tables have the bits of "scalar", but "gnu128" without an FMA.
+    """
+    mpmath = pytest.importorskip("mpmath")
+    x = numbers(dtype, rng, 100)
+    info = np.finfo(dtype)
+    with mpmath.workdps(40):
+        right = [exact(name, float(number)) for number in x]
+        for kernels in ("scalar", *({"gnu128"} & {isa["name"] for isa in cattn._cattn._isa_list()})):
+            with table(kernels):
+                results = FORWARD[name](x), BACKWARD[name](np.ones_like(x), x)
+            for i, values in enumerate(results):
+                for number, value, pair in zip(x, values, right, strict=True):
+                    size = max(abs(pair[i]), mpmath.mpf(0.125 if i else 0))
+                    exponent = max(int(mpmath.floor(mpmath.log(size, 2))), info.minexp) if size else info.minexp
+                    ulps = abs(mpmath.mpf(float(value)) - pair[i]) / mpmath.ldexp(1, exponent - info.nmant)
+                    assert ulps < (3.6, 3.8)[i], (kernels, number, value, pair[i])
+
+
+@names
+def test_the_reference_agrees(name: str, rng: np.random.Generator) -> None:
+    x, g = rng.uniform(-30, 30, (2, 5, 70))
+    forward, backward = REFERENCE[name]
+    np.testing.assert_allclose(FORWARD[name](x), forward(x), rtol=1e-12, atol=1e-290)
+    np.testing.assert_allclose(BACKWARD[name](g, x), backward(g, x), rtol=1e-11, atol=1e-15)
+    out = np.empty_like(x)
+    assert forward(x, out=out) is out
+    special = np.array([INF, -INF, NAN, 0.0, -0.0])
+    np.testing.assert_array_equal(FORWARD[name](special), forward(special))
+    np.testing.assert_array_equal(BACKWARD[name](np.ones(5), special), backward(np.ones(5), special))
+    if name != "silu":
+        with pytest.raises(ValueError, match="approximate must be 'none' or 'tanh', got 'erf'"):
+            reference.gelu(x, "erf")  # type: ignore[arg-type]
+
+
+@names
+def test_torch_computes_the_same(name: str, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    theirs = {
+        "gelu": torch.nn.functional.gelu,
+        "gelu, tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }[name]
+    x, g = rng.uniform(-6, 6, (2, 5, 70))
+    tensor = torch.tensor(x, requires_grad=True)
+    y = theirs(tensor)
+    y.backward(torch.tensor(g))
+    np.testing.assert_allclose(FORWARD[name](x), y.detach().numpy(), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(BACKWARD[name](g, x), tensor.grad.numpy(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.promise("gradients")
+@names
+def test_gradients_agree_with_finite_differences(name: str, rng: np.random.Generator) -> None:
+    x, g = rng.uniform(-4, 4, (2, 50))
+    h = 1e-5
+    slope = (FORWARD[name](x + h) - FORWARD[name](x - h)) / (2 * h)
+    np.testing.assert_allclose(BACKWARD[name](g, x), g * slope, rtol=0, atol=1e-9)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("rotary positions' bits")
+@names
+def test_tables_threads_strides_and_the_place_change_no_bit(
+    name: str, isa: str, dtype: type, rng: np.random.Generator
+) -> None:
+    x = numbers(dtype, rng, 2000)[:4200].reshape(3, 20, 70)
+    g = rng.standard_normal(x.shape).astype(dtype)
+    forward, backward = FORWARD[name], BACKWARD[name]
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        expected, gradient = forward(x), backward(g, x)
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            assert_same_bits(forward(x), expected)
+            assert_same_bits(forward(np.tile(x, (40, 1, 1)))[117:], expected, "in tasks of several rows")
+            assert_same_bits(forward(np.tile(x.ravel(), 70))[-4200:].reshape(x.shape), expected, "in pieces")
+    for index in ((0, 0, 0), (1, 7, 33), (2, 19, 69)):
+        assert forward(x[index]).tobytes() == expected[index].tobytes(), "one number alone"
+    for view in (
+        np.asfortranarray(x),
+        np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+        np.repeat(x, 2, axis=-1)[..., ::2],
+        np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1),
+    ):
+        assert_same_bits(forward(view), expected)
+        assert_same_bits(backward(g, view), gradient)
+        out = np.empty_like(view)
+        assert forward(view, out=out) is out
+        assert_same_bits(np.ascontiguousarray(out), expected)
+        assert backward(g, view, out=out) is out
+        assert_same_bits(np.ascontiguousarray(out), gradient)
+    for which in (0, 1):  # in place of an input
+        pair = [g.copy(), x.copy()]
+        assert backward(*pair, out=pair[which]) is pair[which]
+        assert_same_bits(pair[which], gradient)
+
+
+@names
+def test_any_number_of_elements_gives_the_same_bits(name: str, isa: str, dtype: type, rng: np.random.Generator) -> None:
+    """Whole and partial vectors give the same bits."""
+    x = (4 * rng.standard_normal(140)).astype(dtype)
+    expected, gradient = FORWARD[name](x), BACKWARD[name](x, x)
+    for n in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 129):
+        assert_same_bits(FORWARD[name](x[:n]), expected[:n])
+        assert_same_bits(BACKWARD[name](x[-n:], x[-n:]), gradient[-n:])
+
+
+@pytest.mark.promise("halves")
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@names
+def test_halves_are_computed_in_float32_and_rounded_once(
+    name: str, half: np.dtype, isa: str, rng: np.random.Generator
+) -> None:
+    x, g = (4 * rng.standard_normal((2, 3, 7, 600))).astype(half)
+    wide = [a.astype(np.float32) for a in (g, x)]
+    for view in (x, np.asfortranarray(x)):
+        assert_same_bits(FORWARD[name](view), FORWARD[name](wide[1]).astype(half))
+        assert_same_bits(BACKWARD[name](g, view), BACKWARD[name](*wide).astype(half))
+    assert BACKWARD[name](wide[0], x).dtype == np.float32, "as NumPy promotes"
+    assert FORWARD[name]([1, 2]).dtype == np.float64
+
+
+# ---- special numbers, shapes, errors ---------------------------------------------------------------------------------
+@names
+def test_special_numbers_get_the_limits(name: str, isa: str, dtype: type) -> None:
+    tiny = np.finfo(dtype).smallest_subnormal
+    x = np.array([0.0, -0.0, INF, -INF, NAN, 1e30, -1e30, 4 * tiny, -4 * tiny, 800, -800], dtype)
+    expected = np.array([0.0, -0.0, INF, -0.0, NAN, 1e30, -0.0, 2 * tiny, -2 * tiny, 800, -0.0], dtype)
+    assert_same_bits(FORWARD[name](x), expected)
+    slopes = np.array([0.5, 0.5, 1, 0, NAN, 1, 0, 0.5, 0.5, 1, 0], dtype)
+    np.testing.assert_array_equal(BACKWARD[name](np.ones_like(x), x), slopes)
+    assert np.isnan(BACKWARD[name](np.full(2, INF, dtype), np.array([-INF, NAN], dtype))).all(), "inf * 0"
+
+
+@names
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 0), (1, 1), (5, 1, 1)], ids=str)
+def test_any_shape_is_kept(name: str, shape: tuple[int, ...]) -> None:
+    x = np.ones(shape)
+    for result in (FORWARD[name](x), BACKWARD[name](x, x)):
+        assert type(result) is np.ndarray
+        assert result.shape == shape
+        assert len(np.unique(result)) == min(1, result.size)
+
+
+@pytest.mark.promise("errors")
+def test_wrong_gradients_are_refused() -> None:
+    x = np.ones((2, 3))
+    for backward in BACKWARD.values():
+        with pytest.raises(ValueError, match=r"^grad_out has shape \(3, 2\), x has \(2, 3\)"):
+            backward(x.T, x)
+        with pytest.raises(TypeError, match=r"^grad_out must be an array of real numbers, got NoneType"):
+            backward(None, x)
+        with pytest.raises(TypeError, match=r"^grad_out and x mix float16 and bfloat16"):
+            backward(x.astype(np.float16), x.astype(HALVES[1]))
+        with pytest.raises(TypeError, match=r"^out has dtype float32, the result has float64"):
+            backward(x, x, out=np.ones((2, 3), np.float32))
+    for word in (None, "erf", True, b"tanh"):
+        for call in (functools.partial(functional.gelu, x), functools.partial(functional.gelu_backward, x, x)):
+            with pytest.raises(ValueError, match=f"^approximate must be 'none' or 'tanh', got {word!r}"):
+                call(word)  # type: ignore[arg-type]
