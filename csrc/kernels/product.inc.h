@@ -309,38 +309,38 @@ INLINE void sum_few_chains(int together, int beside, const struct few_rows *few,
     }
 }
 
-INLINE void sum_chains_together(int together, const struct few_rows *few, int64_t n) {
+INLINE void sum_few_together(int together, const struct few_rows *few, int64_t n) {
     for (int r = 0; r < few->n_a; r += ROWS_BESIDE(together))
         sum_few_chains(together, ROWS_BESIDE(together), few, r, n);
 }
 
 /* The chains of n terms for n_b rows of B. `storage` is a constant. */
-INLINE void sum_chains_stored(enum cattn_storage storage, struct few_rows few, int n_b, int64_t n) {
+INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int n_b, int64_t n) {
     few.a.storage = storage;
     few.a.scale_col = 0;
     for (; few.first_b < n_b; few.first_b += MOST_TOGETHER, few.b += MOST_TOGETHER * few.b_row) {
         const int left = n_b - few.first_b;
         if (left == 1)
-            sum_chains_together(1, &few, n);
+            sum_few_together(1, &few, n);
         else if (left == 2)
-            sum_chains_together(POWER_OF_TWO(2, MOST_TOGETHER), &few, n);
+            sum_few_together(POWER_OF_TWO(2, MOST_TOGETHER), &few, n);
         else if (left <= 4)
-            sum_chains_together(POWER_OF_TWO(4, MOST_TOGETHER), &few, n);
+            sum_few_together(POWER_OF_TWO(4, MOST_TOGETHER), &few, n);
         else
-            sum_chains_together(MOST_TOGETHER, &few, n);
+            sum_few_together(MOST_TOGETHER, &few, n);
     }
 }
 
-static void sum_chains(const struct few_rows *few, int n_b, int64_t n) {
+static void sum_few(const struct few_rows *few, int n_b, int64_t n) {
     if (few->a.storage == CATTN_STORED_PLAIN)
-        sum_chains_stored(CATTN_STORED_PLAIN, *few, n_b, n);
+        sum_few_stored(CATTN_STORED_PLAIN, *few, n_b, n);
 #if REAL_BITS == 32
     else if (few->a.storage == CATTN_STORED_F16)
-        sum_chains_stored(CATTN_STORED_F16, *few, n_b, n);
+        sum_few_stored(CATTN_STORED_F16, *few, n_b, n);
     else if (few->a.storage == CATTN_STORED_BF16)
-        sum_chains_stored(CATTN_STORED_BF16, *few, n_b, n);
+        sum_few_stored(CATTN_STORED_BF16, *few, n_b, n);
     else
-        sum_chains_stored(CATTN_STORED_I8, *few, n_b, n);
+        sum_few_stored(CATTN_STORED_I8, *few, n_b, n);
 #endif
 }
 
@@ -388,7 +388,7 @@ static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
             few.a =
                 (struct cattn_matrix){.storage = CATTN_STORED_PLAIN, .first = from.first, .row = from.row, .col = 1};
         }
-        sum_chains(&few, (int)p->n_b, n);
+        sum_few(&few, (int)p->n_b, n);
         for (int r = 0; r < p->n_b; r++)
             for (int64_t slab = 0; slab * SLAB < n; slab++)
                 sum[r] = add_few_chains((const real(*)[CHAINS])chains->of[slab][r], sum[r]);
