@@ -13,6 +13,9 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
 /* Converts all arrays of the list, except NULLs, to one type, as NumPy promotes; `names` are theirs in a message.
  * Returns the type, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
+/* ValueError unless an array still has this type and a layout that kernels can read. Arrays are checked again where
+ * Python code may have run since they were taken, right before their shapes and strides are read; `names` as above. */
+bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
 /* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
 PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
 /* Replaces such an array by one of a wider type. */

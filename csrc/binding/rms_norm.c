@@ -21,8 +21,7 @@ static bool parse_eps(PyObject *object, double *eps) {
         return false;
     if (*eps >= 0.0)
         return true;
-    PyErr_Format(PyExc_ValueError, "eps must not be negative, got %R", object);
-    return false;
+    return cattn_error_value(object, "eps must not be negative");
 }
 
 static bool check_weight(const struct call *call) {
@@ -52,6 +51,9 @@ static bool parse_arrays(struct call *call, PyObject *x, PyObject *weight, PyObj
         return false;
     if (call->inputs[WEIGHT] != NULL &&
         !cattn_arg_widen(call->state, &call->inputs[WEIGHT], cattn_arg_compute_type(call->type)))
+        return false;
+    if (!cattn_arg_unchanged(call->inputs[X], call->type, "x") ||
+        !cattn_arg_unchanged(call->inputs[GRAD], call->type, "grad_out"))
         return false;
     call->nd = PyArray_NDIM(call->inputs[X]);
     if (call->nd == 0) {
