@@ -128,10 +128,19 @@ struct cattn_attention_params {
 /* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
+/* The first row whose lse or out cannot be that of the forward pass with the same arguments: the weights computed from
+ * the lse do not sum to 1, or the gradient of the scores does not sum to 0. */
+struct cattn_misfit {
+    bool found, of_out;       /* of_out: the weights do sum to 1 */
+    int64_t batch, head, row; /* of the tensors: in packed sequences the row counts from the first of them */
+    double weights;           /* their sum, that of the sink included */
+};
+
 /* Gradients of a scalar function of attention's output and log-sum-exp. out and lse of `forward` are inputs here: the
  * results of the forward pass with the same arguments. weights and dropout_mask are absent. grad_out is stored as
  * query. The gradients have the dtype of the computation and unit column strides; all but grad_query are 0 on entry. */
 struct cattn_backward_params {
+    struct cattn_misfit *misfit; /* receives the first row that does not fit; NULL: nothing is checked */
     enum cattn_bias_sum bias_sum;
     bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */
     struct cattn_tensor grad_out;             /* (batch, head, row, col) */

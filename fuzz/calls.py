@@ -158,6 +158,7 @@ def backward(data: Bytes) -> dict[str, Any]:
     shape = (*s.batch_dims, *s.heads, s.T_q, s.D_v)
     out = s.make(*shape, dtype=s.compute if data.chance(3) else s.dtype)
     call |= {"grad_out": s.make(*shape), "out": out, "lse": lse}
+    call["merged"] = not data.chance(4)  # without it nearly all are refused after they were computed
     return call | ({"grad_lse": s.make(*shape[:-1], dtype=s.compute)} if data.chance(2) else {})
 
 

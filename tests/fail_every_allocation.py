@@ -102,7 +102,7 @@ ONE_GENERATOR: dict[str, Call] = {  # the calls that go on after they have drawn
     "attention": lambda: cattn.causal_attention(Q, Q, Q, return_dropout_mask=True, **DRAWN),
     "weights": lambda: cattn.attention_weights(Q, Q, stage="dropout", **DRAWN),
     "weights of halves": lambda: cattn.attention_weights(HALF, HALF, stage="dropout", **DRAWN),
-    "gradients": lambda: cattn.attention_backward(WIDE, Q, Q, WIDE, WIDE, LSE, **DRAWN),
+    "gradients": lambda: cattn.attention_backward(WIDE, Q, Q, WIDE, WIDE, LSE, merged=True, **DRAWN),
     "dropout": lambda: cattn.dropout(SCORES, rng=GENERATOR, return_mask=True),
 }
 

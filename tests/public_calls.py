@@ -75,7 +75,7 @@ def _attend_in_place() -> object:
 def _differentiate(*, threads: int, **options: Any) -> object:
     with _path_and_threads("auto", threads):
         lse = np.zeros((2, 4, 101), np.float32)
-        return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, **options)
+        return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, merged=True, **options)
 
 
 def _in_threads(threads: int, function: Any, *arrays: np.ndarray, **options: Any) -> object:
@@ -173,7 +173,7 @@ CALLS: dict[str, Call] = {
     "explain": lambda: cattn.explain(QUERY, KEY, VALUE, MASK)[:3],
     # gradients
     "varlen_attention_backward": lambda: cattn.varlen_attention_backward(
-        PACKED, PACKED, PACKED, PACKED, PACKED, np.zeros(PACKED.shape[1::-1], np.float32), EDGES, EDGES
+        PACKED, PACKED, PACKED, PACKED, PACKED, np.zeros(PACKED.shape[1::-1], np.float32), EDGES, EDGES, merged=True
     ),
     "attention_backward": lambda: _differentiate(threads=1, bias=BIAS, sinks=SINKS, attn_mask=MASK),
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),

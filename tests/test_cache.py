@@ -1,6 +1,7 @@
 """KVCache: its contents, its errors, and decoding with the bits of one pass."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -335,6 +336,32 @@ def test_its_own_views_go_in_at_unequal_lengths(normal: Normal) -> None:
     cache.append(key, value)
     assert_same_bits(cache.k, expected.k)
     assert_same_bits(cache.v, expected.v)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("lengths", [[2, 2], [1, 3]])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_older_views_of_a_cache_are_appended_as_they_were(
+    swapped: bool, lengths: list[int], dtype: str, normal: Normal
+) -> None:
+    """Views of places that append writes, of the other array, too: as keys, as values, in any order."""
+    cache = cattn.KVCache((2,), 3, 10, 5, dtype=dtype)
+    first, second = (normal(2, 3, 8, 5).astype(cache.dtype if cache.dtype.itemsize > 1 else np.float32) for _ in "kv")
+    cache.append(first, second)
+    whole = cache.k, cache.v
+    if cache.dtype.itemsize == 1:  # what a cache holds has no scale of its own: its scales are arrays of float32
+        whole = cache.k_scale * np.ones(5, np.float32), cache.v_scale
+        whole = whole[0], np.broadcast_to(whole[1], whole[0].shape)
+    for at in (slice(0, 6), slice(2, 8), slice(7, 1, -1)):
+        key, value = (a[..., at, :] for a in (whole[::-1] if swapped else whole))
+        cache.truncate(lengths)
+        expected = copy.deepcopy(cache)
+        expected.append(key.copy(), value.copy())
+        cache.append(key, value)
+        for name, (i, n) in itertools.product(("k", "v"), enumerate(cache.lengths)):
+            assert_same_bits(getattr(cache, name)[i, :, :n], getattr(expected, name)[i, :, :n])
+        cache.truncate(0)
+        cache.append(first, second)
 
 
 def test_no_tokens_change_nothing_at_unequal_lengths(normal: Normal) -> None:

@@ -130,6 +130,7 @@ ENDLESS = {
     "batch": "cattn.scaled_dot_product_attention(repeated(2**31, 1, 2**10, 1), one, one[:, :0])",
     "explain": "cattn.explain(many, one, one, is_causal='upper_left')",
     "gradients": "cattn.attention_backward(*[repeated(2**30, 0)] * 5, repeated(2**30))",
+    "head_scores": "cattn.head_scores(repeated(2**20, 500, 500), np.arange(500))",
 }
 INTERRUPTED = """
 import signal, sys
@@ -158,6 +159,49 @@ def test_a_signal_stops_a_call_without_end(name: str) -> None:
     script = INTERRUPTED.format(call=ENDLESS[name], tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "stopped\n", done.stderr
+
+
+MANY_NUMBERS = "np.lib.stride_tricks.sliding_window_view(np.zeros(2**18, np.int64), 2**17)"
+WRONG_SHAPES = {
+    name: f"cattn.scaled_dot_product_attention(*[np.ones((2, 3, 1), np.float32)] * 3, {name}={MANY_NUMBERS})"
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
+} | {
+    "query_offset": f"cattn.masked_softmax(np.ones((2, 3, 3)), is_causal='upper_left', query_offset={MANY_NUMBERS})",
+    "token_ids": f"cattn.head_scores(np.ones((1, 3, 3)), {MANY_NUMBERS})",
+    "token_ids of others": f"cattn.head_scores(np.ones((4, 1, 1, 2**17)), {MANY_NUMBERS})",
+    "cu_seqlens_q": f"cattn.varlen_attention(*[np.ones((3, 1, 1))] * 3, {MANY_NUMBERS}, [0, 3])",
+}
+# 2**34 numbers: reading them takes longer than the test may.
+REFUSED = """
+import signal, sys
+import numpy as np
+import cattn
+sys.path.insert(0, {tests!r})
+from alarm import ALARM, set_alarm
+
+signal.signal(ALARM, signal.default_int_handler)
+set_alarm(4)
+try:
+    {call}
+except ValueError as error:
+    set_alarm(0)
+    print(str(error).split()[0])
+"""
+
+
+@pytest.mark.promise("Ctrl-C")
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_a_wrong_shape_is_refused_before_its_elements_are_read(name: str) -> None:
+    script = REFUSED.format(call=WRONG_SHAPES[name], tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout in (f"{name.split()[0]}\n", "weights\n"), done.stderr
+
+
+def test_numbers_that_repeat_are_read_once() -> None:
+    cattn.head_scores(np.ones((4, 1, 1, 3)), repeated(4, 3, dtype=np.int64))
+    lengths = repeated(2**34, dtype=np.int32)
+    x = repeated(2**34, 1, 0)
+    assert cattn.scaled_dot_product_attention(x, x, repeated(1, 1, 0), key_value_seq_lengths=lengths).shape == x.shape
 
 
 def test_a_mask_of_2_63_rows_without_columns_is_made_at_once() -> None:

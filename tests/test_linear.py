@@ -165,6 +165,8 @@ def test_tables_threads_strides_and_the_batch_change_no_bit(isa: str, dtype: typ
     # leading axes of any strides
     assert_same_bits(linear(x.reshape(7, 30, 700).swapaxes(0, 1), weight), y.reshape(7, 30, 115).swapaxes(0, 1))
     assert_same_bits(linear(np.broadcast_to(x[3], (2, 9, 700)), weight), np.broadcast_to(y[3], (2, 9, 115)))
+    repeated = np.broadcast_to(x[:4, None], (4, 3, 700))
+    assert_same_bits(linear(repeated, weight), np.broadcast_to(y[:4, None], (4, 3, 115)))
 
 
 @pytest.mark.promise("projections' bits")
@@ -276,6 +278,12 @@ def test_the_callers_floating_point_mode_does_not_matter(rng: np.random.Generato
         (lambda: linear(np.ones(3), np.ones((4, 3), np.int8), weight_scale=0.0), ValueError, "must be positive"),
         (lambda: linear(np.ones(3), np.ones((4, 3)), out=np.ones(3)), ValueError, "out"),
         (lambda: linear(np.ones(3), np.ones((4, 3)), dtype=float), TypeError, "dtype"),
+        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8)), TypeError, "weight has dtype int8 and no scale: pass w"),
+        (
+            lambda: linear_backward(np.ones(4), None, np.ones((4, 3), np.int8)),
+            TypeError,
+            "weight has dtype int8 and no scale: pass weight_scale",
+        ),
         (lambda: linear_backward(1.0, None, None), ValueError, "grad_out must have at least 1 dimension"),
         (lambda: linear_backward(np.ones((2, 4)), np.ones((3, 5)), None), ValueError, "grad_out has shape"),
         (lambda: linear_backward(np.ones((2, 4)), None, np.ones((3, 5))), ValueError, "weight has shape"),

@@ -32,7 +32,7 @@ def forward(call: Call, lse: np.ndarray | None = None) -> cattn.AttentionOutput:
 
 def backward(call: Call, result: cattn.AttentionOutput, grad_out: np.ndarray | None = None) -> tuple[Any, ...]:
     grad_out = np.ones_like(result.out) if grad_out is None else grad_out
-    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, merged=True, **call)
     return tuple(grad for grad in grads if grad is not None)
 
 

@@ -100,12 +100,12 @@ def test_gradients_hold_no_matrix_of_scores() -> None:
     ).replace(
         "before = peak()\n",
         "lse = np.zeros(shape[:-1], dtype)\n"
-        "cattn.attention_backward(small, small, small, small, small, small[..., 0], **options)\n"
+        "cattn.attention_backward(small, small, small, small, small, small[..., 0], merged=True, **options)\n"
         "before = peak()\n",
     )
     code = code.replace(
         "cattn.causal_attention(query, key, value, out=out, **options)\n",
-        "cattn.attention_backward(out, query, key, value, out, lse, is_causal=True, **options)\n",
+        "cattn.attention_backward(out, query, key, value, out, lse, is_causal=True, merged=True, **options)\n",
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) <= 3 * 12 * 1024 + 3 * 1024, "KiB"
@@ -175,7 +175,7 @@ for dtype in (np.float16, np.float32, np.float64):
                 np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance)
             lse = make(8, m, kind=np.result_type(dtype, np.float32))
             options = {"attn_mask": mask, "dropout_p": 0.3, "bias": bias, "rng": 1}
-            cattn.attention_backward(out, query, key, value, out, lse, **options)
+            cattn.attention_backward(out, query, key, value, out, lse, merged=True, **options)
             cattn.masked_softmax(scores, mask, out=weights)
             cattn.softmax(scores, axis=0, out=weights)
             cattn.dropout(scores, 0.5, rng=1, out=weights)

@@ -218,7 +218,7 @@ def test_gradients_of_a_merge_are_those_of_all_keys() -> None:
         of_lse = w * (grad_lse + (grad_out * (part.out - merged.out)).sum(axis=-1))
         ways.append((
             cattn.attention_backward(w[..., None] * grad_out, *a, part.out, part.lse, grad_lse=of_lse, **o),
-            cattn.attention_backward(grad_out, *a, merged.out, merged.lse, grad_lse=grad_lse, **o),
+            cattn.attention_backward(grad_out, *a, merged.out, merged.lse, grad_lse=grad_lse, merged=True, **o),
         ))  # fmt: skip
     np.testing.assert_allclose(ways[1][0].sinks, right.sinks, rtol=1e-11, atol=1e-12)
     for grads in zip(*ways, strict=True):

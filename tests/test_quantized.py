@@ -250,14 +250,44 @@ def test_the_reference_dequantizes_in_float32(normal: Any) -> None:
     assert np.allclose(cattn.scaled_dot_product_attention(**call), found.out, atol=1e-5)
 
 
-def test_without_scales_int8_is_converted_as_other_integers() -> None:
-    call = quantized(CASES["few tokens"], np.int8, "token")
-    call.pop("key_scale"), call.pop("value_scale")
-    assert cattn.scaled_dot_product_attention(**call).dtype == np.float64
-
-
 class Subclass(np.ndarray):
     pass
+
+
+@pytest.mark.parametrize("store", [np.int8, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_quantized_numbers_without_a_scale_are_refused(name: str, store: Any) -> None:
+    """Whatever the object, and in every function of attention. Other integers are numbers."""
+    torch = pytest.importorskip("torch")
+    x, edges = np.ones((3, 2, 4), np.float32), [0, 3]
+    stored, lse = x.astype(store), np.log(3 * np.ones((2, 3)))
+    stored.flags.writeable = False
+    tensor = torch.ones(3, 2, 4).to(torch.int8 if store is np.int8 else torch.float8_e4m3fn)
+    objects = [stored, stored.view(Subclass), stored[::-1], tensor, list(stored) if store is np.int8 else stored.T]
+    calls: list[Any] = [
+        cattn.scaled_dot_product_attention, cattn.causal_attention, cattn.explain,
+        lambda query, key, value: cattn.attention_backward(x, query, key, value, x, lse.T),
+        lambda query, key, value: cattn.varlen_attention(query, key, value, edges, edges),
+        lambda query, key, value: cattn.varlen_attention_backward(x, query, key, value, x, lse, edges, edges),
+    ]  # fmt: skip
+    if name != "value":
+        calls += [
+            lambda query, key, value: cattn.attention_weights(query, key),
+            lambda query, key, value: cattn.attention_weights(query, key, stage="qk"),
+            lambda query, key, value: cattn.attention_statistics(query, key),
+            lambda query, key, value: cattn.varlen_attention_statistics(query, key, edges, edges),
+        ]
+    cure = "cattn.dequantize" if name == "query" else rf"{name}_scale, of cattn\.quantize"
+    for call in calls:
+        for wrong in objects:
+            with pytest.raises(
+                TypeError, match=rf"^{name} has dtype {np.dtype(store)} and no scale: pass {cure}.*astype"
+            ):
+                call(**{"query": x, "key": x, "value": x} | {name: wrong})
+    numbers = {"query": x, "key": x, "value": x} | {name: x.astype(np.int16)}
+    assert cattn.scaled_dot_product_attention(**numbers).dtype == np.float64
+    with pytest.raises(TypeError, match=rf"^key has dtype {np.dtype(store)}, which has no scales.*dequantize"):
+        cattn.KVCache((), 3, 4, 4, dtype="float64").append(stored, stored)
 
 
 def test_other_array_types() -> None:
@@ -283,8 +313,8 @@ def test_explain_takes_scales() -> None:
 
 
 WRONG: dict[str, tuple[str, Callable[[Any], Any], type[Exception], str]] = {
-    "no scale for value": ("value_scale", lambda _: None, TypeError, "value has dtype int8 and no scale, but key has"),
-    "no scale for key": ("key_scale", lambda _: None, TypeError, "key has dtype int8 and no scale, but value has one"),
+    "no scale for value": ("value_scale", lambda _: None, TypeError, "value has dtype int8 and no scale: pass value_s"),
+    "no scale for key": ("key_scale", lambda _: None, TypeError, "key has dtype int8 and no scale: pass key_scale"),
     "float32 with a scale": ("key", lambda a: a.astype(np.float32), TypeError, "key has dtype float32 and a scale"),
     "no last axis": ("key_scale", lambda s: s[..., 0], ValueError, r"key \(2, 2, 700, 64\): .*pass key_scale\[..., N"),
     "too few tokens": ("value_scale", lambda s: s[..., 1:, :], ValueError, r"has shape \(2, 2, 699, 1\).* value"),
@@ -307,12 +337,6 @@ def test_errors(name: str, query_dtype: Any) -> None:
     call = quantized(CASES["a step of decoding"], np.int8, "token")
     call |= {"query": call["query"].astype(query_dtype), argument: change(call[argument])}
     with pytest.raises(error, match=message):
-        cattn.scaled_dot_product_attention(**call)
-
-
-def test_float8_without_a_scale() -> None:
-    call = quantized(CASES["a step of decoding"], F8, "token") | {"key_scale": None}
-    with pytest.raises(TypeError, match=r"key has dtype float8_e4m3fn.*pass its key_scale, or key.astype"):
         cattn.scaled_dot_product_attention(**call)
 
 

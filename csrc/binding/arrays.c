@@ -116,11 +116,28 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
+/* Always false. */
+static bool error_changed(const char *names) {
+    PyErr_Format(PyExc_ValueError, "%s: an array got another dtype or other strides while the call read the others",
+                 names);
+    return false;
+}
+
+bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names) {
+    return array == NULL || (PyArray_TYPE(array) == type && layout_fits(array, log2_itemsize(array))) ||
+           error_changed(names);
+}
+
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names) {
     int type = -1;
     bool unlike = false; /* both float16 and bfloat16 */
     for (int i = 0; i < n; i++) {
         const int own = arrays[i] != NULL ? PyArray_TYPE(arrays[i]) : type;
+        /* taking the arrays after it may have run Python code */
+        if (arrays[i] != NULL && own != NPY_FLOAT && own != NPY_DOUBLE && !is_half(state, own)) {
+            error_changed(names);
+            return -1;
+        }
         if (type < 0 || own == NPY_DOUBLE || (own == NPY_FLOAT && type != NPY_DOUBLE))
             type = own;
         else
@@ -140,6 +157,10 @@ int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n
     const int type = cattn_arg_common_type(state, arrays, n, names);
     for (int i = 0; i < n && type >= 0; i++) {
         if (arrays[i] != NULL && !cattn_arg_widen(state, &arrays[i], type))
+            return -1;
+    }
+    for (int i = 0; i < n; i++) { /* so may the conversions */
+        if (!cattn_arg_unchanged(arrays[i], type, names))
             return -1;
     }
     return type;

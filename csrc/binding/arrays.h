@@ -14,6 +14,9 @@ PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, c
 int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names);
 /* Converts them to that type and returns it, or -1. */
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
+/* ValueError unless an array still has this type and a layout that kernels can read. Arrays are checked again where
+ * Python code may have run since they were taken, right before their shapes and strides are read; `names` as above. */
+bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
 /* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
 PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
 /* Replaces such an array by one of a wider type. */

@@ -28,11 +28,7 @@ static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cat
     for (int i = QUERY; i <= VALUE; i++) {
         if (arrays[i] == NULL)
             continue;
-        const int other = i == KEY ? VALUE : KEY;
         if (scales[i] == Py_None) {
-            if (i != QUERY && scales[other] != Py_None &&
-                !cattn_arg_has_scale(arrays[i], INPUT_NAMES[i], INPUT_NAMES[other]))
-                return false;
             call->inputs[i] = cattn_arg_floats(call->state, arrays[i], INPUT_NAMES[i]);
         } else {
             PyArrayObject **scale = &call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE];
@@ -42,6 +38,21 @@ static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cat
                 return false;
         }
         if (call->inputs[i] == NULL)
+            return false;
+    }
+    return true;
+}
+
+/* Nothing runs Python code between this and fill_inputs. */
+static bool check_unchanged(const struct cattn_call *call, const enum cattn_storage *quantized) {
+    const char *const names = "query, key and value";
+    const int type = call->stored_type;
+    for (int i = QUERY; i <= VALUE; i++) {
+        const bool is_quantized = quantized[i] && type != NPY_DOUBLE;
+        const int own = !is_quantized ? type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
+        PyArrayObject *scale = i == QUERY ? NULL : call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE];
+        if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
+            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, SCALE_NAMES[i])))
             return false;
     }
     return true;
@@ -71,7 +82,7 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
             return false;
     }
     call->stored_type = type;
-    return true;
+    return check_unchanged(call, quantized);
 }
 
 static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
@@ -364,17 +375,11 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
     if (args[ARG_softcap] != Py_None) {
         if (!cattn_arg_real(args[ARG_softcap], "softcap", &params->score_options.softcap))
             return false;
-        if (params->score_options.softcap < 0) {
-            PyErr_Format(PyExc_ValueError, "softcap must be positive, or None or 0 for none, got %R",
-                         args[ARG_softcap]);
-            return false;
-        }
+        if (params->score_options.softcap < 0)
+            return cattn_error_value(args[ARG_softcap], "softcap must be positive, or None or 0 for none");
         if (call->compute_type == NPY_FLOAT && params->score_options.softcap != 0 &&
-            !rounds_to_float(params->score_options.softcap)) {
-            PyErr_Format(PyExc_ValueError, "softcap must round to a positive finite float32, got %R",
-                         args[ARG_softcap]);
-            return false;
-        }
+            !rounds_to_float(params->score_options.softcap))
+            return cattn_error_value(args[ARG_softcap], "softcap must round to a positive finite float32");
     }
     return parse_numbers(call, args[ARG_alibi_slopes], "alibi_slopes", SLOPES, &params->slopes) &&
            parse_numbers(call, args[ARG_sinks], "sinks", SINKS, &params->sinks);

@@ -40,7 +40,7 @@
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
-#define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse)
+#define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
 #define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
 
 #define WEIGHTS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) WEIGHTS_EXTRA(A)

@@ -6,6 +6,7 @@
 #include "arrays.h"
 #include "attention.h"
 #include "error.h"
+#include "numbers.h"
 #include "rng.h"
 
 enum { GRAD_OUT, GRAD_LSE, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
@@ -16,6 +17,7 @@ struct backward {
     struct cattn_backward_params params;
     PyArrayObject *given[N_GIVEN];         /* owned, or NULL */
     PyArrayObject *gradients[N_GRADIENTS]; /* owned, or NULL: no such argument */
+    struct cattn_misfit misfit;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS]; /* of the call */
     npy_intp bias_dims[NPY_MAXDIMS];
@@ -63,9 +65,9 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
         return false;
     for (int axis = 0; axis < nd; axis++)
         dims[axis] = axis == call->nd - 1 ? (npy_intp)call->params->d_v : call->dims[axis];
-    if (!cattn_check_shape(array, names[i], whose[i], nd, dims))
-        return false;
-    if (!widen(b, i, names[i]))
+    /* the shape again: a conversion may have run Python code, which might change the array */
+    if (!cattn_check_shape(array, names[i], whose[i], nd, dims) || !widen(b, i, names[i]) ||
+        !cattn_check_shape(b->given[i], names[i], whose[i], nd, dims))
         return false;
     cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
                       call->axes & ~(has_rows_only(i) ? CATTN_AXIS_COL : 0));
@@ -162,6 +164,47 @@ static bool run(struct backward *b, PyObject *rng) {
     return cattn_call_run(&b->call, rng, 3 * cattn_attention_work(b->call.params), compute, &b->params, &b->draw);
 }
 
+/* The place of the misfit in lse. For packed sequences lse has the shape (1, heads, all rows) here, and (heads, all
+ * rows) for the caller. */
+static PyObject *place_of_misfit(const struct backward *b) {
+    const struct cattn_call *call = &b->call;
+    npy_intp place[NPY_MAXDIMS];
+    int64_t batch = b->misfit.batch;
+    for (int axis = call->n_batch_dims - 1; axis >= 0; axis--) {
+        place[axis] = call->dims[axis] > 0 ? (npy_intp)(batch % call->dims[axis]) : 0;
+        batch = call->dims[axis] > 0 ? batch / call->dims[axis] : 0;
+    }
+    if (call->has_heads)
+        place[call->nd - 3] = (npy_intp)b->misfit.head;
+    place[call->nd - 2] = (npy_intp)b->misfit.row;
+    const int skipped = call->n_sequences != NULL;
+    return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
+}
+
+/* ValueError if lse or out cannot be those of the forward pass with these arguments: an option is missing, or other. */
+static bool check_misfit(const struct backward *b) {
+    if (!b->misfit.found)
+        return true;
+    char sum[32];
+    PyOS_snprintf(sum, sizeof sum, "%.3g", b->misfit.weights);
+    PyObject *place = place_of_misfit(b);
+    if (place != NULL && !b->misfit.of_out)
+        PyErr_Format(
+            PyExc_ValueError,
+            "lse is not that of these arguments: at %R the weights sum to %s, not to 1. Pass every option of "
+            "the forward pass (is_causal, scale, masks, lengths, ...); if lse counts keys of other calls, too, "
+            "because merge_attention made it, pass merged=True",
+            place, sum);
+    else if (place != NULL)
+        PyErr_Format(PyExc_ValueError,
+                     "out is not the output of these arguments at %R. Pass value and every option of the forward pass "
+                     "(dropout_p and rng, ...); if out counts keys of other calls, too, because merge_attention made "
+                     "it, pass merged=True",
+                     place);
+    Py_XDECREF(place);
+    return false;
+}
+
 /* The shape of an argument, () if there is none. */
 static PyObject *shape_of(PyArrayObject *input) {
     return input != NULL ? cattn_shape_tuple(PyArray_NDIM(input), PyArray_DIMS(input)) : PyTuple_New(0);
@@ -201,14 +244,18 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
     memset(b->given, 0, sizeof b->given);
     memset(b->gradients, 0, sizeof b->gradients);
     cattn_draw_clear(&b->draw);
-    if (!cattn_call_parse(&b->call, args) || !check_rng(b, args[ARG_rng]))
+    bool merged;
+    if (!cattn_call_parse(&b->call, args) || !check_rng(b, args[ARG_rng]) ||
+        !cattn_arg_bool(args[ARG_merged], "merged", &merged))
         goto done;
+    b->misfit.found = false;
+    b->params.misfit = merged ? NULL : &b->misfit;
     for (int i = 0; i < N_GIVEN; i++) {
         if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(b, i, given[i]))
             goto done;
     }
     if (make_gradients(b) && (variant->unpack == NULL || variant->unpack(&b->call, variant->context)) &&
-        run(b, args[ARG_rng]))
+        run(b, args[ARG_rng]) && check_misfit(b))
         result = build_result(b);
 done:
     cattn_call_clear(&b->call);

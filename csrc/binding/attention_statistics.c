@@ -30,16 +30,20 @@ static bool want(struct statistics *s, PyObject *name) {
             return true;
         }
     }
-    PyErr_Format(PyExc_ValueError,
-                 "statistics must hold names of 'lse', 'max_score', 'entropy', 'max_weight', 'sink_weight', "
-                 "'distance', 'received' and 'received_max', got %R%s",
-                 name,
-                 PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, "top_keys") == 0 ||
-                                           PyUnicode_CompareWithASCIIString(name, "top_weights") == 0)
-                     ? ": pass top_k for the top keys"
-                     : "");
+    PyObject *shown = cattn_shown(name);
+    const bool top = PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, NAMES[TOP_KEYS]) == 0 ||
+                                               PyUnicode_CompareWithASCIIString(name, NAMES[TOP_WEIGHTS]) == 0);
+    if (shown != NULL)
+        PyErr_Format(PyExc_ValueError,
+                     "statistics must hold names of 'lse', 'max_score', 'entropy', 'max_weight', 'sink_weight', "
+                     "'distance', 'received' and 'received_max', got %U%s",
+                     shown, top ? ": pass top_k for the top keys" : "");
+    Py_XDECREF(shown);
     return false;
 }
+
+/* An iterator may have no end. */
+#define MOST_NAMES 1000
 
 /* None means all of them. One name may stand without a sequence. */
 static bool parse_statistics(struct statistics *s, PyObject *object) {
@@ -48,18 +52,20 @@ static bool parse_statistics(struct statistics *s, PyObject *object) {
             s->wants[i] = !is_top(i);
         return object == Py_None || want(s, object);
     }
-    PyObject *names = PySequence_Tuple(object);
-    if (names == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Clear();
-            cattn_error_type("statistics", "None, a name or a sequence of names", object);
-        }
-        return false;
-    }
+    const char *const wanted = "None, a name or a sequence of names";
+    if (PyBytes_Check(object) || PyByteArray_Check(object)) /* sequences of ints */
+        return cattn_error_type("statistics", wanted, object);
+    PyObject *names = PyObject_GetIter(object), *name;
+    if (names == NULL)
+        return cattn_error_named("statistics", wanted, object);
     bool fine = true;
-    for (Py_ssize_t i = 0; fine && i < PyTuple_Size(names); i++)
-        fine = want(s, PyTuple_GetItem(names, i));
+    for (int n = 0; fine && (name = PyIter_Next(names)) != NULL; n++) {
+        fine = n < MOST_NAMES ? want(s, name) : cattn_error_type("statistics", wanted, object);
+        Py_DECREF(name);
+    }
     Py_DECREF(names);
+    if (fine && PyErr_Occurred())
+        return cattn_error_named("statistics", wanted, object);
     return fine;
 }
 

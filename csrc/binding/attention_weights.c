@@ -1,5 +1,6 @@
 /* attention_weights.c -- attention_weights(...): the weights, or the scores of one of the steps before them. */
 #include "attention.h"
+#include "error.h"
 #include "numbers.h"
 
 static bool parse_stage(PyObject *object, enum cattn_stage *stage) {
@@ -10,9 +11,7 @@ static bool parse_stage(PyObject *object, enum cattn_stage *stage) {
             return true;
         }
     }
-    PyErr_Format(PyExc_ValueError, "stage must be 'qk', 'softcap', 'bias', 'mask', 'softmax' or 'dropout', got %R",
-                 object);
-    return false;
+    return cattn_error_value(object, "stage must be 'qk', 'softcap', 'bias', 'mask', 'softmax' or 'dropout'");
 }
 
 /* context: (p, dtype or None, out or None) */

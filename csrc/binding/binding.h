@@ -66,6 +66,7 @@ struct cattn_signature {
     H(as_mask)                                                                                                         \
     H(as_bias)                                                                                                         \
     H(as_bool)                                                                                                         \
+    H(read_integers)                                                                                                   \
     H(as_integers)                                                                                                     \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
@@ -147,6 +148,7 @@ PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, 
 PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);
+PyObject *cattn_py_shown(PyObject *module, PyObject *object);
 PyObject *cattn_py_in_default_mode(PyObject *module, PyObject *args);
 
 #endif

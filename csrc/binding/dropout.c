@@ -12,6 +12,7 @@ struct call {
     struct cattn_dropout_params *params;
     PyArrayObject *x;
     struct cattn_output output, mask;
+    int type;       /* of x */
     int own_nd;     /* of x */
     int nd;         /* at least 1: a 0-d array is one element in a row */
     npy_intp *dims; /* of x, nd of them */
@@ -31,8 +32,9 @@ static void take_x(struct call *call) {
     if (nd == 0)
         call->dims[nd++] = 1;
     call->nd = nd;
-    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
-    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
+    call->type = PyArray_TYPE(call->x);
+    params->dtype = cattn_arg_dtype(call->type);
+    params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = nd - 1;
     params->n_rows = PyArray_SIZE(call->x);
     if (params->n_cols > 0)
@@ -51,7 +53,7 @@ static void take_output(const struct call *call, const struct cattn_output *outp
 
 static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
     struct cattn_output_spec spec = {.name = "out",
-                                     .type = PyArray_TYPE(call->x),
+                                     .type = call->type,
                                      .nd = call->own_nd,
                                      .dims = call->dims,
                                      .inputs = &call->x,

@@ -1,6 +1,8 @@
 /* error.c -- exceptions: from the core's status, and messages that several files need. See error.h. */
 #include "error.h"
 
+#include <stdarg.h>
+
 bool cattn_error_status(enum cattn_status status) {
     switch (status) {
     case CATTN_OK:
@@ -22,6 +24,77 @@ bool cattn_error_type(const char *name, const char *wanted, PyObject *got) {
     if (type != NULL)
         PyErr_Format(PyExc_TypeError, "%s must be %s, got %U", name, wanted, type);
     Py_XDECREF(type);
+    return false;
+}
+
+/* ---- objects in messages ---- */
+
+/* Whether the exception is one that an object's own method raises because of what it is. */
+static bool is_about_object(void) {
+    return PyErr_ExceptionMatches(PyExc_Exception) && !PyErr_ExceptionMatches(PyExc_MemoryError) &&
+           !PyErr_ExceptionMatches(PyExc_RecursionError);
+}
+
+#define MOST_BITS 256    /* of an int: the decimal digits of a giant one take minutes, or are refused */
+#define MOST_ITEMS 100   /* of a str, bytes or container */
+#define MOST_LETTERS 500 /* of a repr */
+
+/* Ints, strings and containers that are too long to be shown; NULL, perhaps with an exception, for all others. */
+static PyObject *shown_by_size(PyObject *object) {
+    PyObject *shown = NULL, *type = PyType_GetQualName(Py_TYPE(object));
+    if (type != NULL && PyLong_Check(object)) {
+        /* the method of int itself: a subclass may have another */
+        PyObject *bits = PyObject_CallMethod((PyObject *)&PyLong_Type, "bit_length", "O", object);
+        const long n = bits != NULL ? PyLong_AsLong(bits) : -1;
+        if (n > MOST_BITS)
+            shown = PyUnicode_FromFormat("an int of %ld bits", n);
+        Py_XDECREF(bits);
+    } else if (type != NULL && (PyUnicode_Check(object) || PyBytes_Check(object) || PyByteArray_Check(object) ||
+                                PyTuple_Check(object) || PyList_Check(object) || PyDict_Check(object))) {
+        const Py_ssize_t n = PyObject_Size(object);
+        if (n > MOST_ITEMS)
+            shown = PyUnicode_FromFormat("a %U of length %zd", type, n);
+    }
+    Py_XDECREF(type);
+    return shown;
+}
+
+PyObject *cattn_shown(PyObject *object) {
+    PyObject *shown = shown_by_size(object), *type;
+    if (shown == NULL && !PyErr_Occurred())
+        shown = PyObject_Repr(object);
+    if (shown != NULL && PyUnicode_GetLength(shown) <= MOST_LETTERS)
+        return shown;
+    if (shown == NULL && (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)))
+        return NULL;
+    PyErr_Clear();
+    Py_XDECREF(shown);
+    type = PyType_GetQualName(Py_TYPE(object));
+    shown = type != NULL ? PyUnicode_FromFormat("an object of type %U", type) : NULL;
+    Py_XDECREF(type);
+    return shown;
+}
+
+bool cattn_error_value(PyObject *got, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    PyObject *text = PyUnicode_FromFormatV(format, arguments), *shown = text != NULL ? cattn_shown(got) : NULL;
+    va_end(arguments);
+    if (shown != NULL)
+        PyErr_Format(PyExc_ValueError, "%U, got %U", text, shown);
+    Py_XDECREF(text);
+    Py_XDECREF(shown);
+    return false;
+}
+
+/* _shown(object): the object as an error shows it */
+PyObject *cattn_py_shown(PyObject *Py_UNUSED(module), PyObject *object) { return cattn_shown(object); }
+
+bool cattn_error_named(const char *name, const char *wanted, PyObject *got) {
+    if (is_about_object()) {
+        PyErr_Clear();
+        cattn_error_type(name, wanted, got);
+    }
     return false;
 }
 

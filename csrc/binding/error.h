@@ -8,6 +8,16 @@
 bool cattn_error_status(enum cattn_status status);
 /* TypeError "<name> must be <wanted>, got <type of got>". Always false. */
 bool cattn_error_type(const char *name, const char *wanted, PyObject *got);
+/* ValueError "<format>, got <the object>". Always false. */
+bool cattn_error_value(PyObject *got, const char *format, ...);
+/* An object as an error shows it, a new reference: its repr, or for what is long, or fails to show itself, a few words
+ * about it. */
+PyObject *cattn_shown(PyObject *object);
+/* An object's own method has failed, and an exception is set whose text does not know the argument: the same TypeError
+ * in its place. Exceptions that are not about the object stay: of signals, exits, memory, and RecursionError. Always
+ * false.
+ */
+bool cattn_error_named(const char *name, const char *wanted, PyObject *got);
 /* TypeError unless a C entry point got as many arguments as it is declared with. */
 bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
 /* RuntimeError unless the helpers of the package are registered and can be called. */

@@ -4,20 +4,49 @@
 #include "error.h"
 #include "numbers.h"
 
-/* An int or an int64 array, with all numbers between two bounds. */
-static bool parse_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
-                           int64_t *number, PyArrayObject **numbers) {
+/* An int between two bounds, or an array of integers of any type, whose elements are not looked at: it may be of any
+ * size, and its shape is checked first. */
+static bool read_integers(struct binding_state *state, PyObject *object, const char *name, int64_t least, int64_t most,
+                          int64_t *number, PyArrayObject **numbers) {
     PyObject *found =
-        PyObject_CallFunction(state->as_integers, "OsLL", object, name, (long long)least, (long long)most);
+        PyLong_CheckExact(object) ? Py_NewRef(object) : PyObject_CallFunction(state->read_integers, "Os", object, name);
     if (found == NULL)
         return false;
     if (PyArray_CheckExact(found)) {
         *numbers = (PyArrayObject *)found;
         return true;
     }
-    *number = PyLong_AsLongLong(found);
+    int overflow;
+    const long long n = PyLong_AsLongLongAndOverflow(found, &overflow);
+    const bool failed = n == -1 && PyErr_Occurred() != NULL, fits = !failed && !overflow && n >= least && n <= most;
+    if (fits)
+        *number = n;
+    else if (!failed)
+        cattn_error_value(found, "%s must be between %lld and %lld", name, (long long)least, (long long)most);
     Py_DECREF(found);
-    return *number != -1 || !PyErr_Occurred();
+    return fits;
+}
+
+/* One number for each batch entry, if there is an array: replaces it by an int64 array that nobody else changes, with
+ * all numbers between two bounds. */
+static bool settle_numbers(struct binding_state *state, PyArrayObject **numbers, const char *name, int64_t least,
+                           int64_t most, const struct cattn_range_sizes *sizes, struct cattn_tensor *tensor) {
+    static const char *const meaning = "the leading dimensions";
+    if (*numbers == NULL)
+        return true;
+    if (!cattn_arg_broadcasts(*numbers, name, sizes->n_batch_dims, sizes->batch, meaning, ""))
+        return false;
+    PyObject *checked = PyObject_CallFunction(state->as_integers, "OsLL", (PyObject *)*numbers, name, (long long)least,
+                                              (long long)most);
+    if (checked == NULL)
+        return false;
+    Py_DECREF((PyObject *)*numbers);
+    *numbers = (PyArrayObject *)checked;
+    /* again: other threads may have changed the caller's array meanwhile */
+    if (!cattn_arg_broadcasts(*numbers, name, sizes->n_batch_dims, sizes->batch, meaning, ""))
+        return false;
+    cattn_tensor_from(tensor, *numbers, sizes->n_batch_dims, 0);
+    return true;
 }
 
 static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_range_args *args) {
@@ -30,9 +59,7 @@ static bool parse_alignment(struct binding_state *state, PyObject *is_causal, st
     } else if (PyArray_IsScalar(is_causal, Bool)) {
         args->is_causal = args->bare = PyObject_IsTrue(is_causal) > 0;
     } else {
-        PyErr_Format(PyExc_ValueError, "is_causal must be False, True, 'upper_left' or 'lower_right', got %R",
-                     is_causal);
-        return false;
+        return cattn_error_value(is_causal, "is_causal must be False, True, 'upper_left' or 'lower_right'");
     }
     return true;
 }
@@ -88,8 +115,8 @@ bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject
                                           "query_offset use is_causal='upper_left'");
         return false;
     }
-    return parse_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
-                          &args->offsets);
+    return read_integers(state, query_offset, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, &args->offset,
+                         &args->offsets);
 }
 
 void cattn_ranges_clear(struct cattn_range_args *args) {
@@ -117,27 +144,16 @@ static bool warn_alignment(struct binding_state *state, const struct cattn_range
                             (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k) == 0;
 }
 
-/* One number for each batch entry, if the argument is an array. */
-static bool set_numbers(struct cattn_tensor *tensor, PyArrayObject *numbers, const char *name, int n_batch_dims,
-                        const npy_intp *dims) {
-    if (numbers == NULL)
-        return true;
-    if (!cattn_arg_broadcasts(numbers, name, n_batch_dims, dims, "the leading dimensions", ""))
-        return false;
-    cattn_tensor_from(tensor, numbers, n_batch_dims, 0);
-    return true;
-}
-
 /* Numbers of queries or keys, 0 .. most. `number` keeps its value if the argument is None. */
-static bool parse_counts(struct binding_state *state, PyObject *object, const char *name, npy_intp most,
-                         int64_t *number, PyArrayObject **numbers) {
-    return object == Py_None || parse_integers(state, object, name, 0, most, number, numbers);
+static bool parse_counts(struct binding_state *state, PyObject *object, const char *name, int64_t most,
+                         const struct cattn_range_sizes *sizes, int64_t *number, PyArrayObject **numbers,
+                         struct cattn_tensor *tensor) {
+    return object == Py_None || (read_integers(state, object, name, 0, most, number, numbers) &&
+                                 settle_numbers(state, numbers, name, 0, most, sizes, tensor));
 }
 
 bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
                          const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges) {
-    static const char *const query_name = "query_seq_lengths", *const key_name = "key_value_seq_lengths",
-                             *const first_name = "key_value_seq_starts";
     ranges->left = args->left;
     ranges->right = args->is_causal ? 0 : args->right;
     ranges->lower_right = args->lower_right;
@@ -146,14 +162,13 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
     ranges->query_length = sizes->seqlen_q;
     ranges->key_length = sizes->seqlen_k;
     ranges->first_key = 0;
-    return parse_counts(state, sizes->query_lengths, query_name, sizes->seqlen_q, &ranges->query_length,
-                        &args->query_lengths) &&
-           parse_counts(state, sizes->key_lengths, key_name, sizes->seqlen_k, &ranges->key_length,
-                        &args->key_lengths) &&
-           parse_counts(state, sizes->first_keys, first_name, sizes->seqlen_k, &ranges->first_key, &args->first_keys) &&
-           set_numbers(&ranges->offsets, args->offsets, "query_offset", sizes->n_batch_dims, sizes->batch) &&
-           set_numbers(&ranges->query_lengths, args->query_lengths, query_name, sizes->n_batch_dims, sizes->batch) &&
-           set_numbers(&ranges->key_lengths, args->key_lengths, key_name, sizes->n_batch_dims, sizes->batch) &&
-           set_numbers(&ranges->first_keys, args->first_keys, first_name, sizes->n_batch_dims, sizes->batch) &&
+    return parse_counts(state, sizes->query_lengths, "query_seq_lengths", sizes->seqlen_q, sizes, &ranges->query_length,
+                        &args->query_lengths, &ranges->query_lengths) &&
+           parse_counts(state, sizes->key_lengths, "key_value_seq_lengths", sizes->seqlen_k, sizes, &ranges->key_length,
+                        &args->key_lengths, &ranges->key_lengths) &&
+           parse_counts(state, sizes->first_keys, "key_value_seq_starts", sizes->seqlen_k, sizes, &ranges->first_key,
+                        &args->first_keys, &ranges->first_keys) &&
+           settle_numbers(state, &args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes,
+                          &ranges->offsets) &&
            warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k);
 }

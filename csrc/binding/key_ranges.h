@@ -13,7 +13,8 @@ struct cattn_range_args {
     bool bare;           /* no argument says how queries and keys are aligned */
     int64_t left, right; /* of the window */
     int64_t offset;      /* of every query; unused if there are offsets */
-    PyArrayObject *offsets, *query_lengths, *key_lengths, *first_keys; /* int64, owned, or NULL */
+    /* owned, or NULL; int64 once they are settled: until then only their dtype was looked at */
+    PyArrayObject *offsets, *query_lengths, *key_lengths, *first_keys;
 };
 bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, PyObject *window_size,
                       struct cattn_range_args *args);

@@ -27,8 +27,16 @@ static int result_type(const struct call *call, const char *names) {
 }
 
 static bool parse_weight(struct call *call, PyObject *weight, PyObject *scale) {
-    if (scale == Py_None)
+    if (scale == Py_None) {
+        /* int8 is no type of numbers here, but it would be converted to one */
+        if (PyArray_Check(weight) && PyArray_TYPE((PyArrayObject *)weight) == NPY_BYTE) {
+            PyErr_SetString(PyExc_TypeError,
+                            "weight has dtype int8 and no scale: pass weight_scale, of cattn.quantize, or "
+                            "weight.astype(np.float32) if its elements are the numbers");
+            return false;
+        }
         return (call->inputs[WEIGHT] = cattn_arg_floats(call->state, weight, "weight")) != NULL;
+    }
     call->inputs[WEIGHT] = cattn_arg_quantized(call->state, weight, "weight", &call->quantized);
     if (call->inputs[WEIGHT] == NULL)
         return false;
@@ -76,38 +84,61 @@ static bool check_shapes(struct call *call) {
            check_dims(call->inputs[BIAS], "bias", 1, &n, "one number for each row of weight");
 }
 
+/* ValueError if an array has another type or other strides than when its argument was read: what reads the next
+ * argument may run Python code. */
+static bool check_unchanged(const struct call *call, const int types[N_INPUTS]) {
+    const bool scaled = call->inputs[SCALE] != NULL;
+    return cattn_arg_unchanged(call->inputs[X], types[X], "x") &&
+           cattn_arg_unchanged(call->inputs[WEIGHT],
+                               !scaled                              ? types[WEIGHT]
+                               : call->quantized == CATTN_STORED_I8 ? NPY_BYTE
+                                                                    : NPY_UBYTE,
+                               "weight") &&
+           cattn_arg_unchanged(call->inputs[BIAS], types[BIAS], "bias") &&
+           (!scaled || cattn_arg_unchanged(call->inputs[SCALE], NPY_FLOAT, "weight_scale"));
+}
+
 /* All that is not stored as it may be is converted: everything to float64 if one array is, and the bias. */
 static bool convert(struct call *call) {
     const int type = cattn_arg_compute_type(call->type);
-    if (call->inputs[BIAS] != NULL && !cattn_arg_widen(call->state, &call->inputs[BIAS], type))
+    int types[N_INPUTS] = {0};
+    for (int i = X; i <= BIAS; i++)
+        types[i] = call->inputs[i] != NULL ? PyArray_TYPE(call->inputs[i]) : 0;
+    if (!check_unchanged(call, types))
         return false;
-    if (type != NPY_DOUBLE)
-        return true;
-    if (!cattn_arg_widen(call->state, &call->inputs[X], type))
-        return false;
-    if (call->inputs[SCALE] == NULL)
-        return cattn_arg_widen(call->state, &call->inputs[WEIGHT], type);
-    const bool done =
-        cattn_arg_dequantize(call->state, &call->inputs[WEIGHT], "weight", call->inputs[SCALE], "weight_scale");
-    if (done)
+    for (int i = X; i <= BIAS; i++) {
+        const bool dense = call->inputs[i] != NULL && !(i == WEIGHT && call->inputs[SCALE] != NULL);
+        if (!dense || (type != NPY_DOUBLE && i != BIAS))
+            continue;
+        if (!cattn_arg_widen(call->state, &call->inputs[i], type))
+            return false;
+        types[i] = type;
+    }
+    if (type == NPY_DOUBLE && call->inputs[SCALE] != NULL) {
+        if (!cattn_arg_dequantize(call->state, &call->inputs[WEIGHT], "weight", call->inputs[SCALE], "weight_scale"))
+            return false;
         Py_CLEAR(call->inputs[SCALE]);
-    return done;
+        types[WEIGHT] = type;
+    }
+    return check_unchanged(call, types);
 }
 
 /* ---- views with two axes ---- */
 
 /* Sets the stride in bytes of the rows, if all axes but the last one are one axis of rows. */
 static bool rows_are_even(PyArrayObject *array, npy_intp *row) {
-    npy_intp length = 0; /* of the axes so far, in bytes; 0 before the first that matters */
+    npy_intp length = 0; /* of the axes so far, in bytes */
+    bool first = true;
     *row = 0;
     for (int axis = PyArray_NDIM(array) - 2; axis >= 0; axis--) {
         const npy_intp n = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
         if (n == 1)
             continue;
-        if (*row == 0 && length == 0)
+        if (first)
             *row = stride;
         else if (stride != length)
             return false;
+        first = false;
         length = stride * n;
     }
     return true;

@@ -125,6 +125,7 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("_check_out", cattn_py_check_out),
     CATTN_FASTCALL("_store", cattn_py_store),
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},
+    {"_shown", cattn_py_shown, METH_O, NULL},
     {"_in_default_mode", cattn_py_in_default_mode, METH_VARARGS, NULL},
     {"get_num_threads", cattn_py_get_num_threads, METH_NOARGS, NULL},
     {"set_num_threads", cattn_py_set_num_threads, METH_O, NULL},

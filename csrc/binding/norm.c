@@ -22,8 +22,7 @@ static bool parse_eps(PyObject *object, double *eps) {
         return false;
     if (*eps >= 0.0)
         return true;
-    PyErr_Format(PyExc_ValueError, "eps must not be negative, got %R", object);
-    return false;
+    return cattn_error_value(object, "eps must not be negative");
 }
 
 /* Weight or bias. */
@@ -56,6 +55,9 @@ static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], con
         if (call->inputs[i] != NULL &&
             !cattn_arg_widen(call->state, &call->inputs[i], cattn_arg_compute_type(call->type)))
             return false;
+    if (!cattn_arg_unchanged(call->inputs[X], call->type, "x") ||
+        !cattn_arg_unchanged(call->inputs[GRAD], call->type, "grad_out"))
+        return false;
     call->nd = PyArray_NDIM(call->inputs[X]);
     if (call->nd == 0) {
         PyErr_SetString(PyExc_ValueError, "x must have at least 1 dimension (..., D), got 0");

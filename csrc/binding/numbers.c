@@ -15,12 +15,9 @@ bool cattn_arg_real(PyObject *object, const char *name, double *value) {
             return cattn_error_type(name, "a real number", object);
         number = PyFloat_AsDouble(object);
         if (number == -1.0 && PyErr_Occurred()) {
-            const bool large = PyErr_ExceptionMatches(PyExc_OverflowError);
-            if (!large && !PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
-                return false;
+            if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+                return cattn_error_named(name, "a real number", object);
             PyErr_Clear();
-            if (!large)
-                return cattn_error_type(name, "a real number", object);
             number = HUGE_VAL; /* an int beyond every double */
         }
     }
@@ -39,10 +36,8 @@ bool cattn_arg_scale(PyObject *object, int type, double *value) {
     if (!cattn_arg_real(object, "scale", value))
         return false;
     /* it rounds to infinity in every rounding mode */
-    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127) {
-        PyErr_Format(PyExc_ValueError, "scale must round to a finite float32, got %R", object);
-        return false;
-    }
+    if (cattn_arg_compute_type(type) == NPY_FLOAT && fabs(*value) >= 0x1.ffffffp127)
+        return cattn_error_value(object, "scale must round to a finite float32");
     return true;
 }
 
@@ -51,16 +46,15 @@ bool cattn_arg_probability(PyObject *object, const char *name, double *p) {
         return false;
     if (*p >= 0.0 && *p <= 1.0)
         return true;
-    PyErr_Format(PyExc_ValueError, "%s must be in [0, 1], got %S", name, object);
-    return false;
+    return cattn_error_value(object, "%s must be in [0, 1]", name);
 }
 
 PyObject *cattn_arg_index(PyObject *object, const char *name) {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool) && PyIndex_Check(object)) {
         PyObject *number = PyNumber_Index(object);
-        if (number != NULL || !PyErr_ExceptionMatches(PyExc_TypeError))
-            return number;
-        PyErr_Clear(); /* arrays have the method, and use it only where they hold one integer */
+        if (number == NULL) /* arrays have the method, and use it only where they hold one integer */
+            cattn_error_named(name, "an int", object);
+        return number;
     }
     cattn_error_type(name, "an int", object);
     return NULL;
@@ -77,9 +71,9 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
     if (fits)
         *value = n;
     else if (!failed && (overflow > 0 || n > most))
-        PyErr_Format(PyExc_ValueError, "%s must be at most %lld, got %S", name, (long long)most, number);
+        cattn_error_value(number, "%s must be at most %lld", name, (long long)most);
     else if (!failed)
-        PyErr_Format(PyExc_ValueError, "%s must be at least %lld, got %S", name, (long long)least, number);
+        cattn_error_value(number, "%s must be at least %lld", name, (long long)least);
     Py_DECREF(number);
     return fits;
 }
@@ -87,11 +81,13 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
 bool cattn_arg_truth(PyObject *object, const char *name, bool *value) {
     const int truth = PyObject_IsTrue(object);
     *value = truth > 0;
-    if (truth < 0 && (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
-        PyErr_Clear(); /* an array of several elements: its sentence does not name the argument */
+    return truth >= 0 || cattn_error_named(name, "True or False", object);
+}
+
+bool cattn_arg_bool(PyObject *object, const char *name, bool *value) {
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
         return cattn_error_type(name, "True or False", object);
-    }
-    return truth >= 0;
+    return cattn_arg_truth(object, name, value);
 }
 
 bool cattn_arg_is(PyObject *object, PyObject *interned) {

@@ -19,6 +19,8 @@ static inline bool cattn_arg_flag(PyObject *object, const char *name, bool *valu
     *value = object == Py_True;
     return *value || object == Py_False || object == Py_None || cattn_arg_truth(object, name, value);
 }
+/* True or False, and no other object. */
+bool cattn_arg_bool(PyObject *object, const char *name, bool *value);
 /* An int (no bool) between two bounds. */
 bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
 /* Is `object` the str `interned`? */

@@ -170,8 +170,8 @@ bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct
     if (!check_type(state, given, spec) || !check_layout(array, spec))
         return false;
     const int temporary = needs_temporary(state, array, spec);
-    if (temporary < 0 ||
-        !check_layout(array, spec)) /* again: the check above may have run Python code, which might change the array */
+    /* again: the check above may have run Python code, which might change the array */
+    if (temporary < 0 || !check_type(state, given, spec) || !check_layout(array, spec))
         return false;
     Py_INCREF(given);
     output->given = array;

@@ -15,16 +15,6 @@ PyArrayObject *cattn_arg_quantized(struct binding_state *state, PyObject *object
     return array;
 }
 
-bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other) {
-    if (!PyArray_Check(object) || PyArray_TYPE((PyArrayObject *)object) != NPY_BYTE)
-        return true;
-    PyErr_Format(PyExc_TypeError,
-                 "%s has dtype int8 and no scale, but %s has one: pass %s_scale, or %s.astype(np.float32) if its "
-                 "integers are the numbers",
-                 name, other, name, name);
-    return false;
-}
-
 /* Whether n numbers, `stride` bytes apart, may be scales. */
 static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
     int bad = 0;

@@ -7,8 +7,6 @@
 /* key or value, whose scale was given: one byte an element, of int8 or float8_e4m3fn; which one, `storage` receives. */
 PyArrayObject *cattn_arg_quantized(struct binding_state *state, PyObject *object, const char *name,
                                    enum cattn_storage *storage);
-/* TypeError if an array without a scale is int8, although `other` has a scale. */
-bool cattn_arg_has_scale(PyObject *object, const char *name, const char *other);
 /* key_scale or value_scale: positive, finite numbers in float32. */
 PyArrayObject *cattn_arg_scale_array(struct binding_state *state, PyObject *object, const char *name);
 /* ValueError unless a scale broadcasts to the shape of its key or value. */

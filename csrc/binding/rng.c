@@ -8,8 +8,7 @@ static bool key_from_int(PyObject *rng, uint64_t *seed) {
     const unsigned long long value = PyLong_AsUnsignedLongLong(rng);
     if (value == (unsigned long long)-1 && PyErr_Occurred()) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "rng must be in 0 <= rng < 2**64 if it is an int, got %R", rng);
-        return false;
+        return cattn_error_value(rng, "rng must be in 0 <= rng < 2**64 if it is an int");
     }
     *seed = value;
     return true;

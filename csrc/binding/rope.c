@@ -13,11 +13,11 @@ struct call {
     struct cattn_rope_params *params;
     PyArrayObject *x, *positions; /* owned; positions may be NULL, else float64 and contiguous */
     struct cattn_output output;
-    int nd; /* of x, at least 2 */
+    int type, nd; /* of x; nd is at least 2 */
     npy_intp dims[NPY_MAXDIMS];
 };
 
-/* Strides are taken right after the shape: what follows may run Python code, which might change the array. */
+/* Dtype and strides are taken right after the shape: what follows may run Python code, which might change the array. */
 static bool parse_x(struct call *call, PyObject *object) {
     struct cattn_rope_params *params = call->params;
     cattn_clear_rope(params);
@@ -30,8 +30,9 @@ static bool parse_x(struct call *call, PyObject *object) {
         return false;
     }
     memcpy(call->dims, PyArray_DIMS(call->x), (size_t)nd * sizeof *call->dims);
-    params->dtype = cattn_arg_dtype(PyArray_TYPE(call->x));
-    params->storage = cattn_arg_storage(PyArray_TYPE(call->x));
+    call->type = PyArray_TYPE(call->x);
+    params->dtype = cattn_arg_dtype(call->type);
+    params->storage = cattn_arg_storage(call->type);
     params->n_batch_dims = nd - 2;
     /* beside an axis of size 0 the others may be so large that their product overflows */
     params->n_batch = PyArray_SIZE(call->x) > 0 ? 1 : 0;
@@ -148,8 +149,7 @@ static bool parse_theta(struct call *call, PyObject *object) {
         return false;
     if (*theta >= 1.0)
         return true;
-    PyErr_Format(PyExc_ValueError, "theta must be at least 1, got %R", object);
-    return false;
+    return cattn_error_value(object, "theta must be at least 1");
 }
 
 static bool parse_rotary_dim(struct call *call, PyObject *object) {
@@ -188,19 +188,12 @@ static bool parse_scaling(struct call *call, PyObject *object) {
     return parsed;
 }
 
-/* Not the truth of any object: "halves" or "pairs" would be true. */
-static bool parse_bool(PyObject *object, const char *name, bool *value) {
-    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
-        return cattn_error_type(name, "True or False", object);
-    return cattn_arg_truth(object, name, value);
-}
-
 /* ---- the result ---- */
 
 static bool make_output(struct call *call, PyObject *out) {
     struct cattn_rope_params *params = call->params;
     const struct cattn_output_spec spec = {.name = "out",
-                                           .type = PyArray_TYPE(call->x),
+                                           .type = call->type,
                                            .nd = call->nd,
                                            .dims = call->dims,
                                            .inputs = &call->x,
@@ -229,8 +222,8 @@ PyObject *cattn_body_rope(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL;
     if (parse_x(&call, args[ROPE_x]) && parse_positions(&call, args[ROPE_positions]) &&
         parse_theta(&call, args[ROPE_theta]) && parse_rotary_dim(&call, args[ROPE_rotary_dim]) &&
-        parse_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
-        parse_scaling(&call, args[ROPE_scaling]) && parse_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
+        cattn_arg_bool(args[ROPE_interleaved], "interleaved", &params.interleaved) &&
+        parse_scaling(&call, args[ROPE_scaling]) && cattn_arg_bool(args[ROPE_inverse], "inverse", &params.inverse) &&
         make_output(&call, args[ROPE_out]) && run(&call) && cattn_output_finish(&call.output))
         result = cattn_output_result(&call.output);
     Py_XDECREF((PyObject *)call.x);

@@ -51,7 +51,10 @@ static bool parse_axis(struct call *call, PyObject *object, const char *name) {
         take_axis(call, (int)(axis < 0 ? axis + call->nd : axis));
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "axis %R is out of bounds for %s with %d dimensions", object, name, call->own_nd);
+    PyObject *shown = cattn_shown(object);
+    if (shown != NULL)
+        PyErr_Format(PyExc_ValueError, "axis %U is out of bounds for %s with %d dimensions", shown, name, call->own_nd);
+    Py_XDECREF(shown);
     return false;
 }
 
@@ -164,8 +167,7 @@ static bool parse_method(struct binding_state *state, PyObject *object, enum cat
     } else if (cattn_arg_is(object, state->renormalize)) {
         *method = CATTN_SOFTMAX_RENORMALIZE;
     } else {
-        PyErr_Format(PyExc_ValueError, "method must be 'neg_inf' or 'renormalize', got %R", object);
-        return false;
+        return cattn_error_value(object, "method must be 'neg_inf' or 'renormalize'");
     }
     return true;
 }

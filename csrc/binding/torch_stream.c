@@ -138,12 +138,21 @@ static PyObject *draw(PyObject *object, struct cattn_torch_fill *fills, int n_fi
     return cattn_torch_commit(object, &random) ? Py_NewRef(out) : NULL;
 }
 
+/* ValueError: `text` has a %U for each bound. */
+static void error_bounds(const char *text, PyObject *low, PyObject *high) {
+    PyObject *shown_low = cattn_shown(low), *shown_high = shown_low != NULL ? cattn_shown(high) : NULL;
+    if (shown_high != NULL)
+        PyErr_Format(PyExc_ValueError, text, shown_low, shown_high);
+    Py_XDECREF(shown_low);
+    Py_XDECREF(shown_high);
+}
+
 /* The range must be representable: its width as well, in the type that is drawn. */
 static bool bounds(PyObject *low, PyObject *high, struct cattn_torch_fill *fill) {
     if (!cattn_arg_real(low, "low", &fill->low) || !cattn_arg_real(high, "high", &fill->high))
         return false;
     if (fill->low > fill->high) {
-        PyErr_Format(PyExc_ValueError, "low must not be above high, got low=%S and high=%S", low, high);
+        error_bounds("low must not be above high, got low=%U and high=%U", low, high);
         return false;
     }
     const unsigned mode = cattn_fp_enter(); /* as it will be drawn */
@@ -152,8 +161,9 @@ static bool bounds(PyObject *low, PyObject *high, struct cattn_torch_fill *fill)
                                                : isfinite(fill->high - fill->low);
     cattn_fp_leave(mode);
     if (!fits)
-        PyErr_Format(PyExc_ValueError, "low=%S to high=%S is too wide for %s", low, high,
-                     fill->dtype == CATTN_F32 ? "float32" : "float64");
+        error_bounds(fill->dtype == CATTN_F32 ? "low=%U to high=%U is too wide for float32"
+                                              : "low=%U to high=%U is too wide for float64",
+                     low, high);
     return fits;
 }
 
@@ -277,7 +287,7 @@ static bool parse_seed(PyObject *object, uint64_t *seed) {
     }
     if (PyErr_Occurred()) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "seed must be in -2**63 <= seed < 2**64, got %S", number);
+        cattn_error_value(number, "seed must be in -2**63 <= seed < 2**64");
     }
     Py_DECREF(number);
     return !PyErr_Occurred();
@@ -289,7 +299,7 @@ static bool parse_stream(PyObject *object, enum cattn_torch_stream *stream) {
     else if (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "mkl") == 0)
         *stream = CATTN_TORCH_MKL;
     else
-        PyErr_Format(PyExc_ValueError, "dropout must be 'aten' or 'mkl', got %R", object);
+        cattn_error_value(object, "dropout must be 'aten' or 'mkl'");
     return !PyErr_Occurred();
 }
 

@@ -12,6 +12,7 @@
 #include "check_params.h"
 #include "dispatch.h"
 #include "dropout_stream.h"
+#include "forward_fit.h"
 #include "parallel.h"
 #include "plan.h"
 #include "strides.h"
@@ -25,6 +26,7 @@ struct backward_job {
     struct cattn_tickets *tickets;               /* NULL: nobody has to wait */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
     double *sinks;                               /* [batch][head][block], or NULL */
+    struct cattn_misfit *misfits;                /* the same, the first of each block; or NULL */
 };
 
 struct step {
@@ -252,6 +254,21 @@ static bool run_block(const struct backward_job *job, struct step *step, struct 
     return true;
 }
 
+/* The place of a step in arrays with one element for each batch entry, head and block. */
+static int64_t place_of_step(const struct backward_job *job, const struct step *step) {
+    return (step->batch * job->params->forward.num_heads + step->head) * job->plan.blocks_per_head + step->block;
+}
+
+/* Checks the rows of a step against lse and out, after all key blocks. */
+static void check_fit(const struct backward_job *job, const struct step *step, const struct cattn_backward *b) {
+    const struct cattn_attention_params *p = &job->params->forward;
+    struct cattn_misfit found = {.batch = step->batch, .head = step->head};
+    if (!cattn_find_misfit(b, p, job->kernels, &found))
+        return;
+    found.row += cattn_sequence_start(p, &p->query_starts, step->batch) + step->block * CATTN_TILE_ROWS;
+    job->misfits[place_of_step(job, step)] = found;
+}
+
 /* A whole step. `ticket` is the step's number in the dropout stream; unused without one. Returns false if the call was
  * stopped. */
 static bool run_step(const struct backward_job *job, struct step *step, int64_t ticket, struct cattn_worker *worker) {
@@ -270,9 +287,10 @@ static bool run_step(const struct backward_job *job, struct step *step, int64_t 
             return false;
     if (!has_rows)
         return true;
+    if (job->misfits)
+        check_fit(job, step, b);
     if (job->sinks)
-        job->sinks[(step->batch * p->num_heads + step->head) * job->plan.blocks_per_head + step->block] =
-            job->kernels->backward_sink(b);
+        job->sinks[place_of_step(job, step)] = job->kernels->backward_sink(b);
     job->kernels->backward_finish(b);
     return true;
 }
@@ -334,6 +352,30 @@ static enum cattn_status run_steps(struct backward_job *job) {
     return status;
 }
 
+/* Copies the first misfit, whichever thread has found it. */
+static void finish_misfits(const struct backward_job *job) {
+    const struct cattn_attention_params *p = &job->params->forward;
+    const int64_t n = p->n_batch * p->num_heads * job->plan.blocks_per_head;
+    for (int64_t i = 0; i < n && !job->params->misfit->found; i++)
+        *job->params->misfit = job->misfits[i];
+}
+
+/* Arrays with one element for each batch entry, head and block, all 0. */
+static bool allocate(struct backward_job *job) {
+    const struct cattn_attention_params *p = &job->params->forward;
+    const size_t n = (size_t)(p->n_batch * p->num_heads * job->plan.blocks_per_head);
+    if (job->params->grad_sinks.data)
+        job->sinks = calloc(n, sizeof *job->sinks);
+    if (job->params->misfit)
+        job->misfits = calloc(n, sizeof *job->misfits);
+    return (job->sinks || !job->params->grad_sinks.data) && (job->misfits || !job->params->misfit);
+}
+
+static void release(struct backward_job *job) {
+    free(job->sinks);
+    free(job->misfits);
+}
+
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params) {
     CATTN_CHECK(backward, params);
     const struct cattn_attention_params *p = &params->forward;
@@ -344,10 +386,9 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
     job.keys = call_of_keys(&job.scores);
     if (job.plan.n_units * job.plan.steps_per_unit == 0)
         return CATTN_OK;
-    if (params->grad_sinks.data) {
-        job.sinks = calloc((size_t)(p->n_batch * p->num_heads * job.plan.blocks_per_head), sizeof *job.sinks);
-        if (!job.sinks)
-            return CATTN_NO_MEMORY;
+    if (!allocate(&job)) {
+        release(&job);
+        return CATTN_NO_MEMORY;
     }
     struct cattn_dropout_stream dropout_stream;
     if (job.plan.uses_stream) {
@@ -360,6 +401,8 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
         cattn_dropout_stream_end(&dropout_stream, status == CATTN_OK ? p->dropout.torch : NULL);
     if (job.sinks && status == CATTN_OK)
         finish_sinks(&job);
-    free(job.sinks);
+    if (job.misfits && status == CATTN_OK)
+        finish_misfits(&job);
+    release(&job);
     return status;
 }

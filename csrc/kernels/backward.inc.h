@@ -60,12 +60,22 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
     vf_transpose(v);
 }
 
+INLINE vf magnitude(vf v) { return vf_max(v, vf_set1(0) - v); }
+
+/* Adds a vector to numbers in double. */
+INLINE void add_doubles(double *to, vf v) {
+    real numbers[LANES];
+    vf_storeu(numbers, v);
+    for (int i = 0; i < LANES; i++)
+        to[i] += (double)numbers[i];
+}
+
 /* delta: the rounded products grad_out * out, summed in eight chains by column and the tree. */
-static void sum_deltas(const struct cattn_backward *b) {
+static void sum_deltas(struct cattn_backward *b) {
     /* at least CATTN_SUM_CHAINS columns a step, so that the chain of each column is a constant */
     const int step = LANES > CATTN_SUM_CHAINS ? LANES : CATTN_SUM_CHAINS;
     for (int r = 0; r < b->scores.n_rows; r += LANES) {
-        vf sum[CATTN_SUM_CHAINS];
+        vf sum[CATTN_SUM_CHAINS], magnitudes = vf_set1(0);
         UNROLLED(i, CATTN_SUM_CHAINS)
             sum[i] = vf_set1(0);
         for (int64_t c = 0; c < b->scores.call.d_v; c += step)
@@ -73,10 +83,14 @@ static void sum_deltas(const struct cattn_backward *b) {
             for (int part = 0; part < step; part += LANES) {
                 vf v[LANES];
                 delta_products(b, r, c + part, v);
-                UNROLLED(i, LANES)
+                UNROLLED(i, LANES) {
                     sum[(part + i) % CATTN_SUM_CHAINS] = sum[(part + i) % CATTN_SUM_CHAINS] + v[i];
+                    magnitudes = magnitudes + magnitude(v[i]);
+                }
             }
         vf_storeu((real *)b->delta + r, SUM_TREE(sum));
+        add_doubles(b->fit.delta + r, SUM_TREE(sum));
+        add_doubles(b->fit.delta_magnitude + r, magnitudes);
     }
 }
 
@@ -92,6 +106,7 @@ static void backward_begin(struct cattn_backward *b) {
     pack_query_tile(&b->grads);
     copy_rows(&b->scores, b->query_rows, b->query_cols);
     copy_rows(&b->grads, b->grad_rows, b->grad_cols);
+    memset(&b->fit, 0, sizeof b->fit);
     sum_deltas(b);
     if (b->has_grad_lse)
         subtract_grad_lse(b);
@@ -106,31 +121,48 @@ static void backward_begin(struct cattn_backward *b) {
         memset(b->keys.scratch.acc, 0, (size_t)padded * (size_t)b->keys.call.acc_cols * sizeof(real));
 }
 
-/* Scores, products dO V^T, lse and delta of LANES rows. */
+/* Scores, products dO V^T, lse and delta of LANES rows, and the block's parts of the sums in struct cattn_fit. */
 struct lanes_to_weigh {
     real *score, *grad;
     struct lse_lanes lse;
-    vf delta;
+    vf delta, weights, products, magnitudes;
+    unsigned chains;
 };
 
 /* One vector of queries and one key: replaces the score by the weight after dropout, and the product dO V^T by dS. */
-INLINE void weigh(const struct lanes_to_weigh *lanes, int k, bool dropping, vm drop_bits) {
+INLINE void weigh(struct lanes_to_weigh *lanes, int k, bool dropping, vm drop_bits) {
     real *score = lanes->score + k * CATTN_TILE_ROWS, *grad = lanes->grad + k * CATTN_TILE_ROWS;
     const vf zero = vf_set1(0), s = vf_loadu(score);
     const vm hidden = vf_eq(s, vf_set1(NEG_INF));
     vf dp = vf_loadu(grad), p = vf_select(hidden, zero, weight_of(s, lanes->lse));
     if (dropping)
         dp = vf_select(drop_bits, dp, zero);
+    const vf product = vf_select(hidden, zero, p * dp);
+    lanes->weights = lanes->weights + p;
+    lanes->products = lanes->products + product;
+    lanes->magnitudes = lanes->magnitudes + magnitude(product);
     vf_storeu(grad, vf_select(hidden, zero, p * (dp - lanes->delta)));
     vf_storeu(score, dropping ? vf_select(drop_bits, p, zero) : p);
 }
 
-INLINE void weigh_dropping(void *lanes, int k, vm drop_bits) { weigh(lanes, k, true, drop_bits); }
+/* Keys of chains that no row sees come, too: their scores are not there. */
+INLINE void weigh_dropping(void *context, int k, vm drop_bits) {
+    struct lanes_to_weigh *lanes = context;
+    if (has_chain(lanes->chains, k))
+        weigh(lanes, k, true, drop_bits);
+}
 
-static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, const struct extent *e, int r) {
-    struct lanes_to_weigh lanes = {(real *)b->scores.scratch.score + r, (real *)b->grads.scratch.score + r,
-                                   lse_lanes(&b->lse, r), vf_loadu((const real *)b->delta + r)};
-    const vm all = vf_eq(vf_set1(0), vf_set1(0));
+static void weigh_lanes(const struct tile *t, struct cattn_backward *b, const struct extent *e, int r) {
+    const vf zero = vf_set1(0);
+    struct lanes_to_weigh lanes = {.score = (real *)b->scores.scratch.score + r,
+                                   .grad = (real *)b->grads.scratch.score + r,
+                                   .lse = lse_lanes(&b->lse, r),
+                                   .delta = vf_loadu((const real *)b->delta + r),
+                                   .weights = zero,
+                                   .products = zero,
+                                   .magnitudes = zero,
+                                   .chains = e->chains};
+    const vm all = vf_eq(zero, zero);
     if (b->scores.scratch.drop_bits)
         each_stream_bits(t, e, r, weigh_dropping, &lanes);
     else if (b->scores.drop.enabled)
@@ -143,6 +175,9 @@ static void weigh_lanes(const struct tile *t, const struct cattn_backward *b, co
                 for (int i = k; i < end; i++)
                     weigh(&lanes, i, false, all);
         }
+    add_doubles(b->fit.weights + r, lanes.weights);
+    add_doubles(b->fit.products + r, lanes.products);
+    add_doubles(b->fit.magnitudes + r, lanes.magnitudes);
 }
 
 /* Zeroes both arrays for LANES rows from r on and the keys begin .. end-1. */
@@ -163,7 +198,7 @@ static void zero_unseen_chains(const struct cattn_backward *b, const struct exte
 }
 
 /* Weights and dS of the block. Zeroes what micro-tiles and transpositions may read outside a vector's own extent. */
-static void weigh_block(const struct tile *t, const struct cattn_backward *b) {
+static void weigh_block(const struct tile *t, struct cattn_backward *b) {
     const int step = MR > ROW_STEP ? MR : ROW_STEP;
     const int begin = (int)max64(0, t->all.begin - step), end = (int)min64(CATTN_BLOCK_KEYS, t->all.end + step);
     for (int v = 0; v < t->n_vectors; v++) {
@@ -415,6 +450,12 @@ static void backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
 }
 
 /* ---- the end ---- */
+
+static bool backward_sees(const struct cattn_backward *b, int r, double *sink_weight) {
+    const struct cattn_rows *rows = &b->scores;
+    *sink_weight = rows->call.has_sinks ? (double)weight_of_row((real)rows->per_row->sink[r], &b->lse, r) : 0;
+    return row_sees_any_key(rows, r);
+}
 
 /* The sink's weight is exp(sink - lse). Of a row without visible keys only the lse depends on the sink. */
 static double backward_sink(struct cattn_backward *b) {

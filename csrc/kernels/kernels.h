@@ -158,6 +158,14 @@ struct cattn_split_lse {
     void *value, *residual, *factor;
 };
 
+/* What shows whether out and lse of a call of gradients are those of its forward pass (core/forward_fit.c). One number
+ * a row: over the keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
+ * * out and of its magnitude. */
+struct cattn_fit {
+    double weights[CATTN_TILE_ROWS], products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
+    double delta[CATTN_TILE_ROWS], delta_magnitude[CATTN_TILE_ROWS];
+};
+
 /* The gradients of a block of queries. Three views share masks and ranges, so that the kernels of the forward pass
  * serve all products: `scores` has the queries and keys of the forward pass; `grads` has grad_out as queries and the
  * values as keys; `keys` has the gradients of the scores as weights and the keys as values. A driver calls
@@ -167,6 +175,7 @@ struct cattn_split_lse {
  *       backward_bias           only if wanted: the gradient of the bias, from dS
  *       backward_query          turns dS into the gradients of the products Q K^T; adds to the gradient of the queries
  *       backward_keys           adds to the gradients of the keys and values
+ *     backward_sees             if the results of the forward pass are checked: what the check needs to know of a row
  *     backward_sink             only with sinks
  *     backward_finish           once: writes the gradient of the queries
  *
@@ -184,6 +193,7 @@ struct cattn_backward {
     struct cattn_split_lse lse;
     void *delta, *bias_sum; /* one a row: grad_out . out - grad_lse; the sum of dS */
     void *bias_part;        /* [CATTN_BLOCK_KEYS]: sums of dS over the rows */
+    struct cattn_fit fit;
     /* results; all gradients have unit column stride */
     void *grad_query[CATTN_TILE_ROWS]; /* written */
     void *grad_key, *grad_value;       /* of this key-value head; added to */
@@ -365,6 +375,8 @@ struct cattn_kernels {
     void (*backward_bias)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*backward_query)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*backward_keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    /* whether row r sees a key; *sink_weight receives the weight of its sink, 0 without sinks */
+    bool (*backward_sees)(const struct cattn_backward *b, int r, double *sink_weight);
     /* the sum over the rows of (weight of the sink) * delta */
     double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);

@@ -70,6 +70,7 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .backward_bias = backward_bias,
     .backward_query = backward_query,
     .backward_keys = backward_keys,
+    .backward_sees = backward_sees,
     .backward_sink = backward_sink,
     .backward_finish = backward_finish,
     .statistics_begin = statistics_begin,

@@ -89,7 +89,7 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     True
     """
     if not is_word(mode, "stdout") and not is_word(mode, "dicts"):
-        raise ValueError(f"mode must be 'stdout' or 'dicts', got {mode!r}")
+        raise ValueError(f"mode must be 'stdout' or 'dicts', got {_cattn._shown(mode)}")
     config = _config()
     if mode == "dicts":
         return config

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._input.arrays import _asarray, as_array
+from ._input.arrays import _asarray, as_array, is_quantized
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.names import with_hints
@@ -215,9 +215,10 @@ class KVCache:
 
             pairs = [quantized(a, name, -1, self.dtype) for a, name in ((key, "key"), (value, "value"))]
             news = [values for values, _ in pairs] + [scale for _, scale in pairs]
-        if self._ragged:  # one sequence is written before another is read
-            own = (self._k, self._v)
-            news = [a.copy() if any(np.may_share_memory(a, b) for b in own) else a for a in news]
+        # What is appended may be views of this cache. NumPy reads all of one array before it writes it, but values are
+        # written after keys, and in a ragged cache one sequence after another.
+        if np.may_share_memory(news[1], self._k) or self._ragged:
+            news = [a.copy() if any(np.may_share_memory(a, b) for b in (self._k, self._v)) else a for a in news]
         for store, new in zip(self._stores(), news, strict=True):
             if not self._ragged:
                 store[..., self._longest : self._longest + count, :] = new
@@ -239,9 +240,10 @@ class KVCache:
         return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
-        given = _asarray(array, name) if self._quantizes else array
-        if isinstance(given, np.ndarray) and given.dtype.kind in "iu" and self._quantizes:  # quantized already, perhaps
-            raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache quantizes floats: "
+        given = _asarray(array, name)
+        if is_quantized(given.dtype) or (given.dtype.kind in "iu" and self._quantizes):
+            takes = "quantizes floats" if self._quantizes else f"holds {self.dtype}"
+            raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache {takes}: "
                             f"pass cattn.dequantize({name}, scale), or {name}.astype(np.float32)")  # fmt: skip
         result = as_array(given, name)
         wanted = (*self.batch_shape, self.num_kv_heads, "T", width)

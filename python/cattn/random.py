@@ -35,7 +35,7 @@ def _allocate(size: tuple[Size, ...], dtype: DTypeLike) -> NDArray[Any]:
         except TypeError:
             raise TypeError(f"size must be ints or one tuple of ints, got {type(n).__name__}") from None
         if shape[-1] < 0:
-            raise ValueError(f"size must not be negative, got {shape[-1]}")
+            raise ValueError(f"size must not be negative, got {_cattn._shown(shape[-1])}")
     try:
         return np.empty(shape, dtype)
     except ValueError as error:  # too many dimensions, or more bytes than can be addressed
@@ -54,7 +54,7 @@ def _integer(value: object, name: str) -> int:
     """Return value as an int of 64 bits."""
     number = as_int(value, name)
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} must be in -2**63 <= {name} < 2**63, got {number}")
+        raise ValueError(f"{name} must be in -2**63 <= {name} < 2**63, got {_cattn._shown(number)}")
     return number
 
 
@@ -247,7 +247,7 @@ class TorchGenerator(_cattn.TorchStream):
         try:
             kind = np.dtype(dtype)
         except TypeError:
-            raise TypeError(f"dtype must be an integer type, got {dtype!r}") from None
+            raise TypeError(f"dtype must be an integer type, got {_cattn._shown(dtype)}") from None
         if kind.kind not in "iu":
             raise TypeError(f"dtype must be an integer type, got {kind}")
         if first < end and not np.iinfo(kind).min <= first <= end - 1 <= np.iinfo(kind).max:

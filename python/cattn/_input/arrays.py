@@ -7,19 +7,22 @@ computes in. They return exact ndarrays: native byte order, aligned, with stride
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from .. import _cattn
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
 
 _MASKS = ("attn_mask", "mask", "where", "bias")
+_MAY_BE_QUANTIZED = ("query", "key", "value")
 _MASK_ADVICE = {  # the argument that can take the mask of a numpy.ma array
     **{x: f" and attn_mask=~{x}.mask as (..., T_q, T_k), True = keep" for x in ("query", "key", "value")},
     "scores": " and mask=~scores.mask (True = keep)",
@@ -85,20 +88,21 @@ def _asarray(obj: Any, name: str) -> Array:
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(obj, torch.Tensor):
         return _from_torch(obj, name)
-    dlpack_only = hasattr(obj, "__dlpack__") and not any(
-        hasattr(obj, protocol) for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
-    )
-    if dlpack_only and not isinstance(obj, (bytes, bytearray, memoryview)):
-        try:
-            return np.from_dlpack(obj)
-        except (TypeError, ValueError, BufferError) as error:
-            raise TypeError(f"{name} cannot be read by DLPack: {error}") from error
     try:
+        dlpack_only = hasattr(obj, "__dlpack__") and not any(
+            hasattr(obj, protocol)
+            for protocol in ("__array__", "__array_interface__", "__array_struct__", "__buffer__")
+        )
+        if dlpack_only and not isinstance(obj, (bytes, bytearray, memoryview)):
+            return np.from_dlpack(obj)
         return np.asarray(obj)
-    except TypeError as error:
-        raise TypeError(f"{name} cannot be read as an array: {error}") from error
+    except (MemoryError, RecursionError):
+        raise
     except ValueError as error:  # nested lists of unequal lengths
         raise ValueError(f"{name} cannot be read as an array: {error}") from error
+    except Exception as error:  # of the object's own methods
+        how = "by DLPack" if dlpack_only else "as an array"
+        raise TypeError(f"{name} cannot be read {how}: {error}") from error
 
 
 def shape_of(obj: Any, name: str) -> tuple[int, ...]:
@@ -115,6 +119,30 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
             raise ValueError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
         result.extend(others)
     return tuple(result[::-1])
+
+
+# Elements that NumPy may work on before Python looks for signals: some milliseconds.
+PART = 2**20
+
+
+def parts_of(shape: tuple[int, ...], most: int = PART) -> Iterator[tuple[Any, ...]]:
+    """Yield indices that cut an array of this shape in parts of at most so many elements, if its axes allow it.
+
+    Between two parts Python handles signals, which NumPy does not do within a call.
+    """
+    size = math.prod(shape)
+    if size <= most or not shape:
+        if size > 0:
+            yield (...,)
+        return
+    inner = size // shape[0]  # elements of one index of the first axis
+    if inner > most:
+        for i in range(shape[0]):
+            yield from ((i, *rest) for rest in parts_of(shape[1:], most))
+        return
+    step = most // inner
+    for start in range(0, shape[0], step):
+        yield (slice(start, start + step), ...)
 
 
 def _without_repetition(array: Array) -> Array:
@@ -156,9 +184,7 @@ def _dtype_error(array: Array, name: str) -> TypeError:
     dtype = array.dtype
     if dtype.kind == "O" and array.ndim == 0:  # None, a dict or a generator, but not an array
         return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
-    if dtype.name == "float8_e4m3fn" and name in ("key", "value"):
-        cure = f"pass its {name}_scale, or {name}.astype(np.float32)"
-    elif dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
+    if dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":
         cure = f"pass {name}.astype(np.float64)"
@@ -169,11 +195,31 @@ def _dtype_error(array: Array, name: str) -> TypeError:
     return TypeError(f"{name} has dtype {dtype}; cattn takes float16, bfloat16, float32 and float64: {cure}")
 
 
+def is_quantized(dtype: np.dtype[Any]) -> bool:
+    """Return whether numbers of this dtype may have scales: int8, or the float8_e4m3fn of ml_dtypes."""
+    return dtype.type is np.int8 or _is_of_ml_dtypes(dtype, "float8_e4m3fn")
+
+
+def refuse_without_scale(array: Array, name: str) -> None:
+    """Raise TypeError for a quantized array: its numbers without the scale are others."""
+    if is_quantized(array.dtype):
+        cure = f"pass cattn.dequantize({name}, scale)" if name == "query" else f"pass {name}_scale, of cattn.quantize"
+        raise TypeError(
+            f"{name} has dtype {array.dtype} and no scale: {cure}, or {name}.astype(np.float32) if its elements are "
+            f"the numbers"
+        )
+
+
 def as_array(obj: object, name: str, dtype: str = "d") -> Array:
-    """Return obj in one of the dtypes that attention takes. Booleans, integers and lists of them become float64."""
+    """Return obj in one of the dtypes that attention takes. Booleans, integers and lists of them become float64.
+
+    A query, key or value of int8 is no plain number, but a quantized one.
+    """
     if type(obj) is np.ndarray and obj.dtype.char in "efd" and obj.dtype.isnative and obj.flags.carray:
         return obj  # what the checks below return, in a third of their time
     array = _asarray(obj, name)
+    if array.dtype.itemsize == 1 and name in _MAY_BE_QUANTIZED:
+        refuse_without_scale(array, name)
     if array.dtype.kind in "biu":
         return cast(array, name, "d")
     if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
@@ -242,22 +288,43 @@ def as_bool(obj: object, name: str, dtype: str) -> Array:
     raise TypeError(f"{name} has dtype {array.dtype}; True = keep: {cure}")
 
 
-def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
-    """Return an int, or an int64 array of the caller's shape (a copy that nobody else changes), within bounds."""
+def read_integers(obj: Any, name: str) -> int | Array:
+    """Return an int, or an array of integers of any dtype, whose elements are not looked at."""
     if isinstance(obj, (bool, np.bool_)):
         raise TypeError(f"{name} must be an int or an integer array, got bool")
     try:
-        numbers: int | Array = operator.index(obj)
-    except TypeError:
-        numbers = _asarray(obj, name)
-        if numbers.dtype.kind not in "iu" and numbers.size > 0:
-            raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}") from None
-        if numbers.size == 0:
-            return np.array(numbers, dtype=np.int64)
-    low, high = int(np.min(numbers)), int(np.max(numbers))
+        return operator.index(obj)
+    except TypeError:  # arrays have the method, and use it only where they hold one integer
+        pass
+    except Exception:
+        raise TypeError(f"{name} must be an int or an integer array, got {type(obj).__name__}") from None
+    numbers = _asarray(obj, name)
+    if numbers.dtype.kind not in "iu" and numbers.size > 0:
+        raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}") from None
+    return numbers
+
+
+def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
+    """Return an int, or an int64 array of the caller's shape (that nobody else changes), within bounds."""
+    numbers = read_integers(obj, name)
+    result: int | Array = numbers
+    if isinstance(numbers, int):
+        low, high = numbers, numbers
+    elif numbers.size == 0:
+        return np.array(numbers, dtype=np.int64)
+    else:
+        once = _without_repetition(numbers)
+        own = np.empty(once.shape, np.int64)
+        low = high = int(once.flat[0])
+        for part in parts_of(once.shape):  # a signal is handled after each part
+            low, high = min(low, int(once[part].min())), max(high, int(once[part].max()))
+            np.copyto(own[part], once[part], casting="unsafe")
+        result = _broadcast(own, numbers.shape)
     if low < least or high > most:
-        raise ValueError(f"{name} must be between {least} and {most}, got {low if low < least else high}")
-    return numbers if isinstance(numbers, int) else np.array(numbers, dtype=np.int64)
+        raise ValueError(
+            f"{name} must be between {least} and {most}, got {_cattn._shown(low if low < least else high)}"
+        )
+    return result
 
 
 def as_head_numbers(obj: Any, name: str, dtype: str) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
+from .. import _cattn
 from .arrays import load_ml_dtype
 
 QUANTIZED = ("int8", "float8_e4m3fn")  # the dtypes of keys and values with scales
@@ -27,18 +28,30 @@ def as_int(value: object, name: str) -> int:
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, SupportsIndex):
         try:
             return operator.index(value)
-        except TypeError:  # an array has __index__, which works only if it holds one integer
+        except (MemoryError, RecursionError):
+            raise
+        except Exception:
             pass
     raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+
+
+def as_flag(value: object, name: str) -> bool:
+    """Return the truth of value."""
+    try:
+        return bool(value)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}") from None
 
 
 def as_size(value: object, name: str, minimum: int = 1, maximum: int = sys.maxsize) -> int:
     """Return value as an int from minimum to maximum."""
     size = as_int(value, name)
     if size < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {size}")
+        raise ValueError(f"{name} must be at least {minimum}, got {_cattn._shown(size)}")
     if size > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, got {size}")
+        raise ValueError(f"{name} must be at most {maximum}, got {_cattn._shown(size)}")
     return size
 
 
@@ -62,8 +75,10 @@ def as_dtype(dtype: DTypeLike, allowed: Sequence[str] = ("float32", "float64")) 
     names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
     try:
         result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
-    except (TypeError, ValueError):
-        raise TypeError(f"dtype must be {names}, got {dtype!r}") from None
+    except MemoryError:
+        raise
+    except Exception:
+        raise TypeError(f"dtype must be {names}, got {_cattn._shown(dtype)}") from None
     if result is None or result.type.__name__ not in allowed:
         raise TypeError(f"dtype must be {names}, got {result}")
     return result.newbyteorder("=")

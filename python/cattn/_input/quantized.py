@@ -8,15 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _as_readable, _asarray, _is_of_ml_dtypes, _quiet, broadcast_shapes, is_bfloat16
+from .arrays import _as_readable, _asarray, _quiet, broadcast_shapes, is_bfloat16, is_quantized
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
-
-
-def is_quantized(dtype: np.dtype[Any]) -> bool:
-    """Return whether numbers of this dtype may have scales: int8, or the float8_e4m3fn of ml_dtypes."""
-    return dtype.type is np.int8 or _is_of_ml_dtypes(dtype, "float8_e4m3fn")
 
 
 def quantized_array(obj: object, name: str) -> Array:

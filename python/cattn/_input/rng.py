@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
+from .. import _cattn
 from ..random import TorchGenerator, default_generator
 
 if TYPE_CHECKING:
@@ -29,17 +30,31 @@ def _numpy_generator(rng: Any, accepted: str) -> np.random.Generator:
     if rng is np.random:
         raise TypeError(f"rng must be {accepted}, got the module numpy.random: pass numpy.random.default_rng()")
     exact = np.asarray(rng) if isinstance(rng, np.ndarray) else rng
+    # NumPy would read each byte as a number, and recurse without end into a list of itself.
+    if isinstance(rng, (str, bytes, bytearray, memoryview)) or _is_deep(rng):
+        raise TypeError(f"rng must be {accepted}, got {type(rng).__name__}")
     try:
         return np.random.default_rng(exact)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"rng must be {accepted}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"rng must be {accepted}: {error}") from error
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # of the object's own methods
+        raise TypeError(f"rng must be {accepted}: {error}") from error
+
+
+def _is_deep(obj: object, levels: int = 4) -> bool:
+    """Return whether lists are nested more than so many levels."""
+    return isinstance(obj, (list, tuple)) and (levels == 0 or any(_is_deep(item, levels - 1) for item in obj))
 
 
 def draw_seed(rng: Any) -> int:
     """Return the 64-bit seed of one call: an int is the seed itself, a generator draws one."""
     try:
         return operator.index(rng)
-    except TypeError:
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
         accepted = "None, an int, a cattn.TorchGenerator, or what numpy.random.default_rng takes"
         return int(_numpy_generator(rng, accepted).integers(0, 2**64, dtype=np.uint64))
 
@@ -54,11 +69,13 @@ def as_generator(rng: RNG) -> GeneratorOrNone:
     if isinstance(rng, SupportsIndex) and getattr(rng, "ndim", 0) == 0:
         try:
             seed = operator.index(rng)
-        except TypeError:  # an array of no dimensions that does not hold an integer
+        except (MemoryError, RecursionError):
+            raise
+        except Exception:
             pass
         else:
             if not -(2**63) <= seed < 2**64:
-                raise ValueError(f"rng must be in -2**63 <= rng < 2**64 if it is an int, got {seed}")
+                raise ValueError(f"rng must be in -2**63 <= rng < 2**64 if it is an int, got {_cattn._shown(seed)}")
             return TorchGenerator(seed)
     return _numpy_generator(rng, accepted)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _cattn
 from .arrays import Array, _asarray, is_bfloat16
 
 # Every integer up to this size is a float64.
@@ -60,12 +61,15 @@ def _type_of(given: Mapping[str, Any]) -> str:
             raise TypeError(f"scaling[{key!r}] must be a str, got {type(given[key]).__name__}")
     names = {given[key] for key in ("rope_type", "type") if given.get(key) is not None}
     if len(names) > 1:
-        raise ValueError(f"scaling has rope_type {given['rope_type']!r} and type {given['type']!r}: pass one of them")
+        first, second = (_cattn._shown(given[key]) for key in ("rope_type", "type"))
+        raise ValueError(f"scaling has rope_type {first} and type {second}: pass one of them")
     if not names:
         raise ValueError(f"scaling lacks 'rope_type': it must be one of {', '.join(map(repr, _TYPES))}")
     name = names.pop()
     if name not in _TYPES:
-        raise ValueError(f"scaling has rope_type {name!r}; cattn.rope knows {', '.join(map(repr, _TYPES))}")
+        raise ValueError(
+            f"scaling has rope_type {_cattn._shown(name)}; cattn.rope knows {', '.join(map(repr, _TYPES))}"
+        )
     return str(name)
 
 
@@ -74,11 +78,15 @@ def _check_keys(given: Mapping[str, Any], name: str) -> None:
     needed, optional = _TYPES[name]
     layers = [key for key, value in given.items() if isinstance(value, Mapping)]
     if layers:
-        raise ValueError(f"scaling has a dict for each of {', '.join(map(repr, layers))}: pass that of one layer type")
+        raise ValueError(
+            f"scaling has a dict for each of {', '.join(map(_cattn._shown, layers))}: pass that of one layer type"
+        )
     unknown = [key for key in given if key not in (*needed, *optional, *_COMMON)]
     if unknown:
         known = ", ".join(map(repr, (*needed, *optional))) or "no other key"
-        raise ValueError(f"scaling has unknown keys {', '.join(map(repr, unknown))}; rope_type {name!r} has {known}")
+        raise ValueError(
+            f"scaling has unknown keys {', '.join(map(_cattn._shown, unknown))}; rope_type {name!r} has {known}"
+        )
     for key in needed:
         if given.get(key) is None:
             raise ValueError(f"scaling lacks {key!r}, which rope_type {name!r} needs{_WHERE.get(key, '')}")
@@ -100,13 +108,13 @@ def _number(given: Mapping[str, Any], key: str, default: float = 0.0) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"scaling[{key!r}] must be finite, got {number}")
+        raise ValueError(f"scaling[{key!r}] must be finite, got {_cattn._shown(number)}")
     return number
 
 
 def _demand(holds: bool, given: Mapping[str, Any], key: str, wanted: str) -> None:
     if not holds:
-        raise ValueError(f"scaling[{key!r}] must be {wanted}, got {given[key]!r}")
+        raise ValueError(f"scaling[{key!r}] must be {wanted}, got {_cattn._shown(given[key])}")
 
 
 def _check_agreement(given: Mapping[str, Any], theta: float, rotary_dim: int, n_cols: int) -> None:

@@ -177,7 +177,9 @@ def dropout_backward(
     if mask is None:
         repeats = isinstance(rng, TorchGenerator) or hasattr(rng, "__index__")
         if not repeats and _cattn._probability(p, "p") > 0:
-            raise ValueError("pass the mask of the forward pass, or what draws it again: an int or a TorchGenerator")
+            raise ValueError(
+                "pass the mask of the forward pass, or rng that draws it again: an int or a TorchGenerator"
+            )
         return dropout(as_array(grad_out, "grad_out"), p, rng=rng, out=out)
     if rng is not None:
         raise ValueError("pass either mask or rng")

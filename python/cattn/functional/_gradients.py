@@ -62,6 +62,7 @@ def attention_backward(  # type: ignore[empty-body]
     block_size: int | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
+    merged: bool = False,
 ) -> AttentionGradients:
     r"""Return the gradients of attention's inputs, given those of its output and, optionally, of its log-sum-exp.
 
@@ -131,12 +132,16 @@ def attention_backward(  # type: ignore[empty-body]
     grad_lse : array_like, shape (..., T_q), optional
         Gradient of the log-sum-exp, for losses that depend on it: z-loss, and results that were merged by
         `merge_attention`. Any dtype that attention takes. None means 0.
+    merged : bool
+        Whether out and lse are results of `merge_attention`, which count keys of other calls, too. The weights of these
+        keys then sum to less than 1, and are not checked.
 
     Raises
     ------
     TypeError, ValueError
         As for `scaled_dot_product_attention`; also if grad_out, grad_lse, out or lse has another shape than in the
-        forward pass, or if rng cannot repeat the draws of dropout.
+        forward pass, if rng cannot repeat the draws of dropout, or if out and lse are not those of the other arguments,
+        because an option of the forward pass is missing.
 
     See Also
     --------
@@ -162,6 +167,12 @@ def attention_backward(  # type: ignore[empty-body]
     whatever grad_lse holds there; with sinks, its lse is the sink, whose gradient includes its grad_lse. A score of
     -inf has weight 0 and gradient 0, whose product with an infinite query or key is NaN. The gradients have the same
     bits for every number of threads and instruction set with FMA.
+
+    Unless they are merged, out and lse are checked as the gradients are computed: in each row the weights computed from
+    the lse must sum to 1, with that of a sink, and :math:`w_{ij} \, g_i \cdot v_j` to :math:`g_i \cdot \text{out}_i`.
+    So a forgotten option is an error. What other software has rounded to bfloat16 passes: the logarithm of the sum may
+    be off by :math:`2^{-7} (1 + |\text{lse}| + \log T_k)`, and the second sum by as large a part of its terms. So
+    small changes pass, too, and a forgotten dropout_p shows in rows that see few keys.
 
     The method is that of FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
     computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, as_integers
+from .._input.arrays import PART, as_array, as_integers, broadcast_shapes, parts_of, read_integers
 from .._input.display import fields_html, show_fields
 from .._input.fp_mode import in_default_mode
 from .._input.types import AttentionStatistics
@@ -84,7 +84,7 @@ def head_scores(weights: ArrayLike | AttentionStatistics, token_ids: ArrayLike) 
     >>> scores.previous_token, scores.induction
     (array([1.]), array([0.]))
     """
-    ids = as_integers(token_ids, "token_ids", -(2**63), 2**63 - 1)
+    ids = read_integers(token_ids, "token_ids")
     if isinstance(ids, int) or ids.ndim == 0:
         raise ValueError("token_ids must have shape (T_k,) or (..., T_k), got ()")
     if isinstance(weights, AttentionStatistics):
@@ -95,9 +95,8 @@ def head_scores(weights: ArrayLike | AttentionStatistics, token_ids: ArrayLike) 
             f"weights must have shape (..., T_q, T_k) with T_q <= T_k = {ids.shape[-1]}, the number of token_ids, "
             f"got {matrix.shape}"
         )
-    wide = matrix.astype(np.float64, copy=False)
-    keys = np.broadcast_to(np.arange(ids.shape[-1]), wide.shape)
-    return _scores(keys, wide, ids)
+    keys = np.broadcast_to(np.arange(ids.shape[-1]), matrix.shape)
+    return _scores(keys, matrix, ids)
 
 
 def _scores_of_top(statistics: AttentionStatistics, ids: NDArray[Any]) -> HeadScores:
@@ -109,36 +108,59 @@ def _scores_of_top(statistics: AttentionStatistics, ids: NDArray[Any]) -> HeadSc
             f"weights has {keys.shape[-2]} queries and keys up to {keys.max(initial=-1)}, token_ids has only "
             f"{ids.shape[-1]} tokens"
         )
-    return _scores(keys, weights.astype(np.float64, copy=False), ids)
+    return _scores(keys, weights, ids)
 
 
-def _scores(keys: NDArray[np.int64], weights: NDArray[np.float64], ids: NDArray[Any]) -> HeadScores:
+def _scores(keys: NDArray[np.int64], weights: NDArray[Any], token_ids: NDArray[Any]) -> HeadScores:
     """Return the scores, given the keys and weights of each query, (..., H, T_q, n). Key -1 stands for none."""
-    *lead, T_q, _ = keys.shape
-    T_k = ids.shape[-1]
-    position = np.arange(T_k - T_q, T_k)
-    heads = () if ids.ndim == 1 else (1,)
-    try:
-        ids = np.broadcast_to(ids.reshape(*ids.shape[:-1], *heads, T_k), (*lead, T_k))
+    *lead, T_q, n = keys.shape
+    T_k = token_ids.shape[-1]
+    of_tokens = (*token_ids.shape[:-1], *(() if token_ids.ndim == 1 else (1,)), T_k)
+    try:  # before all tokens are looked at
+        fits = broadcast_shapes(of_tokens, (*lead, T_k)) == (*lead, T_k)
     except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(
-            f"token_ids has shape {ids.shape}, the weights {(*lead, T_q, T_k)}: its leading axes must be those before "
-            "the heads"
-        ) from None
-    own = ids[..., T_k - T_q :, None]
+            f"token_ids has shape {token_ids.shape}, the weights {(*lead, T_q, T_k)}: its leading axes must be those "
+            "before the heads"
+        )
+    checked: Any = as_integers(token_ids, "token_ids", -(2**63), 2**63 - 1)
+    ids = np.broadcast_to(checked.reshape(of_tokens), (*lead, T_k))
+    positions = np.broadcast_to(np.arange(T_k - T_q, T_k), (*lead, T_q))
+    sums = [np.zeros((*lead, T_q)) for _ in range(4)]  # over the keys of each query
+    for part in parts_of((*lead, T_q), max(1, PART // max(1, n))):  # signals are handled between two parts
+        of_lead = tuple(i for axis, i in enumerate(part[:-1]) if axis < len(lead))
+        of_part = _sums(
+            keys[part], weights[part].astype(np.float64, copy=False), ids[of_lead], ids[..., T_k - T_q :][part],
+            positions[part],
+        )  # fmt: skip
+        for whole, own in zip(sums, of_part, strict=True):
+            whole[part] = own
+    total, *patterns = sums
+    sees = total != 0
+    has_duplicate = sees & _has_earlier(ids)[..., T_k - T_q :]
+    has_previous = sees & (positions > 0)
+    counts = (has_previous, has_duplicate, has_duplicate)
+    return HeadScores(*(_mean(own, count) for own, count in zip(patterns, counts, strict=True)))
+
+
+def _sums(
+    keys: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    ids: NDArray[Any],
+    own_ids: NDArray[Any],
+    positions: NDArray[np.int64],
+) -> tuple[NDArray[np.float64], ...]:
+    """Return the sums over the keys of all weights, and of those that follow each of the three patterns."""
+    own, position = own_ids[..., None], positions[..., None]
     flat = np.maximum(keys, 0)
-    earlier = (keys >= 0) & (keys < position[:, None])
+    earlier = (keys >= 0) & (keys < position)
     duplicate = earlier & (_take(ids, flat) == own)
     # the token before the key is an earlier place of the query's token
-    follows = (keys > 0) & (keys <= position[:, None]) & (_take(ids, np.maximum(flat - 1, 0)) == own)
-    sees = weights.sum(-1) != 0
-    has_duplicate = sees & _has_earlier(ids)[..., T_k - T_q :]
-    has_previous = sees & (position > 0)
-    return HeadScores(
-        _mean(np.where(keys == position[:, None] - 1, weights, 0), has_previous),
-        _mean(np.where(duplicate, weights, 0), has_duplicate),
-        _mean(np.where(follows, weights, 0), has_duplicate),
-    )
+    follows = (keys > 0) & (keys <= position) & (_take(ids, np.maximum(flat - 1, 0)) == own)
+    previous = keys == position - 1
+    return weights.sum(-1), *(np.where(which, weights, 0).sum(-1) for which in (previous, duplicate, follows))
 
 
 def _take(ids: NDArray[Any], keys: NDArray[np.int64]) -> NDArray[Any]:
@@ -159,9 +181,9 @@ def _has_earlier(ids: NDArray[Any]) -> NDArray[np.bool_]:
     return result
 
 
-def _mean(weights: NDArray[np.float64], counts: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the mean over the queries that count of the sums over the keys."""
-    total = np.where(counts, weights.sum(-1), 0).sum(-1)
+def _mean(sums: NDArray[np.float64], counts: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the mean over the queries that count."""
+    total = np.where(counts, sums, 0).sum(-1)
     n = counts.sum(-1)
     mean: NDArray[np.float64] = np.divide(total, n, out=np.full(total.shape, np.nan), where=n > 0)
     return mean

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, common_dtype
+from .._input.arrays import as_array, common_dtype, refuse_without_scale
 from .._input.fp_mode import in_default_mode
 from .._input.quantized import as_scale, check_scale_fits, multiply, quantized_array, refuse_scale
 from ._signature import implemented_in_c
@@ -174,7 +174,7 @@ def linear_backward(
     given = None if x is None else as_array(x, "x")
     matrix = None
     if weight is not None:
-        matrix = as_array(weight, "weight") if weight_scale is None else _dequantized(weight, weight_scale)
+        matrix = _as_matrix(weight) if weight_scale is None else _dequantized(weight, weight_scale)
         if matrix.ndim != 2 or matrix.shape[0] != grad.shape[-1]:
             raise ValueError(f"weight has shape {matrix.shape}, wanted (N, K) with N = {grad.shape[-1]} as in grad_out")
     if given is not None:
@@ -201,6 +201,12 @@ def linear_backward(
 def _as_rows(array: NDArray[Any]) -> NDArray[Any]:
     """Return the array with its leading axes as one."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def _as_matrix(weight: object) -> NDArray[Any]:
+    """Return a weight without a scale; one of int8 needs a scale."""
+    refuse_without_scale(np.asarray(weight), "weight")
+    return as_array(weight, "weight")
 
 
 def _dequantized(weight: ArrayLike, weight_scale: ArrayLike) -> NDArray[Any]:

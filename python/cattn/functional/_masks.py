@@ -19,6 +19,7 @@ from ._signature import implemented_in_c
 
 GRID = 64  # masks with more keys are written as ranges
 MOST_ROWS = 64  # the largest number of queries of one mask that are written
+MOST_DIMS = 64  # of an array of NumPy
 MOST_HEADS = 1 << 16  # hundreds of times the heads of any model: more are a mistake that would fill the memory
 
 
@@ -241,6 +242,9 @@ def show_mask(
         "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size,
     }
+    if len(batch_dims) > MOST_DIMS - 2:
+        names = "attn_mask, query_offset, query_seq_lengths, key_value_seq_lengths and key_value_seq_starts"
+        raise ValueError(f"{names} broadcast to {len(batch_dims)} leading dimensions, more than {MOST_DIMS - 2}")
     query, key = (np.broadcast_to(np.zeros(1, np.float32), (*batch_dims, T, 1)) for T in (T_q, T_k))
     if T_q > MOST_ROWS:  # the matrix of all queries may be too large
         explain(query, key, key, **options)  # checks the arguments

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 import numpy as np
@@ -67,7 +68,8 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
     Gradients: with merged results O and L, their gradients dO and dL, and ``w = exp(lse - L)`` of a part, the gradients
     of that part's results are ``w * dO`` and ``w * (dL + sum(dO * (out - O)))``. `attention_backward` takes them as
     grad_out and grad_lse. The gradients of query, key and value are the same, to rounding, if it gets O, L, dO and dL
-    in place of the part's own out, lse, grad_out and grad_lse: ring attention needs the merged results only.
+    in place of the part's own out, lse, grad_out and grad_lse, with ``merged=True``: ring attention needs the merged
+    results only.
 
     Examples
     --------
@@ -94,17 +96,19 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
     True
     """
     if lses is not None:
-        return _merge(_parts(outs, "outs"), _parts(lses, "lses"))
+        all_outs = _parts(outs, "outs")
+        return _merge(all_outs, _parts(lses, "lses", len(all_outs) + 1))  # an iterator may have no end
     if not isinstance(outs, Iterable):
         raise TypeError(f"outs must be a sequence of AttentionOutput, got {type(outs).__name__}")
-    results = list(outs)
-    for n, result in enumerate(results):
+    results = []
+    for n, result in enumerate(_items(outs, "outs")):
         if not isinstance(result, AttentionOutput):
             kind = type(result).__name__
             raise TypeError(f"outs[{n}] must be an AttentionOutput if lses is not given, got {kind}")
         if result.out is None or result.lse is None:
             field = "out" if result.out is None else "lse"
             raise ValueError(f"outs[{n}] has no {field}: attend with return_lse=True")
+        results.append(result)
     out, lse = _merge(_parts([r.out for r in results], "outs"), _parts([r.lse for r in results], "lses"))
     return AttentionOutput(out, lse=lse)
 
@@ -183,13 +187,28 @@ def _average_again(
     np.copyto(merged, again, where=~np.isfinite(merged))
 
 
-def _parts(parts: object, name: str) -> NDArray[Any] | list[NDArray[Any]]:
-    """Return the parts: one array if they were passed as one, else a list of arrays."""
+def _items(parts: Iterable[Any], name: str) -> Iterator[Any]:
+    """Yield the parts. They are looked at one by one, because an iterator may have no end."""
+    try:
+        yield from parts
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # of the object's own methods
+        raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}") from error
+
+
+def _parts(parts: object, name: str, most: int | None = None) -> NDArray[Any] | list[NDArray[Any]]:
+    """Return the parts, up to so many: one array if they were passed as one, else a list of arrays."""
     if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
     if hasattr(parts, "ndim"):
         return as_array(parts, name)
-    return [as_array(part, f"{name}[{n}]") for n, part in enumerate(parts)]
+    arrays = []
+    for n, part in enumerate(itertools.islice(_items(parts, name), most)):
+        arrays.append(as_array(part, f"{name}[{n}]"))
+        if arrays[0].shape == () and name == "outs":
+            raise ValueError("outs[0] must have at least 1 dimension, got 0")
+    return arrays
 
 
 def _unlike(parts: NDArray[Any] | list[NDArray[Any]]) -> NDArray[Any] | list[NDArray[Any]]:

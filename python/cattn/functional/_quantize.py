@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._input.arrays import _asarray, _quiet, as_array
+from .._input.arrays import _asarray, _quiet, as_array, is_quantized
 from .._input.checks import QUANTIZED, as_dtype
 from .._input.fp_mode import in_default_mode
 from .._input.quantized import (
@@ -15,7 +15,6 @@ from .._input.quantized import (
     LEAST_SCALE,
     as_scale,
     check_scale_fits,
-    is_quantized,
     multiply,
     refuse_scale,
 )

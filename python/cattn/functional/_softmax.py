@@ -90,16 +90,18 @@ def normalize_axes(axis: Any, ndim: int, name: str) -> tuple[int, ...]:
     axes = []
     for entry in given:
         if isinstance(entry, (bool, np.bool_)) or not hasattr(entry, "__index__"):
-            raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}")
+            raise TypeError(f"axis must be an int, a tuple of ints or None, got {_cattn._shown(axis)}")
         try:
             index = operator.index(entry)
-        except TypeError:  # an array that does not hold exactly one integer
-            raise TypeError(f"axis must be an int, a tuple of ints or None, got {axis!r}") from None
+        except (MemoryError, RecursionError):
+            raise
+        except Exception:
+            raise TypeError(f"axis must be an int, a tuple of ints or None, got {_cattn._shown(axis)}") from None
         if not -max(ndim, 1) <= index < max(ndim, 1):
-            raise ValueError(f"axis {index} is out of bounds for {name} with {ndim} dimensions")
+            raise ValueError(f"axis {_cattn._shown(index)} is out of bounds for {name} with {ndim} dimensions")
         axes.append(index % max(ndim, 1))
     if not axes or len(set(axes)) != len(axes):
-        raise ValueError(f"axis must name at least one axis, and each once, got {axis!r}")
+        raise ValueError(f"axis must name at least one axis, and each once, got {_cattn._shown(axis)}")
     return tuple(sorted(axes))
 
 
@@ -296,7 +298,7 @@ def softmax_backward(
         return narrow if out is None else _cattn._store(narrow, out)
     last = as_int(axis, "axis")
     if last != -1 and not -result.ndim <= last < result.ndim:
-        raise ValueError(f"axis {last} is out of bounds for weights with {result.ndim} dimensions")
+        raise ValueError(f"axis {_cattn._shown(last)} is out of bounds for weights with {result.ndim} dimensions")
     if last == -1 or grad.shape != result.shape:
         return _cattn.softmax_backward(grad, result, scale, out)
     moved_out = out  # an out that does not fit is refused below

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.arrays import as_array, as_integers, common_dtype
+from .. import _cattn
+from .._input.arrays import as_array, as_integers, common_dtype, read_integers
 from .._input.checks import as_size, is_word
 from .._input.quantized import as_scale, quantized_array
 from .._input.types import (
@@ -215,6 +216,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     value_scale: ArrayLike | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
+    merged: bool = False,
 ) -> AttentionGradients:
     """Return the gradients of `varlen_attention`, given those of its output and, optionally, of its log-sum-exp.
 
@@ -267,6 +269,8 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional
         Gradient of the log-sum-exp.
+    merged : bool
+        Whether out and lse count keys of other calls, too; see `attention_backward`.
 
     Raises
     ------
@@ -333,9 +337,11 @@ def _align(is_causal: Alignment, alignment: Corner) -> tuple[bool, Alignment]:
     """Return whether sequences are aligned at their ends, and is_causal without an alignment of its own."""
     lower_right = is_word(alignment, "lower_right")
     if not lower_right and not is_word(alignment, "upper_left"):
-        raise ValueError(f"alignment must be None, 'upper_left' or 'lower_right', got {alignment!r}")
+        raise ValueError(f"alignment must be None, 'upper_left' or 'lower_right', got {_cattn._shown(alignment)}")
     if is_word(is_causal, "upper_left" if lower_right else "lower_right"):
-        raise ValueError(f"alignment={alignment!r} contradicts is_causal={is_causal!r}: give one of them")
+        raise ValueError(
+            f"alignment={_cattn._shown(alignment)} contradicts is_causal={_cattn._shown(is_causal)}: give one of them"
+        )
     if is_word(is_causal, alignment) or (isinstance(is_causal, (bool, np.bool_)) and is_causal):
         return lower_right, "upper_left"
     return lower_right, is_causal
@@ -456,15 +462,18 @@ def _sequences(
     cu_seqlens: ArrayLike, total: int, name: str, longest: int | None, longest_name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Return the first rows and the lengths of the sequences, and the largest length."""
-    edges = as_integers(cu_seqlens, name, 0, total)
-    if isinstance(edges, int) or edges.ndim != 1 or edges.size == 0:
-        raise ValueError(f"{name} must have shape (B + 1,), got {np.shape(cu_seqlens)}")
+    given = read_integers(cu_seqlens, name)
+    if isinstance(given, int) or given.ndim != 1 or given.size == 0:
+        raise ValueError(f"{name} must have shape (B + 1,), got {() if isinstance(given, int) else given.shape}")
+    edges: Any = as_integers(given, name, 0, total)
     lengths = np.diff(edges)
     if edges[0] != 0 or edges[-1] != total or (lengths < 0).any():
-        raise ValueError(f"{name} must start with 0, never fall and end with {total}, got {edges.tolist()}")
+        raise ValueError(
+            f"{name} must start with 0, never fall and end with {total}, got {_cattn._shown(edges.tolist())}"
+        )
     most = int(lengths.max(initial=0))
-    if longest is not None and as_size(longest, longest_name, 0) < most:
-        raise ValueError(f"{longest_name} must be at least {most}, the longest of {name}, got {longest}")
+    if longest is not None and (size := as_size(longest, longest_name, 0)) < most:
+        raise ValueError(f"{longest_name} must be at least {most}, the longest of {name}, got {size}")
     return edges[:-1].copy(), lengths, most
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .._input.checks import as_dtype, as_head_counts, as_size
+from .._input.checks import as_dtype, as_flag, as_head_counts, as_size
 from .._input.names import with_hints
 from .._input.rng import as_generator
 from .._input.types import RNG, Window
@@ -172,7 +172,7 @@ class SelfAttention_v2(_Projections, SelfAttention):  # noqa: N801 - the book's 
         super().__init__()
         self.d_in, self.d_out, self.dtype = as_size(d_in, "d_in"), as_size(d_out, "d_out"), as_dtype(dtype)
         generator = as_generator(rng)
-        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
+        self._add_projections(d_in, d_out, d_out, as_flag(qkv_bias, "qkv_bias"), dtype, generator)
 
     def __repr__(self) -> str:
         bias = f", qkv_bias={self.W_query.bias is not None}"
@@ -244,7 +244,7 @@ class CausalAttention(_Projections, Causal):
         super().__init__(d_in, d_out, context_length, window_size, dtype)
         generator = as_generator(rng)
         self.dropout = Dropout(dropout, rng=generator)
-        self._add_projections(d_in, d_out, d_out, qkv_bias, dtype, generator)
+        self._add_projections(d_in, d_out, d_out, as_flag(qkv_bias, "qkv_bias"), dtype, generator)
         self._kv_heads, self._head_dim = 1, self.d_out
 
     def __repr__(self) -> str:
@@ -415,8 +415,8 @@ class MultiHeadAttention(_Projections, Causal):
         generator = as_generator(rng)
         d_kv = self.num_kv_groups * self.head_dim
         self.dropout = Dropout(dropout, rng=generator)
-        self._add_projections(d_in, d_out, d_kv, qkv_bias, dtype, generator)
-        self.out_proj = Linear(d_out, d_out, out_bias, dtype=dtype, rng=generator)
+        self._add_projections(d_in, d_out, d_kv, as_flag(qkv_bias, "qkv_bias"), dtype, generator)
+        self.out_proj = Linear(d_out, d_out, as_flag(out_bias, "out_bias"), dtype=dtype, rng=generator)
         self._kv_heads, self._head_dim = self.num_kv_groups, self.head_dim
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:

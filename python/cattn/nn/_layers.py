@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import as_array
-from .._input.checks import as_dtype, as_size
+from .._input.checks import as_dtype, as_flag, as_size
 from .._input.fp_mode import in_default_mode
 from .._input.names import with_hints
 from .._input.rng import GeneratorOrNone, as_generator, generator_or_default, to_replay
@@ -98,7 +98,9 @@ class Linear(Module):
         self.d_in = as_size(d_in, "d_in")
         self.d_out = as_size(d_out, "d_out")
         self.dtype = as_dtype(dtype)
-        self.weight, self.bias = _draw_linear(as_generator(rng), self.d_in, self.d_out, bool(bias), self.dtype)
+        self.weight, self.bias = _draw_linear(
+            as_generator(rng), self.d_in, self.d_out, as_flag(bias, "bias"), self.dtype
+        )
 
     def __call__(self, x: ArrayLike) -> Array:
         """Return ``x @ weight.T + bias`` in the common dtype of x and the parameters.

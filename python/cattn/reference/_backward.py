@@ -30,6 +30,7 @@ def attention_backward(
     sinks: ArrayLike | None = None,
     rng: int | None = None,
     grad_lse: ArrayLike | None = None,
+    merged: bool = False,
     **options: Any,
 ) -> AttentionGradients:
     """Return the gradients of the arguments of `scaled_dot_product_attention`, given those of its output and LSE.
@@ -43,7 +44,8 @@ def attention_backward(
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
     summed over the axes along which its argument was broadcast. Options are those of the forward pass, and `out` and
-    `lse` are its results. Hidden pairs have no influence, even if they are NaN.
+    `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no influence, even if
+    they are NaN.
 
     Examples
     --------
