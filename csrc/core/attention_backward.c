@@ -272,7 +272,6 @@ static void check_fit(const struct backward_job *job, const struct step *step, c
 /* A whole step. `ticket` is the step's number in the dropout stream; unused without one. Returns false if the call was
  * stopped. */
 static bool run_step(const struct backward_job *job, struct step *step, int64_t ticket, struct cattn_worker *worker) {
-    const struct cattn_attention_params *p = &job->params->forward;
     struct cattn_backward *b = set_up(job, step, cattn_worker_scratch(worker));
     if (job->dropout_stream && !cattn_dropout_stream_take(job->dropout_stream, ticket, &b->scores, worker))
         return false;
