@@ -35,11 +35,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "is_causal": "lower_right", "return_lse": True,
     },
     "attention_backward": {
-        "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0], "is_causal": True, "scale": 0.5,
+        "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0], "is_causal": True,
+        "scale": 0.5, "merged": True,
     },
     "varlen_attention_backward": {
         "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0].T, "cu_seqlens_q": [0, 1, 3],
-        "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "alignment": "lower_right",
+        "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "merged": True, "alignment": "lower_right",
     },
     "attention_statistics": {"query": X, "key": X, "statistics": ["lse"], "top_k": 2, "is_causal": True},
     "varlen_attention_statistics": {
@@ -121,7 +122,8 @@ def test_signatures_are_those_of_the_source() -> None:
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
         "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "key_scale=None, value_scale=None, block_mask=None, block_size=None, rng=None, grad_lse=None)"
+        "key_scale=None, value_scale=None, block_mask=None, block_size=None, rng=None, grad_lse=None, "
+        "merged=False)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "
@@ -220,7 +222,7 @@ WARNS = {
     "causal_attention": ("attend(X, X, X, np.eye(4))", UserWarning),
     "attention_weights": ("attend(X, X[:, :2], is_causal=True, stage='dropout')", cattn.CausalAlignmentWarning),
     "varlen_attention": ("attend(X, X, X, [0, 1, 3], [0, 2, 3], is_causal=True)", cattn.CausalAlignmentWarning),
-    "attention_backward": ("attend(X, X, X, X, X, X[..., 0], attn_mask=np.eye(4))", UserWarning),
+    "attention_backward": ("attend(X, X, X, X, X, X[..., 0], attn_mask=np.eye(4), merged=True)", UserWarning),
     "explain": ("attend(X, X[:, :2], X[:, :2], is_causal=True)", cattn.CausalAlignmentWarning),
     "masked_softmax": ("attend(X, is_causal=True)", cattn.CausalAlignmentWarning),
     "causal_mask": ("attend(2, 3, is_causal=True)", cattn.CausalAlignmentWarning),

@@ -91,10 +91,20 @@ bool cattn_error_value(PyObject *got, const char *format, ...) {
 PyObject *cattn_py_shown(PyObject *Py_UNUSED(module), PyObject *object) { return cattn_shown(object); }
 
 bool cattn_error_named(const char *name, const char *wanted, PyObject *got) {
-    if (is_about_object()) {
-        PyErr_Clear();
-        cattn_error_type(name, wanted, got);
-    }
+    if (!is_about_object())
+        return false;
+    PyObject *type, *cause, *traceback, *error;
+    PyErr_Fetch(&type, &cause, &traceback);
+    PyErr_NormalizeException(&type, &cause, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(cause, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    cattn_error_type(name, wanted, got);
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyException_SetCause(error, cause); /* takes the reference */
+    PyErr_Restore(type, error, traceback);
     return false;
 }
 

@@ -14,8 +14,8 @@ bool cattn_error_value(PyObject *got, const char *format, ...);
  * about it. */
 PyObject *cattn_shown(PyObject *object);
 /* An object's own method has failed, and an exception is set whose text does not know the argument: the same TypeError
- * in its place. Exceptions that are not about the object stay: of signals, exits, memory, and RecursionError. Always
- * false.
+ * in its place, of which it is the cause. Exceptions that are not about the object stay: of signals, exits, memory, and
+ * RecursionError. Always false.
  */
 bool cattn_error_named(const char *name, const char *wanted, PyObject *got);
 /* TypeError unless a C entry point got as many arguments as it is declared with. */

@@ -128,7 +128,7 @@ def _scores(keys: NDArray[np.int64], weights: NDArray[Any], token_ids: NDArray[A
     checked: Any = as_integers(token_ids, "token_ids", -(2**63), 2**63 - 1)
     ids = np.broadcast_to(checked.reshape(of_tokens), (*lead, T_k))
     positions = np.broadcast_to(np.arange(T_k - T_q, T_k), (*lead, T_q))
-    sums = [np.zeros((*lead, T_q)) for _ in range(4)]  # over the keys of each query
+    sums = [np.zeros((*lead, T_q), np.float64) for _ in range(4)]  # over the keys of each query
     for part in parts_of((*lead, T_q), max(1, PART // max(1, n))):  # signals are handled between two parts
         of_lead = tuple(i for axis, i in enumerate(part[:-1]) if axis < len(lead))
         of_part = _sums(
