@@ -42,7 +42,9 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"]
 PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 # The kernel tables and their flags. Those outside PORTABLE are for x86-64.
-TABLES = PORTABLE | {"gnu512": ["-mavx2", "-mfma", "-Wno-psabi"], "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
+# a table for tests: at -O3 its vectors, which no processor has, take minutes to compile
+GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
+TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if ELF else []
 # Taken back, where the compiler knows it: what flags of users or distributions change in arithmetic, so that values are

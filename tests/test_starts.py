@@ -408,7 +408,7 @@ def of_each_entry(call: Call) -> Call:
             if name in ("attn_mask", "bias"):
                 shape = (*shape[:-1], pairs(call)[1])
                 if "block_mask" in call:  # becomes part of a mask of single pairs
-                    heads = max(call[a].shape[-3] for a in ("query", "key", "value") if call[a].ndim > 2)
+                    heads = max((call[a].shape[-3] for a in ("query", "key", "value") if call[a].ndim > 2), default=1)
                     shape = (heads, *pairs(call))[-n:]
             call[name] = np.broadcast_to(x, (*batch, *shape)).copy()
     return call

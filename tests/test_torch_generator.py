@@ -369,7 +369,7 @@ def test_no_memory_for_the_dropout_of_weights(dtype: Any, monkeypatch: pytest.Mo
 def test_no_memory_for_the_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = TorchGenerator(6)
     monkeypatch.setattr("cattn.functional._gradients._sum_to", no_memory)
-    call = functools.partial(cattn.attention_backward, WIDE, Q, Q, WIDE, WIDE, LSE, dropout_p=0.5)
+    call = functools.partial(cattn.attention_backward, WIDE, Q, Q, WIDE, WIDE, LSE, dropout_p=0.5, merged=True)
     unmoved(generator, MemoryError, lambda: call(rng=generator))
 
 
@@ -384,7 +384,7 @@ def test_gradients_read_their_arguments_once() -> None:
             return Q
 
     generator, lazy = TorchGenerator(6), Lazy()
-    cattn.attention_backward(Q, lazy, Q, Q, Q, LSE[0], dropout_p=0.5, rng=generator)
+    cattn.attention_backward(Q, lazy, Q, Q, Q, LSE[0], dropout_p=0.5, rng=generator, merged=True)
     assert lazy.reads == 1
 
 

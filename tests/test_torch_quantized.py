@@ -133,7 +133,7 @@ def test_the_operator_fulfils_the_contract_of_torch_library(quantized: Any) -> N
     torch.library.opcheck(torch.ops.cattn.attention.default, args, test_utils=checks)
     with torch.no_grad():
         out, lse, _ = torch.ops.cattn.attention(*args)
-    backward = (torch.ones_like(out), torch.ones_like(lse), out, lse, query.detach(), *args[1:-1])
+    backward = (torch.ones_like(out), torch.ones_like(lse), None, out, lse, query.detach(), *args[1:-1])
     torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward, test_utils=checks)
 
 

@@ -155,7 +155,9 @@ int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *cons
 
 int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names) {
     const int type = cattn_arg_common_type(state, arrays, n, names);
-    for (int i = 0; i < n && type >= 0; i++) {
+    if (type < 0)
+        return -1;
+    for (int i = 0; i < n; i++) {
         if (arrays[i] != NULL && !cattn_arg_widen(state, &arrays[i], type))
             return -1;
     }

@@ -42,9 +42,12 @@ static struct plain_matrix plain_part(const struct cattn_matrix *matrix, int n_r
     return (struct plain_matrix){from.first, from.row, 1};
 }
 
+/* vf_transpose as a call, which compiles once: with vectors that the processor does not have it is long. */
+NOINLINE void transpose_square(vf v[LANES]) { vf_transpose(v); }
+
 /* Column c + i of n_rows rows in the lanes of v[i], for i < n_cols. Both counts are at most LANES; the lanes after the
  * last row are 0. */
-INLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, int64_t c, int n_cols, vf v[LANES]) {
+NOINLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, int64_t c, int n_cols, vf v[LANES]) {
     const real *first = m->first + r * m->row + c * m->col;
     if (m->row == 1) {
         for (int i = 0; i < n_cols; i++)
@@ -53,7 +56,7 @@ INLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, int
     }
     for (int i = 0; i < LANES; i++)
         v[i] = i < n_rows ? load_strided(first + i * m->row, m->col, n_cols) : vf_set1(0);
-    vf_transpose(v);
+    transpose_square(v);
 }
 
 /* load_square of a whole square whose rows lie in memory without gaps. */
@@ -61,7 +64,7 @@ INLINE void load_whole_square(const struct plain_matrix *m, int64_t r, int64_t c
     const real *first = m->first + r * m->row + c;
     UNROLLED(i, LANES)
         v[i] = vf_loadu(first + i * m->row);
-    vf_transpose(v);
+    transpose_square(v);
 }
 
 /* ---- tiles ---- */
@@ -217,7 +220,7 @@ static void store_sums(const struct cattn_product *p, int64_t first, int n_rows)
                     store_product_row(p, first + r + i, l, v[i], width);
                 continue;
             }
-            vf_transpose(v);
+            transpose_square(v);
             for (int i = 0; i < width; i++)
                 store_product(p, first + r, l + i, v[i], height);
         }
@@ -331,10 +334,20 @@ INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int 
     }
 }
 
+/* Whether the rows of A are converted as they are loaded; otherwise they are converted once, for all rows of B. */
+static bool few_rows_in_place(const struct cattn_matrix *a) {
+#ifdef HALVES_ARE_QUICK
+    const bool quick = a->storage != CATTN_STORED_F8;
+#else
+    const bool quick = a->storage == CATTN_STORED_PLAIN;
+#endif
+    return quick && a->col == 1 && a->scale_col == 0;
+}
+
 static void sum_few(const struct few_rows *few, int n_b, int64_t n) {
     if (few->a.storage == CATTN_STORED_PLAIN)
         sum_few_stored(CATTN_STORED_PLAIN, *few, n_b, n);
-#if REAL_BITS == 32
+#ifdef HALVES_ARE_QUICK
     else if (few->a.storage == CATTN_STORED_F16)
         sum_few_stored(CATTN_STORED_F16, *few, n_b, n);
     else if (few->a.storage == CATTN_STORED_BF16)
@@ -350,7 +363,7 @@ INLINE vf add_few_chains(const real chains[LANES][CHAINS], vf sum) {
         vf chain[LANES];
         UNROLLED(i, LANES)
             chain[i] = vf_loadu(chains[i] + v * LANES);
-        vf_transpose(chain);
+        transpose_square(chain);
         UNROLLED(c, LANES)
             sum = sum + chain[c];
     }
@@ -374,7 +387,7 @@ static void product_pack_few(struct cattn_product *p) {
 /* LANES rows of A from `first` on, of which n_rows exist, times the few rows of packed B. */
 static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
     const int64_t most = (int64_t)CATTN_FEW_SLABS * SLAB, b_row = cattn_round_up(p->depth, CHAINS);
-    const bool in_place = p->a.storage != CATTN_STORED_F8 && p->a.col == 1 && p->a.scale_col == 0;
+    const bool in_place = few_rows_in_place(&p->a);
     struct few_chains *chains = p->sums;
     vf sum[CATTN_FEW_ROWS];
     for (int r = 0; r < p->n_b; r++)

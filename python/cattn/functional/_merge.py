@@ -141,7 +141,7 @@ def _merge(
         empty = total == 0
         divisor = np.where(empty, dtype.type(1), total)[..., None]
         _average(shares, all_outs, divisor, merged, product)
-        if not np.isfinite(merged).all():
+        if merged.size and not np.isfinite(merged.max() / 2 - merged.min() / 4):  # without an array of truth values
             _average_again(shares, all_outs, divisor, merged, product)
         if empty.any():
             for out in all_outs:
