@@ -215,7 +215,7 @@ CALLS: dict[str, Call] = {
     "gelu": lambda: functional.gelu(SCORES),
     "gelu_backward, threads": lambda: _threaded(lambda: functional.gelu_backward(OUT_LIKE, OUT_LIKE, "tanh")),
     "silu, half": lambda: functional.silu(HALF.swapaxes(0, 1), out=HALF.swapaxes(0, 1).copy()),
-    "silu_backward": lambda: functional.silu_backward(SCORES, np.arange(90) + np.zeros(SCORES.shape)),
+    "silu_backward": lambda: functional.silu_backward(SCORES, np.broadcast_to(np.arange(90), SCORES.shape)),
     # masks, numbers, settings
     "causal_mask": lambda: cattn.causal_mask(5, 7, is_causal="lower_right", window_size=(2, 0)),
     "show_mask": lambda: cattn.show_mask(5, 7, is_causal="upper_left"),

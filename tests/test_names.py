@@ -106,6 +106,7 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     # the layers around attention
     (functools.partial(functional.layer_norm, X), "normalized_shape", "the last axis is normalised"),
     (functools.partial(functional.layer_norm, X), "beta", "did you mean 'bias'?"),
+    (functools.partial(functional.linear, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(functional.linear_backward, X, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(functional.layer_norm_backward, X, X), "gamma", "did you mean 'weight'?"),
     (functools.partial(functional.gelu, X), "approximation", "did you mean 'approximate'?"),

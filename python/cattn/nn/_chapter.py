@@ -319,7 +319,8 @@ class MultiHeadAttentionWrapper(Causal):
         self._kv_heads, self._head_dim = self.num_heads, self.d_out
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
-        q, k, v = (np.concatenate(parts, axis=1) for parts in zip(*(h._project(x) for h in self.heads), strict=True))
+        projected = [head._project(x) for head in self.heads]
+        q, k, v = (np.concatenate(parts, axis=1) for parts in zip(*projected, strict=True))
         return q, k, v
 
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
