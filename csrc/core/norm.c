@@ -80,7 +80,8 @@ static void gradient_block(const struct gradient_job *job, int64_t block, void *
     const struct cattn_norm_backward_params *p = job->params;
     const size_t element = cattn_element_size(p->dtype);
     const int64_t end = cattn_min((block + 1) * BLOCK_ROWS, p->n_rows);
-    char *const bias_sums = p->grad_bias.data ? (char *)sums + (job->n_sums - p->n_cols) * (int64_t)element : NULL;
+    char *const bias_sums =
+        sums && p->grad_bias.data ? (char *)sums + (job->n_sums - p->n_cols) * (int64_t)element : NULL;
     if (sums)
         memset(sums, 0, (size_t)job->n_sums * element);
     for (int64_t row = block * BLOCK_ROWS; row < end; row++) {

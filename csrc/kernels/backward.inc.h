@@ -60,8 +60,6 @@ INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf 
     vf_transpose(v);
 }
 
-INLINE vf magnitude(vf v) { return vf_max(v, vf_set1(0) - v); }
-
 /* Adds a vector to numbers in double. */
 INLINE void add_doubles(double *to, vf v) {
     real numbers[LANES];
@@ -85,7 +83,7 @@ static void sum_deltas(struct cattn_backward *b) {
                 delta_products(b, r, c + part, v);
                 UNROLLED(i, LANES) {
                     sum[(part + i) % CATTN_SUM_CHAINS] = sum[(part + i) % CATTN_SUM_CHAINS] + v[i];
-                    magnitudes = magnitudes + magnitude(v[i]);
+                    magnitudes = magnitudes + vf_abs(v[i]);
                 }
             }
         vf_storeu((real *)b->delta + r, SUM_TREE(sum));
@@ -140,7 +138,7 @@ INLINE void weigh(struct lanes_to_weigh *lanes, int k, bool dropping, vm drop_bi
     const vf product = vf_select(hidden, zero, p * dp);
     lanes->weights = lanes->weights + p;
     lanes->products = lanes->products + product;
-    lanes->magnitudes = lanes->magnitudes + magnitude(product);
+    lanes->magnitudes = lanes->magnitudes + vf_abs(product);
     vf_storeu(grad, vf_select(hidden, zero, p * (dp - lanes->delta)));
     vf_storeu(score, dropping ? vf_select(drop_bits, p, zero) : p);
 }

@@ -132,9 +132,8 @@ INLINE vf gradient_of_norm(const struct cattn_norm_gradient *row, int64_t k, int
 
 /* sums[k] += v for n columns from k on, if there are sums. */
 INLINE void add_to_sums(void *sums, int64_t k, vf v, int n) {
-    real *const at = (real *)sums + k;
     if (sums)
-        store_strided(at, 1, load_strided(at, 1, n) + v, n);
+        store_strided((real *)sums + k, 1, load_strided((real *)sums + k, 1, n) + v, n);
 }
 
 /* With y the norm and g = grad * weight: factor * (g - mean(g) - y * mean(g * y)); an RMS norm is without mean(g). The

@@ -245,16 +245,21 @@ static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
 
 /* ---- few rows of B ---- */
 
-/* The largest power of two up to n and `most`. */
-#define POWER_OF_TWO(n, most)                                                                                          \
-    ((most) >= 8 && (n) >= 8 ? 8 : (most) >= 4 && (n) >= 4 ? 4 : (most) >= 2 && (n) >= 2 ? 2 : 1)
-/* A quarter of the registers is left for operands. */
-#define CHAIN_REGISTERS (REGISTERS * 3 / 4)
 /* Most rows of B, and of A, whose chains are in registers together. With few rows of B, several rows of A are read side
- * by side: their chains are independent, so that many FMAs are in flight. */
-#define MOST_TOGETHER POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS, CATTN_FEW_ROWS)
-#define MOST_BESIDE POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS, LANES)
-#define ROWS_BESIDE(together) POWER_OF_TWO(CHAIN_REGISTERS / CHAIN_VECTORS / (together), LANES)
+ * by side: their chains are independent, so that many FMAs are in flight. A quarter of the registers is left for
+ * operands. */
+#define FIT(a, b) ((a) * (b) * CHAIN_VECTORS <= REGISTERS * 3 / 4)
+#define MOST_TOGETHER (FIT(1, 8) ? 8 : FIT(1, 4) ? 4 : FIT(1, 2) ? 2 : 1)
+#define MOST_BESIDE (LANES < 8 ? LANES : 8)
+
+INLINE int rows_beside(int together) {
+    return MOST_BESIDE >= 8 && FIT(8, together)   ? 8
+           : MOST_BESIDE >= 4 && FIT(4, together) ? 4
+           : MOST_BESIDE >= 2 && FIT(2, together) ? 2
+                                                  : 1;
+}
+/* A number of rows of B, as far as their chains fit. */
+INLINE int at_most_together(int n) { return n < MOST_TOGETHER ? n : MOST_TOGETHER; }
 
 /* The chains of LANES rows of A: of a few slabs, for each row of B. */
 struct few_chains {
@@ -313,8 +318,8 @@ INLINE void sum_few_chains(int together, int beside, const struct few_rows *few,
 }
 
 INLINE void sum_few_together(int together, const struct few_rows *few, int64_t n) {
-    for (int r = 0; r < few->n_a; r += ROWS_BESIDE(together))
-        sum_few_chains(together, ROWS_BESIDE(together), few, r, n);
+    for (int r = 0; r < few->n_a; r += rows_beside(together))
+        sum_few_chains(together, rows_beside(together), few, r, n);
 }
 
 /* The chains of n terms for n_b rows of B. `storage` is a constant. */
@@ -326,9 +331,9 @@ INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int 
         if (left == 1)
             sum_few_together(1, &few, n);
         else if (left == 2)
-            sum_few_together(POWER_OF_TWO(2, MOST_TOGETHER), &few, n);
+            sum_few_together(at_most_together(2), &few, n);
         else if (left <= 4)
-            sum_few_together(POWER_OF_TWO(4, MOST_TOGETHER), &few, n);
+            sum_few_together(at_most_together(4), &few, n);
         else
             sum_few_together(MOST_TOGETHER, &few, n);
     }
