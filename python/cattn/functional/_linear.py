@@ -41,7 +41,7 @@ def linear(  # type: ignore[empty-body]
         Added to each row.
     weight_scale : array_like, optional
         The scales of a quantized weight, in any shape that broadcasts to the shape of weight: (N, 1) for one scale a
-        row, as `quantize` returns. An element of weight means ``weight * weight_scale``, rounded to float32.
+        row, as `cattn.quantize` returns. An element of weight means ``weight * weight_scale``, rounded to float32.
     out : ndarray, optional
         Takes the result: its shape and dtype, any strides.
 
