@@ -29,9 +29,15 @@ def finish(stream: TextIO | None) -> None:
 
 def tell(line: str) -> None:
     """Print a line to standard error, if there is one. Nothing that a name in it contains reaches the terminal raw."""
-    if sys.stderr is not None:  # print would take standard output instead
-        with contextlib.suppress(OSError, ValueError):
-            print(f"cattn: {printable(line)}", file=sys.stderr, flush=True)
+    if sys.stderr is None:  # print would take standard output instead
+        return
+    try:
+        print(f"cattn: {printable(line)}", file=sys.stderr, flush=True)
+    except ValueError:  # closed
+        return
+    except OSError:  # close it, too: else Python tries again at exit, and the exit code becomes 120
+        with contextlib.suppress(OSError):
+            sys.stderr.close()
 
 
 def say(line: str) -> None:
