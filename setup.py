@@ -23,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -80,8 +81,8 @@ unlimited = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_
 LIMITED = os.environ.get("CATTN_LIMITED_API", "1") != "0" and not unlimited
 
 
-def compile_flags(exact: list[str]) -> list[str]:
-    """Return the flags of every object (GCC and Clang), among them the flags `exact`.
+def compile_flags(exact: Sequence[str] = ()) -> list[str]:
+    """Return the flags of every object (GCC and Clang), among them the flags `exact`, which take back a user's.
 
     gnu11: under c11, GCC computes float in double on s390x. -isystem: warnings are for our own code.
     """
