@@ -104,7 +104,7 @@ struct cattn_attention_params {
     struct cattn_poll poll;
 
     struct cattn_ranges ranges;               /* its tensors are the first ones */
-    struct cattn_tensor query, key, value;    /* value is absent if and only if d_v is 0 and out is absent */
+    struct cattn_tensor query, key, value;    /* value may be absent if d_v is 0 and out is absent */
     struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
     struct cattn_tensor block_mask;           /* bytes, 0 hides all pairs of a block; strides count blocks; or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */

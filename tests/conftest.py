@@ -3,9 +3,9 @@
 import os
 import platform
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -59,19 +59,35 @@ def pytest_report_header() -> list[str]:
     return [header, f"in use: {_cattn._get_isa()} on {processor()}"]
 
 
-def table_params() -> list[Any]:
-    """Return the names of all kernel tables as parameters.
+def slower_tables() -> list[str]:
+    """Return the tables that this machine can run beside the one in use.
 
-    A table is `long` where another of the same instructions runs: `gnu512` beside `avx512`, and the one of `avx512` and
+    Without one that has the instructions of another: `gnu512` beside `avx512`, and the one of `avx512` and
     `avx512_256`, which differ in the shape of their tiles, that is not in use.
     """
-    runs = {table["name"] for table in _cattn._isa_list() if table["usable"]}
+    runs = [table["name"] for table in _cattn._isa_list() if table["usable"]]
     shapes, in_use = {"avx512", "avx512_256"}, _cattn._get_isa()
-    long = ({"gnu512"} if "avx512" in runs else set()) | (shapes - {in_use} if in_use in shapes else set())
-    return [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in table_names()]
+    left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set()) | {in_use}
+    return [name for name in runs if name not in left_out]
 
 
-@pytest.fixture(params=table_params())
+@pytest.hookimpl(tryfirst=True)  # before the tests marked `long` are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as `long`: each test of all tables is left with the table in use and one slower table.
+
+    Which one depends on the name of the test alone.
+    """
+    slower, in_use = slower_tables(), _cattn._get_isa()
+    for item in items:
+        name = item.callspec.params.get("isa", in_use) if hasattr(item, "callspec") else in_use
+        if name == in_use:
+            continue
+        common = item.nodeid.replace(name, "table", 1)
+        if name not in slower or name != slower[zlib.crc32(common.encode()) % len(slower)]:
+            item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(params=table_names())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each kernel table in turn. The previous one is restored after the test."""
     name: str = request.param

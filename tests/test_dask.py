@@ -205,12 +205,12 @@ def test_chunks_of_quantized_keys_have_their_scales(dtype: str, shapes: Any) -> 
 @pytest.mark.parametrize("size", [1, 16, 50, 1000])
 @pytest.mark.parametrize("given", [None, "bool", "float"])
 def test_blocks_are_the_mask_that_they_stand_for(size: int, given: str | None) -> None:
-    x = [da.from_array(normal(2, 4, n, 16, seed=n), chunks=(1, 3, 40, 16)) for n in (100, 150, 150)]
+    x = [da.from_array(normal(2, 4, n, 16, seed=n), chunks=(2, 3, 70, 16)) for n in (100, 150, 150)]
     rng = np.random.default_rng(size)
     blocks = rng.random((4, -(-100 // size), -(-150 // size))) < 0.5
     wide = blocks.repeat(size, -2)[:, :100].repeat(size, -1)[..., :150]
     mask = {None: None, "bool": rng.random((100, 150)) < 0.7, "float": normal(100, 150)}[given]
-    out = attention(*x, attn_mask=mask, block_mask=da.from_array(blocks, chunks=2), block_size=size)
+    out = attention(*x, attn_mask=mask, block_mask=da.from_array(blocks, chunks=(3, 50, 60)), block_size=size)
     whole = wide if mask is None else wide & mask if given == "bool" else np.where(wide, mask, np.float32(-np.inf))
     assert_same_bits(compute(out), compute(attention(*x, attn_mask=whole)))
 

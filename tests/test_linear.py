@@ -284,6 +284,11 @@ def test_the_callers_floating_point_mode_does_not_matter(rng: np.random.Generato
             TypeError,
             "weight has dtype int8 and no scale: pass weight_scale",
         ),
+        (
+            lambda: linear_backward(np.ones((1, 2)), None, [[1.0], [1.0, 2.0]]),
+            ValueError,
+            "weight cannot be read as an array",
+        ),
         (lambda: linear_backward(1.0, None, None), ValueError, "grad_out must have at least 1 dimension"),
         (lambda: linear_backward(np.ones((2, 4)), np.ones((3, 5)), None), ValueError, "grad_out has shape"),
         (lambda: linear_backward(np.ones((2, 4)), None, np.ones((3, 5))), ValueError, "weight has shape"),

@@ -13,51 +13,44 @@ import pytest
 onnx = pytest.importorskip("onnx")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-from onnx.backend.test.case.node import collect_testcases  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 from cattn.integrations.onnx import Attention, attention  # noqa: E402
 
 
 def node_cases() -> list[Any]:
-    """Return the node tests of the operator itself. The others are its expansions into functions."""
+    """Return the node tests of the operator itself. The others are its expansions into functions.
+
+    onnx makes the cases of all operators, which takes seconds, so that only the test that needs them imports them.
+    """
+    from onnx.backend.test.case.node import collect_testcases
+
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # onnx also makes the cases of other operators, some of which warn
+        warnings.simplefilter("ignore")  # some of the other operators warn
         return [case for case in collect_testcases("Attention") if "_expanded" not in case.name]
 
 
-CASES = node_cases()
-
-
-def test_onnx_has_at_least_93_cases() -> None:
-    assert len(CASES) >= 93
-
-
 @pytest.mark.promise("ONNX's operator")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_node_case_of_onnx_passes(case: Any) -> None:
+def test_every_node_case_of_onnx_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tolerances of ONNX's own runner."""
-    session = ReferenceEvaluator(case.model, new_ops=[Attention])
-    (node,) = case.model.graph.node
-    assert node.op_type == "Attention"
-    for inputs, outputs in case.data_sets:
-        names = [value.name for value in case.model.graph.input]
-        results = session.run(None, dict(zip(names, inputs, strict=True)))
-        for result, expected in zip(results, outputs, strict=True):
-            assert result.shape == expected.shape
-            assert result.dtype == expected.dtype
-            rtol = max(case.rtol, 2**-6) if expected.dtype.name == "bfloat16" else case.rtol
-            np.testing.assert_allclose(
-                result.astype(np.float64), expected.astype(np.float64), rtol=rtol, atol=case.atol
-            )
-
-
-def test_the_node_cases_run_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
+    cases, called = node_cases(), []
+    assert len(cases) >= 93
     run = Attention._run
     monkeypatch.setattr(Attention, "_run", lambda self, *args, **kwargs: called.append(1) or run(self, *args, **kwargs))
-    test_every_node_case_of_onnx_passes(CASES[0])
-    assert called
+    for case in cases:
+        session = ReferenceEvaluator(case.model, new_ops=[Attention])
+        (node,) = case.model.graph.node
+        assert node.op_type == "Attention"
+        for inputs, outputs in case.data_sets:
+            names = [value.name for value in case.model.graph.input]
+            results = session.run(None, dict(zip(names, inputs, strict=True)))
+            for result, expected in zip(results, outputs, strict=True):
+                assert result.shape == expected.shape, case.name
+                assert result.dtype == expected.dtype, case.name
+                rtol = max(case.rtol, 2**-6) if expected.dtype.name == "bfloat16" else case.rtol
+                a, b = result.astype(np.float64), expected.astype(np.float64)
+                np.testing.assert_allclose(a, b, rtol=rtol, atol=case.atol, err_msg=case.name)
+    assert len(called) >= len(cases)
 
 
 def inputs(*shapes: tuple[int, ...], dtype: Any = np.float32) -> list[np.ndarray]:

@@ -1,5 +1,6 @@
 """Quantized keys and values: a call has the bits of the float32 call on ``array.astype(np.float32) * scale``."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -348,3 +349,18 @@ def test_a_scale_that_overlaps_the_output() -> None:
     right = cattn.scaled_dot_product_attention(**call)
     out = memory.reshape(2, 4, 150, 19)
     assert_same_bits(cattn.scaled_dot_product_attention(**call | {"value_scale": scale}, out=out), right)
+
+
+# ---- empty arrays ----------------------------------------------------------------------------------------------------
+def test_a_scale_without_elements_is_not_read() -> None:
+    """Empty arrays within larger ones, whose other elements are no scales, and 0 or 1 as in a mask of another kind."""
+    nothing = np.full((3, 2), NAN, np.float32)[:, :0]
+    query, key, value = np.ones((4, 0), np.float32), np.ones((3, 0), np.int8), np.ones((3, 5), np.float32)
+    for n in (1, 2, 4):  # rows: each has a kernel
+        result = everything(query=query[:n], key=key, value=value, key_scale=nothing)
+        assert_same_bits(result, everything(query=query[:n], key=key.astype(np.float32), value=value), f"{n} queries")
+        result = everything(query=query[:n], key=key, value=key, key_scale=nothing, value_scale=nothing)
+        assert result.out.shape == (n, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cattn.attention_weights(query, np.ones((0, 0)), attn_mask=np.ones((4, 2), np.float32)[:, :0])

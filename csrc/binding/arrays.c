@@ -261,11 +261,12 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
 /* ---- elements ---- */
 
 void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array) {
+    const bool empty = PyArray_SIZE(array) == 0;
     walk->run = PyArray_BYTES(array);
     walk->nd = 0;
-    walk->dims[0] = PyArray_SIZE(array) > 0;
+    walk->dims[0] = !empty;
     walk->strides[0] = 0;
-    for (int axis = PyArray_NDIM(array) - 1; axis >= 0; axis--) { /* the last axis becomes axis 0 */
+    for (int axis = PyArray_NDIM(array) - 1; axis >= 0 && !empty; axis--) { /* the last axis becomes axis 0 */
         const npy_intp dim = PyArray_DIM(array, axis), stride = PyArray_STRIDE(array, axis);
         if (dim <= 1 || stride == 0)
             continue;

@@ -101,10 +101,12 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->weights_col = p->storage == CATTN_STORED_PLAIN ? call->weights_out_col : 1;
 }
 
-/* The keys or values of one head, from the offsets of the batch entry. An absent tensor has no `first`. */
+/* The keys or values of one head, from the offsets of the batch entry. An absent tensor has no `first`. Kernels read the
+ * scale of a row without columns, too, and the array of scales may be as empty as the rows. */
 static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
-                                     int64_t start, const struct cattn_tensor *scale, int64_t scale_start,
-                                     enum cattn_storage quantized, int64_t kv_head) {
+                                     int64_t n_cols, int64_t start, const struct cattn_tensor *scale,
+                                     int64_t scale_start, enum cattn_storage quantized, int64_t kv_head) {
+    static const float one = 1;
     struct cattn_matrix matrix = {.storage = quantized ? quantized : p->storage};
     if (!tensor->data)
         return matrix;
@@ -112,7 +114,9 @@ static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, con
     matrix.first = (const char *)tensor->data + (start + kv_head * tensor->head) * element;
     matrix.row = tensor->row;
     matrix.col = tensor->col;
-    if (quantized) {
+    if (quantized && n_cols == 0) {
+        matrix.scale = &one;
+    } else if (quantized) {
         matrix.scale = (const float *)scale->data + scale_start + kv_head * scale->head;
         matrix.scale_row = scale->row;
         matrix.scale_col = scale->col;
@@ -124,9 +128,10 @@ void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_p
                          const struct cattn_batch *batch, int64_t kv_head) {
     rows->first_key = batch->batch_range.first_key;
     rows->n_keys = batch->batch_range.n_keys;
-    rows->key = matrix_of(p, &p->key, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
+    rows->key =
+        matrix_of(p, &p->key, p->head_dim, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
     rows->value =
-        matrix_of(p, &p->value, batch->value, &p->value_scale, batch->value_scale, p->quantized_value, kv_head);
+        matrix_of(p, &p->value, p->d_v, batch->value, &p->value_scale, batch->value_scale, p->quantized_value, kv_head);
     cattn_drop_fill(&p->dropout, batch->index, &rows->drop);
     /* kernels draw for whole vectors of rows: the lanes after the last row must not be uninitialised */
     const int64_t n_lanes = p->dropout.enabled ? cattn_round_up(rows->n_rows, CATTN_PAD) : 0;

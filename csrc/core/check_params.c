@@ -117,7 +117,7 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     check_keys_or_values(p, &p->key, &p->key_scale, p->quantized_key);
     assert(p->key.data);
     check_keys_or_values(p, &p->value, &p->value_scale, p->quantized_value);
-    assert(!p->value.data == (p->d_v == 0 && !p->out.data));
+    assert(p->value.data || (p->d_v == 0 && !p->out.data));
     assert(!p->block_mask.data || (p->block_size >= 1 && !p->query_starts.data));
     assert(0 <= p->n_bias && p->n_bias <= CATTN_MAX_BIAS);
     for (int b = 0; b < p->n_bias; b++)

@@ -65,9 +65,8 @@ static bool row_fits(const struct cattn_backward *b, const struct cattn_attentio
     const double difference = fit->products[r] / total - fit->delta[r], off = difference < 0 ? -difference : difference;
     if (!(off > tolerance * (fit->magnitudes[r] / total + fit->delta_magnitude[r])))
         return true;
-    /* An output in float16 is off by up to 2^-25 if it is less than 2^-14. Else this bound is for tiny weights, which
-     * the two passes, or another type of the output, round to 0 at different places. */
-    return !(off > (p->storage == CATTN_STORED_F16 ? 0x1p-24 : 0x1p-80) * size_of_grad(b, p->dtype, r));
+    /* An output that was float16, whatever its type is now, is off by up to 2^-25 if it is less than 2^-14. */
+    return !(off > 0x1p-24 * size_of_grad(b, p->dtype, r));
 }
 
 bool cattn_find_misfit(const struct cattn_backward *b, const struct cattn_attention_params *p,

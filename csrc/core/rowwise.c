@@ -2,7 +2,7 @@
 #include "rowwise.h"
 
 /* Columns of a piece; whole runs of Philox counters. */
-#define PIECE ((int64_t)1 << 16)
+#define ROW_PIECE ((int64_t)1 << 16)
 
 /* Whether the rows of batch dimension `last` follow each other without a gap. */
 static bool continues(const struct cattn_tensor *tensor, int last, int64_t n_cols) {
@@ -21,14 +21,14 @@ void cattn_merge_rows(struct cattn_long_rows *rows, const struct cattn_tensor *c
         rows->n_batch_dims = last;
     }
     rows->rows_per_task = cattn_rows_per_task(rows->n_cols);
-    rows->pieces = rows->n_cols > 2 * PIECE ? cattn_ceil_div(rows->n_cols, PIECE) : 1;
+    rows->pieces = rows->n_cols > 2 * ROW_PIECE ? cattn_ceil_div(rows->n_cols, ROW_PIECE) : 1;
     rows->n_tasks = rows->pieces > 1 ? rows->n_rows * rows->pieces : cattn_ceil_div(rows->n_rows, rows->rows_per_task);
 }
 
 void cattn_each_piece(const struct cattn_long_rows *rows, int64_t task,
                       void (*one)(const void *context, int64_t row, int64_t begin, int64_t end), const void *context) {
     if (rows->pieces > 1) {
-        const int64_t begin = task % rows->pieces * PIECE, end = begin + PIECE;
+        const int64_t begin = task % rows->pieces * ROW_PIECE, end = begin + ROW_PIECE;
         one(context, task / rows->pieces, begin, end < rows->n_cols ? end : rows->n_cols);
         return;
     }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._input.arrays import _asarray, as_array, is_quantized
+from ._input.arrays import as_array, is_quantized, read_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.names import with_hints
@@ -240,7 +240,7 @@ class KVCache:
         return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
-        given = _asarray(array, name)
+        given = read_array(array, name)
         if is_quantized(given.dtype) or (given.dtype.kind in "iu" and self._quantizes):
             takes = "quantizes floats" if self._quantizes else f"holds {self.dtype}"
             raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache {takes}: "
@@ -276,7 +276,7 @@ class KVCache:
         ValueError
             n is negative, or larger than a length.
         """
-        wanted = _asarray(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n, "n")  # n may exceed int64
+        wanted = read_array(max(-1, min(n, np.iinfo(np.int64).max)) if type(n) is int else n, "n")  # n may exceed int64
         if wanted.dtype.kind not in "iu" and wanted.size > 0:
             raise TypeError(f"n must be an int or an integer array, got dtype {wanted.dtype}")
         try:

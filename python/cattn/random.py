@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import _cattn
-from ._input.arrays import _asarray, as_array
+from ._input.arrays import as_array, read_array
 from ._input.checks import as_dtype, as_int, as_size
 from ._input.names import with_hints
 
@@ -429,7 +429,7 @@ class TorchGenerator(_cattn.TorchStream):
         ValueError
             state has another size, or is not valid. The generator is as it was.
         """
-        array = _asarray(state, "state")
+        array = read_array(state, "state")
         if array.dtype != np.uint8:
             raise TypeError(f"state must be uint8, got {array.dtype}")
         self._set_state(np.array(array.ravel(), order="C"))

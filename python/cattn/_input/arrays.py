@@ -80,7 +80,7 @@ def _from_torch(tensor: Any, name: str) -> Array:
         raise TypeError(f"{name} cannot be read as an array: {error}") from error
 
 
-def _asarray(obj: Any, name: str) -> Array:
+def read_array(obj: Any, name: str) -> Array:
     """Return obj as an exact ndarray of any dtype, without a copy if possible."""
     refuse_masked(obj, name)
     if isinstance(obj, np.ndarray):
@@ -107,7 +107,7 @@ def _asarray(obj: Any, name: str) -> Array:
 
 def shape_of(obj: Any, name: str) -> tuple[int, ...]:
     """Return the shape of an argument, () if it is None."""
-    return () if obj is None else _asarray(obj, name).shape
+    return () if obj is None else read_array(obj, name).shape
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def as_array(obj: object, name: str, dtype: str = "d") -> Array:
     """
     if type(obj) is np.ndarray and obj.dtype.char in "efd" and obj.dtype.isnative and obj.flags.carray:
         return obj  # what the checks below return, in a third of their time
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.itemsize == 1 and name in _MAY_BE_QUANTIZED:
         refuse_without_scale(array, name)
     if array.dtype.kind in "biu":
@@ -258,7 +258,7 @@ def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
 
 def as_mask(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask, True where the key is visible, or a float mask in dtype."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)
     if array.dtype.kind in "iu":
@@ -271,7 +271,7 @@ def as_mask(obj: object, name: str, dtype: str) -> Array:
 
 def as_bias(obj: object, name: str, dtype: str) -> Array:
     """Return an additive bias in dtype."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.kind == "b":
         raise TypeError(
             f"{name} is boolean; boolean masks go to attn_mask (True = keep), {name} is added to the scores"
@@ -281,7 +281,7 @@ def as_bias(obj: object, name: str, dtype: str) -> Array:
 
 def as_bool(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)
     cure = f"pass {name}.astype(bool)" if array.dtype.kind in "iu" else "it must be boolean"
@@ -298,7 +298,7 @@ def read_integers(obj: Any, name: str) -> int | Array:
         pass
     except Exception:
         raise TypeError(f"{name} must be an int or an integer array, got {type(obj).__name__}") from None
-    numbers = _asarray(obj, name)
+    numbers = read_array(obj, name)
     if numbers.dtype.kind not in "iu" and numbers.size > 0:
         raise TypeError(f"{name} must be an int or an integer array, got dtype {numbers.dtype}") from None
     return numbers

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _as_readable, _asarray, _quiet, broadcast_shapes, is_bfloat16, is_quantized
+from .arrays import _as_readable, _quiet, broadcast_shapes, is_bfloat16, is_quantized, read_array
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 def quantized_array(obj: object, name: str) -> Array:
     """Return key or value as an array of int8 or float8_e4m3fn."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if not is_quantized(array.dtype):
         raise TypeError(
             f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn (of ml_dtypes)"
@@ -34,7 +34,7 @@ def as_quantized(obj: object, name: str, dtype: str) -> Array:
 @_quiet
 def as_scale(obj: object, name: str, dtype: str) -> Array:
     """Return key_scale or value_scale in float32."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype):
         raise TypeError(f"{name} has dtype {array.dtype}; it must hold real numbers: float32, or what rounds to it")
     return _as_readable(array if array.dtype == np.float32 else array.astype(np.float32), name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _cattn
-from .arrays import Array, _asarray, is_bfloat16
+from .arrays import Array, is_bfloat16, read_array
 
 # Every integer up to this size is a float64.
 MOST = 2**53
@@ -18,7 +18,7 @@ MOST = 2**53
 
 def as_positions(obj: Any, name: str) -> Array:
     """Return positions as a contiguous float64 array of the caller's shape (a copy that nobody else changes)."""
-    array = _asarray(obj, name)
+    array = read_array(obj, name)
     if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype) and array.size > 0:
         raise TypeError(f"{name} must hold ints or floats, got dtype {array.dtype}")
     if array.ndim == 0:

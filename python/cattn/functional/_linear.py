@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, common_dtype, refuse_without_scale
+from .._input.arrays import as_array, common_dtype, read_array, refuse_without_scale
 from .._input.fp_mode import in_default_mode
 from .._input.quantized import as_scale, check_scale_fits, multiply, quantized_array, refuse_scale
 from ._signature import implemented_in_c
@@ -205,7 +205,7 @@ def _as_rows(array: NDArray[Any]) -> NDArray[Any]:
 
 def _as_matrix(weight: object) -> NDArray[Any]:
     """Return a weight without a scale; one of int8 needs a scale."""
-    refuse_without_scale(np.asarray(weight), "weight")
+    refuse_without_scale(read_array(weight, "weight"), "weight")
     return as_array(weight, "weight")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._input.arrays import _asarray, _quiet, as_array, is_quantized
+from .._input.arrays import _quiet, as_array, is_quantized, read_array
 from .._input.checks import QUANTIZED, as_dtype
 from .._input.fp_mode import in_default_mode
 from .._input.quantized import (
@@ -170,7 +170,7 @@ def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     >>> cattn.dequantize(np.array([[10, -127]], np.int8), [[0.5]])
     array([[  5. , -63.5]], dtype=float32)
     """
-    array = _asarray(x, "x")
+    array = read_array(x, "x")
     if not is_quantized(array.dtype):
         raise TypeError(f"x has dtype {array.dtype}, wanted int8 or float8_e4m3fn (of ml_dtypes)")
     factors = as_scale(scale, "scale", "f")

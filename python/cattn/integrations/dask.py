@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import cattn
-from cattn._input.arrays import _asarray, as_bias, as_integers, as_mask, broadcast_shapes, cast
+from cattn._input.arrays import as_bias, as_integers, as_mask, broadcast_shapes, cast, read_array
 from cattn._input.checks import as_size
 from cattn._input.names import with_hints
 from cattn._input.types import RNG, Alignment, AttentionOutput, Window
@@ -217,7 +217,7 @@ def _read_ranges(
 def _as_dask(obj: Any, name: str) -> Any:
     """Return a dask array of known chunks."""
     if not isinstance(obj, da.Array):
-        return da.from_array(_asarray(obj, name), chunks=-1)
+        return da.from_array(read_array(obj, name), chunks=-1)
     if np.isnan(obj.shape).any():
         raise ValueError(f"{name} has chunks of unknown sizes: call {name}.compute_chunk_sizes() first")
     return obj

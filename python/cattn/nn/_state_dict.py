@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._input.arrays import _asarray, as_array
+from .._input.arrays import as_array, read_array
 from .._input.fp_mode import in_default_mode
 from ._files import printable
 
@@ -124,7 +124,7 @@ def _read(value: Any, key: str) -> Array:
         if value.dtype == torch.bfloat16:
             value = value.float()
     name = printable(key)
-    array = _asarray(value, name)
+    array = read_array(value, name)
     return as_array(array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array, name)
 
 
