@@ -27,6 +27,7 @@ from .contestants import (
     quantized_calls,
     torch_or_none,
 )
+from .layers import linear, models
 from .machine import Probe
 from .timing import Case
 
@@ -374,9 +375,9 @@ GROUPS: dict[str, Callable[[Probe | None], Iterator[Any]]] = {
     group.__name__: group
     for group in (
         prefill, threads, decode, halves, quantized, softmax, dropout, dropout_fused, training, calls, window, classes,
-        memory, footprint,
+        linear, models, memory, footprint,
     )
 }  # fmt: skip
 
 # Groups where peers allocate many megabytes in each call: malloc keeps freed memory there.
-KEEP_MEMORY = {"dropout", "dropout_fused", "training", "prefill"}
+KEEP_MEMORY = {"dropout", "dropout_fused", "training", "prefill", "linear", "models"}

@@ -101,8 +101,8 @@ void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_
     call->weights_col = p->storage == CATTN_STORED_PLAIN ? call->weights_out_col : 1;
 }
 
-/* The keys or values of one head, from the offsets of the batch entry. An absent tensor has no `first`. Kernels read the
- * scale of a row without columns, too, and the array of scales may be as empty as the rows. */
+/* The keys or values of one head, from the offsets of the batch entry. An absent tensor has no `first`. Kernels read
+ * the scale of a row without columns, too, and the array of scales may be as empty as the rows. */
 static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, const struct cattn_tensor *tensor,
                                      int64_t n_cols, int64_t start, const struct cattn_tensor *scale,
                                      int64_t scale_start, enum cattn_storage quantized, int64_t kv_head) {

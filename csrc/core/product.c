@@ -65,8 +65,11 @@ static void lay_out(const struct product_job *job, struct cattn_product *product
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
     const size_t packed_rows = job->few ? (size_t)job->p.n_b : (size_t)job->b_rows;
     const size_t cols = (size_t)cattn_round_up(job->p.depth, CATTN_PRODUCT_CHAINS);
-    const size_t few_chains = (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
-    const size_t sums = job->few ? few_chains : (size_t)CATTN_PRODUCT_ROWS * CATTN_PRODUCT_LANES;
+    const size_t chains_of_rows =
+        (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
+    const size_t chains_of_columns = (size_t)CATTN_FEW_COLUMNS * (CATTN_PRODUCT_CHAINS + 1);
+    const size_t few_sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
+    const size_t sums = job->few ? few_sums : (size_t)CATTN_PRODUCT_ROWS * CATTN_PRODUCT_LANES;
     const size_t converted = job->few ? CATTN_PRODUCT_CHAINS : CATTN_PRODUCT_LANES;
     const bool converts = job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
     const bool copies = job->p.a.col != 1;
@@ -117,7 +120,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out(job, &product, &arena);
     (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
-    const int64_t most = p->depth > LONG_SUM ? CATTN_PRODUCT_EDGE : CATTN_PRODUCT_ROWS;
+    const int64_t usual = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
+    const int64_t most = p->depth > LONG_SUM ? CATTN_PRODUCT_EDGE : usual;
     for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
         const int n_rows = (int)cattn_min(most, a_end - a);
         (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);

@@ -52,6 +52,9 @@
 #define CATTN_PRODUCT_LANES 192
 /* Slabs whose chains are kept before they are added, with few rows of B. */
 #define CATTN_FEW_SLABS 8
+/* With few rows of B: rows of A that lie side by side, times rows of B, whose chains are computed together. Long pieces
+ * of memory are read faster, and the chains stay in the L2 cache. */
+#define CATTN_FEW_COLUMNS 2048
 /* The height of the tallest micro-tile. */
 #define CATTN_PRODUCT_EDGE 8
 #define CATTN_PHILOX_ROUNDS 10
@@ -348,7 +351,7 @@ struct cattn_product {
     int64_t bias_a, bias_b;
     /* scratch */
     void *packed;
-    void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains of few rows */
+    void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains and sums of few rows */
     void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise */
     void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage */
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
@@ -405,7 +408,7 @@ struct cattn_kernels {
     void (*rope_rows)(const struct cattn_rope_rows *rows);
     void (*product_pack)(struct cattn_product *product);
     void (*product_pack_few)(struct cattn_product *product);
-    /* n_rows rows of A from `first` on, at most CATTN_PRODUCT_ROWS */
+    /* n_rows rows of A from `first` on, at most CATTN_PRODUCT_ROWS; product_few: or at most CATTN_FEW_COLUMNS */
     void (*product_tile)(struct cattn_product *product, int64_t first, int n_rows);
     void (*product_few)(struct cattn_product *product, int64_t first, int n_rows);
     void (*norm_row)(const struct cattn_norm_row *row);

@@ -19,6 +19,7 @@
 
 #include "gemm.inc.h"
 #include "product.inc.h"
+#include "product_few.inc.h"
 #include "row_scores.inc.h"
 
 #include "rows.inc.h"
