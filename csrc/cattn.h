@@ -90,6 +90,7 @@ struct cattn_attention_params {
     enum cattn_storage quantized_key, quantized_value;
     bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
     bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
+    bool own_head_lists, own_row_lists; /* key_indices has a head axis, a query axis: gradients are added accordingly */
     int n_batch_dims;
     int n_bias;
     int num_threads;

@@ -15,7 +15,7 @@ from cattn import reference
 from cattn.reference._attention import repeat_blocks
 from cattn.reference._masks import Ranges, visible_keys
 from random_problems import dequantized, ways
-from support import HALVES, INF, NAN, assert_same_bits, expected, part
+from support import HALVES, INF, NAN, assert_same_bits, part
 
 Call = dict[str, Any]
 RANGES = (
@@ -147,7 +147,7 @@ def test_each_query_has_the_bits_of_its_own_call(drawn: tuple[Call, type], seed:
             np.testing.assert_allclose(getattr(found, name), getattr(right, name), rtol=limit, atol=limit, err_msg=name)
 
 
-# ---- larger calls, and what belongs to one of them ---------------------------------------------------------------------
+# ---- larger calls, and what belongs to one of them -------------------------------------------------------------------
 def make(T_q: int, T_k: int, heads: int, kv_heads: int, lists: tuple[int, ...], dtype: Any, **options: Any) -> Call:
     rng = np.random.default_rng([T_q, T_k, *lists])
     shapes = {"query": (2, heads, T_q, 24), "key": (2, kv_heads, T_k, 24), "value": (2, kv_heads, T_k, 40)}
@@ -251,6 +251,7 @@ def test_errors(options: Call, error: type[Exception], message: str) -> None:
         lambda: cattn.scaled_dot_product_attention(X, X, X, **options),
         lambda: cattn.causal_attention(X, X, X, **options),
         lambda: cattn.attention_weights(X, X, **options),
+        lambda: cattn.attention_backward(X, X, X, X, X, X[..., 0], **options),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -272,3 +273,107 @@ def test_there_is_no_dropout_of_gathered_keys() -> None:
 def test_other_functions_do_not_take_it(name: str) -> None:
     with pytest.raises(TypeError, match="key_indices"):
         getattr(cattn, name)(X, X, X, key_indices=FIRST)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+def differentiate(call: Call, seed: int = 0, **options: Any) -> cattn.AttentionGradients:
+    """Return the gradients of random gradients of output and log-sum-exp."""
+    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
+    rng = np.random.default_rng(seed)
+    grad_out = rng.standard_normal(result.out.shape).astype(result.out.dtype)
+    grad_lse = rng.standard_normal(result.lse.shape)
+    return cattn.attention_backward(grad_out, out=result.out, lse=result.lse, grad_lse=grad_lse, **call, **options)
+
+
+@pytest.mark.promise("gradients' bits")
+@pytest.mark.parametrize("own_heads", [False, True])
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_rows: bool, isa: str) -> None:
+    """Queries ascending, then place in the list. Without lists of their own, queries and heads are one call."""
+    T_q, group = 110, 3
+    call = make(T_q, 70, 6, 2, (2, 6 if own_heads else 1, T_q if own_rows else 1, 60), np.float32,
+                softcap=4.0, attn_mask=np.random.default_rng(0).random((T_q, 70)) < 0.9)  # fmt: skip
+    result = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
+    grad_out = np.random.default_rng(1).standard_normal(result.out.shape).astype(np.float32)
+    given: Call = {"grad_out": grad_out, "out": result.out, "lse": result.lse}
+    rows = [slice(i, i + 1) for i in range(T_q)] if own_rows else [slice(0, T_q)]
+    right = {name: np.zeros_like(call[name]) for name in ("query", "key", "value")}
+    for b, h, i in np.ndindex(2, 6 if own_heads else 2, len(rows)):
+        heads, kv_head = (slice(h, h + 1), h // group) if own_heads else (slice(h * group, (h + 1) * group), h)
+        indices = call["key_indices"][b, h if own_heads else 0, i]
+        keys = indices[indices >= 0]
+        own = cattn.attention_backward(
+            **{name: a[b, heads, rows[i]] for name, a in given.items()}, query=call["query"][b, heads, rows[i]],
+            key=call["key"][b, [kv_head]][:, keys], value=call["value"][b, [kv_head]][:, keys], softcap=4.0,
+            attn_mask=call["attn_mask"][rows[i], keys], enable_gqa=True,
+        )  # fmt: skip
+        right["query"][b, heads, rows[i]] = own.query
+        np.add.at(right["key"][b, kv_head], keys, own.key[0])
+        np.add.at(right["value"][b, kv_head], keys, own.value[0])
+    copies = call | {"key_indices": np.asfortranarray(call["key_indices"]).astype(np.int32)}
+    for threads in (1, 4):
+        for same in (call, poisoned(copies)):
+            with cattn.num_threads(threads):
+                found = cattn.attention_backward(**given, **same)
+            for name, a in right.items():
+                assert_same_bits(getattr(found, name), a, f"{name}, {threads} threads")
+
+
+def test_gradients_do_not_depend_on_the_strides_of_the_lists() -> None:
+    call = make(50, 70, 4, 2, (30,), np.float32)
+    shared = np.broadcast_to(call["key_indices"], (2, 4, 50, 30))
+    for indices in (shared, shared[:, :1], shared[:, :, :1], shared[0, 0]):
+        views = differentiate(call | {"key_indices": indices})
+        assert_same_fields(views, differentiate(call | {"key_indices": indices.copy()}), str(indices.shape))
+
+
+@pytest.mark.promise("gradients")
+@settings(deadline=None, max_examples=25)
+@given(gathered_calls(), st.integers(0, 2**32))
+def test_gradients_of_any_call(drawn: tuple[Call, type], seed: int) -> None:
+    call, dtype = drawn
+    found = differentiate(call, seed)
+    for way in ways(np.random.default_rng(seed)):
+        assert_same_fields(differentiate(call, seed), found, way)
+    assert_same_fields(differentiate(poisoned(call), seed), found, "poison")
+    if call["query"].dtype in HALVES:
+        return
+    wide = dequantized(call)
+    result = cattn.scaled_dot_product_attention(**wide, return_lse=np.float64)
+    rng = np.random.default_rng(seed)
+    given = {"grad_out": rng.standard_normal(result.out.shape).astype(result.out.dtype)}
+    given["grad_lse"] = rng.standard_normal(result.lse.shape)
+    right = reference.attention_backward(**wide, **given, out=result.out, lse=result.lse)
+    eps = 2e-3 if dtype == np.float32 else 1e-9
+    for name, a in right._asdict().items():
+        assert (a is None) == (getattr(found, name) is None), name
+        if a is not None and a.size:
+            limit = eps * (1 + np.abs(a).max())
+            np.testing.assert_allclose(getattr(found, name), a, rtol=0, atol=limit, err_msg=name)
+
+
+def test_gradients_by_finite_differences() -> None:
+    call = make(9, 20, 4, 2, (2, 1, 9, 8), np.float64, is_causal="lower_right", sinks=np.array([0.5, -1, 0, 2]),
+                bias=np.random.default_rng(5).standard_normal((4, 9, 20)))  # fmt: skip
+    result = cattn.scaled_dot_product_attention(**call, return_lse=True)
+    grad_out = np.random.default_rng(0).standard_normal(result.out.shape)
+    gradients = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    for name, gradient in gradients._asdict().items():
+        step = np.random.default_rng(1).standard_normal(gradient.shape)
+        ends = [
+            (cattn.scaled_dot_product_attention(**call | {name: call[name] + h * step}) * grad_out).sum()
+            for h in (1e-5, -1e-5)
+        ]
+        np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, (gradient * step).sum(), rtol=1e-7, err_msg=name)
+
+
+def test_a_forgotten_option_is_an_error() -> None:
+    call = make(40, 60, 4, 2, (2, 1, 40, 20), np.float32)
+    result = cattn.scaled_dot_product_attention(**call, return_lse=True)
+    lse = result.lse.copy()
+    lse[1, 3, 17] += 1
+    with pytest.raises(ValueError, match=r"lse is not that of these arguments: at \(1, 3, 17\)"):
+        cattn.attention_backward(result.out, out=result.out, lse=lse, **call)
+    del call["key_indices"]
+    with pytest.raises(ValueError, match="lse is not that of these arguments"):
+        cattn.attention_backward(result.out, out=result.out, lse=result.lse, **call)

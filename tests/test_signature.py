@@ -122,8 +122,8 @@ def test_signatures_are_those_of_the_source() -> None:
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
         "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "key_scale=None, value_scale=None, block_mask=None, block_size=None, rng=None, grad_lse=None, "
-        "merged=False)"
+        "key_scale=None, value_scale=None, block_mask=None, block_size=None, key_indices=None, rng=None, "
+        "grad_lse=None, merged=False)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "

@@ -402,6 +402,8 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
         return false;
     cattn_tensor_from(&params->key_indices, array, call->n_batch_dims, call->axes);
     params->n_indices = call->weight_cols;
+    params->own_head_lists = call->has_heads && size_from_end(array, 3) > 1;
+    params->own_row_lists = size_from_end(array, 2) > 1;
     return cattn_call_counts_fit(params);
 }
 

@@ -12,25 +12,25 @@
 
 /* ---- the plan ---- */
 
-/* Whether queries have lists or ranges of their own. */
-static bool rows_differ(const struct cattn_attention_params *p) {
-    const struct cattn_ranges *r = &p->ranges;
-    return p->key_indices.row != 0 || (!r->all_visible && (r->left != CATTN_UNBOUNDED || r->right != CATTN_UNBOUNDED));
+/* Whether queries have ranges of their own. */
+static bool ranges_differ(const struct cattn_ranges *r) {
+    return !r->all_visible && (r->left != CATTN_UNBOUNDED || r->right != CATTN_UNBOUNDED);
 }
 
 static bool has_masks(const struct cattn_attention_params *p) {
     return p->attn_mask.data || p->block_mask.data || p->n_bias > 0;
 }
 
-struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *p, bool whole_lists) {
+struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *p, bool for_gradients) {
     struct cattn_gather_plan plan = {.heads_per_unit = 1, .rows_per_unit = 1, .num_threads = 1, .threads_per_unit = 1};
     if (p->n_batch == 0 || p->num_heads == 0 || p->seqlen_q == 0)
         return plan;
-    if (p->key_indices.head == 0)
+    /* the sums of gradients depend on the cut, and may not depend on strides */
+    if (for_gradients ? !p->own_head_lists : p->key_indices.head == 0)
         plan.heads_per_unit = p->group_size;
-    if (!rows_differ(p)) {
+    if ((for_gradients ? !p->own_row_lists : p->key_indices.row == 0) && !ranges_differ(&p->ranges)) {
         const int64_t most = has_masks(p) ? UNIT_ROWS_MASKED : UNIT_ROWS;
-        plan.rows_per_unit = whole_lists ? p->seqlen_q : cattn_min(p->seqlen_q, most);
+        plan.rows_per_unit = for_gradients ? p->seqlen_q : cattn_min(p->seqlen_q, most);
     }
     plan.units_per_batch = p->num_heads / plan.heads_per_unit;
     plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, plan.rows_per_unit);

@@ -21,8 +21,9 @@ struct cattn_gather_plan {
     int threads_per_unit; /* either of the two is 1 */
 };
 
-/* The plan of a call with key_indices. whole_lists: queries that share a list are never cut into several units. */
-struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *params, bool whole_lists);
+/* The plan of a call with key_indices. for_gradients: the units are those of the bit contract, and queries that share a
+ * list are never cut into several. */
+struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *params, bool for_gradients);
 
 /* A unit and its gathered keys, in the scratch of a task. */
 struct cattn_gather {

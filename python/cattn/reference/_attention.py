@@ -357,10 +357,9 @@ def score(
     if (indices < -1).any() or (indices >= shape[-1]).any():
         raise ValueError(f"key_indices must be from -1 to {shape[-1] - 1}")
     problem = problem._replace(indices=np.broadcast_to(indices, (*shape[:-1], indices.shape[-1])))
-    fields = {
-        name: problem.of_listed_keys(getattr(problem, name), -np.inf) for name in ("products", "capped", "scores")
-    }
-    return problem._replace(**fields, visible=problem.of_listed_keys(visible, False))
+    products, capped, scores = (problem.of_listed_keys(a, -np.inf) for a in (products, capped, scores))
+    visible = problem.of_listed_keys(visible, False)
+    return problem._replace(products=products, capped=capped, scores=scores, visible=visible)
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:
