@@ -241,7 +241,8 @@ X, FIRST = np.ones((2, 4, 7, 8), np.float32), np.zeros((7, 3), int)
         ({"key_indices": FIRST[:5]}, ValueError,
          r"key_indices has shape \(5, 3\), which does not broadcast to the queries' shape, with n keys for each, "
          r"\(2, 4, 7, 3\)"),
-        ({"key_indices": FIRST[None, None, None]}, ValueError, r"key_indices has shape \(1, 1, 1, 7, 3\), which does not"),
+        ({"key_indices": FIRST[None, None, None]}, ValueError,
+         r"key_indices has shape \(1, 1, 1, 7, 3\), which does not broadcast"),
         ({"key_indices": FIRST, "alibi_slopes": np.ones(4)}, ValueError,
          r"alibi_slopes and key_indices do not go together: pass -slope \* abs\(p - j\) as bias"),
     ],
@@ -289,7 +290,7 @@ def differentiate(call: Call, seed: int = 0, **options: Any) -> cattn.AttentionG
 @pytest.mark.parametrize("own_heads", [False, True])
 @pytest.mark.parametrize("own_rows", [False, True])
 def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_rows: bool, isa: str) -> None:
-    """Queries ascending, then place in the list. Without lists of their own, queries and heads are one call."""
+    """Queries ascending, then place in the list. Queries that share a list are one call, and so are heads."""
     T_q, group = 110, 3
     call = make(T_q, 70, 6, 2, (2, 6 if own_heads else 1, T_q if own_rows else 1, 60), np.float32,
                 softcap=4.0, attn_mask=np.random.default_rng(0).random((T_q, 70)) < 0.9)  # fmt: skip
@@ -302,12 +303,14 @@ def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_r
         heads, kv_head = (slice(h, h + 1), h // group) if own_heads else (slice(h * group, (h + 1) * group), h)
         indices = call["key_indices"][b, h if own_heads else 0, i]
         keys = indices[indices >= 0]
+        arrays = {name: a[b, heads, rows[i]] for name, a in (given | {"query": call["query"]}).items()}
+        if own_rows:  # the heads are the queries
+            arrays = {name: a.swapaxes(0, 1) for name, a in arrays.items()}
         own = cattn.attention_backward(
-            **{name: a[b, heads, rows[i]] for name, a in given.items()}, query=call["query"][b, heads, rows[i]],
-            key=call["key"][b, [kv_head]][:, keys], value=call["value"][b, [kv_head]][:, keys], softcap=4.0,
+            **arrays, key=call["key"][b, [kv_head]][:, keys], value=call["value"][b, [kv_head]][:, keys], softcap=4.0,
             attn_mask=call["attn_mask"][rows[i], keys], enable_gqa=True,
-        )  # fmt: skip
-        right["query"][b, heads, rows[i]] = own.query
+        )
+        right["query"][b, heads, rows[i]] = own.query.swapaxes(0, 1) if own_rows else own.query
         np.add.at(right["key"][b, kv_head], keys, own.key[0])
         np.add.at(right["value"][b, kv_head], keys, own.value[0])
     copies = call | {"key_indices": np.asfortranarray(call["key_indices"]).astype(np.int32)}

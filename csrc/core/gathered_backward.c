@@ -12,13 +12,22 @@
 #include "../fp_mode.h"
 #include "check_params.h"
 #include "gathered_keys.h"
+#include "plan.h"
 #include "tickets.h"
+
+/* Units whose gradients a task keeps before it adds them: with more of them a thread waits less often, but they leave
+ * the caches, and there are fewer tasks for the last thread to share. */
+#define MOST_UNITS 8
+#define BUDGET ((size_t)2 << 20)
+#define FAIR_TASKS 4
 
 struct gathered_job {
     const struct cattn_backward_params *params;
     struct cattn_gather_plan plan;
     size_t scratch_size;
+    int64_t n_places, units_per_place; /* what units add to: gradients of one key-value head, or of all */
     struct cattn_tickets tickets;
+    int64_t units_per_task;
     double *sinks;                /* [batch][head], or NULL */
     struct cattn_misfit *misfits; /* the first of each unit, or NULL */
     atomic_int status;            /* the first that is not CATTN_OK */
@@ -61,6 +70,29 @@ static struct cattn_tensor cleared(void *data, int64_t heads, int64_t rows, int6
     return (struct cattn_tensor){data, heads > 1 ? rows * cols : 0, cols, 1, {0}};
 }
 
+static void heads_to_rows(struct cattn_tensor *tensor) {
+    tensor->row = tensor->head;
+    tensor->head = 0;
+}
+
+/* Heads that share a list and have one query become the queries of one head: all are computed at once. A sink belongs
+ * to a head, and so does its gradient. */
+static void merge_heads(struct cattn_backward_params *call) {
+    struct cattn_attention_params *forward = &call->forward;
+    if (forward->seqlen_q != 1 || forward->sinks.data)
+        return;
+    struct cattn_tensor *const tensors[] = {&forward->query, &forward->attn_mask, &forward->out,     &forward->lse,
+                                            &call->grad_out, &call->grad_lse,     &call->grad_query, &call->grad_bias};
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+        heads_to_rows(tensors[i]);
+    for (int b = 0; b < forward->n_bias; b++)
+        heads_to_rows(&forward->bias[b]);
+    forward->seqlen_q = forward->num_heads;
+    forward->num_heads = forward->group_size = 1;
+    if (forward->ranges.query_length > 0)
+        forward->ranges.query_length = forward->seqlen_q;
+}
+
 static void describe(struct gathered_job *job, struct gathered_unit *u, int64_t index) {
     const struct cattn_backward_params *params = job->params;
     const struct cattn_attention_params *p = &params->forward;
@@ -85,22 +117,23 @@ static void describe(struct gathered_job *job, struct gathered_unit *u, int64_t 
         call->grad_sinks = cleared(u->grad_sinks, heads, 1, 1, element);
         call->grad_sinks.head = 1;
     }
+    merge_heads(call);
 }
 
 /* ---- adding ---- */
 
-/* to += from, where every NaN becomes the same one. */
-static void add(enum cattn_dtype dtype, void *to, int64_t to_stride, const void *from, int64_t n) {
+#define ADD(type)                                                                                                      \
+    for (int64_t i = 0; i < n; i++) {                                                                                  \
+        const type sum = ((type *)to)[i] + ((const type *)from)[i];                                                    \
+        ((type *)to)[i] = sum == sum ? sum : (type)NAN;                                                                \
+    }
+
+/* to += from, n elements with unit stride, where every NaN becomes the same one. */
+static void add(enum cattn_dtype dtype, void *restrict to, const void *restrict from, int64_t n) {
     if (dtype == CATTN_F32)
-        for (int64_t i = 0; i < n; i++) {
-            const float sum = ((float *)to)[i * to_stride] + ((const float *)from)[i];
-            ((float *)to)[i * to_stride] = sum == sum ? sum : (float)NAN;
-        }
+        ADD(float)
     else
-        for (int64_t i = 0; i < n; i++) {
-            const double sum = ((double *)to)[i * to_stride] + ((const double *)from)[i];
-            ((double *)to)[i * to_stride] = sum == sum ? sum : (double)NAN;
-        }
+        ADD(double)
 }
 
 /* Adds the gradient of gathered rows to the rows that they come from. */
@@ -110,7 +143,7 @@ static void add_rows(const struct gathered_job *job, const struct gathered_unit 
     const struct cattn_gather *g = u->gather;
     const int64_t start = cattn_batch_start(p, to, g->batch.index) + g->first_head / p->group_size * to->head;
     for (int64_t k = 0; k < g->n_keys; k++)
-        add(p->dtype, cattn_tensor_at(p, to, start + g->index[k] * to->row), 1, cattn_tensor_at(p, from, k * from->row),
+        add(p->dtype, cattn_tensor_at(p, to, start + g->index[k] * to->row), cattn_tensor_at(p, from, k * from->row),
             from->row);
 }
 
@@ -123,8 +156,8 @@ static void add_bias(const struct gathered_job *job, const struct gathered_unit 
     for (int64_t head = 0; head < g->call.num_heads; head++)
         for (int64_t row = 0; row < g->n_rows; row++)
             for (int64_t k = 0; k < g->n_keys; k++)
-                add(p->dtype, cattn_tensor_at(p, &part, head * to->head + row * to->row + g->index[k] * to->col), 1,
-                    cattn_tensor_at(p, from, head * from->head + row * from->row + k), 1);
+                add(p->dtype, cattn_tensor_at(p, &part, head * to->head + row * to->row + g->index[k] * to->col),
+                    cattn_tensor_at(p, from, (head * g->n_rows + row) * g->n_keys + k), 1);
 }
 
 static void add_sinks(const struct gathered_job *job, const struct gathered_unit *u) {
@@ -135,44 +168,77 @@ static void add_sinks(const struct gathered_job *job, const struct gathered_unit
                                           : ((const double *)u->grad_sinks)[head];
 }
 
-/* What a unit adds to is a place: its key-value head or, because heads and batch entries may share a gradient of the
- * bias, all there is. */
+/* Heads and batch entries may share a gradient of the bias: then all units add to one place. */
 static int64_t count_places(const struct gathered_job *job) {
     const struct cattn_attention_params *p = &job->params->forward;
     return job->params->grad_bias.data ? 1 : p->n_batch * (p->num_heads / p->group_size);
 }
 
-static void run_unit(void *context, int64_t index, struct cattn_worker *worker) {
-    struct gathered_job *job = context;
-    const struct cattn_backward_params *params = job->params;
-    const struct cattn_attention_params *p = &params->forward;
-    struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
-    struct gathered_unit *u = lay_out(job, &arena);
-    cattn_gather_unit(&job->plan, p, index, worker, u->gather);
+/* Where a misfit of the unit's call is in the tensors. */
+static void place_misfit(const struct gathered_unit *u, struct cattn_misfit *misfit) {
+    const bool merged = u->call.forward.num_heads != u->gather->call.num_heads;
+    const int64_t head = merged ? misfit->row : misfit->head, row = merged ? 0 : misfit->row;
+    misfit->batch = u->gather->batch.index;
+    misfit->head = u->gather->first_head + head;
+    misfit->row = u->gather->first_row + row;
+}
+
+/* The gradients of the gathered keys of one unit. NULL: the call was stopped, or there is no memory. */
+static struct gathered_unit *compute_unit(struct gathered_job *job, int64_t index, struct cattn_arena *arena,
+                                          struct cattn_worker *worker) {
+    struct gathered_unit *u = lay_out(job, arena);
+    cattn_gather_unit(&job->plan, &job->params->forward, index, worker, u->gather);
     describe(job, u, index);
     const enum cattn_status status = cattn_attention_backward(&u->call);
     int ok = CATTN_OK;
-    if (status != CATTN_OK)
+    if (status != CATTN_OK) {
         atomic_compare_exchange_strong(&job->status, &ok, status);
-    if (job->misfits && job->misfits[index].found) {
-        job->misfits[index].batch = u->gather->batch.index;
-        job->misfits[index].head += u->gather->first_head;
-        job->misfits[index].row += u->gather->first_row;
+        return NULL;
     }
-    /* units are numbered by batch entry, head and queries, so that those of a place follow each other */
-    const int64_t units_per_place = job->plan.n_units / count_places(job);
-    const int64_t place = index / units_per_place;
-    if (!cattn_tickets_wait(&job->tickets, place, index % units_per_place, worker))
+    if (job->misfits && job->misfits[index].found)
+        place_misfit(u, &job->misfits[index]);
+    return u;
+}
+
+static void add_unit(const struct gathered_job *job, const struct gathered_unit *u) {
+    const struct cattn_backward_params *params = job->params;
+    add_rows(job, u, &params->grad_key, &u->call.grad_key);
+    add_rows(job, u, &params->grad_value, &u->call.grad_value);
+    if (params->grad_bias.data)
+        add_bias(job, u);
+    if (job->sinks)
+        add_sinks(job, u);
+}
+
+/* Units are numbered by batch entry, head and queries, so that those of a place follow each other. A task computes some
+ * of them before it waits for its ticket. Consecutive tasks are of different places, so that few threads wait. */
+static void units_task(void *context, int64_t task, struct cattn_worker *worker) {
+    struct gathered_job *job = context;
+    struct gathered_unit *units[MOST_UNITS];
+    const int64_t place = task % job->n_places, ticket = task / job->n_places;
+    const int64_t first = ticket * job->units_per_task;
+    const int64_t n = cattn_min(job->units_per_task, job->units_per_place - first);
+    struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
+    for (int64_t i = 0; i < n; i++)
+        units[i] = compute_unit(job, place * job->units_per_place + first + i, &arena, worker);
+    if (!cattn_tickets_wait(&job->tickets, place, ticket, worker))
         return;
-    if (status == CATTN_OK) {
-        add_rows(job, u, &params->grad_key, &u->call.grad_key);
-        add_rows(job, u, &params->grad_value, &u->call.grad_value);
-        if (params->grad_bias.data)
-            add_bias(job, u);
-        if (job->sinks)
-            add_sinks(job, u);
-    }
+    for (int64_t i = 0; i < n; i++)
+        if (units[i])
+            add_unit(job, units[i]);
     cattn_tickets_pass(&job->tickets, place);
+}
+
+/* All units of a place: nobody waits. */
+static void place_task(void *context, int64_t place, struct cattn_worker *worker) {
+    struct gathered_job *job = context;
+    for (int64_t i = 0; i < job->units_per_place && !cattn_should_stop(worker); i++) {
+        struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
+        const struct gathered_unit *u = compute_unit(job, place * job->units_per_place + i, &arena, worker);
+        if (!u)
+            return;
+        add_unit(job, u);
+    }
 }
 
 /* ---- the call ---- */
@@ -195,13 +261,26 @@ static void finish(const struct gathered_job *job) {
         *job->params->misfit = job->misfits[i];
 }
 
-static enum cattn_status run(struct gathered_job *job) {
-    const struct cattn_attention_params *p = &job->params->forward;
-    if (!cattn_tickets_begin(&job->tickets, count_places(job)))
+static enum cattn_status run_units(struct gathered_job *job) {
+    const struct cattn_poll *poll = &job->params->forward.poll;
+    const int n_threads = job->plan.num_threads;
+    if (cattn_plan_whole_units(job->n_places, n_threads, false))
+        return cattn_parallel_for(job->n_places, n_threads, job->scratch_size, place_task, job, poll);
+    const int64_t fair = job->units_per_place / (FAIR_TASKS * n_threads),
+                  fitting = (int64_t)(BUDGET / job->scratch_size);
+    const int64_t some = cattn_min(cattn_min(fair, fitting), MOST_UNITS);
+    job->units_per_task = some < 1 ? 1 : some;
+    job->scratch_size *= (size_t)job->units_per_task;
+    if (!cattn_tickets_begin(&job->tickets, job->n_places))
         return CATTN_NO_MEMORY;
-    enum cattn_status status =
-        cattn_parallel_for(job->plan.n_units, job->plan.num_threads, job->scratch_size, run_unit, job, &p->poll);
+    const int64_t n_tasks = job->n_places * cattn_ceil_div(job->units_per_place, job->units_per_task);
+    const enum cattn_status status = cattn_parallel_for(n_tasks, n_threads, job->scratch_size, units_task, job, poll);
     cattn_tickets_end(&job->tickets);
+    return status;
+}
+
+static enum cattn_status run(struct gathered_job *job) {
+    enum cattn_status status = run_units(job);
     if (status == CATTN_OK)
         status = (enum cattn_status)atomic_load(&job->status);
     if (status == CATTN_OK)
@@ -215,6 +294,8 @@ enum cattn_status cattn_gathered_backward(const struct cattn_backward_params *pa
     struct gathered_job job = {.params = params, .plan = cattn_gather_plan(p, true)};
     if (job.plan.n_units == 0)
         return CATTN_OK;
+    job.n_places = count_places(&job);
+    job.units_per_place = job.plan.n_units / job.n_places;
     struct cattn_arena count = cattn_arena(NULL, 0, true);
     lay_out(&job, &count);
     job.scratch_size = count.used;
