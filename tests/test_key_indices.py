@@ -307,8 +307,12 @@ def test_gradients_are_sums_of_those_of_the_gathered_keys(own_heads: bool, own_r
         if own_rows:  # the heads are the queries
             arrays = {name: a.swapaxes(0, 1) for name, a in arrays.items()}
         own = cattn.attention_backward(
-            **arrays, key=call["key"][b, [kv_head]][:, keys], value=call["value"][b, [kv_head]][:, keys], softcap=4.0,
-            attn_mask=call["attn_mask"][rows[i], keys], enable_gqa=True,
+            **arrays,
+            key=call["key"][b, [kv_head]][:, keys],
+            value=call["value"][b, [kv_head]][:, keys],
+            softcap=4.0,
+            attn_mask=call["attn_mask"][rows[i], keys],
+            enable_gqa=True,
         )
         right["query"][b, heads, rows[i]] = own.query.swapaxes(0, 1) if own_rows else own.query
         np.add.at(right["key"][b, kv_head], keys, own.key[0])
