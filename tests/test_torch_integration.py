@@ -497,3 +497,12 @@ def test_the_number_of_threads_changes_no_bit() -> None:
             out = attention(q, k, v, is_causal=True)
             results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
     assert all(map(torch.equal, *results))
+
+
+def test_a_negative_view_is_read() -> None:
+    """PyTorch leaves the sign of such a tensor to the reader."""
+    z = torch.randn(2, 5, 4, dtype=torch.complex64)
+    x = torch.randn(2, 5, 4)
+    negative = z.conj().imag
+    assert negative.is_neg()
+    assert torch.equal(attention(negative, x, x), attention(-z.imag, x, x))

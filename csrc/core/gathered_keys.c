@@ -10,6 +10,10 @@
 #define UNIT_ROWS 384
 #define UNIT_ROWS_MASKED CATTN_TILE_ROWS
 
+/* Rows that are prefetched before they are copied: they lie anywhere, so that processors do not foresee them. */
+#define ROWS_AHEAD 8
+#define LINE_BYTES 64
+
 /* ---- the plan ---- */
 
 /* Whether queries have ranges of their own. */
@@ -108,9 +112,14 @@ static struct cattn_tensor gather_rows(const struct cattn_gather *g, const struc
                                        int64_t n_cols, size_t element, void *to) {
     const char *from = (const char *)tensor->data + start * (int64_t)element;
     const int64_t first_key = g->batch.batch_range.first_key;
-    for (int64_t k = 0; k < g->n_keys; k++)
-        copy_elements((char *)to + (size_t)(k * n_cols) * element,
-                      from + (g->index[k] - first_key) * tensor->row * (int64_t)element, tensor->col, n_cols, element);
+    const int64_t row = tensor->row * (int64_t)element, bytes = tensor->col == 1 ? n_cols * (int64_t)element : 0;
+    for (int64_t k = 0; k < g->n_keys; k++) {
+        const char *ahead = from + (g->index[cattn_min(k + ROWS_AHEAD, g->n_keys - 1)] - first_key) * row;
+        for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES)
+            __builtin_prefetch(ahead + byte);
+        copy_elements((char *)to + (size_t)(k * n_cols) * element, from + (g->index[k] - first_key) * row, tensor->col,
+                      n_cols, element);
+    }
     return (struct cattn_tensor){.data = to, .row = n_cols, .col = 1};
 }
 

@@ -470,10 +470,8 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse(
-        {"return_weights": return_weights, "need_weights": need_weights, "return_dropout_mask": return_dropout_mask},
-        "no task holds a whole row of weights",
-    )
+    _refuse({"return_weights": return_weights, "need_weights": need_weights,
+             "return_dropout_mask": return_dropout_mask}, "no task holds a whole row of weights")  # fmt: skip
     _refuse({"key_indices": key_indices}, "the keys of a list lie in any chunk")
     _refuse({"out": out}, "the result is computed later")
     numbers: dict[str, Any] = {
