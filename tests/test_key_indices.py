@@ -1,5 +1,6 @@
 """key_indices: each query has the bits of its own call on the keys of its list."""
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,6 +259,16 @@ def test_errors(options: Call, error: type[Exception], message: str) -> None:
             call()
 
 
+def test_lists_that_are_too_large() -> None:
+    """Arrays that repeat one element may have any size."""
+    giant = np.broadcast_to(np.int8(0), (1, 2**40))
+    wide = np.broadcast_to(np.float32(1), (3, 2**20))
+    with pytest.raises(ValueError, match="key_indices names 1099511627776 keys for each query, which is too large"):
+        cattn.scaled_dot_product_attention(wide, wide, wide, key_indices=giant)
+    with pytest.raises(MemoryError):
+        cattn.scaled_dot_product_attention(wide[:, :2], wide[:, :2], wide[:, :2], key_indices=giant)
+
+
 def test_there_is_no_dropout_of_gathered_keys() -> None:
     for function, options, says in (
         (cattn.scaled_dot_product_attention, {"dropout_p": 0.1}, "dropout_p and key_indices do not go together"),
@@ -270,10 +281,19 @@ def test_there_is_no_dropout_of_gathered_keys() -> None:
             function(*arrays, key_indices=FIRST, **options)
 
 
-@pytest.mark.parametrize("name", ["varlen_attention", "attention_statistics", "explain", "varlen_attention_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_statistics",
+        "reference.attention_statistics",
+        "explain",
+        "varlen_attention",
+        "varlen_attention_backward",
+    ],
+)
 def test_other_functions_do_not_take_it(name: str) -> None:
     with pytest.raises(TypeError, match="key_indices"):
-        getattr(cattn, name)(X, X, X, key_indices=FIRST)
+        operator.attrgetter(name)(cattn)(X, X, X, key_indices=FIRST)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

@@ -404,7 +404,11 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     params->n_indices = call->weight_cols;
     params->own_head_lists = call->has_heads && size_from_end(array, 3) > 1;
     params->own_row_lists = size_from_end(array, 2) > 1;
-    return cattn_call_counts_fit(params);
+    if (cattn_attention_counts_fit(params))
+        return true;
+    PyErr_Format(PyExc_ValueError, "key_indices names %zd keys for each query, which is too large for these arrays",
+                 (Py_ssize_t)call->weight_cols);
+    return false;
 }
 
 /* What counts keys by their place in an array, and not by their index. */

@@ -20,27 +20,36 @@ static uint64_t number_of_no_key(const struct cattn_attention_params *p) {
     return p->store_scores ? neg_inf[p->dtype][p->storage] : 0;
 }
 
-#define SPREAD(type)                                                                                                   \
-    do {                                                                                                               \
-        const type none = (type)number_of_no_key(p);                                                                   \
-        type *row = first;                                                                                             \
-        for (int64_t place = p->n_indices - 1, k = g->n_keys - 1; place >= 0; place--) {                               \
-            const bool has_key = k >= 0 && g->place[k] == place;                                                       \
-            row[place * col] = has_key ? row[k * col] : none;                                                          \
-            k -= has_key;                                                                                              \
-        }                                                                                                              \
-    } while (0)
+/* A constant size makes it fast. */
+static inline void spread(const struct cattn_attention_params *p, const struct cattn_gather *g, char *row, int64_t col,
+                          size_t size) {
+    const uint64_t number = number_of_no_key(p);
+    char none[sizeof number];
+    const uint16_t half = (uint16_t)number;
+    const uint32_t single = (uint32_t)number;
+    memcpy(none,
+           size == sizeof half     ? (const void *)&half
+           : size == sizeof single ? (const void *)&single
+                                   : &number,
+           size);
+    const int64_t step = col * (int64_t)size;
+    for (int64_t place = p->n_indices - 1, k = g->n_keys - 1; place >= 0; place--) {
+        const bool has_key = k >= 0 && g->place[k] == place;
+        memmove(row + place * step, has_key ? row + k * step : none, size);
+        k -= has_key;
+    }
+}
 
 /* Moves the weights of the gathered keys, which are the first ones of a row, to their places in the list: from the last
  * one on, because none moves to the left. */
-static void spread_row(const struct cattn_attention_params *p, const struct cattn_gather *g, void *first, int64_t col) {
+static void spread_row(const struct cattn_attention_params *p, const struct cattn_gather *g, void *row, int64_t col) {
     const size_t stored = cattn_stored_size(p->dtype, p->storage);
     if (stored == sizeof(uint16_t))
-        SPREAD(uint16_t);
+        spread(p, g, row, col, sizeof(uint16_t));
     else if (stored == sizeof(uint32_t))
-        SPREAD(uint32_t);
+        spread(p, g, row, col, sizeof(uint32_t));
     else
-        SPREAD(uint64_t);
+        spread(p, g, row, col, sizeof(uint64_t));
 }
 
 static void spread_weights(const struct cattn_attention_params *p, const struct cattn_gather *g) {
