@@ -90,6 +90,7 @@ struct cattn_attention_params {
     enum cattn_storage quantized_key, quantized_value;
     bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
     bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
+    bool own_head_lists, own_row_lists; /* key_indices has a head axis, a query axis: gradients are added accordingly */
     int n_batch_dims;
     int n_bias;
     int num_threads;
@@ -99,6 +100,7 @@ struct cattn_attention_params {
     int64_t group_size; /* query heads that read one key-value head */
     int64_t seqlen_q, seqlen_k, head_dim, d_v;
     int64_t block_size; /* queries and keys of a block of block_mask, >= 1; read if that is present */
+    int64_t n_indices;  /* columns of key_indices; read if that is present */
     struct cattn_score_options score_options;
     struct cattn_dropout_spec dropout;
     struct cattn_poll poll;
@@ -108,6 +110,10 @@ struct cattn_attention_params {
     struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
     struct cattn_tensor block_mask;           /* bytes, 0 hides all pairs of a block; strides count blocks; or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
+    /* int64, (batch, head, row, col), each -1 .. seqlen_k - 1; or absent. The keys that a query sees, in this order, of
+     * which ranges and masks hide some; -1 is no key. The columns of weights are those of this tensor, not the keys.
+     * Neither dropout nor slopes nor packed sequences come with it. */
+    struct cattn_tensor key_indices;
     /* Packed sequences (else absent): query, key, value, out, lse and their gradients have one row axis for the whole
      * batch. Batch entry b starts at these rows (int64, batch strides) and has the lengths that ranges gives it.
      * dropout.torch is absent: it would have no order. */
@@ -367,6 +373,9 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
+/* The same with key_indices: what the two functions above compute from the gathered keys of each query. */
+enum cattn_status cattn_gathered_attention(const struct cattn_attention_params *params);
+enum cattn_status cattn_gathered_backward(const struct cattn_backward_params *params);
 /* Also computes the forward pass, as far as lse needs it. */
 enum cattn_status cattn_attention_statistics(const struct cattn_statistics_params *params);
 enum cattn_status cattn_softmax(const struct cattn_softmax_params *params);

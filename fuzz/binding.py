@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from arguments import Bytes, Ours, any_thing
-from calls import CALLS, Finding, cattn, quantize
+from calls import CALLS, Finding, cattn, list_keys, quantize
 
 from cattn._input.types import AttentionOutput
 
@@ -107,6 +107,7 @@ def run(raw_bytes: bytes) -> None:
         arguments["out"] = overlapping(data, arguments) if "out" in names else arguments.get("out")
         arguments = {name: arguments[name] for name in arguments if name in names}
     quantize(data, function, arguments)
+    list_keys(data, function, arguments)
     before = memory_of(arguments)
     rng = arguments.get("rng")
     state = rng.get_state() if isinstance(rng, cattn.TorchGenerator) else None

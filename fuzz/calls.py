@@ -115,6 +115,19 @@ def quantize(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) ->
             call[scale] = any_thing(data)
 
 
+def list_keys(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Give each query, or all of them, a list of keys. Chosen last, for the same reason."""
+    key, query = call.get("key"), call.get("query")
+    if "key_indices" not in inspect.signature(function).parameters or not data.chance(5):
+        return
+    if not isinstance(key, np.ndarray) or not isinstance(query, np.ndarray) or min(key.ndim, query.ndim) < 2:
+        return
+    for name in ("alibi_slopes", "dropout_p", "return_dropout_mask"):
+        call.pop(name, None)
+    rows, n = data.pick((1, min(query.shape[-2], 1000))), data.below(40)
+    call["key_indices"] = np.arange(rows * n).reshape(rows, n) * 7 % (min(key.shape[-2], 10**6) + 1) - 1
+
+
 def attention(data: Bytes) -> dict[str, Any]:
     s = Shapes(data)
     call = s.attention() | {"is_causal": data.pick((False, True, "upper_left", "lower_right"))}

@@ -162,6 +162,30 @@ def calls(draw: st.DrawFn, long: bool = False) -> tuple[dict[str, Any], type]:
 
 
 @st.composite
+def gathered_calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
+    """Draw the arguments of a call with key_indices, and the dtype that it is computed in."""
+    call, dtype = draw(calls())
+    for name in ("alibi_slopes", "dropout_p", "rng"):
+        call.pop(name, None)
+    if dtype == np.float32 and draw(st.integers(0, 3)) == 0:
+        call = quantize(draw, call)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    T_k, n = call["key"].shape[-2], draw(st.sampled_from([0, 1, 5, 16, 33, 97, 193, 250]))
+    shape = broadcastable(draw, [*call["query"].shape[:-1], n], 3)
+    shape = [*shape[draw(st.integers(0, len(shape) - 1)) : -1], n]
+    indices = rng.integers(0, T_k, shape) if T_k > 0 else np.full(shape, -1)
+    kind = draw(st.sampled_from(["any", "in order", "one key", "no holes"]))
+    if kind == "in order":
+        indices = np.sort(indices, axis=-1)
+    elif kind == "one key":
+        indices[...] = indices.max(initial=-1)
+    if kind != "no holes":
+        indices = np.where(rng.random(shape) < draw(st.sampled_from([0.1, 0.5, 1])), -1, indices)
+    integers = draw(st.sampled_from([np.int64, np.int32, np.int16]))
+    return call | {"key_indices": lay_out(draw, indices.astype(integers))}, dtype
+
+
+@st.composite
 def statistics_options(draw: st.DrawFn, most_keys: int) -> dict[str, Any]:
     """Draw the options of attention_statistics alone. Each statistic may be the only one."""
     names = [name for name in cattn.AttentionStatistics._fields if not name.startswith("top")]

@@ -34,6 +34,7 @@ FEW, LONG_KEY, LONG_VALUE = _normal(1, 2, 3, 8), _normal(1, 2, 1600, 8), _normal
 MASK, BIAS = _draw.random((101, 197)) < 0.8, _normal(4, 1, 197)
 SLOPES, SINKS = np.linspace(0.1, 0.4, 4), _normal(4)
 LENGTHS = np.array([[197], [55]])
+LISTS = _draw.integers(-1, 197, (101, 30), dtype=np.int32)
 X = _normal(3, 3)
 SCORES, SCORES_MASK = _normal(3, 70, 90), _draw.random((70, 90)) < 0.7
 PACKED = _normal(120, 2, 8)
@@ -154,6 +155,11 @@ CALLS: dict[str, Call] = {
     "blocks": lambda: _attend(
         QUERY, KEY, VALUE, block_mask=np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, block_size=16,
     ),
+    "lists of keys": lambda: _attend(
+        QUERY, KEY, VALUE, MASK, bias=BIAS, sinks=SINKS, key_indices=LISTS, is_causal="upper_left", threads=2,
+        return_weights=True, return_lse=True,
+    ),
+    "a list of keys": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, key_indices=LISTS[0], threads=3),
     "all outputs": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=5, **ALL_OUTPUTS),
     "stream": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=cattn.TorchGenerator(5), threads=2, **ALL_OUTPUTS),
     "NumPy's generator": lambda: _attend(QUERY, KEY, VALUE, dropout_p=0.3, rng=np.random.default_rng(1)),
@@ -177,6 +183,8 @@ CALLS: dict[str, Call] = {
     ),
     "attention_backward": lambda: _differentiate(threads=1, bias=BIAS, sinks=SINKS, attn_mask=MASK),
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
+    "attention_backward, lists of keys": lambda: _differentiate(threads=3, bias=BIAS, sinks=SINKS, key_indices=LISTS),
+    "attention_backward, a list of keys": lambda: _differentiate(threads=1, attn_mask=MASK, key_indices=LISTS[0]),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
     # statistics
     "attention_statistics": lambda: cattn.attention_statistics(QUERY, KEY, MASK, bias=BIAS, sinks=SINKS, top_k=3),

@@ -421,6 +421,7 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"need_weights": True}, NotImplementedError, "need_weights is not available"),
         ({"return_dropout_mask": True}, NotImplementedError, "return_dropout_mask is not available"),
         ({"out": np.ones((2, 6, 4))}, NotImplementedError, "out is not available"),
+        ({"key_indices": [[0, 1]]}, NotImplementedError, "key_indices is not available for dask arrays: the keys of a"),
         ({"rng": cattn.TorchGenerator(0), "dropout_p": 0.5}, TypeError, "rng is a TorchGenerator"),
         ({"rng": 2**64, "dropout_p": 0.5}, ValueError, "rng must be in"),
         ({"query_offset": da.zeros(2, dtype=int)}, TypeError, r"pass query_offset\.compute\(\)"),

@@ -75,6 +75,7 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
     "shape of a scale": (
         ValueError, r"key_scale has shape \(2, 6, 1\), which does not broadcast to the shape of key \(2, 6, 4, 8\)",
         (X, BYTES, X), {"key_scale": np.ones((2, 6, 1))}),
+    "key_indices": (TypeError, "key_indices", (X, X, X), {"key_indices": np.zeros((6, 2), int)}),
     "blocks of no size": (ValueError, "block_mask needs block_size", (X, X, X), {"block_mask": [[True]]}),
     "a size without blocks": (ValueError, "block_size is given without", (X, X, X), {"block_size": 3}),
     "size of a block": (ValueError, "block_size must be at least 1", (X, X, X),

@@ -94,7 +94,7 @@ def test_signatures_are_those_of_the_source() -> None:
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
         "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
         "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, key_scale=None, value_scale=None, "
-        "block_mask=None, block_size=None, rng=None, return_weights=False, return_lse=False, "
+        "block_mask=None, block_size=None, key_indices=None, rng=None, return_weights=False, return_lse=False, "
         "return_dropout_mask=False, need_weights=False, out=None)"
     )
     causal = inspect.signature(cattn.causal_attention)
@@ -110,8 +110,8 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.attention_weights)) == (
         "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
         "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
-        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, block_mask=None, block_size=None, dropout_p=0.0, "
-        "rng=None, stage='softmax', out=None)"
+        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, block_mask=None, block_size=None, "
+        "key_indices=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
@@ -122,8 +122,8 @@ def test_signatures_are_those_of_the_source() -> None:
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
         "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "key_scale=None, value_scale=None, block_mask=None, block_size=None, rng=None, grad_lse=None, "
-        "merged=False)"
+        "key_scale=None, value_scale=None, block_mask=None, block_size=None, key_indices=None, rng=None, "
+        "grad_lse=None, merged=False)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "

@@ -57,7 +57,7 @@ def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> t
     """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
     seed = torch.tensor(-5) if options.get("dropout_p") else None
     names = ("alibi_slopes", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
-    arrays = [options.get(name) for name in (*names, "key_scale", "value_scale")]
+    arrays = [options.get(name) for name in (*names, "key_scale", "value_scale", "key_indices")]
     causal = "upper_left" if options.get("is_causal") else ""
     numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
     window = options.get("window_size", (-1, -1))
@@ -497,3 +497,12 @@ def test_the_number_of_threads_changes_no_bit() -> None:
             out = attention(q, k, v, is_causal=True)
             results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
     assert all(map(torch.equal, *results))
+
+
+def test_a_negative_view_is_read() -> None:
+    """PyTorch leaves the sign of such a tensor to the reader."""
+    z = torch.randn(2, 5, 4, dtype=torch.complex64)
+    x = torch.randn(2, 5, 4)
+    negative = z.conj().imag
+    assert negative.is_neg()
+    assert torch.equal(attention(negative, x, x), attention(-z.imag, x, x))

@@ -17,6 +17,7 @@ from cattn.integrations import torch as bridge  # noqa: E402
 from test_torch_integration import attention, operator_arguments, tensors, theirs  # noqa: E402
 
 B, H, T_q, T_k, D = 2, 4, 6, 9, 8
+LISTS = torch.arange(B * T_q * 4).reshape(B, T_q, 4) % T_k - 1
 
 
 def tensor(*shape: int, seed: int = 1) -> Any:
@@ -38,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes": {"alibi_slopes": torch.from_numpy(cattn.get_alibi_slopes(H)), "query_offset": 3},
     "sinks": {"sinks": tensor(H)},
     "sinks for each batch entry, groups inferred": {"sinks": tensor(B, H), "enable_gqa": None},
+    "a list of keys for each query": {"key_indices": LISTS[:, None], "is_causal": "lower_right", "bias": tensor(T_k)},
+    "a list of keys for all": {"key_indices": torch.tensor([3, -1, 0, 3], dtype=torch.int32), "sinks": tensor(H)},
     "dropout from a seed": {"dropout_p": 0.4, "rng": 2**64 - 3},
 }
 WITH_GRADIENT = ("attn_mask", "bias", "sinks")
@@ -382,7 +385,7 @@ def test_lengths_may_change_between_the_passes() -> None:
 def test_wrong_options_are_refused_by_name() -> None:
     x = torch.ones(2, 3, 4)
     array: Any = np.ones(3)
-    for name in ("bias", "sinks", "alibi_slopes", "attn_mask"):
+    for name in ("bias", "sinks", "alibi_slopes", "attn_mask", "key_indices"):
         with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got ndarray"):
             attention(x, x, x, **{name: array})
         with pytest.raises(ValueError, match=f"{name} is on meta, cattn computes on the CPU"):
@@ -397,15 +400,6 @@ def test_wrong_options_are_refused_by_name() -> None:
         attention(x, x, x, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):
         attention(x, x, x, alibi_slopes=torch.ones(1, requires_grad=True))
-
-
-def test_a_negative_view_is_read() -> None:
-    """PyTorch leaves the sign of such a tensor to the reader."""
-    z = torch.randn(2, 5, 4, dtype=torch.complex64)
-    x = torch.randn(2, 5, 4)
-    negative = z.conj().imag
-    assert negative.is_neg()
-    assert torch.equal(attention(negative, x, x), attention(-z.imag, x, x))
 
 
 # ---- torch.vmap ----------------------------------------------------------------------------------------------------
@@ -425,6 +419,8 @@ LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
          "alibi_slopes": tensor(H)},
     ),
     "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
+    "lists of keys": ([(B, T_q, D), (B, T_k, D), (B, T_k, 5)], {"key_indices": LISTS}),
+    "lists of each head": ([(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_indices": LISTS[0, :H, None]}),
     "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
         {"key_value_seq_lengths": 8, "key_value_seq_starts": torch.tensor([[1, 4]])}),
 }  # fmt: skip

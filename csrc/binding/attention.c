@@ -81,7 +81,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         if (!call->wants[i])
             continue;
         /* the last axis of out is d_v, that of the call's dims is T_k */
-        call->dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : seqlen_k;
+        call->dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols;
         const struct cattn_output_spec spec = {.name = names[i],
                                                .type = types[i],
                                                .nd = i == LSE ? call->nd - 1 : call->nd,
@@ -101,7 +101,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
     }
     if (params->d_v == 1)
         params->out.col = 1;
-    if (seqlen_k == 1)
+    if (call->weight_cols == 1)
         params->weights.col = params->dropout_mask.col = 1;
     return true;
 }
@@ -132,7 +132,10 @@ void cattn_call_clear(struct cattn_call *call) {
         cattn_output_clear(&call->outputs[i]);
 }
 
-static enum cattn_status compute(const void *params) { return cattn_attention(params); }
+static enum cattn_status compute(const void *params) {
+    const struct cattn_attention_params *p = params;
+    return p->key_indices.data ? cattn_gathered_attention(p) : cattn_attention(p);
+}
 
 static bool run(struct cattn_call *call, PyObject *rng, struct cattn_draw *draw) {
     struct cattn_attention_params *params = call->params;
@@ -205,6 +208,11 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
     if (variant->stage == CATTN_STAGE_DROPOUT)
         call.as_tuple = call.wants[DROPOUT_MASK] = true;
+    if (call.wants[DROPOUT_MASK] && call.inputs[KEY_INDICES] != NULL) {
+        PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
+                     weights_only ? "stage='dropout'" : "return_dropout_mask");
+        goto done;
+    }
     if (!weights_only && !unpack_out(&call, args[ARG_out], given))
         goto done;
     if (weights_only)

@@ -385,11 +385,49 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
            parse_numbers(call, args[ARG_sinks], "sinks", SINKS, &params->sinks);
 }
 
+/* key_indices: the keys that each query sees, (..., T_q, n). */
+static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
+    struct cattn_attention_params *params = call->params;
+    call->weight_cols = call->dims[call->nd - 1];
+    if (object == Py_None)
+        return true;
+    PyObject *indices = PyObject_CallFunction(call->state->as_key_indices, "OL", object, (long long)params->seqlen_k);
+    PyArrayObject *array = call->inputs[KEY_INDICES] = (PyArrayObject *)indices;
+    if (array == NULL)
+        return false;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    call->weight_cols = dims[call->nd - 1] = PyArray_DIM(array, PyArray_NDIM(array) - 1);
+    if (!cattn_arg_broadcasts(array, "key_indices", call->nd, dims, "the queries' shape, with n keys for each,", ""))
+        return false;
+    cattn_tensor_from(&params->key_indices, array, call->n_batch_dims, call->axes);
+    params->n_indices = call->weight_cols;
+    params->own_head_lists = call->has_heads && size_from_end(array, 3) > 1;
+    params->own_row_lists = size_from_end(array, 2) > 1;
+    if (cattn_attention_counts_fit(params))
+        return true;
+    PyErr_Format(PyExc_ValueError, "key_indices names %zd keys for each query, which is too large for these arrays",
+                 (Py_ssize_t)call->weight_cols);
+    return false;
+}
+
+/* What counts keys by their place in an array, and not by their index. */
+static bool check_key_indices(const struct cattn_call *call) {
+    if (call->inputs[KEY_INDICES] == NULL)
+        return true;
+    const bool slopes = call->params->slopes.data != NULL;
+    if (slopes || call->params->dropout.enabled)
+        PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together%s", slopes ? "alibi_slopes" : "dropout_p",
+                     slopes ? ": pass -slope * abs(p - j) as bias" : "");
+    return PyErr_Occurred() == NULL;
+}
+
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
            parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
            parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
            parse_score_options(call, args) &&
-           cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout);
+           cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
+           parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }

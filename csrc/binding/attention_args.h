@@ -30,6 +30,7 @@
     A(value_scale)                                                                                                     \
     A(block_mask)                                                                                                      \
     A(block_size)                                                                                                      \
+    A(key_indices)                                                                                                     \
     A(rng)                                                                                                             \
     A(return_weights)                                                                                                  \
     A(return_lse)                                                                                                      \
@@ -61,7 +62,7 @@ enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT
 enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 
 /* The arguments that are arrays. */
-enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, BLOCK_MASK, N_INPUTS };
+enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, BLOCK_MASK, KEY_INDICES, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
 /* One call of attention on its way from Python's arguments to the core. */
@@ -84,6 +85,7 @@ struct cattn_call {
     npy_intp kv_heads;           /* of key and value, 1 without heads */
     int nd;                      /* of dims */
     npy_intp *dims;              /* (*batch, [H], T_q, T_k) */
+    npy_intp weight_cols;        /* of a row of weights: T_k, or the length of the lists of key_indices */
     npy_intp *bias_dims; /* receives the shape of the bias that has a gradient; NULL if there are no gradients */
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };

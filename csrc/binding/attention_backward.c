@@ -157,7 +157,10 @@ static bool check_rng(const struct backward *b, PyObject *rng) {
     return false;
 }
 
-static enum cattn_status compute(const void *params) { return cattn_attention_backward(params); }
+static enum cattn_status compute(const void *params) {
+    const struct cattn_backward_params *p = params;
+    return p->forward.key_indices.data ? cattn_gathered_backward(p) : cattn_attention_backward(p);
+}
 
 static bool run(struct backward *b, PyObject *rng) {
     b->call.params->path = CATTN_PATH_TILE;

@@ -68,6 +68,7 @@ struct cattn_signature {
     H(as_bool)                                                                                                         \
     H(read_integers)                                                                                                   \
     H(as_integers)                                                                                                     \
+    H(as_key_indices)                                                                                                  \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
     H(as_quantized)                                                                                                    \

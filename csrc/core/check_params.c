@@ -127,6 +127,9 @@ void cattn_check_attention(const struct cattn_attention_params *p) {
     check_aligned(&p->slopes, element);
     check_aligned(&p->sinks, element);
     check_dropout_spec(&p->dropout);
+    check_aligned(&p->key_indices, sizeof(int64_t));
+    assert(!p->key_indices.data || (p->n_indices >= 0 && !p->query_starts.data));
+    assert(!p->key_indices.data || (!p->slopes.data && !p->dropout.enabled && !p->dropout_mask.data));
     check_aligned(&p->out, stored);
     check_aligned(&p->weights, stored);
     assert(!p->store_scores || p->weights.data);

@@ -24,8 +24,8 @@
 #define SPLIT_BUDGET ((size_t)512 << 10)
 
 double cattn_attention_work(const struct cattn_attention_params *p) {
-    const double n_keys = (double)(p->seqlen_k > 0 ? p->seqlen_k : 1); /* rows without keys cost time, too */
-    const double pairs = (double)p->seqlen_q * n_keys;
+    const int64_t n_keys = p->key_indices.data ? p->n_indices : p->seqlen_k;
+    const double pairs = (double)p->seqlen_q * (double)(n_keys > 0 ? n_keys : 1); /* rows without keys cost time, too */
     return (double)p->n_batch * (double)p->num_heads * pairs * (double)(p->head_dim + p->d_v + 8);
 }
 
@@ -46,13 +46,22 @@ bool cattn_plan_uses_stream(const struct cattn_attention_params *p) {
     return p->dropout.enabled && p->dropout.torch && p->n_batch * p->num_heads * p->seqlen_q > 0 && p->seqlen_k > 0;
 }
 
+/* With key_indices a task gathers all keys of a list: each has less than 32 bytes for a column of key and value and
+ * their gradients, and for a pair with a query. */
+static bool lists_fit(const struct cattn_attention_params *p) {
+    const double columns = (double)p->head_dim + (double)p->d_v, queries = (double)p->group_size * (double)p->seqlen_q;
+    return (double)p->n_indices * (columns + queries + 1) < 0x1p56;
+}
+
 bool cattn_attention_counts_fit(const struct cattn_attention_params *p) {
     /* No array in memory has that many elements. With lengths up to it, the scratch of a block of rows is a sum of a
      * few products below 2^59. */
     const int64_t most = (int64_t)1 << 48;
     const double rows = (double)p->n_batch * (double)p->num_heads * ((double)p->seqlen_q + CATTN_TILE_ROWS);
-    const double pairs = rows * ((double)p->seqlen_k + CATTN_BLOCK_KEYS);
-    return p->seqlen_q <= most && p->seqlen_k <= most && p->head_dim <= most && p->d_v <= most && pairs < 0x1p62;
+    const int64_t n_indices = p->key_indices.data ? p->n_indices : 0;
+    const double pairs = rows * ((double)(n_indices > p->seqlen_k ? n_indices : p->seqlen_k) + CATTN_BLOCK_KEYS);
+    return p->seqlen_q <= most && p->seqlen_k <= most && p->head_dim <= most && p->d_v <= most && pairs < 0x1p62 &&
+           (!p->key_indices.data || lists_fit(p));
 }
 
 struct cattn_per_row *cattn_plan_carve_per_row(struct cattn_arena *arena, size_t n_rows) {
@@ -197,7 +206,7 @@ int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t p
 }
 
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {
-    if (p->path != CATTN_PATH_TINY)
+    if (p->path != CATTN_PATH_TINY || p->key_indices.data) /* each query chooses anew there */
         return true;
     struct cattn_plan plan = cattn_plan(p, cattn_kernels_for(p->dtype));
     return tiny_fits(&plan, p);

@@ -35,6 +35,7 @@ _OTHERS = {
     "sinks": "sink s_aux attn_sink attention_sink attention_sinks head_sink softmax_sink",
     "enable_gqa": "gqa use_gqa",
     "block_mask": "blocks blockmask base_blockmask block_sparse_mask sparse_mask block_layout sparsity_layout",
+    "key_indices": "topk_indices indices topk_idxs topk_index gather_indices kv_indices selected_keys token_indices",
     "block_size": "blocksize block_len block block_width",
     "query_offset": "offset q_offset position start_pos cache_position past_length past_seq_len position_offset",
     "query_seq_lengths": "q_lengths query_lengths q_seqlens seqused_q seqlens_q q_seq_lengths",

@@ -85,6 +85,7 @@ _cattn._register_helpers(
     as_bias=arrays.as_bias,
     as_bool=arrays.as_bool,
     as_integers=arrays.as_integers,
+    as_key_indices=arrays.as_key_indices,
     read_integers=arrays.read_integers,
     as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,

@@ -34,6 +34,7 @@ class AttentionOptions(TypedDict, total=False):
     value_scale: ArrayLike | None
     block_mask: ArrayLike | None
     block_size: int | None
+    key_indices: ArrayLike | None
     rng: RNG
 
 
@@ -173,6 +174,7 @@ def scaled_dot_product_attention(
     value_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -271,13 +273,21 @@ def scaled_dot_product_attention(
         but hidden blocks take neither time nor memory.
     block_size : int, optional
         Number of queries and of keys of a block of block_mask, at least 1. Needed if, and only if, there is one.
+    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query sees, in this order; -1 is no key. Broadcasts to (..., T_q, n), over heads too. A query
+        has the bits of its call on ``key[indices]`` and ``value[indices]``, without the entries of -1: a repeated index
+        counts twice, and keys that no query names are never read. All other arguments count keys by their place in
+        `key`: attn_mask, bias and block_mask are gathered along, and a key outside of causality, window or lengths is
+        left out like -1. Weights have the shape (..., T_q, n), 0 where an entry has no key. Not with dropout_p or
+        alibi_slopes.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
         drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
     return_weights : bool
-        Also return the weights, shape (..., T_q, T_k), before dropout. The result is an `AttentionOutput` of five
-        fields then: take ``result.out`` and ``result.weights``, or unpack ``out, weights, *_ = result``.
+        Also return the weights, shape (..., T_q, T_k) or that of key_indices, before dropout. The result is an
+        `AttentionOutput` of five fields then: take ``result.out`` and ``result.weights``, or unpack
+        ``out, weights, *_ = result``.
     return_lse : bool, np.float32 or np.float64
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q), as ``result.lse``. float64 has
         the digits that float32 has no room for; True means the dtype of the computation.
@@ -494,6 +504,7 @@ def causal_attention(
     value_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -559,6 +570,8 @@ def causal_attention(
         Which blocks of queries and keys are visible.
     block_size : int, optional
         Number of queries and of keys of a block.
+    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query sees, -1 for none.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     return_weights : bool
@@ -616,6 +629,7 @@ def attention_weights(  # type: ignore[empty-body]
     key_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     dropout_p: float = 0.0,
     rng: RNG = None,
     stage: Stage = "softmax",
@@ -646,7 +660,7 @@ def attention_weights(  # type: ignore[empty-body]
 
     Returns
     -------
-    ndarray, shape (..., T_q, T_k)
+    ndarray, shape (..., T_q, T_k), with key_indices (..., T_q, n)
         Scores, or weights. Rows of weights sum to 1, with sinks to less; a query that sees no key has a row of 0.
 
     Other Parameters
@@ -675,6 +689,8 @@ def attention_weights(  # type: ignore[empty-body]
         Which blocks of queries and keys are visible.
     block_size : int, optional
         Number of queries and of keys of a block.
+    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query sees, -1 for none.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes

@@ -60,6 +60,7 @@ def attention_backward(  # type: ignore[empty-body]
     value_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
@@ -126,6 +127,8 @@ def attention_backward(  # type: ignore[empty-body]
         Which blocks of queries and keys are visible.
     block_size : int, optional
         Number of queries and of keys of a block.
+    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query saw, -1 for none. The gradients of a list's keys are added to those of key and value.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.

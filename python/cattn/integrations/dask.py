@@ -355,6 +355,7 @@ def attention(
     value_scale: Any = None,
     block_mask: Any = None,
     block_size: int | None = None,
+    key_indices: None = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -412,6 +413,8 @@ def attention(
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
     block_size : int, optional
         Number of queries and of keys of a block.
+    key_indices : None
+        Not available: the keys of a list lie in any chunk.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
     return_weights : bool
@@ -467,10 +470,9 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse(
-        {"return_weights": return_weights, "need_weights": need_weights, "return_dropout_mask": return_dropout_mask},
-        "no task holds a whole row of weights",
-    )
+    _refuse({"return_weights": return_weights, "need_weights": need_weights,
+             "return_dropout_mask": return_dropout_mask}, "no task holds a whole row of weights")  # fmt: skip
+    _refuse({"key_indices": key_indices}, "the keys of a list lie in any chunk")
     _refuse({"out": out}, "the result is computed later")
     numbers: dict[str, Any] = {
         "query_offset": query_offset,

@@ -42,6 +42,7 @@ def scaled_dot_product_attention(
     value_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     rng: int | None = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -81,11 +82,15 @@ def scaled_dot_product_attention(
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
         key_scale=key_scale, value_scale=value_scale, block_mask=block_mask, block_size=block_size,
+        key_indices=key_indices,
     )  # fmt: skip
+    if key_indices is not None and (p > 0 or return_dropout_mask):
+        raise ValueError("dropout and key_indices do not go together")
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     seed = new_seed(rng)
     drop_bits = _dropout_bits(p, seed, problem)
-    result = _weighted_sum(apply_dropout(weights, drop_bits, p), problem.value, problem.visible, is_mean=p == 0)
+    dense, visible = problem.of_all_keys(apply_dropout(weights, drop_bits, p)), problem.of_all_keys(problem.visible)
+    result = _weighted_sum(dense, problem.value, visible, is_mean=p == 0)
 
     if problem.one_head:
         result, weights = result[..., 0, :, :], weights[..., 0, :, :]
@@ -262,6 +267,24 @@ class Problem(NamedTuple):
     position: NDArray[np.int64]  # (*batch or fewer dimensions, T_q)
     starts: NDArray[np.int64]  # (*batch or fewer dimensions): the first valid key
     one_head: bool  # the caller's arrays have no head axis
+    indices: NDArray[np.int64] | None  # (*batch, H, T_q, n): the keys of each query, instead of all T_k
+
+    def of_all_keys(self, pairs: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers of pairs (..., T_q, n) as (..., T_q, T_k): those of a repeated key are added."""
+        if self.indices is None:
+            return pairs
+        T_k = self.key.shape[-2]
+        dense = np.zeros((math.prod(pairs.shape[:-1]), T_k + 1), pairs.dtype)  # -1 is the column after the last key
+        rows = np.arange(len(dense))[:, None]
+        np.add.at(dense, (rows, self.indices.reshape(len(dense), -1)), pairs.reshape(len(dense), -1))
+        return dense[:, :T_k].reshape(*pairs.shape[:-1], T_k)
+
+    def of_listed_keys(self, pairs: NDArray[Any], filling: Any = 0) -> NDArray[Any]:
+        """Return numbers of pairs (..., T_q, T_k) as (..., T_q, n), with `filling` where there is no key."""
+        if self.indices is None:
+            return pairs
+        no_key = np.full((*pairs.shape[:-1], 1), filling, pairs.dtype)
+        return np.take_along_axis(np.concatenate([pairs, no_key], axis=-1), self.indices, axis=-1)
 
 
 def score(
@@ -278,6 +301,7 @@ def score(
     value_scale: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
+    key_indices: ArrayLike | None = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` are those of `Ranges`."""
@@ -322,7 +346,20 @@ def score(
         visible &= np.broadcast_to(repeat_blocks(blocks, block_size, shape[-2], shape[-1]), shape)
 
     q, k, v = (np.broadcast_to(a, shape[:-2] + a.shape[-2:]) for a in (q, k, v))
-    return Problem(q, k, v, scale, products, capped, scores, visible, position, starts, one_head)
+    problem = Problem(q, k, v, scale, products, capped, scores, visible, position, starts, one_head, None)
+    if key_indices is None:
+        return problem
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes and key_indices do not go together")
+    indices = np.asarray(key_indices, np.int64)
+    if one_head and indices.ndim > 2:
+        indices = np.expand_dims(indices, -3)
+    if (indices < -1).any() or (indices >= shape[-1]).any():
+        raise ValueError(f"key_indices must be from -1 to {shape[-1] - 1}")
+    problem = problem._replace(indices=np.broadcast_to(indices, (*shape[:-1], indices.shape[-1])))
+    products, capped, scores = (problem.of_listed_keys(a, -np.inf) for a in (products, capped, scores))
+    visible = problem.of_listed_keys(visible, False)
+    return problem._replace(products=products, capped=capped, scores=scores, visible=visible)
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:

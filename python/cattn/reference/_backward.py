@@ -71,16 +71,19 @@ def attention_backward(
     if grad_lse is not None:
         grads_lse = np.asarray(grad_lse, np.float64).reshape(row_lse.shape)
     delta = (grads_out * outs).sum(axis=-1) - grads_lse
-    dP = np.where(factor != 0, factor * (grads_out @ np.swapaxes(v, -1, -2)), 0.0)
+    products = problem.of_listed_keys(grads_out @ np.swapaxes(v, -1, -2))
+    dP = np.where(factor != 0, factor * products, 0.0)
     dS = np.where(visible_mass, weights * (dP - delta[..., None]), 0.0)
     dS_scaled = dS * problem.scale
     if softcap := options.get("softcap"):
         dS_scaled = np.where(dS != 0, dS_scaled * (1 - (problem.capped / softcap) ** 2), 0.0)
 
+    dropped = np.where(factor != 0, weights * factor, 0.0)
+    dS, dS_scaled, dropped, visible = map(problem.of_all_keys, (dS, dS_scaled, dropped, visible))
     grad_q = _weighted_sum(dS_scaled, k, visible)
     transposed = np.swapaxes(visible, -1, -2)
     grad_k = _weighted_sum(np.swapaxes(dS_scaled, -1, -2), q, transposed)
-    grad_v = _weighted_sum(np.swapaxes(np.where(factor != 0, weights * factor, 0.0), -1, -2), grads_out, transposed)
+    grad_v = _weighted_sum(np.swapaxes(dropped, -1, -2), grads_out, transposed)
     grad_bias, grad_sinks = None, None
     additive = attn_mask if options.get("bias") is None else options["bias"]
     if additive is not None and np.asarray(additive).dtype.kind == "f":

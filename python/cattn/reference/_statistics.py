@@ -39,6 +39,8 @@ def attention_statistics(
     >>> attention_statistics(np.zeros((2, 3)), np.zeros((2, 3)), is_causal=True).received
     array([1.5, 0.5])
     """
+    if "key_indices" in options:
+        raise TypeError("attention_statistics takes no key_indices")
     problem = score((query, key, key), attn_mask, is_causal, query_seq_lengths=query_seq_lengths, **options)
     scores, visible = problem.scores, problem.visible
     w, lse = normalize(scores, visible, sinks)

@@ -44,6 +44,7 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+    key_indices: Tensor | None
     rng: int | torch.Generator | None
 
 
@@ -149,6 +150,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    key_indices: Tensor | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -205,6 +207,8 @@ def scaled_dot_product_attention(
         in float32. Broadcasts to the shape of key or value: (..., T_k, 1) has one for each token. Positive and finite,
         from 2**-100 to 2**100. Halves of the other tensors are then computed in float32, and the output is rounded.
         Quantized tensors and scales have no gradient.
+    key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
+        The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
     rng : int or torch.Generator, optional
         Seed of the dropout mask, or the generator that draws it. None is PyTorch's default generator, so that
         ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
@@ -265,10 +269,12 @@ def scaled_dot_product_attention(
         and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
+        and (key_indices is None or is_readable(key_indices))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        others["key_indices"] = key_indices
         if not scaled:
             _check_inputs(query, key, value)
             query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
@@ -297,6 +303,7 @@ def scaled_dot_product_attention(
             _as_positions(key_value_seq_starts, "key_value_seq_starts"),
             key_scale,
             value_scale,
+            key_indices,
             seed,
         )
         numbers = (dropout_p, alignment, scale, enable_gqa, *read_window(window_size), softcap)
@@ -319,6 +326,8 @@ def scaled_dot_product_attention(
             options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
         if key_value_seq_starts is not None:
             options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
+        if key_indices is not None:
+            options["key_indices"] = _own_array(key_indices) if gradients else as_array(key_indices)
         if scaled:
             for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
                 if scale_of is not None:

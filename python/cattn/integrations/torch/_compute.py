@@ -141,6 +141,8 @@ def _backward_of_weights(
     query, key, value, *rest = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     size = key.shape[-2]
+    if (key_indices := options.get("key_indices")) is not None:
+        grad_weights = _of_all_keys(grad_weights, key_indices, size)
     unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
     operands = (query, key, unit, *rest)
     # The weights are those before dropout.
@@ -149,6 +151,20 @@ def _backward_of_weights(
     assert again.lse is not None
     grads = _backward_of_output(grad_weights, None, operands, again.out, again.lse, options)
     return (*grads[:2], None, *grads[3:])
+
+
+def _of_all_keys(grad_weights: Tensor, key_indices: NDArray[Any], size: int) -> Tensor:
+    """Return the gradient of the weights of listed keys as that of the weights of all keys.
+
+    The output for the unit matrix is the sum of a key's weights. Where a list names it several times they are equal, so
+    that each has the mean of their gradients.
+    """
+    indices = torch.from_numpy(key_indices.astype(np.int64)).expand(grad_weights.shape)
+    wide, named, places = grad_weights.to(torch.float64), indices >= 0, indices.clamp(min=0)
+    none = wide.new_zeros(*wide.shape[:-1], max(size, 1))
+    total = none.scatter_add(-1, places, wide.where(named, 0))
+    count = none.scatter_add(-1, places, named.to(wide.dtype))
+    return (total / count.clamp(min=1))[..., :size].to(grad_weights.dtype)
 
 
 def _backward_of_output(

@@ -25,13 +25,13 @@ from ._tensors import (
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
 _ARRAYS = (
     "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
-    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? seed"
+    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? key_indices, Tensor? seed"
 )
 _NUMBERS = (
     "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
 )
 _OF_RESULTS = "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse"
-N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 8, 5
+N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 9, 5
 
 
 def _read_options(
@@ -42,6 +42,7 @@ def _read_options(
     key_value_seq_starts: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    key_indices: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
     is_causal: str,
@@ -66,6 +67,7 @@ def _read_options(
         "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
         "key_scale": None if key_scale is None else as_array(key_scale),
         "value_scale": None if value_scale is None else as_array(value_scale),
+        "key_indices": None if key_indices is None else as_array(key_indices),
         "rng": None if seed is None else int(seed) % 2**64,
     }
 
@@ -92,6 +94,7 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options.get("key_value_seq_starts"),
         options.get("key_scale"),
         options.get("value_scale"),
+        options.get("key_indices"),
     )
     seed = options.get("rng")
     return (
@@ -176,7 +179,9 @@ def backward_operator(*arguments: Any) -> Any:
 def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = arguments[:3]
     rows = row_shape(query, key, value, arguments[N_OPERANDS + N_ARRAYS + 3])
-    weights = query.new_empty((*rows, key.shape[-2]) if arguments[-1] else 0)
+    key_indices = arguments[N_OPERANDS + N_ARRAYS - 2]
+    columns = key.shape[-2] if key_indices is None else key_indices.shape[-1]
+    weights = query.new_empty((*rows, columns) if arguments[-1] else 0)
     return empty_output(rows, query, value), query.new_empty(rows, dtype=torch.float64), weights
 
 
