@@ -329,7 +329,7 @@ def as_integers(obj: Any, name: str, least: int, most: int) -> int | Array:
 
 def as_key_indices(obj: Any, T_k: int) -> Array:
     """Return key_indices as an int64 array of the caller's shape that nobody else changes. Check every index."""
-    given = _asarray(obj, "key_indices")
+    given = read_array(obj, "key_indices")
     if given.dtype.kind not in "iu" and given.size > 0:
         raise TypeError(f"key_indices must be integers, -1 for no key, got dtype {given.dtype}")
     if given.ndim == 0:
