@@ -127,7 +127,7 @@ static struct cattn_tensor gather_rows(const struct cattn_gather *g, const struc
 static struct cattn_tensor gather_scales(const struct cattn_gather *g, const struct cattn_tensor *scale, int64_t start,
                                          int64_t n_cols, float *to) {
     struct cattn_tensor part = {.data = (float *)scale->data + start, .col = scale->col};
-    if (scale->row == 0)
+    if (scale->row == 0 || n_cols == 0)
         return part;
     part = gather_rows(g, scale, start, scale->col ? n_cols : 1, sizeof *to, to);
     part.col = scale->col ? 1 : 0;
