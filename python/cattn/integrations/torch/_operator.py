@@ -244,7 +244,8 @@ def _guard(operator: Any, library: Any) -> None:
 
 _without_compiler: Any = (
     torch._disable_dynamo
-)  # torch.compiler.disable without the import of the compiler, until a call
+)  _private: Any = torch
+_without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
 _library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _guard(attention_operator, _library)
 _guard(backward_operator, _library)
