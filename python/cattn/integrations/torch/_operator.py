@@ -236,15 +236,13 @@ def _guard(operator: Any, library: Any) -> None:
                 raise error
         return differentiate(keyset, *arguments)
 
-    # Where the compiler leaves a call to Python, it compiles the functions inside. There the check would find that it is
-    # being compiled and leave out the rest, and the tangent would be 0.
+    # Where the compiler leaves a call to Python, it compiles the functions inside. There the check would find that it
+    # is being compiled and leave out the rest, and the tangent would be 0.
     checked = _without_compiler(check_and_differentiate)
     library.impl(overload._schema.name.split("::")[1], checked, "AutogradCPU", with_keyset=True)
 
 
-_without_compiler: Any = (
-    torch._disable_dynamo
-)  _private: Any = torch
+_private: Any = torch
 _without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
 _library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _guard(attention_operator, _library)
