@@ -99,6 +99,9 @@ def _decode_quantized(dtype: str) -> object:
     cache = cattn.KVCache((2,), 2, 50, 8, v_head_dim=9, dtype=dtype)
     cache.append(KEY[:, :, :40], VALUE[:, :, :40])
     cache.truncate(np.array([30, 20]))
+    cache.keep([[*range(20), 29], [19, 3]])
+    cache.reorder([1, 0])
+    cache = cache.fork()
     offset = cache.query_offset()
     cache.append(KEY[:, :, 40:42], VALUE[:, :, 40:42])
     scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}

@@ -264,6 +264,8 @@ CALLS: dict[str, Call] = {
     "KVCache": lambda: (cattn.KVCache, {"batch_shape": 1, "num_kv_heads": 2, "max_len": 9, "head_dim": 4}),
     "KVCache.append": lambda: (cache().append, {"key": Q[:, :, :2], "value": Q[:, :, :2]}),
     "KVCache.truncate": lambda: (cache().truncate, {"n": 2}),
+    "KVCache.keep": lambda: (cache().keep, {"indices": [1, 0]}),
+    "KVCache.reorder": lambda: (cache().reorder, {"entries": [0, 0]}),
     "Linear": lambda: (cattn.Linear, {"d_in": 3, "d_out": 4}),
     "Dropout": lambda: (cattn.Dropout, {}),
     "SelfAttention_v1": lambda: (cattn.SelfAttention_v1, {"d_in": 3, "d_out": 4}),

@@ -153,20 +153,46 @@ class Histories(RuleBasedStateMachine):
         for rows, n in zip(self.rows, new, strict=True):
             del rows[n:]
 
+    @rule(data=st.data(), shared=st.booleans())
+    def keep(self, data: st.DataObject, shared: bool) -> None:
+        """Keep tokens in any order, some of them several times."""
+        lengths = [len(rows) for rows in self.rows]
+        if shared:
+            least = min(lengths)
+            chosen = data.draw(st.lists(st.integers(0, least - 1), max_size=MOST)) if least else []
+            kept, indices = [chosen] * len(lengths), chosen
+        else:
+            kept = [data.draw(st.lists(st.integers(0, n - 1), max_size=MOST)) if n else [] for n in lengths]
+            indices = kept if self.cache.batch_shape else kept[0]
+        self.cache.keep(indices)
+        self.rows = [[rows[i] for i in chosen] for rows, chosen in zip(self.rows, kept, strict=True)]
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        if self.cache.batch_shape:
+            index = st.integers(0, len(self.rows) - 1)
+            entries = data.draw(st.lists(index, min_size=1, max_size=4))
+            self.cache.reorder(entries)
+            self.rows = [list(self.rows[i]) for i in entries]
+
     @rule()
     def reset(self) -> None:
         self.cache.reset()
         for rows in self.rows:
             rows.clear()
 
-    @rule(how=st.sampled_from([copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
+    @rule(
+        how=st.sampled_from(
+            [cattn.KVCache.fork, copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
+        )
+    )
     def copy_cache(self, how: Any) -> None:
         """Continue with the copy. Overwrite the original, so that shared memory would show."""
         old, self.cache = self.cache, how(self.cache)
         old.reset()
         old.append(*[np.full((*old.batch_shape, HEADS, MOST, DEPTH), 1e20, np.float32)] * 2)
 
-    @rule(bad=st.sampled_from(["shape", "dtype", "NaN", "tokens", "truncate"]))
+    @rule(bad=st.sampled_from(["shape", "dtype", "NaN", "tokens", "truncate", "keep", "reorder"]))
     def misuse_cache(self, bad: str) -> None:
         if bad == "NaN" and self.cache.k_scale is None:  # only a scale cannot be NaN
             return
@@ -177,6 +203,8 @@ class Histories(RuleBasedStateMachine):
             "NaN": lambda: self.cache.append(key, key * np.nan),
             "tokens": lambda: self.cache.append(key, key.repeat(2, -2)),
             "truncate": lambda: self.cache.truncate(MOST + 1),
+            "keep": lambda: self.cache.keep([0, MOST]),
+            "reorder": lambda: self.cache.reorder([0, -1]),
         }
         with np.testing.assert_raises((TypeError, ValueError)):
             calls[bad]()

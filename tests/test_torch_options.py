@@ -294,6 +294,12 @@ TRANSFORMS: dict[str, Any] = {
     "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).sum())(x),
     "grad of grad": lambda f, x: torch.func.grad(lambda y: torch.func.grad(lambda z: f(z).sum())(y).sum())(x),
     "compiled jvp": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="aot_eager")(x),
+    # here the compiler leaves the transform to Python and compiles the functions inside
+    "jvp, backend eager": lambda f, x: torch.compile(lambda y: torch.func.jvp(f, (y,), (y,)), backend="eager")(x),
+    "jacfwd, backend eager": lambda f, x: torch.compile(lambda y: torch.func.jacfwd(f)(y), backend="eager")(x),
+    "grad, backend eager": lambda f, x: torch.compile(
+        lambda y: torch.func.grad(lambda z: f(z).sum())(y), backend="eager"
+    )(x),
 }
 
 
@@ -306,6 +312,20 @@ def test_forward_mode_and_transforms_are_an_error_that_names_the_operator(way: s
     torch.compiler.reset()
     with pytest.raises(NotImplementedError, match=r"query .*cattn's attention \(torch\.ops\.cattn.*MATH\)"):
         TRANSFORMS[transform](lambda y: function(y, y, y), x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_compiled_tangent_inside_use_cattn_is_an_error() -> None:
+    """It was 0 with the backend "eager"."""
+    x = tensor(1, 2, 4, 3)
+
+    def call(y: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        with bridge.use_cattn(), pytest.raises(NotImplementedError):
+            torch.compile(lambda y: torch.func.jvp(call, (y,), (y,)), backend=backend)(x)
 
 
 def test_a_tangent_of_a_gradient_is_an_error() -> None:

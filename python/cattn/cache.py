@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._input.arrays import as_array, is_quantized, read_array
+from ._input.arrays import as_array, as_integers, is_quantized, read_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.names import with_hints
@@ -19,6 +20,24 @@ __all__ = ["KVCache"]
 Array = NDArray[Any]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", *QUANTIZED)
+
+
+def _indices(obj: Any, name: str, most: int, least: int = 0) -> Array:
+    """Return an int64 array of at least one axis, with numbers within bounds, that nobody else changes."""
+    numbers = as_integers(read_array(obj, name), name, least, most)
+    if isinstance(numbers, int):
+        raise ValueError(f"{name} must be an array or a list of integers, got one integer")
+    return numbers
+
+
+def _rows(nested: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Return the lists that are the innermost of nested ones, one for each sequence of the batch."""
+    if not sizes:
+        return [nested]
+    if not isinstance(nested, Sequence) or len(nested) != sizes[0]:
+        got = f"{len(nested)} parts" if isinstance(nested, Sequence) else type(nested).__name__
+        raise ValueError(f"indices must have a list of {sizes[0]} parts for an axis of the batch, got {got}")
+    return [row for part in nested for row in _rows(part, sizes[1:])]
 
 
 class KVCache:
@@ -68,6 +87,8 @@ class KVCache:
 
     With int8 or float8_e4m3fn pass the scales, ``key_scale=cache.k_scale, value_scale=cache.v_scale``: attention then
     computes with the dequantized numbers. The scales of other caches are None, which these arguments take, too.
+
+    `keep` and `reorder` move tokens: take `k`, `v` and the scales again afterwards.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
@@ -291,6 +312,180 @@ class KVCache:
             raise ValueError(f"n must be between 0 and the lengths, {self._show_lengths()}; got {got}")
         new = np.minimum(given.astype(np.int64), self._lengths)
         self._set_lengths(new, int(new.max(initial=0)) if new.size else min(self._longest, int(wanted.max(initial=0))))
+
+    def keep(self, indices: ArrayLike | Sequence[Any]) -> None:
+        """Forget all tokens but these, and put them in this order.
+
+        Speculative decoding keeps the accepted path of a tree of drafts, and eviction keeps the keys of the largest
+        weights. The cache is then as one to which only these tokens were appended, and attention has the bits that it
+        has with that one. The numbers of the keys are not changed: a rotated key keeps the rotation of the position
+        that it had.
+
+        Parameters
+        ----------
+        indices : array_like of int, broadcasting to ``(*batch_shape, n)``, or nested lists of different lengths
+            Positions in the cache, counted from 0. With one dimension the same ones of every sequence. -1 is no token,
+            so that sequences may keep different numbers of them. A position may come more than once.
+
+        Raises
+        ------
+        TypeError
+            indices does not hold integers.
+        ValueError
+            There is no token at a position, the shape does not broadcast, or more tokens than fit are kept. The cache
+            is unchanged then.
+
+        See Also
+        --------
+        truncate : Keeps the first tokens, without moving any.
+
+        Examples
+        --------
+        Two sequences of five tokens. Both keep the first two, then each keeps tokens of its own:
+
+        >>> import numpy as np
+        >>> import cattn
+        >>> cache = cattn.KVCache(2, num_kv_heads=1, max_len=8, head_dim=1)
+        >>> tokens = np.arange(10.0, dtype=np.float32).reshape(2, 1, 5, 1)
+        >>> cache.append(tokens, tokens)
+        >>> cache.keep([0, 1, 4])
+        >>> cache.k[..., 0].tolist()
+        [[[0.0, 1.0, 4.0]], [[5.0, 6.0, 9.0]]]
+        >>> cache.keep([[2, 0], [1]])
+        >>> cache.lengths.tolist(), cache.k[0, 0, :, 0].tolist(), cache.k[1, 0, :1, 0].tolist()
+        ([2, 1], [4.0, 0.0], [6.0])
+        """
+        positions = self._positions(indices)
+        counts = (positions >= 0).sum(-1)
+        longest = int(counts.max()) if counts.size else positions.shape[-1]
+        if longest > self.max_len:
+            raise ValueError(f"indices keeps {longest} tokens of a sequence, max_len is {self.max_len}")
+        positions = np.broadcast_to(positions, (*self.batch_shape, positions.shape[-1]))
+        absent = positions >= self._lengths[..., None]
+        if absent.any():
+            raise ValueError(
+                f"indices must be smaller than the lengths, {self._show_lengths()}; got {positions[absent][0]}"
+                + (f" for the sequence {tuple(map(int, np.argwhere(absent)[0][:-1]))}" if self._ragged else "")
+            )
+        # All tokens that move are read before one is written.
+        moves = []
+        for row in np.ndindex(self.batch_shape):
+            old = positions[row][positions[row] >= 0]
+            start = int(np.argmax(np.append(old, -1) != np.arange(old.size + 1)))  # the tokens before stay
+            for store in self._stores():
+                moves.append((store[row][:, start : old.size], store[row][:, old[start:]]))
+        for place, moved in moves:
+            place[...] = moved
+        self._set_lengths(np.broadcast_to(counts, self.batch_shape).copy(), longest)
+
+    def _positions(self, indices: ArrayLike | Sequence[Any]) -> Array:
+        """Return positions as an array that broadcasts to ``(*batch_shape, n)``, with -1 for none."""
+        most = self._longest - 1
+        try:
+            found = read_array(indices, "indices")
+        except ValueError:  # lists of different lengths
+            found = None
+        if found is None:
+            rows = [_indices(row, "indices", most, -1) for row in _rows(indices, self.batch_shape)]
+            if any(row.ndim != 1 for row in rows):
+                raise ValueError("indices must have one list of integers for each sequence, got deeper ones")
+            padded = np.full((len(rows), max(row.size for row in rows)), -1, np.int64)
+            for whole, row in zip(padded, rows, strict=True):
+                whole[: row.size] = row
+            return padded.reshape(*self.batch_shape, -1)
+        positions = _indices(found, "indices", most, -1)
+        try:
+            np.broadcast_to(positions[..., 0] if positions.shape[-1] else positions.sum(-1), self.batch_shape)
+        except ValueError:
+            raise ValueError(
+                f"indices has shape {positions.shape}, which does not broadcast to batch_shape {self.batch_shape} and "
+                f"any number of positions"
+            ) from None
+        return positions
+
+    def reorder(self, entries: ArrayLike) -> None:
+        """Let entry i of the batch be the entry that was at ``entries[i]``.
+
+        Beam search continues the best beams, some of them more than once, and drops the others.
+
+        Parameters
+        ----------
+        entries : array_like of int, shape ``(n,)``
+            Indices of the first axis of the batch, which has size n afterwards. They may repeat, and other entries are
+            dropped.
+
+        Raises
+        ------
+        TypeError
+            entries does not hold integers.
+        ValueError
+            There is no such entry, the shape is wrong, or batch_shape is (). The cache is unchanged then.
+
+        Notes
+        -----
+        If n is the size that the axis has, the numbers move within the memory of the cache, and entries that stay are
+        not touched. Otherwise the cache gets new memory.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> cache = cattn.KVCache(3, num_kv_heads=1, max_len=4, head_dim=1)
+        >>> tokens = np.arange(3.0, dtype=np.float32).reshape(3, 1, 1, 1)
+        >>> cache.append(tokens, tokens)
+        >>> cache.reorder([2, 2, 0])
+        >>> cache.k.ravel().tolist()
+        [2.0, 2.0, 0.0]
+        >>> cache.reorder([1])
+        >>> cache
+        KVCache((1,), num_kv_heads=1, max_len=4, head_dim=1, dtype=float32, lengths=1)
+        """
+        if not self.batch_shape:
+            raise ValueError("entries needs an axis of the batch, but batch_shape is ()")
+        size, *others = self.batch_shape
+        chosen = _indices(entries, "entries", size - 1)
+        if chosen.ndim != 1:
+            raise ValueError(f"entries must have one dimension, got shape {chosen.shape}")
+        filled = [store[..., : self._longest, :] for store in self._stores()]
+        if chosen.size == size:
+            places = np.flatnonzero(chosen != np.arange(size))
+            moved = [part[chosen[places]] for part in filled]  # all are read before one is written
+            for part, new in zip(filled, moved, strict=True):
+                part[places] = new
+        else:
+            new_shape = (chosen.size, *others)
+            other = KVCache(new_shape, self.num_kv_heads, self.max_len, self.head_dim, self.v_head_dim, self.dtype)
+            for store, part in zip(other._stores(), filled, strict=True):
+                for i, entry in enumerate(chosen):
+                    store[i, ..., : self._longest, :] = part[entry]
+            self._k, self._v, self._k_scale, self._v_scale = other._k, other._v, other._k_scale, other._v_scale
+            self.batch_shape = new_shape
+        lengths = self._lengths[chosen]
+        self._set_lengths(lengths, int(lengths.max()) if lengths.size else self._longest)
+
+    def fork(self) -> KVCache:
+        """Return an independent copy with the same tokens and the same room for more.
+
+        Several continuations of one prompt start from forks, and a draft model may run ahead in one. Only the tokens so
+        far are copied.
+
+        Returns
+        -------
+        KVCache
+            The copy, as of ``copy.copy``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import cattn
+        >>> cache = cattn.KVCache((), num_kv_heads=1, max_len=8, head_dim=2)
+        >>> cache.append(np.ones((1, 3, 2), np.float32), np.ones((1, 3, 2), np.float32))
+        >>> draft = cache.fork()
+        >>> draft.append(np.zeros((1, 2, 2), np.float32), np.zeros((1, 2, 2), np.float32))
+        >>> int(cache.lengths), int(draft.lengths)
+        (3, 5)
+        """
+        return copy.copy(self)
 
     def reset(self) -> None:
         """Forget all tokens. The memory stays allocated."""

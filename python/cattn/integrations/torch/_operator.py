@@ -241,9 +241,14 @@ def _guard(operator: Any, library: Any) -> None:
                 raise error
         return differentiate(keyset, *arguments)
 
-    library.impl(overload._schema.name.split("::")[1], check_and_differentiate, "AutogradCPU", with_keyset=True)
+    # Where the compiler leaves a call to Python, it compiles the functions inside. There the check would find that it
+    # is being compiled and leave out the rest, and the tangent would be 0.
+    checked = _without_compiler(check_and_differentiate)
+    library.impl(overload._schema.name.split("::")[1], checked, "AutogradCPU", with_keyset=True)
 
 
+_private: Any = torch
+_without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
 _library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _guard(attention_operator, _library)
 _guard(backward_operator, _library)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ... import _cattn
 from ...functional import linear
+from ._invariant import INVARIANT, REFUSED, kernel_that_refuses
 from ._tensors import DTYPES, as_array, as_tensor
 
 # A smaller weight is left to PyTorch, whose calls take less time. The number of rows does not count: bits would depend
@@ -39,6 +40,10 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def _multiply_vector(a: Tensor, x: Tensor) -> Tensor:
     return _multiply(a, x[:, None])[:, 0]
+
+
+def _multiply_vectors(x: Tensor, y: Tensor) -> Tensor:
+    return _multiply(x[None], y[:, None])[0, 0]
 
 
 def _add(added: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
@@ -67,11 +72,19 @@ class _Operator(NamedTuple):
     compute: Callable[..., Tensor]
     adds: bool = False  # takes a tensor before the factors
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The suffixes of the operators that have kernels of their own."""
+        if self.name == "dot":
+            return ("",)
+        return ("", ".out", "_") if self.adds else ("", ".out")
+
 
 _OPERATORS = (
     _Operator("mm", (2, 2), _multiply),
     _Operator("bmm", (3, 3), _multiply),
     _Operator("mv", (2, 1), _multiply_vector),
+    _Operator("dot", (1, 1), _multiply_vectors),
     _Operator("addmm", (2, 2), _add_product, adds=True),
     _Operator("baddbmm", (3, 3), _add_product, adds=True),
     _Operator("addmv", (2, 1), _add_vector, adds=True),
@@ -109,50 +122,6 @@ def _kernel_of_product(operator: _Operator, overload: str, theirs: Any) -> Calla
         if overload.endswith("_"):
             return arguments[0].copy_(result)
         return result if out is None else out.resize_(result.shape).copy_(result)
-
-    return kernel
-
-
-# ---- what batch_invariant adds -------------------------------------------------------------------------------------
-def _sum_in_order(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the sum over some axes, one term after the other: zeros before or after the others change no bit."""
-    array = as_array(x)
-    wide = array if array.dtype.itemsize > 2 else array.astype(np.float32)
-    kept = [axis for axis in range(x.ndim) if axis not in axes]
-    terms = np.ascontiguousarray(wide.transpose(*axes, *kept))
-    terms = terms.reshape(math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[axis] for axis in kept))
-    # NumPy adds a single column pairwise; accumulate has no other order than that of the terms
-    total = np.add.accumulate(terms, axis=0)[-1] if terms.shape[1] == 1 else np.add.reduce(terms, axis=0)
-    return torch.from_numpy(total).to(x.dtype).reshape([x.shape[axis] for axis in kept])
-
-
-def _kernel_of_sum(theirs: Any, mean: bool) -> Callable[..., Any]:
-    def kernel(keyset: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        axes = tuple(sorted({d % x.ndim for d in dim})) if dim and x.ndim else tuple(range(x.ndim))
-        # PyTorch's sum over the last axis does not depend on the other rows
-        if axes in ((), (x.ndim - 1,)) or x.dtype not in DTYPES or x.layout is not torch.strided or x.numel() == 0:
-            return theirs.call_boxed(keyset, x, dim, keepdim, **options)
-        wanted = options.get("dtype") or x.dtype
-        total = _sum_in_order(x.to(wanted), axes)
-        total = total / math.prod(x.shape[axis] for axis in axes) if mean else total
-        for axis in axes if keepdim else ():
-            total = total.unsqueeze(axis)
-        out = options.get("out")
-        return total if out is None else out.resize_(total.shape).copy_(total)
-
-    return kernel
-
-
-_SUMS = {"sum.dim_IntList": False, "sum.IntList_out": False, "mean.dim": True, "mean.out": True}
-# Operators whose rows may have other bits in another batch, and that have no kernel here.
-_REFUSED = ("convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention_for_cpu")
-
-
-def _kernel_that_refuses(name: str) -> Callable[..., NoReturn]:
-    def kernel(*arguments: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"batch_invariant() has no kernel for torch.ops.aten.{name}: the bits of a row may depend on its batch"
-        )
 
     return kernel
 
@@ -221,32 +190,29 @@ def _install(kernels: dict[str, Callable[[Any], Callable[..., Any]]], refused: t
         for name, make in kernels.items():
             library.impl(name, make(get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True)
         for name in refused:
-            library.impl(name, _kernel_that_refuses(name), "CPU")
+            library.impl(name, kernel_that_refuses(name), "CPU")
     return library
 
 
 def _install_products() -> Any:
     kernels: dict[str, Callable[[Any], Callable[..., Any]]] = {}
     for operator in _OPERATORS:
-        for suffix in ("", ".out", "_") if operator.adds else ("", ".out"):
+        for suffix in operator.forms:
             overload = operator.name + suffix
             kernels[overload] = partial(_kernel_of_product, operator, overload)
     return _install(kernels)
 
 
 def _install_guards() -> Any:
-    kernels: dict[str, Callable[[Any], Callable[..., Any]]] = {}
-    for name, mean in _SUMS.items():
-        kernels[name] = partial(_kernel_of_sum, mean=mean)
-    return _install(kernels, _REFUSED)
+    return _install(INVARIANT, REFUSED)
 
 
 @contextmanager
 def products_by_cattn(counter: Callable[[bool], None], *, invariant: bool = False) -> Iterator[None]:
     """Let cattn compute PyTorch's products of CPU tensors; `counter` learns of each whether cattn computed it.
 
-    With `invariant` also those with small weights, sums are added in order, and operators whose rows depend on their
-    batch raise an error.
+    With `invariant` also those with small weights, and the kernels of `_invariant` are there: sums are added in order,
+    element-wise functions get full vectors, and operators whose rows depend on their batch raise an error.
     """
     _active.begin(counter, invariant)
     try:
