@@ -89,6 +89,20 @@ static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int6
     }
 }
 
+/* The same for all panels of a slab, if rows lie side by side: memory is read in its order. */
+static void pack_columns(const struct plain_matrix *m, int64_t n_rows, int64_t padded, int64_t n, real *slab) {
+    for (int64_t d = 0; d < n; d++) {
+        const real *from = m->first + d * m->col;
+        real *to = slab + packed_term(d, n) * PANEL;
+        for (int64_t r = 0; r < padded; r += LANES) {
+            const int64_t left = n_rows - r;
+            vf_storeu(to + r / PANEL * PANEL * n + r % PANEL, left >= LANES ? vf_loadu(from + r)
+                                                              : left > 0    ? vf_loadu_n(from + r, (int)left)
+                                                                            : vf_set1(0));
+        }
+    }
+}
+
 /* Packs all of B: slabs of panels [term][PANEL]. */
 static void product_pack(struct cattn_product *p) {
     const int64_t padded = cattn_round_up(p->n_b, PANEL);
@@ -97,6 +111,10 @@ static void product_pack(struct cattn_product *p) {
         real *slab = (real *)p->packed + padded * d;
         const struct cattn_matrix part = matrix_from(&p->b, 0, d);
         const struct plain_matrix from = plain_part(&part, (int)p->n_b, (int)n, p->converted);
+        if (from.row == 1) {
+            pack_columns(&from, p->n_b, padded, n, slab);
+            continue;
+        }
         for (int64_t r = 0; r < padded; r += LANES) {
             const int n_rows = (int)max64(0, min64(LANES, p->n_b - r));
             pack_lanes(&from, r, n_rows, n, slab + r / PANEL * PANEL * n + r % PANEL);
