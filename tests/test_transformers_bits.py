@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +110,12 @@ def test_generation_with_padding_is_that_of_each_prompt_alone(name: str) -> None
             assert own_tokens[0].tolist() == tokens[i].tolist()
             assert torch.equal(own_logits[0], logits[i])
     assert (seen.passed_on, seen.products_passed_on) == (0, 0)
+
+
+@pytest.mark.promise("projections' bits")
+def test_the_example_finds_equal_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "embeddings.py"))
+    assert example["main"](count=12, batches=2, layers=1) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("12 texts in 2 batches, rows with other bits than the text alone: PyTorch ")
+    assert "batch_invariant(): " in out

@@ -1,0 +1,163 @@
+"""A GPT on bytes in plain NumPy and cattn: forward pass with caches, gradients, training.
+
+speculative_decoding.py and compress_text.py use it. Every number of the model comes from functions of cattn, whose bits
+do not depend on the machine, the number of threads or the other rows, and from sums, products, quotients and roots of
+NumPy that IEEE 754 rounds alike everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import cattn
+from cattn.functional import gelu, gelu_backward, layer_norm, layer_norm_backward, linear, linear_backward
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Attend = Callable[[Array, cattn.KVCache], Array]
+
+
+def text() -> bytes:
+    """Return the sources of two modules of the standard library."""
+    return "\n".join(inspect.getsource(module) for module in (argparse, statistics)).encode()
+
+
+def attend_to_all(query: Array, cache: cattn.KVCache) -> Array:
+    """Attend to the tokens of the cache, causally."""
+    return cattn.causal_attention(query, cache.k, cache.v)
+
+
+class GPT:
+    """A GPT on bytes: layer norms before attention and the feed-forward layer, and the embedding as the last layer."""
+
+    def __init__(self, d: int = 48, heads: int = 4, layers: int = 2, context: int = 128, seed: int = 0) -> None:
+        self.heads, self.layers, self.context = heads, layers, context
+        rng = np.random.default_rng(seed)
+
+        def draw(*shape: int, scale: float) -> Array:
+            # integers, and not normal numbers, whose logarithms are those of a C library
+            return (rng.integers(-(2**15), 2**15, shape) / 2**15 * scale).astype(np.float32)
+
+        self.weights = {"token": draw(256, d, scale=0.25), "position": draw(context, d, scale=0.125)}
+        self.weights["norm"] = np.ones(d, np.float32)
+        for i in range(layers):
+            self.weights |= {
+                f"{i} norm 1": np.ones(d, np.float32),
+                f"{i} qkv": draw(3 * d, d, scale=0.25),
+                f"{i} out": draw(d, d, scale=0.25),
+                f"{i} norm 2": np.ones(d, np.float32),
+                f"{i} up": draw(4 * d, d, scale=0.25),
+                f"{i} up bias": np.zeros(4 * d, np.float32),
+                f"{i} down": draw(d, 4 * d, scale=0.125),
+            }
+
+    def new_caches(self, room: int = 0) -> list[cattn.KVCache]:
+        """Return an empty cache for each layer, with room for so many tokens more than the context."""
+        head_dim = self.weights["token"].shape[1] // self.heads
+        return [cattn.KVCache((), self.heads, self.context + room, head_dim) for _ in range(self.layers)]
+
+    def __call__(
+        self,
+        ids: Sequence[int] | Array,
+        caches: list[cattn.KVCache] | None = None,
+        positions: Sequence[int] | Array | None = None,
+        attend: Attend = attend_to_all,
+        saved: list[tuple[Any, ...]] | None = None,
+    ) -> Array:
+        """Return the logits (..., T, 256) of the byte after each of ids (..., T).
+
+        Keys and values go into the caches, whose tokens come before ids; `attend` attends to them. What the gradients
+        need goes into `saved`.
+        """
+        ids, W = np.asarray(ids, np.int64), self.weights
+        if positions is None:
+            start = 0 if caches is None else caches[0].query_offset()
+            positions = np.arange(ids.shape[-1]) + start
+        x = W["token"][ids] + W["position"][np.asarray(positions)]
+        for i in range(self.layers):
+            h = layer_norm(x, W[f"{i} norm 1"])
+            qkv = linear(h, W[f"{i} qkv"])
+            q, k, v = np.moveaxis(qkv.reshape(*qkv.shape[:-1], 3, self.heads, -1), -3, 0).swapaxes(-2, -3)
+            result = None
+            if caches is None:
+                result = cattn.causal_attention(q, k, v, return_lse=True)
+                out = result.out
+            else:
+                caches[i].append(k, v)
+                out = attend(q, caches[i])
+            joined = out.swapaxes(-2, -3).reshape(x.shape)
+            y = x + linear(joined, W[f"{i} out"])
+            h2 = layer_norm(y, W[f"{i} norm 2"])
+            u = linear(h2, W[f"{i} up"], W[f"{i} up bias"])
+            g = gelu(u)
+            if saved is not None:
+                saved.append((x, h, q, k, v, result, joined, y, h2, u, g))
+            x = y + linear(g, W[f"{i} down"])
+        if saved is not None:
+            saved.append((x,))
+        return linear(layer_norm(x, W["norm"]), W["token"])
+
+    def gradients(self, ids: Array) -> tuple[float, dict[str, Array]]:
+        """Return the mean loss in nats of ids (B, T + 1), and its gradients."""
+        W, saved, grads = self.weights, list[Any](), dict[str, Array]()
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        probabilities = cattn.softmax(self(inputs, saved=saved))
+        picked = np.take_along_axis(probabilities, targets[..., None], -1)
+        grad = probabilities
+        np.put_along_axis(grad, targets[..., None], picked - np.float32(1), -1)
+        grad /= np.float32(targets.size)
+        (x,) = saved.pop()
+        grad, from_head, _ = linear_backward(grad, layer_norm(x, W["norm"]), W["token"])
+        grad, grads["norm"], _ = layer_norm_backward(grad, x, W["norm"])
+        for i in reversed(range(self.layers)):
+            x, h, q, k, v, result, joined, y, h2, u, g = saved.pop()
+            grad_g, grads[f"{i} down"], _ = linear_backward(grad, g, W[f"{i} down"])
+            grad_h, grads[f"{i} up"], grads[f"{i} up bias"] = linear_backward(
+                gelu_backward(grad_g, u), h2, W[f"{i} up"]
+            )
+            grad_y, grads[f"{i} norm 2"], _ = layer_norm_backward(grad_h, y, W[f"{i} norm 2"])
+            grad = grad + grad_y
+            grad_joined, grads[f"{i} out"], _ = linear_backward(grad, joined, W[f"{i} out"])
+            of_heads = grad_joined.reshape(*joined.shape[:-1], self.heads, -1).swapaxes(-2, -3)
+            found = cattn.attention_backward(of_heads, q, k, v, result.out, result.lse, is_causal=True)
+            of_qkv = np.stack([found.query, found.key, found.value]).swapaxes(-2, -3)
+            grad_h, grads[f"{i} qkv"], _ = linear_backward(
+                np.moveaxis(of_qkv, 0, -3).reshape(*h.shape[:-1], -1), h, W[f"{i} qkv"]
+            )
+            grad_x, grads[f"{i} norm 1"], _ = layer_norm_backward(grad_h, x, W[f"{i} norm 1"])
+            grad = grad + grad_x
+        grads["token"] = from_head
+        np.add.at(grads["token"], inputs, grad)
+        grads["position"] = np.zeros_like(W["position"])
+        np.add.at(grads["position"], np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape), grad)
+        return float(-np.log(picked.astype(np.float64)).mean()), grads
+
+    def train(self, data: bytes, steps: int, rows: int = 16, rate: float = 4e-3, seed: int = 0) -> list[float]:
+        """Train by Adam on random pieces of the data; return the losses."""
+        ids = np.frombuffer(data, np.uint8).astype(np.int64)
+        rng, losses = np.random.default_rng(seed), []
+        first = {name: np.zeros_like(w) for name, w in self.weights.items()}
+        second = {name: np.zeros_like(w) for name, w in self.weights.items()}
+        left = np.ones(2)  # of the first gradients in the two means; a power would be that of a C library
+        for step in range(steps):
+            left *= (0.9, 0.99)
+            starts = rng.integers(0, len(ids) - self.context - 1, rows)
+            loss, grads = self.gradients(ids[starts[:, None] + np.arange(self.context + 1)])
+            losses.append(loss)
+            now = np.float32(rate * min(1.0, (steps - step) / (0.3 * steps)))
+            for name, grad in grads.items():
+                first[name] += (grad - first[name]) * np.float32(0.1)
+                second[name] += (grad * grad - second[name]) * np.float32(0.01)
+                size = np.sqrt(second[name] / np.float32(1 - left[1])) + np.float32(1e-8)
+                self.weights[name] -= now * (first[name] / np.float32(1 - left[0])) / size
+        return losses
+
+
+if __name__ == "__main__":
+    losses = GPT().train(text(), 200)
+    print(f"bits per byte: {losses[0] / np.log(2):.2f} before, {np.mean(losses[-10:]) / np.log(2):.2f} after 200 steps")
