@@ -93,14 +93,12 @@ def by_chain(model: GPT, drafts: Drafts, prompt: bytes, count: int, length: int 
 
 def attend_along(paths: list[list[int]]) -> Attend:
     """Return attention in which query i sees the tokens of path i and no others."""
+    lists = np.full((len(paths), max(map(len, paths))), -1)
+    for row, path in zip(lists, paths, strict=True):
+        row[: len(path)] = path
 
     def attend(query: Array, cache: cattn.KVCache) -> Array:
-        out = np.empty_like(query)
-        for i, path in enumerate(paths):
-            out[:, i : i + 1] = cattn.scaled_dot_product_attention(
-                query[:, i : i + 1], cache.k[:, path], cache.v[:, path]
-            )
-        return out
+        return cattn.scaled_dot_product_attention(query, cache.k, cache.v, key_indices=lists)
 
     return attend
 
