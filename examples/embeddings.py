@@ -47,7 +47,7 @@ def load(layers: int | None = None) -> tuple[Any, Callable[[str], Tokens]]:
         return model.eval(), lambda text: list(tokenizer(text)["input_ids"])
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=384, num_hidden_layers=layers or 6, num_attention_heads=12, intermediate_size=1536,
+        vocab_size=1300, hidden_size=384, num_hidden_layers=layers or 6, num_attention_heads=12, intermediate_size=1536,
         attn_implementation="cattn",
     )  # fmt: skip
     return transformers.BertModel(config).eval(), lambda text: [101, *(1000 + byte for byte in text.encode()), 102]
@@ -79,7 +79,7 @@ def count_differences(model: Any, tokens: list[Tokens], batches: int, size: int 
     return differ
 
 
-def time_batches(model: Any, tokens: list[Tokens], rounds: int = 5) -> dict[str, float]:
+def time_batches(model: Any, tokens: list[Tokens], rounds: int) -> dict[str, float]:
     """Return the median milliseconds of a batch, by PyTorch and inside batch_invariant(), in turn."""
     ways: dict[str, tuple[str, Callable[[], Any]]] = {
         "PyTorch, sdpa": ("sdpa", nullcontext),
@@ -98,7 +98,7 @@ def time_batches(model: Any, tokens: list[Tokens], rounds: int = 5) -> dict[str,
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def main(count: int = 200, batches: int = 20, layers: int | None = None) -> int:
+def main(count: int = 200, batches: int = 20, rounds: int = 5, layers: int | None = None) -> int:
     """Compare bits, print them and the times; return the number of rows that differ inside batch_invariant()."""
     model, tokenize = load(layers)
     tokens = [tokenize(text) for text in texts(count)]
@@ -110,7 +110,7 @@ def main(count: int = 200, batches: int = 20, layers: int | None = None) -> int:
     print(
         f"{count} texts in {batches} batches, rows with other bits than the text alone: PyTorch {theirs}, ours {ours}"
     )
-    for name, milliseconds in time_batches(model, tokens[:32]).items():
+    for name, milliseconds in time_batches(model, tokens[:32], rounds).items():
         print(f"a batch of {min(32, count)} texts, {torch.get_num_threads()} threads, {name}: {milliseconds:.1f} ms")
     return ours
 

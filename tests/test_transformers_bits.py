@@ -115,7 +115,7 @@ def test_generation_with_padding_is_that_of_each_prompt_alone(name: str) -> None
 @pytest.mark.promise("projections' bits")
 def test_the_example_finds_equal_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "embeddings.py"))
-    assert example["main"](count=12, batches=2, layers=1) == 0
+    assert example["main"](count=12, batches=2, rounds=1, layers=1) == 0
     out = capsys.readouterr().out
     assert out.startswith("12 texts in 2 batches, rows with other bits than the text alone: PyTorch ")
     assert "batch_invariant(): " in out
