@@ -302,7 +302,6 @@ class _Options(TypedDict, total=False):
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
-    need_weights: Literal[False]
     out: None
     num_threads: int
 
@@ -360,7 +359,6 @@ def attention(
     return_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
-    need_weights: bool = False,
     out: None = None,
     num_threads: int = 1,
 ) -> Any:
@@ -421,7 +419,7 @@ def attention(
         Not available: no task holds a whole row of weights.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
-    return_dropout_mask, need_weights : bool
+    return_dropout_mask : bool
         Not available, as return_weights.
     out : None
         Not available: the result is computed later.
@@ -470,8 +468,8 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse({"return_weights": return_weights, "need_weights": need_weights,
-             "return_dropout_mask": return_dropout_mask}, "no task holds a whole row of weights")  # fmt: skip
+    whole_rows = {"return_weights": return_weights, "return_dropout_mask": return_dropout_mask}
+    _refuse(whole_rows, "no task holds a whole row of weights")
     _refuse({"key_indices": key_indices}, "the keys of a list lie in any chunk")
     _refuse({"out": out}, "the result is computed later")
     numbers: dict[str, Any] = {
