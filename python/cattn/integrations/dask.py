@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 import cattn
 from cattn._input.arrays import as_bias, as_integers, as_mask, broadcast_shapes, cast, read_array
 from cattn._input.checks import as_size
+from cattn._input.doors import DOORS
 from cattn._input.names import with_hints
 from cattn._input.types import RNG, Alignment, AttentionOutput, Window
 
@@ -264,10 +265,10 @@ def _stand_in(obj: Any, rows: int | None = None) -> Any:
     return np.broadcast_to(np.zeros((), obj.dtype), shape)
 
 
-def _refuse(names: dict[str, Any], reason: str) -> None:
-    for name, value in names.items():
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not available for dask arrays: {reason}")
+            raise NotImplementedError(f"{name} is not available for dask arrays: {DOORS['dask'].refused[name]}")
 
 
 def _chunk_seed(seed: int, starts: Sequence[int]) -> int:
@@ -468,10 +469,7 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    whole_rows = {"return_weights": return_weights, "return_dropout_mask": return_dropout_mask}
-    _refuse(whole_rows, "no task holds a whole row of weights")
-    _refuse({"key_indices": key_indices}, "the keys of a list lie in any chunk")
-    _refuse({"out": out}, "the result is computed later")
+    _refuse(return_weights=return_weights, return_dropout_mask=return_dropout_mask, key_indices=key_indices, out=out)
     numbers: dict[str, Any] = {
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,
