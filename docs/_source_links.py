@@ -22,8 +22,6 @@ def homes() -> dict[str, str]:
     public = {*cattn.__all__, *cattn.functional.__all__}
     for module in sorted(sys.modules):
         if module.startswith("cattn.") and not module.startswith(WITHOUT):
-            if getattr(sys.modules[module], "__name__", None) != module:
-                continue  # an alias for old pickles
             try:
                 analyzer = ModuleAnalyzer.for_module(module)
             except PycodeError:  # the extension module has no source in Python

@@ -133,7 +133,7 @@ def attention(data: Bytes) -> dict[str, Any]:
     call = s.attention() | {"is_causal": data.pick((False, True, "upper_left", "lower_right"))}
     if call["is_causal"] == "lower_right":
         call.pop("query_offset", None)
-    for name in ("need_weights", "return_lse", "return_dropout_mask"):
+    for name in ("return_weights", "return_lse", "return_dropout_mask"):
         call[name] = data.chance(4)
     if call["return_lse"]:
         call["return_lse"] = data.pick((True, np.float64))

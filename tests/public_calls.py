@@ -84,7 +84,7 @@ def _in_threads(threads: int, function: Any, *arrays: np.ndarray, **options: Any
         return function(*arrays, **options)
 
 
-ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+ALL_OUTPUTS = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 
 def _decode() -> object:
@@ -146,7 +146,7 @@ CALLS: dict[str, Call] = {
     "split, threads": lambda: _attend(FEW, LONG_KEY, LONG_VALUE, path="split", threads=3),
     # attention: storage and conversions
     "float16": lambda: _attend(HALF, HALF, HALF),
-    "bfloat16": lambda: _attend(BFLOAT16, BFLOAT16, BFLOAT16, need_weights=True),
+    "bfloat16": lambda: _attend(BFLOAT16, BFLOAT16, BFLOAT16, return_weights=True),
     "float64": lambda: _attend(DOUBLE, DOUBLE, DOUBLE, return_lse=True),
     "mixed": lambda: _attend(DOUBLE, SWAPPED[:, ::-1], DOUBLE.tolist()),
     # attention: options

@@ -169,7 +169,7 @@ def every_way(call: Callable[[], Any], *, tiny: bool, threads: tuple[int, ...] =
 
 def everything(**call: Any) -> cattn.AttentionOutput:
     """Return attention with every optional output. Check that these do not change the output itself."""
-    result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True, return_dropout_mask=True)
+    result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True, return_dropout_mask=True)
     assert_same_bits(cattn.scaled_dot_product_attention(**call), result.out, "output without extras")
     return result
 
@@ -322,7 +322,7 @@ def expected(call: Call, dtype: Any) -> Expected:
     ULP for cases where the textbook happens to round well. A score whose terms have absolute values of sum s may be
     off by an ULP of s in any order of summation, and its weight by the same relative error: the few are 4 (1 + s).
     """
-    extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+    extras = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
     right = reference.scaled_dot_product_attention(**call, **extras)
     assert isinstance(right, cattn.AttentionOutput)
     if np.dtype(dtype) == np.float64:

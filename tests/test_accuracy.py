@@ -60,7 +60,7 @@ def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
     value = np.broadcast_to(np.array([[0], [1]], kind), (*scores.shape, 1))
     for queries in (1, 40):  # the row path and the tile path
         result = cattn.scaled_dot_product_attention(
-            np.ones((x.size, queries, 1), kind), scores[..., None], value, scale=1.0, need_weights=True
+            np.ones((x.size, queries, 1), kind), scores[..., None], value, scale=1.0, return_weights=True
         )
         assert result.weights is not None
         for row in range(queries):

@@ -287,7 +287,7 @@ def test_lengths_around_every_block_size_agree_with_the_reference(isa: str, dtyp
                 continue
             causal = (T_q + T_k) % 2 == 0
             call, right = sized(T_q, T_k, 5, 3, causal, dtype)
-            result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+            result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
             right.check(result, f"T_q {T_q}, T_k {T_k}, causal {causal}")
 
 
@@ -296,7 +296,7 @@ def test_lengths_past_several_key_chunks_agree_with_the_reference(isa: str, dtyp
     with forced(which):
         for T_q, T_k in itertools.product((1, 3, 17), LONG):
             call, right = sized(T_q, T_k, 5, 3, T_q == 3, dtype)
-            result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+            result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
             right.check(result, f"T_q {T_q}, T_k {T_k}")
 
 
@@ -306,7 +306,7 @@ def test_every_head_dim_agrees_with_the_reference(isa: str, dtype: type, which: 
         for D, D_v in zip(HEAD_DIMS, HEAD_DIMS[9:] + HEAD_DIMS[:9], strict=True):
             for T_q, T_k in ((2, 13), (19, 40)):
                 call, right = sized(T_q, T_k, D, D_v, True, dtype)
-                result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+                result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
                 right.check(result, f"head_dim {D}, d_v {D_v}, T_q {T_q}")
 
 
@@ -325,7 +325,7 @@ def test_all_outputs_may_have_any_strides(isa: str, dtype: type, path: str) -> N
         fields = [a[view[: a.ndim]] for a in memory]
         given_out = cattn.AttentionOutput(*fields)
         result = cattn.scaled_dot_product_attention(
-            **call, need_weights=True, return_lse=True, return_dropout_mask=True, out=given_out
+            **call, return_weights=True, return_lse=True, return_dropout_mask=True, out=given_out
         )
         for field, returned, whole, value in zip(fields, result, memory, right, strict=False):
             assert returned is field
@@ -382,7 +382,7 @@ def test_rms_errors_are_at_most_1_2_times_those_of_numpy(isa: str, kind: type, T
     squares = {name: np.zeros(2) for name in ("out", "weights", "lse")}
     for seed in range(8 if T_q > 1 else 48):
         call, theirs, right = accuracy_case(T_q, T_k, D, kind, seed)
-        ours = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+        ours = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
         for name, total in squares.items():
             total += [
                 np.square((getattr(result, name) - getattr(right, name)).astype(np.float64)).sum()

@@ -234,13 +234,13 @@ def test_wrong_sizes_are_refused(args: tuple[Any, ...], error: type[Exception], 
 @pytest.mark.promise("decoding")
 def test_decoding_in_steps_has_the_bits_of_one_pass(dtype: type, normal: Normal) -> None:
     q, k, v = normal(2, 4, 30, 8, dtype=dtype), normal(2, 2, 30, 8, dtype=dtype), normal(2, 2, 30, 6, dtype=dtype)
-    full = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)
+    full = cattn.causal_attention(q, k, v, return_weights=True, return_lse=True)
     cache = cattn.KVCache(2, 2, 30, 8, 6, dtype)
     start = 0
     for count in (1, 1, 5, 1, 0, 20, 1, 1):
         now = slice(start, start + count)
         cache.append(k[:, :, now], v[:, :, now])
-        step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, need_weights=True, return_lse=True)
+        step = cattn.causal_attention(q[:, :, now], cache.k, cache.v, return_weights=True, return_lse=True)
         assert_same_bits(step.out, full.out[:, :, now])
         assert_same_bits(step.lse, full.lse[:, :, now])
         assert_same_bits(step.weights, full.weights[:, :, now, : start + count])

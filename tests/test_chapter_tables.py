@@ -76,7 +76,7 @@ class Chapter:
     # Attention does not return scores, but they follow from the weights and the log-sum-exp.
     def scores(self) -> np.ndarray:
         result = self.lib.scaled_dot_product_attention(
-            self.q, self.k, self.v, scale=1.0, need_weights=True, return_lse=True
+            self.q, self.k, self.v, scale=1.0, return_weights=True, return_lse=True
         )
         return np.log(result.weights) + result.lse[..., None]
 
@@ -87,8 +87,8 @@ class Chapter:
             "softmax": self.lib.softmax(s, scale=self.scale),
             "masked_softmax, no mask": self.lib.masked_softmax(s, scale=self.scale),
             "softmax over axis 0": self.lib.softmax(np.moveaxis(s, -1, 0), axis=0, scale=self.scale).T,
-            "need_weights": self.lib.scaled_dot_product_attention(
-                self.q, self.k, self.v, scale=self.scale, need_weights=True
+            "return_weights": self.lib.scaled_dot_product_attention(
+                self.q, self.k, self.v, scale=self.scale, return_weights=True
             ).weights,
         }
 

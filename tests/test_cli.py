@@ -88,7 +88,7 @@ def test_attend_gives_the_bits_of_the_library(
     options = [] if alignment == "none" else ["--causal", alignment]
     assert attend_files("--weights", "w.npy", "--lse", "lse.npz", *options) == 0
     expected = cattn.scaled_dot_product_attention(
-        q, k, v, is_causal=False if alignment == "none" else alignment, need_weights=True, return_lse=True
+        q, k, v, is_causal=False if alignment == "none" else alignment, return_weights=True, return_lse=True
     )
     out = np.load("out.npy")
     assert out.dtype == dtype

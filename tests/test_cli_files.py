@@ -56,7 +56,7 @@ def test_attend_of_halves_writes_halves_and_a_float32_lse(folder: Path, name: st
     """In every file format, `--weights` and `--lse` included."""
     q, k, v = save((2, 5, 4), (2, 6, 4), (2, 6, 3), dtype=np.float16)
     assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--lse", name, "--weights", "w.npy"]) == 0
-    expected = cattn.scaled_dot_product_attention(q, k, v, need_weights=True, return_lse=True)
+    expected = cattn.scaled_dot_product_attention(q, k, v, return_weights=True, return_lse=True)
     lse = np.load(name) if name.endswith(".npy") else load_arrays(name)["lse"]
     for result, wanted in ((np.load("o.npy"), expected.out), (np.load("w.npy"), expected.weights), (lse, expected.lse)):
         assert_same_bits(result, wanted)

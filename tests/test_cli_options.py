@@ -77,7 +77,7 @@ def test_options_give_the_bits_of_the_library(
     np.savez("numbers.npz", keys=LENGTHS, sinks=SINKS[0])
     assert attend_files(*words, "--weights", "w.npy", "--lse", "lse.npy") == 0
     assert capsys.readouterr().err == ""
-    expected = cattn.scaled_dot_product_attention(q, k, v, need_weights=True, return_lse=True, **options)
+    expected = cattn.scaled_dot_product_attention(q, k, v, return_weights=True, return_lse=True, **options)
     np.testing.assert_array_equal(np.load("out.npy"), expected.out)
     np.testing.assert_array_equal(np.load("w.npy"), expected.weights)
     np.testing.assert_array_equal(np.load("lse.npy"), expected.lse)

@@ -418,7 +418,6 @@ D = da.from_array(X, chunks=(1, 3, 4))
     ("options", "error", "message"),
     [
         ({"return_weights": True}, NotImplementedError, "return_weights is not available for dask arrays"),
-        ({"need_weights": True}, NotImplementedError, "need_weights is not available"),
         ({"return_dropout_mask": True}, NotImplementedError, "return_dropout_mask is not available"),
         ({"out": np.ones((2, 6, 4))}, NotImplementedError, "out is not available"),
         ({"key_indices": [[0, 1]]}, NotImplementedError, "key_indices is not available for dask arrays: the keys of a"),

@@ -268,8 +268,8 @@ def test_a_part_of_the_queries_and_keys_has_the_mask_of_the_whole(
 
 def test_weights_and_lse_are_those_before_dropout(isa: str, dtype: type, path: str, normal: Normal) -> None:
     q, k, v = (normal(2, 2, 50, 6, dtype=dtype) for _ in range(3))
-    without = cattn.causal_attention(q, k, v, need_weights=True, return_lse=True)
-    with_dropout = cattn.causal_attention(q, k, v, None, 0.5, rng=1, need_weights=True, return_lse=True)
+    without = cattn.causal_attention(q, k, v, return_weights=True, return_lse=True)
+    with_dropout = cattn.causal_attention(q, k, v, None, 0.5, rng=1, return_weights=True, return_lse=True)
     assert_same_bits(with_dropout[1:3], without[1:3])
     assert (with_dropout.out != without.out).mean() > 0.9
 

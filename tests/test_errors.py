@@ -107,7 +107,9 @@ class Failing:
     __array__ = __bool__ = __float__ = __index__ = _fail
 
 
-@pytest.mark.parametrize("name", ["need_weights", "return_lse", "return_dropout_mask", "scale", "query", "block_size"])
+@pytest.mark.parametrize(
+    "name", ["return_weights", "return_lse", "return_dropout_mask", "scale", "query", "block_size"]
+)
 def test_errors_of_an_objects_methods_are_the_cause_of_one_that_names_the_argument(name: str) -> None:
     x = ones(2, 2)
     call = {"query": x, "key": x, "value": x} | ({"block_mask": ones(1, 1, dtype=bool)} if name == "block_size" else {})

@@ -48,7 +48,7 @@ def test_the_mode_changes_no_bit_of_attention(isa: str, dtype: type, mode: str) 
             with forced(path), cattn.num_threads(2), floating_point_mode(mode):
                 results.append(
                     cattn.scaled_dot_product_attention(
-                        **call, need_weights=True, return_lse=True, return_dropout_mask=True
+                        **call, return_weights=True, return_lse=True, return_dropout_mask=True
                     )
                 )
         for result in results:
@@ -62,7 +62,7 @@ def test_the_mode_changes_no_bit_of_converted_masks(mode: str, normal: Normal) -
     call |= {"alibi_slopes": [1 / 3], "sinks": [-1 / 3]}
     right = everything(**call)
     with floating_point_mode(mode):
-        result = cattn.scaled_dot_product_attention(**call, need_weights=True, return_lse=True)
+        result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
     assert_same_bits(result[:3], right[:3])
 
 

@@ -29,7 +29,7 @@ from support import (
 
 BLOCK, CHUNK = cattn._cattn._block_keys(), cattn._cattn._chunk_keys()
 KINDS = {dtype.name: dtype for dtype in HALVES}
-EXTRAS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+EXTRAS = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 Call = dict[str, Any]
 

@@ -19,7 +19,7 @@ from support import PATHS, assert_same_bits, forced
 
 Normal = Callable[..., np.ndarray]
 INF, NAN = np.inf, np.nan
-EXTRAS: dict[str, Any] = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+EXTRAS: dict[str, Any] = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
 
 
 # ---- every function with all of its array arguments ----------------------------------------------------------------

@@ -168,7 +168,7 @@ for dtype in (np.float16, np.float32, np.float64):
                 _cattn._set_path(path)
                 full = cattn.AttentionOutput(out=out, weights=weights)
                 cattn.scaled_dot_product_attention(
-                    query, key, value, mask, 0.3, bias=bias, rng=1, need_weights=True, out=full
+                    query, key, value, mask, 0.3, bias=bias, rng=1, return_weights=True, out=full
                 )
                 expected = cattn.reference.scaled_dot_product_attention(query, key, value, mask, 0.3, bias=bias, rng=1)
                 tolerance = 2e-3 if dtype is np.float16 else 1e-4

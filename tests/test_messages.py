@@ -87,7 +87,7 @@ def test_all_probabilities_follow_one_rule(p: object, error: type[Exception], sa
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("need_weights", lambda x: cattn.causal_attention(X, X, X, need_weights=x)),
+        ("return_weights", lambda x: cattn.causal_attention(X, X, X, return_weights=x)),
         ("return_lse", lambda x: cattn.scaled_dot_product_attention(X, X, X, return_lse=x)),
         ("training", lambda x: cattn.dropout(X, training=x)),
         ("return_mask", lambda x: cattn.dropout(X, return_mask=x)),

@@ -121,7 +121,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips
     (attend, "is_casual", "did you mean 'is_causal'?"),
-    (attend, "Need_weights", "did you mean 'need_weights'?"),
+    (attend, "Return_weights", "did you mean 'return_weights'?"),
+    (attend, "need_weights", "did you mean 'return_weights'?"),
     (functools.partial(cattn.causal_mask, 3), "t_k", "did you mean 'T_k'?"),
     (functools.partial(cattn.dropout_backward, X), "maks", "did you mean 'mask'?"),
 ]

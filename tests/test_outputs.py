@@ -210,7 +210,7 @@ def test_an_attention_output_of_arrays_is_filled_and_returned() -> None:
         lse=np.empty((2, 3, 17)),
         dropout_mask=np.empty((2, 3, 17, 17), bool),
     )
-    options = {"need_weights": True, "return_lse": True, "return_dropout_mask": True, "dropout_p": 0.3, "rng": 5}
+    options = {"return_weights": True, "return_lse": True, "return_dropout_mask": True, "dropout_p": 0.3, "rng": 5}
     result = cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **options)
     expected = cattn.scaled_dot_product_attention(Q, K, V, **options)
     for name in ("out", "weights", "lse", "dropout_mask"):
@@ -219,7 +219,7 @@ def test_an_attention_output_of_arrays_is_filled_and_returned() -> None:
     assert result.dropout_seed == 5
 
 
-ALL_OUTPUTS = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+ALL_OUTPUTS = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
 SHAPES_OF_OUTPUTS = {"out": Q.shape, "weights": (2, 3, 17, 17), "lse": (2, 3, 17), "dropout_mask": (2, 3, 17, 17)}
 
 
@@ -259,7 +259,7 @@ def test_outputs_may_be_interleaved_in_memory() -> None:
     """Columns of one array: the output, the weights and the log-sum-exp of a row side by side."""
     memory = np.zeros((2, 3, 17, 8 + 17 + 1))
     arrays = cattn.AttentionOutput(memory[..., :8], memory[..., 8:25], memory[..., 25])
-    options = {"need_weights": True, "return_lse": True}
+    options = {"return_weights": True, "return_lse": True}
     cattn.scaled_dot_product_attention(Q, K, V, out=arrays, **options)
     expected = cattn.scaled_dot_product_attention(Q, K, V, **options)
     for name in ("out", "weights", "lse"):
@@ -272,7 +272,7 @@ def test_results_have_the_documented_shapes_and_dtypes(shape: tuple[int, ...], d
     x = np.ones(shape, dtype)
     value = np.ones((*shape[:-1], 7), dtype)
     result = cattn.scaled_dot_product_attention(
-        x, x, value, need_weights=True, return_lse=True, return_dropout_mask=True
+        x, x, value, return_weights=True, return_lse=True, return_dropout_mask=True
     )
     assert result.out.shape == value.shape
     assert result.weights.shape == (*shape[:-1], shape[-2])

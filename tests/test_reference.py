@@ -268,7 +268,7 @@ def test_attention_agrees_with_plain_loops(data: st.DataObject) -> None:
     offset = draw(st.sampled_from([None, -1, 0, 2]))
     result = reference.scaled_dot_product_attention(
         q, k, v, mask, is_causal=offset is not None, scale=0.7, bias=added, query_offset=offset,
-        need_weights=True, return_lse=True,
+        return_weights=True, return_lse=True,
     )  # fmt: skip
     out, weights, lse = loop_attention(q, k, v, mask=mask, added=added, scale=0.7, offset=offset)
     np.testing.assert_allclose(result.out, np.reshape(out, (T_q, D_v)), rtol=1e-12, atol=1e-13)
@@ -352,10 +352,10 @@ def test_hidden_keys_have_no_influence(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 5, 4))
     mask = rng.random((2, 5, 5)) < 0.5
     mask[:, 0], mask[..., 3] = False, False
-    clean = reference.scaled_dot_product_attention(q, k, v, mask, need_weights=True, return_lse=True)
+    clean = reference.scaled_dot_product_attention(q, k, v, mask, return_weights=True, return_lse=True)
     for poison in (NAN, INF, -INF, 1e300):
         k[:, 3], v[:, 3] = poison, poison
-        dirty = reference.scaled_dot_product_attention(q, k, v, mask, need_weights=True, return_lse=True)
+        dirty = reference.scaled_dot_product_attention(q, k, v, mask, return_weights=True, return_lse=True)
         for name in ("out", "weights", "lse"):
             np.testing.assert_array_equal(getattr(dirty, name), getattr(clean, name))
     assert np.all(clean.out[:, 0] == 0)
@@ -376,11 +376,11 @@ def test_visible_nan_and_infinity_change_only_rows_that_see_them() -> None:
     bias = np.zeros((4, 4))
     bias[1, 0], bias[2, 1] = INF, NAN
     all_hidden_by_score = np.full((4, 2), -INF)
-    result = reference.causal_attention(q, k, np.ones((4, 2)), bias=bias, need_weights=True, return_lse=True)
+    result = reference.causal_attention(q, k, np.ones((4, 2)), bias=bias, return_weights=True, return_lse=True)
     np.testing.assert_array_equal(np.isnan(result.weights).any(-1), [False, True, True, False])
     assert np.all(result.weights[~reference.causal_mask(4)] == 0)
     result = reference.scaled_dot_product_attention(
-        np.ones((1, 2)), all_hidden_by_score, np.ones((4, 2)), need_weights=True, return_lse=True
+        np.ones((1, 2)), all_hidden_by_score, np.ones((4, 2)), return_weights=True, return_lse=True
     )
     assert np.isnan(result.out).all()
     assert np.isnan(result.weights).all()
@@ -389,7 +389,7 @@ def test_visible_nan_and_infinity_change_only_rows_that_see_them() -> None:
 
 def test_attention_without_keys_is_zero() -> None:
     result = reference.scaled_dot_product_attention(
-        np.ones((2, 3)), np.ones((0, 3)), np.ones((0, 4)), need_weights=True, return_lse=True
+        np.ones((2, 3)), np.ones((0, 3)), np.ones((0, 4)), return_weights=True, return_lse=True
     )
     np.testing.assert_array_equal(result.out, np.zeros((2, 4)))
     np.testing.assert_array_equal(result.lse, [-INF, -INF])
@@ -399,7 +399,7 @@ def test_attention_without_keys_is_zero() -> None:
 def test_attention_drops_weights_by_position_and_seed(rng: np.random.Generator) -> None:
     q, k, v = rng.normal(size=(3, 2, 3, 5, 4))
     sdpa = reference.scaled_dot_product_attention
-    extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+    extras = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
     plain, noisy = sdpa(q, k, v, **extras), sdpa(q, k, v, dropout_p=0.4, rng=11, **extras)
     assert plain.dropout_mask.all()
     assert (plain.dropout_seed, noisy.dropout_seed) == (None, 11)

@@ -81,7 +81,7 @@ def test_weights_and_lse_agree_with_pytorch(isa: str, shapes: Shapes, normal: No
     """With the unit matrix as value, PyTorch's output is its weights."""
     (q, k, v), (tq, tk, _) = some(normal, shapes)
     identity = torch.eye(shapes[1][-2], dtype=torch.float64).expand(*shapes[1][:-2], -1, -1)
-    result = cattn.scaled_dot_product_attention(q, k, v, is_causal="upper_left", need_weights=True, return_lse=True)
+    result = cattn.scaled_dot_product_attention(q, k, v, is_causal="upper_left", return_weights=True, return_lse=True)
     right = by_math(tq, tk, identity, is_causal=True)
     assert_close(result.weights, right)
     assert_close(cattn.attention_weights(q, k, is_causal="upper_left"), right)

@@ -57,12 +57,12 @@ def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> t
     """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
     seed = torch.tensor(-5) if options.get("dropout_p") else None
     names = ("alibi_slopes", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts")
-    arrays = [options.get(name) for name in (*names, "key_scale", "value_scale", "key_indices")]
+    arrays = [options.get(name) for name in (*names, "key_scale", "value_scale", "block_mask", "key_indices")]
     causal = "upper_left" if options.get("is_causal") else ""
     numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
-    window = options.get("window_size", (-1, -1))
+    numbers += (*options.get("window_size", (-1, -1)), options.get("softcap"), options.get("block_size"))
     operands = (*inputs, mask, options.get("bias"), options.get("sinks"))
-    return (*operands, *arrays, seed, *numbers, *window, options.get("softcap"), options.get("return_weights", False))
+    return (*operands, *arrays, seed, *numbers, options.get("return_weights", False))
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """cattn inside PyTorch: the options that PyTorch's function does not have, by every way, and under torch.vmap."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks for each batch entry, groups inferred": {"sinks": tensor(B, H), "enable_gqa": None},
     "a list of keys for each query": {"key_indices": LISTS[:, None], "is_causal": "lower_right", "bias": tensor(T_k)},
     "a list of keys for all": {"key_indices": torch.tensor([3, -1, 0, 3], dtype=torch.int32), "sinks": tensor(H)},
+    "blocks of each head": {"block_mask": tensor(H, 3, 5) > -0.5, "block_size": 2, "is_causal": "lower_right"},
+    "blocks for all": {"block_mask": tensor(2, 1) < 0.5, "block_size": 5, "bias": tensor(T_q, T_k)},
+    "blocks and lists": {"block_mask": tensor(B, 1, 2, 3) > -1, "block_size": 4, "key_indices": LISTS[:, None]},
+    "one block": {"block_mask": torch.tensor([[True]]), "block_size": 2**63 - 1, "sinks": tensor(H)},
     "dropout from a seed": {"dropout_p": 0.4, "rng": 2**64 - 3},
 }
 WITH_GRADIENT = ("attn_mask", "bias", "sinks")
@@ -363,7 +366,7 @@ def test_lengths_may_change_between_the_passes() -> None:
 def test_wrong_options_are_refused_by_name() -> None:
     x = torch.ones(2, 3, 4)
     array: Any = np.ones(3)
-    for name in ("bias", "sinks", "alibi_slopes", "attn_mask", "key_indices"):
+    for name in ("bias", "sinks", "alibi_slopes", "attn_mask", "block_mask", "key_indices"):
         with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got ndarray"):
             attention(x, x, x, **{name: array})
         with pytest.raises(ValueError, match=f"{name} is on meta, cattn computes on the CPU"):
@@ -374,97 +377,20 @@ def test_wrong_options_are_refused_by_name() -> None:
         attention(x, x, x, softcap=-1.0)
     with pytest.raises(TypeError, match="key_value_seq_lengths"):
         attention(x, x, x, key_value_seq_lengths=torch.tensor([0.5, 1.0]))
+    blocks = torch.ones(1, 1, dtype=torch.bool)
+    assert torch.equal(attention(x, x, x, block_mask=blocks, block_size=np.int32(5)), attention(x, x, x))
+    for call in (attention, torch.vmap(lambda *given, **options: attention(*given, **options), (0, 0, 0))):
+        with pytest.raises(ValueError, match="block_mask needs block_size"):
+            call(x, x, x, block_mask=blocks)
+        for size, error in ((0, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)):
+            with pytest.raises(error, match="block_size must be"):
+                call(x, x, x, block_mask=blocks, block_size=size)
+    with pytest.raises(TypeError, match="block_mask has dtype float32"):
+        attention(x, x, x, block_mask=blocks.float(), block_size=3)
     with pytest.raises(TypeError, match="window_size"):
         attention(x, x, x, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):
         attention(x, x, x, alibi_slopes=torch.ones(1, requires_grad=True))
-
-
-# ---- torch.vmap ----------------------------------------------------------------------------------------------------
-LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
-    "two dimensions": ([(T_q, D), (T_k, D), (T_k, 5)], {"is_causal": "lower_right", "sinks": tensor(1)}),
-    "three dimensions": (
-        [(B, T_q, D), (B, T_k, D), (B, T_k, 5)],
-        {"key_value_seq_lengths": torch.tensor([4, 9]), "attn_mask": tensor(B, T_q, T_k), "sinks": tensor(B, 1)},
-    ),
-    "three dimensions with heads": (
-        [(4, T_q, D), (2, T_k, D), (2, T_k, 5)],
-        {"enable_gqa": True, "sinks": tensor(4), "bias": tensor(4, 1, T_k)},
-    ),
-    "four dimensions": (
-        [(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
-        {"query_offset": torch.tensor([3, 1]), "is_causal": True, "bias": tensor(H, T_q, T_k), "softcap": 2.0,
-         "alibi_slopes": tensor(H)},
-    ),
-    "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
-    "lists of keys": ([(B, T_q, D), (B, T_k, D), (B, T_k, 5)], {"key_indices": LISTS}),
-    "lists of each head": ([(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_indices": LISTS[0, :H, None]}),
-    "five dimensions": ([(3, B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
-        {"key_value_seq_lengths": 8, "key_value_seq_starts": torch.tensor([[1, 4]])}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOGICAL)
-@pytest.mark.parametrize("batched", [(0, 0, 0), (None, 1, None), (2, None, 0)])
-def test_vmap_gives_what_a_loop_gives_in_one_call(name: str, batched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, options = LOGICAL[name]
-    inputs = []
-    for i, (shape, dim) in enumerate(zip(shapes, batched, strict=True)):
-        full = shape if dim is None else (*shape[: min(dim, 1)], 3, *shape[min(dim, 1) :])
-        inputs.append(tensor(*full, seed=i).requires_grad_())
-    dims = tuple(None if dim is None else min(dim, 1) for dim in batched)
-    calls = []
-    forward = cattn.scaled_dot_product_attention
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(cattn, "scaled_dot_product_attention", counting)
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        result = attention(q, k, v, **options, return_weights=True, return_lse=True)
-        return result.out, result.weights, result.lse
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PyTorch warns where it falls back to a loop
-        ours = torch.vmap(call, dims)(*inputs)
-    assert len(calls) == 1
-    parts = [call(*(x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True))) for i in range(3)]
-    for found, right in zip(ours, map(torch.stack, zip(*parts, strict=True)), strict=True):
-        assert torch.equal(found, right)
-    grad = torch.randn(ours[0].shape, dtype=torch.float64)
-    right = torch.stack([part[0] for part in parts])
-    for a, b in zip(torch.autograd.grad(ours[0], inputs, grad), torch.autograd.grad(right, inputs, grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", LOGICAL)
-def test_batched_gradients(name: str) -> None:
-    """Several gradients of the output at once: vmap over the backward pass."""
-    shapes, options = LOGICAL[name]
-    inputs = [tensor(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    out = attention(*inputs, **options)
-    grad = torch.randn(3, *out.shape, dtype=torch.float64)
-    ours = torch.autograd.grad(out, inputs, grad, is_grads_batched=True, retain_graph=True)
-    parts = [torch.autograd.grad(out, inputs, g, retain_graph=True) for g in grad]
-    for a, b in zip(ours, map(torch.stack, zip(*parts, strict=True)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_vmap_with_dropout() -> None:
-    x = torch.ones(4, 2, 9, 8)
-
-    def call(x: Any) -> Any:
-        return attention(x, x, torch.eye(9).expand(2, 9, 9), dropout_p=0.5)
-
-    same = torch.vmap(call, randomness="same")(x)
-    assert all(torch.equal(part, same[0]) for part in same)
-    torch.manual_seed(3)
-    different = torch.vmap(call, randomness="different")(x)
-    assert not torch.equal(different[0], different[1])
-    torch.manual_seed(3)
-    assert torch.equal(torch.vmap(call, randomness="different")(x), different)
 
 
 # ---- use_cattn -----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def attention(draw: st.DrawFn) -> Work:
     call = draw(attention_calls())
 
     def run() -> Results:
-        extras = {"need_weights": True, "return_lse": True, "return_dropout_mask": True}
+        extras = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
         return arrays(cattn.scaled_dot_product_attention(**again(call), **extras))
 
     return Work("attention", run, call)

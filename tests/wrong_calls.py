@@ -402,7 +402,7 @@ TABLE = [
     *[
         wrong_value(ATTENTION, f"out has an array for {field}, but {flag} is", out=AttentionOutput(**{field: array}))
         for field, flag, array in [
-            ("weights", "need_weights", ones(2, 4, 5, 6)),
+            ("weights", "return_weights", ones(2, 4, 5, 6)),
             ("lse", "return_lse", ones(2, 4, 5)),
             ("dropout_mask", "return_dropout_mask", ones(2, 4, 5, 6) > 0),
         ]
@@ -410,7 +410,7 @@ TABLE = [
     *[
         Row(ATTENTION, {flag: True, "out": AttentionOutput(**{field: array})}, error, rf"out\.{field} {says}")
         for field, flag, kind in [
-            ("weights", "need_weights", np.float32),
+            ("weights", "return_weights", np.float32),
             ("lse", "return_lse", np.float32),
             ("dropout_mask", "return_dropout_mask", np.bool_),
         ]
@@ -426,7 +426,7 @@ TABLE = [
     wrong_value(
         ATTENTION,
         r"out and out\.weights share memory",
-        need_weights=True,
+        return_weights=True,
         out=AttentionOutput(shared[:120].reshape(2, 4, 5, 3), shared.reshape(2, 4, 5, 6)),
     ),
     wrong_value(

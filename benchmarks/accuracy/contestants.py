@@ -56,7 +56,7 @@ def by_cattn(
 ) -> Results:  # fmt: skip
     """Compute attention by cattn, and its gradients, by default from a float64 log-sum-exp."""
     options: dict[str, Any] = {"is_causal": "upper_left" if causal else False, "softcap": softcap, "bias": bias}
-    result = cattn.scaled_dot_product_attention(query, key, value, need_weights=True, return_lse=True, **options)
+    result = cattn.scaled_dot_product_attention(query, key, value, return_weights=True, return_lse=True, **options)
     exact = cattn.AttentionOutput(lse=np.empty(query.shape[:-1]))
     cattn.scaled_dot_product_attention(query, key, value, return_lse=True, out=exact, **options)
     lse = exact.lse if double_lse else result.lse

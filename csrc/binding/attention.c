@@ -12,12 +12,7 @@
 
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    static const char *const fields[N_OUTPUTS][3] = {
-        {"out", "", ""},
-        {"weights", "need_weights", "return_weights"},
-        {"lse", "return_lse", "return_lse"},
-        {"dropout_mask", "return_dropout_mask", "return_dropout_mask"},
-    };
+    static const char *const fields[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
@@ -35,8 +30,9 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
     for (int i = 0; i < N_OUTPUTS; i++) {
         given[i] = PyTuple_GetItem(out, i);
         if (given[i] != Py_None && !call->wants[i]) {
-            PyErr_Format(PyExc_ValueError, "out has an array for %s, but %s is not asked for: pass %s=True",
-                         fields[i][0], fields[i][1], fields[i][2]);
+            PyErr_Format(PyExc_ValueError,
+                         "out has an array for %s, but return_%s is not asked for: pass return_%s=True", fields[i],
+                         fields[i], fields[i]);
             return false;
         }
     }
@@ -191,7 +187,6 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     npy_intp dims[NPY_MAXDIMS];
     PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
     struct cattn_call call = {.state = state, .params = &params, .dims = dims, .n_sequences = variant->n_sequences};
-    bool need_weights; /* the earlier name of return_weights */
     const bool weights_only = variant->stage < CATTN_STAGE_OUT;
     const int single = weights_only ? WEIGHTS : OUT;
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
@@ -200,11 +195,10 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const
     call.wants[OUT] = !weights_only;
     if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
         !cattn_arg_flag(args[ARG_return_weights], "return_weights", &call.wants[WEIGHTS]) ||
-        !cattn_arg_flag(args[ARG_need_weights], "need_weights", &need_weights) ||
         (args[ARG_return_lse] != Py_False && !parse_return_lse(&call, args[ARG_return_lse])) ||
         !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
         goto done;
-    call.wants[WEIGHTS] |= need_weights || weights_only;
+    call.wants[WEIGHTS] |= weights_only;
     call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
     if (variant->stage == CATTN_STAGE_DROPOUT)
         call.as_tuple = call.wants[DROPOUT_MASK] = true;

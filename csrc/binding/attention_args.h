@@ -35,7 +35,6 @@
     A(return_weights)                                                                                                  \
     A(return_lse)                                                                                                      \
     A(return_dropout_mask)                                                                                             \
-    A(need_weights)                                                                                                    \
     A(out)
 
 /* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */

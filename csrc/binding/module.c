@@ -117,6 +117,7 @@ static int module_exec(PyObject *module) {
 
 static PyMethodDef methods[] = {
     {"_register", cattn_py_register, METH_VARARGS, NULL},
+    {"_arguments", cattn_py_arguments, METH_O, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
     CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),

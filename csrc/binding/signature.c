@@ -143,6 +143,18 @@ static int find_known(PyObject *name) {
     return -1;
 }
 
+/* _arguments(name): the names in the table of a function, in the order of their slots. */
+PyObject *cattn_py_arguments(PyObject *Py_UNUSED(module), PyObject *name) {
+    const int which = find_known(name);
+    PyObject *names = which >= 0 ? PyTuple_New(KNOWN[which].n_slots) : NULL;
+    for (int i = 0; names != NULL && i < KNOWN[which].n_slots; i++) {
+        PyObject *slot = PyUnicode_FromString(KNOWN[which].slots[i]);
+        if (slot == NULL || PyTuple_SetItem(names, i, slot) < 0)
+            Py_CLEAR(names);
+    }
+    return names;
+}
+
 /* The slot of a parameter, or -1 with an exception. */
 static int find_slot(int which, PyObject *name) {
     if (!PyUnicode_Check(name)) {

@@ -9,5 +9,6 @@ void cattn_signature_clear(struct cattn_signature *signature);
 
 /* For the module's PyMethodDef table. */
 PyObject *cattn_py_register(PyObject *module, PyObject *args);
+PyObject *cattn_py_arguments(PyObject *module, PyObject *name);
 
 #endif

@@ -9,7 +9,6 @@ array([[1.  , 0.  ],
        [0.75, 0.75]])
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
@@ -129,8 +128,6 @@ _LATER = {
 for _name in __all__:
     if getattr(globals().get(_name), "__module__", f"{__name__}.nn") != f"{__name__}.nn":
         globals()[_name].__module__ = __name__
-# Pickles of an earlier layout name these modules.
-sys.modules.update({f"{__name__}.{former}": sys.modules[__name__] for former in ("_explain", "_layers", "_types")})
 
 
 def __getattr__(name: str) -> Any:

@@ -199,7 +199,7 @@ class _Job:
         query, key, value = arrays
         try:
             empty: AttentionOutput = _attention(
-                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, need_weights=True,
+                query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, return_weights=True,
                 return_lse=True, **self.scales, **self.settings,
             )  # fmt: skip
             self.shape = (*empty.out.shape[:-2], query.shape[-2], empty.out.shape[-1])
@@ -286,7 +286,7 @@ class _Job:
             cut(self.key),
             cut(self.value),
             query_offset=cut(self.offset, self.batch_dims) + rows.start,
-            need_weights="weights" in parts,
+            return_weights="weights" in parts,
             return_lse="lse" in parts,
             out=AttentionOutput(parts["out"], parts.get("weights"), parts.get("lse")),
             **masks,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from .doors import why_refused
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -128,7 +130,6 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "deterministic": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
     "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
     "device": [("", "cattn computes on the CPU")],
-    "scale": [("key_scale", "leave it out: how a call is computed does not depend on it")],  # only explain has none
 }
 
 _UNKNOWN = re.compile(r"(?P<text>.* got an unexpected keyword argument '(?P<name>.*?)')")
@@ -160,7 +161,9 @@ def add_hint(error: TypeError, function: Callable[..., Any]) -> None:
         return
     code = function.__code__
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    hint = _hint(unknown["name"], [parameter for parameter in parameters if parameter != "self"])
+    hint = why_refused(function, unknown["name"]) or _hint(
+        unknown["name"], [parameter for parameter in parameters if parameter != "self"]
+    )
     if hint:
         error.args = (f"{unknown['text']}: {hint}",)  # in the place of the hint that Python 3.13 adds
 

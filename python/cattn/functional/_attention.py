@@ -50,7 +50,6 @@ def scaled_dot_product_attention(
     return_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
     return_dropout_mask: Literal[False] = ...,
-    need_weights: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
@@ -66,7 +65,6 @@ def scaled_dot_product_attention(
     return_weights: Literal[True],
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -82,7 +80,6 @@ def scaled_dot_product_attention(
     return_weights: bool = ...,
     return_lse: Literal[True] | LseDType,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -98,7 +95,6 @@ def scaled_dot_product_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -114,23 +110,6 @@ def scaled_dot_product_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: Literal[True],
-    out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
-) -> AttentionOutput: ...
-@overload
-def scaled_dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None = ...,
-    dropout_p: float = ...,
-    is_causal: Alignment = ...,
-    *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: AttentionOutput,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -146,7 +125,6 @@ def scaled_dot_product_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> Any: ...
@@ -179,7 +157,6 @@ def scaled_dot_product_attention(
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
-    need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
     r"""Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
@@ -294,8 +271,6 @@ def scaled_dot_product_attention(
     return_dropout_mask : bool
         Also return the dropout mask, True where a weight was kept, bool of shape (..., T_q, T_k), as
         ``result.dropout_mask``.
-    need_weights : bool
-        The earlier name of return_weights, and PyTorch's; either asks for the weights.
     out : ndarray or AttentionOutput, optional
         Takes the result: exact shape and dtype, any strides. If it overlaps an input, the result is computed in a
         temporary array. An AttentionOutput takes the extras as well; its lse may be float64 whatever the dtype.
@@ -387,7 +362,6 @@ def causal_attention(
     return_weights: Literal[False] = ...,
     return_lse: Literal[False] = ...,
     return_dropout_mask: Literal[False] = ...,
-    need_weights: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]: ...
@@ -402,7 +376,6 @@ def causal_attention(
     return_weights: Literal[True],
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -417,7 +390,6 @@ def causal_attention(
     return_weights: bool = ...,
     return_lse: Literal[True] | LseDType,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -432,7 +404,6 @@ def causal_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: Literal[True],
-    need_weights: bool = ...,
     out: NDArray[Any] | AttentionOutput | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -447,22 +418,6 @@ def causal_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: Literal[True],
-    out: NDArray[Any] | AttentionOutput | None = ...,
-    **options: Unpack[AttentionOptions],
-) -> AttentionOutput: ...
-@overload
-def causal_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    attn_mask: ArrayLike | None = ...,
-    dropout_p: float = ...,
-    *,
-    return_weights: bool = ...,
-    return_lse: bool | LseDType = ...,
-    return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: AttentionOutput,
     **options: Unpack[AttentionOptions],
 ) -> AttentionOutput: ...
@@ -477,7 +432,6 @@ def causal_attention(
     return_weights: bool = ...,
     return_lse: bool | LseDType = ...,
     return_dropout_mask: bool = ...,
-    need_weights: bool = ...,
     out: NDArray[Any] | None = ...,
     **options: Unpack[AttentionOptions],
 ) -> Any: ...
@@ -509,7 +463,6 @@ def causal_attention(
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
-    need_weights: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
 ) -> Any:
     """Return attention where no query sees a later key.
@@ -578,8 +531,8 @@ def causal_attention(
         Also return the weights: the result is an `AttentionOutput` then.
     return_lse : bool, np.float32 or np.float64
         Also return the log-sum-exp, in this dtype.
-    return_dropout_mask, need_weights : bool
-        Further extras in the `AttentionOutput`; need_weights is the earlier name of return_weights.
+    return_dropout_mask : bool
+        Also return the dropout mask.
     out : ndarray or AttentionOutput, optional
         Takes the result.
 

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 import cattn
 from cattn._input.arrays import as_bias, as_integers, as_mask, broadcast_shapes, cast, read_array
 from cattn._input.checks import as_size
+from cattn._input.doors import DOORS
 from cattn._input.names import with_hints
 from cattn._input.types import RNG, Alignment, AttentionOutput, Window
 
@@ -264,10 +265,10 @@ def _stand_in(obj: Any, rows: int | None = None) -> Any:
     return np.broadcast_to(np.zeros((), obj.dtype), shape)
 
 
-def _refuse(names: dict[str, Any], reason: str) -> None:
-    for name, value in names.items():
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not available for dask arrays: {reason}")
+            raise NotImplementedError(f"{name} is not available for dask arrays: {DOORS['dask'].refused[name]}")
 
 
 def _chunk_seed(seed: int, starts: Sequence[int]) -> int:
@@ -302,7 +303,6 @@ class _Options(TypedDict, total=False):
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
-    need_weights: Literal[False]
     out: None
     num_threads: int
 
@@ -360,7 +360,6 @@ def attention(
     return_weights: bool = False,
     return_lse: bool = False,
     return_dropout_mask: bool = False,
-    need_weights: bool = False,
     out: None = None,
     num_threads: int = 1,
 ) -> Any:
@@ -421,7 +420,7 @@ def attention(
         Not available: no task holds a whole row of weights.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials, shape (..., T_q).
-    return_dropout_mask, need_weights : bool
+    return_dropout_mask : bool
         Not available, as return_weights.
     out : None
         Not available: the result is computed later.
@@ -470,10 +469,7 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse({"return_weights": return_weights, "need_weights": need_weights,
-             "return_dropout_mask": return_dropout_mask}, "no task holds a whole row of weights")  # fmt: skip
-    _refuse({"key_indices": key_indices}, "the keys of a list lie in any chunk")
-    _refuse({"out": out}, "the result is computed later")
+    _refuse(return_weights=return_weights, return_dropout_mask=return_dropout_mask, key_indices=key_indices, out=out)
     numbers: dict[str, Any] = {
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,

@@ -20,6 +20,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
+from cattn._input.names import with_hints
 
 from ._jax_static import check_static, read_seed, read_window, refuse_derivatives
 
@@ -456,6 +457,7 @@ def _read_options(
     )
 
 
+@with_hints
 def dot_product_attention(
     query: Any,
     key: Any,

@@ -47,7 +47,6 @@ def scaled_dot_product_attention(
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
-    need_weights: bool = False,
     out: Floats | AttentionOutput | None = None,
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
@@ -76,7 +75,6 @@ def scaled_dot_product_attention(
            [3.]])
     """
     p = probability(dropout_p, "dropout_p")
-    return_weights |= need_weights  # the earlier name
     problem = score(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
-from ._operator import WithGradients, as_seed, attention_operator, read_window
+from ._operator import WithGradients, as_seed, attention_operator, read_block_size, read_window
 from ._quantized import read_quantized
 from ._tensors import (
     DTYPES,
@@ -44,6 +44,8 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+    block_mask: Tensor | None
+    block_size: int | None
     key_indices: Tensor | None
     rng: int | torch.Generator | None
 
@@ -150,6 +152,8 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    block_size: int | None = None,
     key_indices: Tensor | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
@@ -207,6 +211,11 @@ def scaled_dot_product_attention(
         in float32. Broadcasts to the shape of key or value: (..., T_k, 1) has one for each token. Positive and finite,
         from 2**-100 to 2**100. Halves of the other tensors are then computed in float32, and the output is rounded.
         Quantized tensors and scales have no gradient.
+    block_mask : Tensor of bool, optional
+        Which blocks of queries and keys are visible; hidden blocks take no time. Broadcasts to
+        (..., ceil(T_q / block_size), ceil(T_k / block_size)).
+    block_size : int, optional
+        Number of queries and of keys of a block; needed with block_mask.
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
     rng : int or torch.Generator, optional
@@ -269,12 +278,13 @@ def scaled_dot_product_attention(
         and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
+        and (block_mask is None or is_readable(block_mask))
         and (key_indices is None or is_readable(key_indices))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        others["key_indices"] = key_indices
+        others |= {"block_mask": block_mask, "key_indices": key_indices}
         if not scaled:
             _check_inputs(query, key, value)
             query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
@@ -303,10 +313,12 @@ def scaled_dot_product_attention(
             _as_positions(key_value_seq_starts, "key_value_seq_starts"),
             key_scale,
             value_scale,
+            block_mask,
             key_indices,
             seed,
         )
-        numbers = (dropout_p, alignment, scale, enable_gqa, *read_window(window_size), softcap)
+        window, size = read_window(window_size), read_block_size(block_size)
+        numbers = (dropout_p, alignment, scale, enable_gqa, *window, softcap, size)
         out, lse, weights = attention_operator(*operands, *arrays, *numbers, return_weights)
     else:
         options: dict[str, Any] = {"is_causal": alignment or False, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
@@ -326,12 +338,14 @@ def scaled_dot_product_attention(
             options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
         if key_value_seq_starts is not None:
             options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
-        if key_indices is not None:
-            options["key_indices"] = _own_array(key_indices) if gradients else as_array(key_indices)
-        if scaled:
-            for name, scale_of in (("key_scale", key_scale), ("value_scale", value_scale)):
-                if scale_of is not None:
-                    options[name] = _own_array(scale_of) if gradients else as_array(scale_of)
+        if block_size is not None:
+            options["block_size"] = block_size
+        for name, tensor in (
+            ("block_mask", block_mask), ("key_indices", key_indices), ("key_scale", key_scale),
+            ("value_scale", value_scale),
+        ):  # fmt: skip
+            if tensor is not None:
+                options[name] = _own_array(tensor) if gradients else as_array(tensor)
         if seed is not None:
             options["rng"] = int(seed) % 2**64
         if gradients:

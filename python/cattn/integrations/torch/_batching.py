@@ -50,8 +50,8 @@ def _spread_arguments(size: int, dims: tuple[int | None, ...], arguments: tuple[
     layout = _Layout(size, ndim, arguments[_ENABLE_GQA])
     n = layout.ndim
     # query, key, value, attn_mask, bias: (..., H, T, d); sinks, alibi_slopes: (..., H); offset, lengths, starts: (...);
-    # scales: as key and value; key_indices: as the mask
-    places: list[Any] = [(n, -3)] * 5 + [(n - 2, None)] * 2 + [(n - 3, None)] * 4 + [(n, -3)] * 3
+    # scales: as key and value; block_mask, key_indices: as the mask
+    places: list[Any] = [(n, -3)] * 5 + [(n - 2, None)] * 2 + [(n - 3, None)] * 4 + [(n, -3)] * 4
     spread = [
         None if x is None else layout.spread(x, dim, *place)
         for x, dim, place in zip(arguments[: len(places)], dims, places, strict=False)

@@ -25,13 +25,15 @@ from ._tensors import (
 _OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
 _ARRAYS = (
     "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
-    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? key_indices, Tensor? seed"
+    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? block_mask, Tensor? key_indices, "
+    "Tensor? seed"
 )
 _NUMBERS = (
-    "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, float? softcap"
+    "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, "
+    "float? softcap, int? block_size"
 )
 _OF_RESULTS = "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse"
-N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 9, 5
+N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 10, 5
 
 
 def _read_options(
@@ -42,6 +44,7 @@ def _read_options(
     key_value_seq_starts: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    block_mask: Tensor | None,
     key_indices: Tensor | None,
     seed: Tensor | None,
     dropout_p: float,
@@ -51,6 +54,7 @@ def _read_options(
     window_left: int,
     window_right: int,
     softcap: float | None,
+    block_size: int | None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions."""
     return {
@@ -67,6 +71,8 @@ def _read_options(
         "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
         "key_scale": None if key_scale is None else as_array(key_scale),
         "value_scale": None if value_scale is None else as_array(value_scale),
+        "block_mask": None if block_mask is None else as_array(block_mask),
+        "block_size": block_size,
         "key_indices": None if key_indices is None else as_array(key_indices),
         "rng": None if seed is None else int(seed) % 2**64,
     }
@@ -94,6 +100,7 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options.get("key_value_seq_starts"),
         options.get("key_scale"),
         options.get("value_scale"),
+        options.get("block_mask"),
         options.get("key_indices"),
     )
     seed = options.get("rng")
@@ -106,6 +113,7 @@ def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
         options["enable_gqa"],
         *read_window(options.get("window_size")),
         options.get("softcap"),
+        read_block_size(options.get("block_size")),
     )
 
 
@@ -117,6 +125,17 @@ def read_window(window_size: Any) -> tuple[int, int]:
         raise TypeError(f"window_size must be a pair of ints, got {window_size!r}")
     left, right = (-1 if side is None else side for side in window_size)
     return left, right
+
+
+def read_block_size(block_size: Any) -> Any:
+    """Return the number of queries and of keys of a block as the operators take it."""
+    if block_size is None:
+        return None
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer, torch.SymInt)):
+        raise TypeError(f"block_size must be an int, got {type(block_size).__name__}")
+    if block_size > 2**63 - 1:  # the error of cattn's own function; it checks the rest
+        raise ValueError(f"block_size must be at most {2**63 - 1}, got {block_size}")
+    return block_size
 
 
 class WithGradients(torch.autograd.Function):

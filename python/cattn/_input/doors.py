@@ -1,0 +1,191 @@
+"""The functions that compute attention, and the options of `scaled_dot_product_attention` that each of them lacks.
+
+Every option is a parameter of every function here, or it is refused with a reason. The TypeError for an unknown keyword
+ends with the reason. tests/test_doors.py compares this table with the signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Door(NamedTuple):
+    """One function. An option is in `refused`, or a parameter: by its own name, or by its name in `spelled`.
+
+    Attributes
+    ----------
+    refused : dict
+        Options that the function lacks, with the reason, which says what to do instead if there is something.
+    own : str
+        Parameters that are no options of attention.
+    spelled : dict
+        Options whose parameters have other names.
+    has_refused : bool
+        Whether refused options are parameters, too, so that the error can be one of another kind.
+    """
+
+    refused: dict[str, str]
+    own: str = ""
+    spelled: Mapping[str, str] = MappingProxyType({})
+    has_refused: bool = False
+
+
+_NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for it"
+_ONLY_GRADIENTS = "only gradients are returned: ask scaled_dot_product_attention for it"
+_NO_DROPOUT = "the statistics are those of the weights before dropout"
+_NO_VALUE = "no values are read"
+_SAME_PLAN = "leave it out: how a call is computed does not depend on it"
+_NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
+
+_PACKED = {
+    "attn_mask": _NO_COMMON_SCORES,
+    "bias": _NO_COMMON_SCORES,
+    "block_mask": _NO_COMMON_SCORES,
+    "block_size": _NO_COMMON_SCORES,
+    "key_indices": _NO_COMMON_SCORES,
+    "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+    "query_offset": "alignment says where the queries of a sequence stand",
+    "query_seq_lengths": "cu_seqlens_q has the lengths",
+    "key_value_seq_lengths": "cu_seqlens_k has the lengths",
+    "key_value_seq_starts": "cu_seqlens_k says where the sequences start",
+}
+_PACKED_OWN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k alignment"
+_STATISTICS = {
+    "value": _NO_VALUE,
+    "value_scale": _NO_VALUE,
+    "dropout_p": _NO_DROPOUT,
+    "rng": _NO_DROPOUT,
+    "return_weights": "call attention_weights for it",
+    "return_lse": 'ask for it by statistics=["lse"]',
+    "return_dropout_mask": _NO_DROPOUT,
+    "key_indices": "statistics are of all keys: pass a boolean attn_mask of the listed keys",
+    "out": "the result has several arrays, which are always new",
+}
+_STATISTICS_OWN = "statistics top_k observation_window"
+_GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), _ONLY_GRADIENTS)
+_GRADIENTS_OWN = "grad_out lse grad_lse merged"
+_NO_WHOLE_ROWS = "no task holds a whole row of weights"
+_NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
+_NOT_IN_ONNX = "the operator has no such input or attribute"
+_NOT_ON_THE_COMMAND_LINE = "not on the command line: call cattn from Python"
+
+# The name of a function of cattn, the module of an integration, or the command.
+DOORS: dict[str, Door] = {
+    "causal_attention": Door({"is_causal": "causal_attention is always causal"}),
+    "attention_weights": Door(
+        {
+            "value": _NO_VALUE,
+            "value_scale": _NO_VALUE,
+            "return_weights": "the weights are what is returned",
+            "return_lse": _NOTHING_RETURNED,
+            "return_dropout_mask": "pass stage='dropout' for the weights after dropout",
+        },
+        own="stage",
+    ),
+    "attention_backward": Door(_GRADIENTS, own=_GRADIENTS_OWN),
+    "attention_statistics": Door(_STATISTICS, own=_STATISTICS_OWN),
+    "varlen_attention": Door(
+        _PACKED | {"return_weights": _NO_COMMON_SCORES, "return_dropout_mask": _NO_COMMON_SCORES}, own=_PACKED_OWN
+    ),
+    "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
+    "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
+    "explain": Door(
+        dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "rng"), _SAME_PLAN)
+        | dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask", "out"), "nothing is computed")
+        | {"key_indices": "each list of keys is computed as a call of its own, whose keys are those of the list"}
+    ),
+    "torch": Door(
+        {
+            "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
+            "out": "PyTorch's functions with gradients return new tensors",
+        }
+    ),
+    "jax": Door(
+        {
+            "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+            "key_indices": "pass a boolean mask that is True for the listed keys",
+            "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
+            "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
+            "out": "JAX's arrays do not change",
+        },
+        spelled={
+            "attn_mask": "mask",
+            "window_size": "local_window_size",
+            "return_lse": "return_residual",
+            "rng": "dropout_key",
+        },
+    ),
+    "dask": Door(
+        {
+            "return_weights": _NO_WHOLE_ROWS,
+            "return_dropout_mask": _NO_WHOLE_ROWS,
+            "key_indices": "the keys of a list lie in any chunk",
+            "out": "the result is computed later",
+        },
+        own="num_threads",
+        has_refused=True,
+    ),
+    "keras": Door(
+        dict.fromkeys(
+            (
+                "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
+                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "key_scale", "value_scale",
+                "block_mask", "block_size", "key_indices", "rng", "return_weights", "return_lse",
+                "return_dropout_mask", "out",
+            ),
+            _NOT_IN_KERAS,
+        ),
+        own="flash_attention",
+        spelled={"attn_mask": "mask", "softcap": "attn_logits_soft_cap"},
+    ),
+    "onnx": Door(
+        dict.fromkeys(
+            (
+                "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
+                "sinks", "key_scale", "value_scale", "block_mask", "block_size", "key_indices", "rng", "return_lse",
+                "return_dropout_mask", "out",
+            ),
+            _NOT_IN_ONNX,
+        )
+        | {"query_offset": "the operator takes it from past_key or nonpad_kv_seqlen"},
+        own="past_key past_value q_num_heads kv_num_heads softmax_precision qk_matmul_output_mode right_window_size",
+        spelled={
+            "query": "Q",
+            "key": "K",
+            "value": "V",
+            "key_value_seq_lengths": "nonpad_kv_seqlen",
+            "window_size": "left_window_size",
+            "return_weights": "return_qk",
+        },
+    ),
+    "attend": Door(
+        dict.fromkeys(("block_mask", "block_size", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        own="help threads force quiet",
+        spelled={
+            "query": "inputs",
+            "key": "inputs",
+            "value": "inputs",
+            "attn_mask": "mask",
+            "dropout_p": "dropout",
+            "is_causal": "causal",
+            "query_seq_lengths": "query_lengths",
+            "key_value_seq_lengths": "lengths",
+            "key_value_seq_starts": "starts",
+            "window_size": "window",
+            "alibi_slopes": "alibi",
+            "rng": "seed",
+            "return_weights": "weights",
+            "return_lse": "lse",
+            "out": "output",
+        },
+    ),
+}  # fmt: skip
+
+
+def why_refused(function: Callable[..., Any], name: str) -> str | None:
+    """Return why a function lacks this option of attention; None if there is no such option or function."""
+    module, _, last = function.__module__.rpartition(".")
+    door = DOORS.get(last if module == "cattn.integrations" else function.__name__)
+    return None if door is None else door.refused.get(name)
