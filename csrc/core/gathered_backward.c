@@ -46,7 +46,8 @@ static struct gathered_unit *lay_out(const struct gathered_job *job, struct catt
     const struct cattn_attention_params *p = &job->params->forward;
     const size_t n = (size_t)p->n_indices, element = cattn_element_size(p->dtype);
     const size_t heads = (size_t)job->plan.heads_per_unit, pairs = n * heads * (size_t)job->plan.rows_per_unit;
-    struct gathered_unit unused, *unit = cattn_carve(arena, sizeof *unit), *u = unit ? unit : &unused;
+    struct gathered_unit unused = {.gather = NULL}, *unit = cattn_carve(arena, sizeof *unit),
+                         *u = unit ? unit : &unused;
     u->gather = cattn_gather_lay_out(&job->plan, p, arena);
     u->grad_key = cattn_carve(arena, n * (size_t)p->head_dim * element);
     u->grad_value = cattn_carve(arena, n * (size_t)p->d_v * element);

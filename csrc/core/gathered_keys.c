@@ -74,7 +74,8 @@ struct cattn_gather *cattn_gather_lay_out(const struct cattn_gather_plan *plan, 
     const size_t value = cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage);
     const size_t pairs = n * (size_t)plan->heads_per_unit * (size_t)plan->rows_per_unit;
     const bool key_scale = p->quantized_key, value_scale = p->quantized_value && p->value.data;
-    struct cattn_gather unused, *gather = cattn_carve(arena, sizeof *gather), *g = gather ? gather : &unused;
+    struct cattn_gather unused = {.n_keys = 0}, *gather = cattn_carve(arena, sizeof *gather),
+                        *g = gather ? gather : &unused;
     g->index = cattn_carve(arena, n * sizeof *g->index);
     g->place = cattn_carve(arena, n * sizeof *g->place);
     g->key = cattn_carve(arena, n * (size_t)p->head_dim * key);
