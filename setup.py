@@ -23,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -152,6 +152,23 @@ def find_clang_cl(cl: Path) -> str | None:
     return shutil.which("clang-cl")
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Drop what a compiler prints meanwhile: it calls a flag an error that it does not know."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(os.devnull, "wb") as nothing:
+        kept = [(number, os.dup(number)) for number in (1, 2)]
+        try:
+            for number, _ in kept:
+                os.dup2(nothing.fileno(), number)
+            yield
+        finally:
+            for number, copy in kept:
+                os.dup2(copy, number)
+                os.close(copy)
+
+
 class BuildTables(build_ext):
     """Compiles all objects in parallel, each kernel stub with the flags of its instruction set in both precisions."""
 
@@ -186,7 +203,7 @@ class BuildTables(build_ext):
 
     def accepts(self, flags: list[str], code: str = "extern int probe;") -> bool:
         """Return whether this compiler accepts the flags and the code for its target."""
-        with tempfile.TemporaryDirectory() as work, contextlib.suppress(CompileError):
+        with tempfile.TemporaryDirectory() as work, contextlib.suppress(CompileError), silence():
             probe = Path(work, "probe.c")
             probe.write_text(f"{code}\n")
             error = "/WX" if self.compiler.compiler_type == "msvc" else "-Werror"
