@@ -200,17 +200,6 @@ def test_the_c_function_of_softmax_backward_refuses_halves() -> None:
         cattn._cattn.softmax_backward(half, half, 1.0, None)
 
 
-def test_check_out_takes_the_dtype_of_the_result() -> None:
-    """The C function checks out against the dtype of a result before that is computed."""
-    check: Any = cattn._cattn._check_out
-    out = np.zeros((2, 3))
-    assert check(out, out.dtype) is None
-    with pytest.raises(TypeError, match=r"dtype must be a numpy\.dtype, got str"):
-        check(out, "float64")
-    with pytest.raises(TypeError, match="out has dtype float64, the result has float32"):
-        check(out, np.dtype("f4"))
-
-
 def test_float16_and_bfloat16_do_not_mix() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     h, edges = np.ones((3, 1, 2), np.float16), [0, 3]

@@ -1,6 +1,8 @@
 """varlen_attention: packed sequences have the bits of the padded batch, and never read a neighbour."""
 
 import mmap
+import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -140,6 +142,61 @@ def test_inputs_and_out_may_have_any_strides(dtype: type) -> None:
     assert_same_bits(cattn.varlen_attention(query, key, value, cu_q, cu_k, out=same), expected)
 
 
+@pytest.mark.parametrize("integers", [np.int8, np.uint16, np.int32, np.uint64, ">i8", "list", "any strides", "shifted"])
+def test_edges_may_be_any_integers(integers: Any) -> None:
+    *arrays, cu_q, cu_k = packed("alike", np.float32)
+    expected = cattn.varlen_attention(*arrays, cu_q, cu_k)
+    assert_same_bits(cattn.varlen_attention(*arrays, *(laid_out(cu, integers) for cu in (cu_q, cu_k))), expected)
+
+
+def laid_out(cu: np.ndarray, integers: Any) -> Any:
+    if integers == "list":
+        return cu.tolist()
+    if integers == "any strides":
+        return np.repeat(cu[::-1], 3)[::-3]
+    if integers == "shifted":  # not aligned
+        bytes_of = np.zeros(cu.nbytes + 1, np.uint8)
+        bytes_of[1:] = cu.astype(np.int64).view(np.uint8)
+        return bytes_of[1:].view(np.int64)
+    return cu.astype(integers)
+
+
+def called_in_python(function: Any, *args: Any, **options: Any) -> list[str]:
+    """Return the names of cattn's Python functions that run during a call."""
+    names: list[str] = []
+    before = sys.getprofile()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(cattn.__file__)):
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        function(*args, **options)
+    finally:
+        sys.setprofile(before)
+    return names
+
+
+def test_a_call_of_plain_arrays_runs_no_python_code() -> None:
+    """Packed and dense calls alike. A gradient that was broadcast is summed by NumPy."""
+    query, key, value, cu_q, cu_k = packed("alike", np.float32)
+    out, _, lse, *_ = cattn.varlen_attention(query, key, value, cu_q, cu_k, return_lse=True)
+    edges = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k.astype(np.int32), "is_causal": "lower_right"}
+    assert called_in_python(cattn.varlen_attention, query, key, value, **edges, max_seqlen_q=20, out=out) == []
+    assert called_in_python(cattn.varlen_attention_statistics, query, key, **edges) == []
+    edges["is_causal"] = False
+    out, _, lse, *_ = cattn.varlen_attention(query, key, value, cu_q, cu_k, return_lse=True)
+    assert called_in_python(cattn.varlen_attention_backward, out, query, key, value, out, lse, **edges) == []
+    x, weights = query[:, 0], np.empty((len(query),) * 2, np.float32)
+    dense = cattn.causal_attention(x, x, x, return_lse=True)
+    arrays = (dense.out, x, x, x, dense.out, dense.lse)
+    assert called_in_python(cattn.attention_backward, *arrays, is_causal=True) == []
+    summed = called_in_python(cattn.attention_backward, *arrays, bias=np.zeros(17, np.float32), merged=True)
+    assert "sum_gradients" in summed
+    assert called_in_python(cattn.attention_weights, x, x, stage="dropout", dropout_p=0.5, rng=1, out=weights) == []
+
+
 def test_max_seqlen_is_accepted() -> None:
     arrays = packed("alike", np.float32)
     expected = cattn.varlen_attention(*arrays)
@@ -191,6 +248,16 @@ def test_different_lengths_warn_unless_the_alignment_is_named() -> None:
         ({"out": np.ones((5, 4, 3))}, ValueError, r"out has shape \(5, 4, 3\), the result has \(5, 4, 4\)"),
         ({"out": np.ones((5, 4, 4), np.float32)}, TypeError, "out has dtype float32, the result has float64"),
         ({"out": [1.0]}, TypeError, "out must be a numpy.ndarray, got list"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be at least 0, got -1"),
+        ({"max_seqlen_k": 5.0}, TypeError, "max_seqlen_k must be an int, got float"),
+        ({"cu_seqlens_k": np.array([0, 2**63], np.uint64)}, ValueError, f"cu_seqlens_k must be .*, got {2**63}"),
+        ({"cu_seqlens_k": [[0, 5]]}, ValueError, r"cu_seqlens_k must have shape \(B \+ 1,\), got \(1, 2\)"),
+        (
+            {"key": np.ones((5, 2, 8), np.int8), "key_scale": np.ones((5, 2))},
+            ValueError,
+            r"key_scale has shape \(5, 2\), .* of key \(5, 2, 8\): for a scale of each token pass .*\[..., None\]",
+        ),
+        ({"is_causal": "left"}, ValueError, "is_causal must be False, True, 'upper_left' or 'lower_right', got 'left'"),
         ({"alibi_slopes": [1.0]}, None, ""),
         ({"alibi_slopes": [1.0, 2.0]}, ValueError, "alibi_slopes has shape"),
         ({"window_size": 3}, TypeError, "window_size must be"),

@@ -3,6 +3,7 @@
  */
 #include "attention.h"
 #include "arrays.h"
+#include "dropped_weights.h"
 #include "error.h"
 #include "gil.h"
 #include "numbers.h"
@@ -71,25 +72,25 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
-    const npy_intp seqlen_k = call->dims[call->nd - 1];
     const int types[N_OUTPUTS] = {call->stored_type, call->stored_type, lse_type(call, given[LSE]), NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
-        /* the last axis of out is d_v, that of the call's dims is T_k */
-        call->dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols;
+        npy_intp dims[NPY_MAXDIMS];
+        memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+        dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols; /* of the call it is T_k */
         const struct cattn_output_spec spec = {.name = names[i],
                                                .type = types[i],
-                                               .nd = i == LSE ? call->nd - 1 : call->nd,
-                                               .dims = call->dims,
+                                               .nd = cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims),
+                                               .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_INPUTS};
-        const bool made = cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]);
-        call->dims[call->nd - 1] = seqlen_k;
-        if (!made)
+        if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
-        cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
-                          call->axes & ~(i == LSE ? CATTN_AXIS_COL : 0));
+        if (i == LSE)
+            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+        else
+            cattn_call_view(call, call->outputs[i].array, tensors[i]);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -126,6 +127,7 @@ void cattn_call_clear(struct cattn_call *call) {
     cattn_ranges_clear(&call->ranges);
     for (int i = 0; i < N_OUTPUTS; i++)
         cattn_output_clear(&call->outputs[i]);
+    cattn_packed_clear(call->packed);
 }
 
 static enum cattn_status compute(const void *params) {
@@ -181,54 +183,63 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 
 /* ---- entry points ---- */
 
-PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
+/* Which results the caller asks for. */
+static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
+    const bool weights_only = stage < CATTN_STAGE_OUT;
+    call->wants[OUT] = !weights_only;
+    if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
+        (args[ARG_return_lse] != Py_False && !parse_return_lse(call, args[ARG_return_lse])) ||
+        !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call->wants[DROPOUT_MASK]))
+        return false;
+    call->as_tuple = !weights_only && (call->wants[WEIGHTS] || call->wants[LSE] || call->wants[DROPOUT_MASK]);
+    call->wants[WEIGHTS] |= weights_only;
+    call->wants[DROPOUT_MASK] |= stage == CATTN_STAGE_DROPOUT;
+    if (!call->wants[DROPOUT_MASK] || call->inputs[KEY_INDICES] == NULL)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
+                 weights_only ? "stage='dropout'" : "return_dropout_mask");
+    return false;
+}
+
+/* out=, as the function takes it: the weights and packed sequences have one array. */
+static bool take_out(struct cattn_call *call, PyObject *out, PyObject **given, bool weights_only) {
+    if (weights_only)
+        return cattn_weights_out(call, out, &given[WEIGHTS]);
+    if (call->packed == NULL)
+        return unpack_out(call, out, given);
+    given[OUT] = out;
+    return true;
+}
+
+PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum cattn_stage stage,
+                       struct cattn_packed *packed) {
     struct cattn_attention_params params;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
     PyObject *given[N_OUTPUTS] = {NULL}, *result = NULL;
-    struct cattn_call call = {.state = state, .params = &params, .dims = dims, .n_sequences = variant->n_sequences};
-    const bool weights_only = variant->stage < CATTN_STAGE_OUT;
-    const int single = weights_only ? WEIGHTS : OUT;
+    struct cattn_call call = {
+        .state = state, .params = &params, .dims = dims, .packed = packed, .widens = stage == CATTN_STAGE_DROPOUT};
+    const bool weights_only = stage < CATTN_STAGE_OUT;
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
-    call.wants[OUT] = !weights_only;
-    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
-        !cattn_arg_flag(args[ARG_return_weights], "return_weights", &call.wants[WEIGHTS]) ||
-        (args[ARG_return_lse] != Py_False && !parse_return_lse(&call, args[ARG_return_lse])) ||
-        !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call.wants[DROPOUT_MASK]))
+    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) || !parse_wants(&call, args, stage) ||
+        !take_out(&call, args[ARG_out], given, weights_only))
         goto done;
-    call.wants[WEIGHTS] |= weights_only;
-    call.as_tuple = !weights_only && (call.wants[WEIGHTS] || call.wants[LSE] || call.wants[DROPOUT_MASK]);
-    if (variant->stage == CATTN_STAGE_DROPOUT)
-        call.as_tuple = call.wants[DROPOUT_MASK] = true;
-    if (call.wants[DROPOUT_MASK] && call.inputs[KEY_INDICES] != NULL) {
-        PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
-                     weights_only ? "stage='dropout'" : "return_dropout_mask");
+    stop_at(&params, stage);
+    if (!make_outputs(&call, given, names) || !cattn_call_begin(&call) || !run(&call, args[ARG_rng], &draw))
         goto done;
-    }
-    if (!weights_only && !unpack_out(&call, args[ARG_out], given))
-        goto done;
-    if (weights_only)
-        given[WEIGHTS] = args[ARG_out];
-    stop_at(&params, variant->stage);
-    if (!make_outputs(&call, given, names) || (variant->unpack != NULL && !variant->unpack(&call, variant->context)))
-        goto done;
-    if (run(&call, args[ARG_rng], &draw))
-        result = build_result(&call, single);
-    if (result != NULL && variant->finish != NULL) {
-        PyObject *final = variant->finish(&call, result, variant->context);
-        Py_DECREF(result);
-        result = final;
-    }
+    if (stage == CATTN_STAGE_DROPOUT)
+        cattn_weights_drop(&call);
+    result =
+        call.half_type != NPY_BOOL ? cattn_weights_rounded(&call) : build_result(&call, weights_only ? WEIGHTS : OUT);
 done:
     cattn_call_clear(&call);
     return cattn_draw_end(&draw, result);
 }
 
 PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, PyObject **args) {
-    static const struct cattn_variant variant = {.stage = CATTN_STAGE_OUT};
-    return cattn_attend(state, args, &variant);
+    return cattn_attend(state, args, CATTN_STAGE_OUT, NULL);
 }
 
 /* The public function has no is_causal: without an offset the last query sees every key. */

@@ -17,25 +17,13 @@ enum cattn_stage {
     CATTN_STAGE_OUT
 };
 
-/* How a call differs from scaled_dot_product_attention. */
-struct cattn_variant {
-    /* Before STAGE_OUT there is no value, and the weights are the one result. With STAGE_DROPOUT the result is an
-     * AttentionOutput of the weights, without dropout, and the mask to apply to them. */
-    enum cattn_stage stage;
-    /* Turns the call, which was parsed as one batch entry, into a batch of packed sequences. NULL: not packed. */
-    bool (*unpack)(struct cattn_call *call, PyObject *context);
-    const npy_intp *n_sequences; /* the number of packed sequences; NULL: not packed */
-    /* Returns the final result, a new reference, given the one of the core. A TorchGenerator advances only after it.
-     * NULL: there is nothing to do. */
-    PyObject *(*finish)(struct cattn_call *call, PyObject *result, PyObject *context);
-    PyObject *context;
-};
-
-PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
-/* The gradients, or the statistics, of such a call or of packed sequences; stage and finish of the variant are unused.
- */
-PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant);
-PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant);
+/* A call up to a stage. Before STAGE_OUT there is no value, and the weights are the one result. `packed` is NULL unless
+ * the sequences are packed. */
+PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum cattn_stage stage,
+                       struct cattn_packed *packed);
+/* The gradients, or the statistics, of a call. */
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed);
+PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct cattn_packed *packed);
 
 /* Comes after all checks and allocations: draws a seed, or from a TorchGenerator, and computes; without the GIL if
  * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */

@@ -20,6 +20,33 @@ static npy_intp size_from_end(PyArrayObject *array, int back) {
     return back <= nd ? PyArray_DIM(array, nd - back) : 1;
 }
 
+/* The same of query, key or value in the order of the call's axes: packed sequences have their rows before the heads.
+ */
+static npy_intp input_size(const struct cattn_call *call, int input, int back) {
+    const int axis = call->packed == NULL || back == 1 || back > 3 ? back : 5 - back;
+    return size_from_end(call->inputs[input], axis);
+}
+
+void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor) {
+    cattn_tensor_from(tensor, array, call->n_batch_dims, call->axes);
+    if (call->packed != NULL) {
+        const int64_t heads = tensor->row;
+        tensor->row = tensor->head;
+        tensor->head = heads;
+    }
+}
+
+int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims) {
+    if (call->packed == NULL)
+        return nd;
+    const npy_intp heads = dims[1], rows = dims[2];
+    const bool has_width = nd == call->nd;
+    dims[0] = has_width ? rows : heads;
+    dims[1] = has_width ? heads : rows;
+    dims[2] = dims[3];
+    return nd - 1;
+}
+
 /* Takes query, key and value in their own types, and scales. `quantized` receives the storage of those that have one.
  */
 static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cattn_storage *quantized) {
@@ -72,6 +99,10 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
         return false;
     if (type != NPY_DOUBLE && (quantized[KEY] || quantized[VALUE]))
         type = NPY_FLOAT;
+    if (call->widens && type != NPY_FLOAT && type != NPY_DOUBLE) {
+        call->half_type = type;
+        type = NPY_FLOAT;
+    }
     for (int i = QUERY; i <= VALUE; i++) {
         PyArrayObject **array = &call->inputs[i];
         if (!quantized[i] && *array != NULL && !cattn_arg_widen(call->state, array, type))
@@ -83,6 +114,20 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
     }
     call->stored_type = type;
     return check_unchanged(call, quantized);
+}
+
+static bool error_axes(const struct cattn_call *call, int input) {
+    static const char *const rows[] = {"T_q", "T_k", "T_k"}, *const widths[] = {"head_dim", "head_dim", "d_v"};
+    PyArrayObject *array = call->inputs[input];
+    PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
+    if (shape != NULL && call->packed != NULL)
+        PyErr_Format(PyExc_ValueError, "%s must have shape (total, heads, %s), got %R", INPUT_NAMES[input],
+                     widths[input], shape);
+    else if (shape != NULL)
+        PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s, %s), got %d", INPUT_NAMES[input],
+                     rows[input], widths[input], PyArray_NDIM(array));
+    Py_XDECREF(shape);
+    return false;
 }
 
 static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
@@ -98,18 +143,13 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
         call->params->quantized_value = quantized[VALUE];
     }
     for (int i = QUERY; i <= VALUE; i++) {
-        const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 2;
-        if (nd < 2) {
-            PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s), got %d", INPUT_NAMES[i],
-                         i == QUERY ? "T_q, head_dim"
-                         : i == KEY ? "T_k, head_dim"
-                                    : "T_k, d_v",
-                         nd);
-            return false;
-        }
-        if (nd > call->nd)
+        const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 3;
+        if (call->packed != NULL ? nd != 3 : nd < 2)
+            return error_axes(call, i);
+        if (nd > call->nd && call->inputs[i] != NULL)
             call->nd = nd;
     }
+    call->nd += call->packed != NULL; /* one batch entry */
     return true;
 }
 
@@ -120,17 +160,17 @@ static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp 
 
 static bool parse_sizes(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
-    PyArrayObject *query = call->inputs[QUERY], *key = call->inputs[KEY], *value = call->inputs[VALUE];
-    params->seqlen_q = size_from_end(query, 2);
-    params->head_dim = size_from_end(query, 1);
-    params->seqlen_k = size_from_end(key, 2);
-    params->d_v = value != NULL ? size_from_end(value, 1) : 0;
-    if (size_from_end(key, 1) != params->head_dim)
-        return error_sizes("key", size_from_end(key, 1), "query", size_from_end(query, 1), "head_dim");
-    if (value != NULL && size_from_end(value, 2) != params->seqlen_k)
-        return error_sizes("value", size_from_end(value, 2), "key", size_from_end(key, 2), "T_k");
-    call->dims[call->nd - 2] = size_from_end(query, 2);
-    call->dims[call->nd - 1] = size_from_end(key, 2);
+    const npy_intp seqlen_q = input_size(call, QUERY, 2), seqlen_k = input_size(call, KEY, 2);
+    const npy_intp head_dim = input_size(call, QUERY, 1), key_dim = input_size(call, KEY, 1);
+    const bool has_value = call->inputs[VALUE] != NULL;
+    params->seqlen_q = call->dims[call->nd - 2] = seqlen_q;
+    params->seqlen_k = call->dims[call->nd - 1] = seqlen_k;
+    params->head_dim = head_dim;
+    params->d_v = has_value ? input_size(call, VALUE, 1) : 0;
+    if (key_dim != head_dim)
+        return error_sizes("key", key_dim, "query", head_dim, "head_dim");
+    if (has_value && input_size(call, VALUE, 2) != seqlen_k)
+        return error_sizes("value", input_size(call, VALUE, 2), "key", seqlen_k, "T_k");
     return true;
 }
 
@@ -157,8 +197,8 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     params->num_heads = params->group_size = call->kv_heads = 1;
     if (!call->has_heads)
         return true;
-    const npy_intp query = size_from_end(call->inputs[QUERY], 3), key = size_from_end(call->inputs[KEY], 3);
-    const npy_intp value = call->inputs[VALUE] != NULL ? size_from_end(call->inputs[VALUE], 3) : key;
+    const npy_intp query = input_size(call, QUERY, 3), key = input_size(call, KEY, 3);
+    const npy_intp value = call->inputs[VALUE] != NULL ? input_size(call, VALUE, 3) : key;
     if (key != value && key != 1 && value != 1)
         return error_sizes("value", value, "key", key, "heads (axis -3):");
     const npy_intp kv_heads = call->kv_heads = key == 1 ? value : key;
@@ -189,7 +229,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
 static bool fill_scale(struct cattn_call *call, int i, PyArrayObject *scale, struct cattn_tensor *to) {
     if (!cattn_arg_scale_fits(scale, SCALE_NAMES[i], call->inputs[i], INPUT_NAMES[i]))
         return false;
-    cattn_tensor_from(to, scale, call->n_batch_dims, call->axes);
+    cattn_call_view(call, scale, to);
     return true;
 }
 
@@ -200,7 +240,7 @@ static bool fill_inputs(struct cattn_call *call) {
     for (int i = QUERY; i <= VALUE; i++) {
         if (call->inputs[i] == NULL)
             continue;
-        cattn_tensor_from(tensors[i], call->inputs[i], call->n_batch_dims, call->axes);
+        cattn_call_view(call, call->inputs[i], tensors[i]);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
             tensors[i]->col = 1;
     }
@@ -215,7 +255,7 @@ static bool parse_batch_dims(struct cattn_call *call) {
         npy_intp size = 1;
         int owner = QUERY;
         for (int i = QUERY; i <= VALUE; i++) {
-            const npy_intp own = call->inputs[i] != NULL ? size_from_end(call->inputs[i], call->nd - axis) : 1;
+            const npy_intp own = call->inputs[i] != NULL ? input_size(call, i, call->nd - axis) : 1;
             if (own == 1 || own == size)
                 continue;
             if (size != 1) {
@@ -246,6 +286,13 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
                  (long long)p->n_batch, (long long)p->num_heads, (long long)p->seqlen_q, (long long)p->seqlen_k,
                  (long long)p->head_dim, (long long)p->d_v);
     return false;
+}
+
+bool cattn_call_begin(struct cattn_call *call) {
+    if (call->packed == NULL)
+        return true;
+    cattn_packed_fill(call->packed, call->params);
+    return cattn_call_counts_fit(call->params);
 }
 
 /* ---- masks and positions ---- */
@@ -341,6 +388,7 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
                                             .first_keys = args[ARG_key_value_seq_starts]};
     return cattn_arg_ranges(call->state, args[ARG_is_causal], args[ARG_query_offset], args[ARG_window_size],
                             &call->ranges) &&
+           (call->packed == NULL || cattn_packed_align(call->state, call->packed, &call->ranges)) &&
            cattn_ranges_settle(call->state, &call->ranges, &sizes, &call->params->ranges);
 }
 
@@ -358,7 +406,7 @@ static bool parse_numbers(struct cattn_call *call, PyObject *object, const char 
         return false;
     npy_intp dims[NPY_MAXDIMS];
     for (int axis = 0; axis < call->n_batch_dims; axis++)
-        dims[axis] = call->n_sequences != NULL ? *call->n_sequences : call->dims[axis];
+        dims[axis] = call->packed != NULL ? call->packed->queries.n_sequences : call->dims[axis];
     dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
     if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)",
                               ""))
@@ -422,12 +470,17 @@ static bool check_key_indices(const struct cattn_call *call) {
     return PyErr_Occurred() == NULL;
 }
 
+static bool parse_edges(struct cattn_call *call, PyObject *rng) {
+    return call->packed == NULL ||
+           cattn_packed_parse(call->state, call->packed, call->dims[call->nd - 2], call->dims[call->nd - 1], rng);
+}
+
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
-           parse_batch_dims(call) && parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
-           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
-           parse_score_options(call, args) &&
+           parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) && parse_scale(call, args[ARG_scale]) &&
+           parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) &&
+           parse_ranges(call, args) && parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }

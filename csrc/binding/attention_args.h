@@ -7,6 +7,7 @@
 
 #include "key_ranges.h"
 #include "outputs.h"
+#include "packed.h"
 
 #define ATTENTION_ARGUMENTS(A)                                                                                         \
     A(query)                                                                                                           \
@@ -37,9 +38,9 @@
     A(return_dropout_mask)                                                                                             \
     A(out)
 
-/* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
+/* Arguments of single functions; those of packed sequences are in packed.h. `out` of attention_backward is the result
+ * of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
-#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
 #define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
 
@@ -56,9 +57,6 @@ enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };
 enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT) N_STATISTICS_ARGS };
-/* Several functions have these, in different places: the index counts from the first of them. */
-#define VARLEN_SLOT(name) VARLEN_##name,
-enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
 
 /* The arguments that are arrays. */
 enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, BLOCK_MASK, KEY_INDICES, N_INPUTS };
@@ -79,11 +77,13 @@ struct cattn_call {
     int axes;         /* of query, key, value and masks, for cattn_tensor_from */
     int compute_type; /* NumPy's type number of the computation */
     int stored_type;  /* the same of query, key, value, out and weights */
+    bool widens;      /* halves are computed as float32, and the caller rounds the result */
+    int half_type;    /* of the inputs that were widened; NPY_BOOL (0): none */
     int n_batch_dims;
-    const npy_intp *n_sequences; /* packed sequences, parsed as one batch entry: their number; else NULL */
+    struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
     npy_intp kv_heads;           /* of key and value, 1 without heads */
     int nd;                      /* of dims */
-    npy_intp *dims;              /* (*batch, [H], T_q, T_k) */
+    npy_intp *dims;              /* (*batch, [H], T_q, T_k); of packed sequences (1, H, total_q, total_k) */
     npy_intp weight_cols;        /* of a row of weights: T_k, or the length of the lists of key_indices */
     npy_intp *bias_dims; /* receives the shape of the bias that has a gradient; NULL if there are no gradients */
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
@@ -91,6 +91,13 @@ struct cattn_call {
 
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
+/* The view of an array with the axes (*batch, [H], rows, width). Those of packed sequences are (rows, H, width). */
+void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
+/* Turns the shape of a result, (*batch, [H], rows, width) or without the width, into the one that the caller sees:
+ * (rows, H, width) or (H, rows) for packed sequences. Returns its number of axes. */
+int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims);
+/* Comes after the allocation of the results: makes a batch of packed sequences. */
+bool cattn_call_begin(struct cattn_call *call);
 /* ValueError for sizes whose products the core cannot count. */
 bool cattn_call_counts_fit(const struct cattn_attention_params *params);
 

@@ -1,7 +1,8 @@
 /* attention_backward.c -- attention_backward(...): parse, check the results of the forward pass, allocate, run the
  * core.
  *
- * The core's gradients have the shapes of the whole call: the helper sum_gradients sums them over broadcast axes.
+ * The core's gradients have the shapes of the whole call. Where an argument was broadcast, or is in half precision, the
+ * helper sum_gradients makes of them what the caller gets.
  */
 #include "arrays.h"
 #include "attention.h"
@@ -59,18 +60,20 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
     struct cattn_tensor *const tensors[] = {&b->params.grad_out, &b->params.grad_lse, &b->params.forward.out,
                                             &b->params.forward.lse};
     npy_intp dims[NPY_MAXDIMS];
-    const int nd = has_rows_only(i) ? call->nd - 1 : call->nd;
     PyArrayObject *array = b->given[i] = cattn_arg_floats(call->state, object, names[i]);
     if (array == NULL)
         return false;
-    for (int axis = 0; axis < nd; axis++)
-        dims[axis] = axis == call->nd - 1 ? (npy_intp)call->params->d_v : call->dims[axis];
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    dims[call->nd - 1] = (npy_intp)call->params->d_v;
+    const int nd = cattn_call_shape(call, has_rows_only(i) ? call->nd - 1 : call->nd, dims);
     /* the shape again: a conversion may have run Python code, which might change the array */
     if (!cattn_check_shape(array, names[i], whose[i], nd, dims) || !widen(b, i, names[i]) ||
         !cattn_check_shape(b->given[i], names[i], whose[i], nd, dims))
         return false;
-    cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims,
-                      call->axes & ~(has_rows_only(i) ? CATTN_AXIS_COL : 0));
+    if (has_rows_only(i))
+        cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+    else
+        cattn_call_view(call, b->given[i], tensors[i]);
     if (call->params->d_v == 1 && !has_rows_only(i))
         tensors[i]->col = 1;
     return true;
@@ -78,23 +81,24 @@ static bool parse_given(struct backward *b, int i, PyObject *object) {
 
 /* ---- gradients ---- */
 
+/* The core writes the gradient of the query once, and adds to the others. */
 static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dims, struct cattn_tensor *tensor,
                           int axes) {
-    /* the core writes the gradient of the query once, and adds to the others */
-    const bool packed = b->call.n_sequences != NULL && i <= GRAD_VALUE;
-    const npy_intp rows_first[] = {1, packed ? dims[2] : 0, packed ? dims[1] : 0, packed ? dims[3] : 0};
-    const npy_intp *own = packed ? rows_first : dims; /* the caller sees (rows, heads, columns) in memory */
-    PyArrayObject *made = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, own, b->call.compute_type)
-                                                            : PyArray_ZEROS(nd, own, b->call.compute_type, 0));
-    if (made != NULL && packed) {
-        PyArrayObject *view = (PyArrayObject *)PyArray_SwapAxes(made, 1, 2);
-        Py_DECREF((PyObject *)made);
-        made = view;
-    }
-    b->gradients[i] = made;
-    if (made == NULL)
+    b->gradients[i] = (PyArrayObject *)(i == GRAD_QUERY ? PyArray_SimpleNew(nd, dims, b->call.compute_type)
+                                                        : PyArray_ZEROS(nd, dims, b->call.compute_type, 0));
+    if (b->gradients[i] == NULL)
         return false;
     cattn_tensor_from(tensor, b->gradients[i], b->call.n_batch_dims, axes);
+    return true;
+}
+
+/* The gradient of query, key or value, whose shape is that of the call. */
+static bool make_input_gradient(struct backward *b, int i, const npy_intp *shape, struct cattn_tensor *tensor) {
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, shape, (size_t)b->call.nd * sizeof *dims);
+    if (!make_gradient(b, i, cattn_call_shape(&b->call, b->call.nd, dims), dims, tensor, b->call.axes))
+        return false;
+    cattn_call_view(&b->call, b->gradients[i], tensor);
     return true;
 }
 
@@ -124,19 +128,19 @@ static bool make_gradients(struct backward *b) {
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, call->dims, (size_t)nd * sizeof *dims);
     dims[nd - 1] = (npy_intp)params->head_dim;
-    if (!make_gradient(b, GRAD_QUERY, nd, dims, &b->params.grad_query, call->axes))
+    if (!make_input_gradient(b, GRAD_QUERY, dims, &b->params.grad_query))
         return false;
     if (call->has_heads)
         dims[nd - 3] = call->kv_heads;
     dims[nd - 2] = (npy_intp)params->seqlen_k;
-    if (!make_gradient(b, GRAD_KEY, nd, dims, &b->params.grad_key, call->axes))
+    if (!make_input_gradient(b, GRAD_KEY, dims, &b->params.grad_key))
         return false;
     dims[nd - 1] = (npy_intp)params->d_v;
-    if (!make_gradient(b, GRAD_VALUE, nd, dims, &b->params.grad_value, call->axes) || !make_bias_gradient(b))
+    if (!make_input_gradient(b, GRAD_VALUE, dims, &b->params.grad_value) || !make_bias_gradient(b))
         return false;
     memcpy(dims, call->dims, (size_t)call->n_batch_dims * sizeof *dims);
-    if (call->n_sequences != NULL)
-        dims[0] = *call->n_sequences;
+    if (call->packed != NULL)
+        dims[0] = call->packed->queries.n_sequences;
     dims[call->n_batch_dims] = (npy_intp)params->num_heads;
     return call->inputs[SINKS] == NULL ||
            make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
@@ -180,7 +184,7 @@ static PyObject *place_of_misfit(const struct backward *b) {
     if (call->has_heads)
         place[call->nd - 3] = (npy_intp)b->misfit.head;
     place[call->nd - 2] = (npy_intp)b->misfit.row;
-    const int skipped = call->n_sequences != NULL;
+    const int skipped = call->packed != NULL;
     return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
 }
 
@@ -213,10 +217,29 @@ static PyObject *shape_of(PyArrayObject *input) {
     return input != NULL ? cattn_shape_tuple(PyArray_NDIM(input), PyArray_DIMS(input)) : PyTuple_New(0);
 }
 
+/* Whether the core's gradients have the types and shapes of the arguments. */
+static bool are_final(const struct backward *b, PyArrayObject *const *of) {
+    bool final = b->call.stored_type == b->call.compute_type;
+    for (int i = 0; final && i < N_GRADIENTS; i++)
+        final = b->gradients[i] == NULL || PyArray_SAMESHAPE(b->gradients[i], of[i]);
+    return final;
+}
+
+/* AttentionGradients of the core's gradients, if these are final. */
+static PyObject *gather(const struct backward *b) {
+    PyObject *fields[N_GRADIENTS];
+    for (int i = 0; i < N_GRADIENTS; i++)
+        fields[i] = b->gradients[i] != NULL ? (PyObject *)b->gradients[i] : Py_None;
+    return PyObject_CallFunctionObjArgs(b->call.state->attention_gradients, fields[GRAD_QUERY], fields[GRAD_KEY],
+                                        fields[GRAD_VALUE], fields[GRAD_BIAS], fields[GRAD_SINKS], NULL);
+}
+
 /* sum_gradients(gradients, shapes of the arguments, dtype of those of query, key and value) */
 static PyObject *build_result(const struct backward *b) {
     PyArrayObject *const *inputs = b->call.inputs, *bias = inputs[BIAS] != NULL ? inputs[BIAS] : inputs[ATTN_MASK];
     PyArrayObject *const of[N_GRADIENTS] = {inputs[QUERY], inputs[KEY], inputs[VALUE], bias, inputs[SINKS]};
+    if (are_final(b, of))
+        return gather(b);
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;
     PyObject *descr = (PyObject *)PyArray_DescrFromType(b->call.stored_type);
     bool packed = gradients != NULL && shapes != NULL && descr != NULL;
@@ -235,15 +258,12 @@ static PyObject *build_result(const struct backward *b) {
 }
 
 static PyObject *differentiate(struct backward *b, struct binding_state *state, PyObject *const *args,
-                               const struct cattn_variant *variant) {
+                               struct cattn_packed *packed) {
     PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
     cattn_clear_backward(&b->params);
-    b->call = (struct cattn_call){.state = state,
-                                  .params = &b->params.forward,
-                                  .dims = b->dims,
-                                  .bias_dims = b->bias_dims,
-                                  .n_sequences = variant->n_sequences};
+    b->call = (struct cattn_call){
+        .state = state, .params = &b->params.forward, .dims = b->dims, .bias_dims = b->bias_dims, .packed = packed};
     memset(b->given, 0, sizeof b->given);
     memset(b->gradients, 0, sizeof b->gradients);
     cattn_draw_clear(&b->draw);
@@ -257,8 +277,7 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
         if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(b, i, given[i]))
             goto done;
     }
-    if (make_gradients(b) && (variant->unpack == NULL || variant->unpack(&b->call, variant->context)) &&
-        run(b, args[ARG_rng]) && check_misfit(b))
+    if (make_gradients(b) && cattn_call_begin(&b->call) && run(b, args[ARG_rng]) && check_misfit(b))
         result = build_result(b);
 done:
     cattn_call_clear(&b->call);
@@ -269,16 +288,15 @@ done:
     return cattn_draw_end(&b->draw, result);
 }
 
-PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, const struct cattn_variant *variant) {
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
     struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack, with that of the core's calls */
     if (b == NULL)
         return PyErr_NoMemory();
-    PyObject *result = differentiate(b, state, args, variant);
+    PyObject *result = differentiate(b, state, args, packed);
     PyMem_Free(b);
     return result;
 }
 
 PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
-    static const struct cattn_variant variant = {.stage = CATTN_STAGE_OUT};
-    return cattn_differentiate(state, args, &variant);
+    return cattn_differentiate(state, args, NULL);
 }

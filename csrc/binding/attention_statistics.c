@@ -94,7 +94,7 @@ static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
 }
 
 /* Statistics of queries have the shape (*batch, [H], T_q), top keys one more axis of length top_k. Those of keys have
- * (*batch, [H], T_k), and begin with 0 because the core adds to them. */
+ * (*batch, [H], T_k), and begin with 0 because the core adds to them. Packed sequences have no batch axis. */
 static bool make_field(struct statistics *s, int i) {
     const struct cattn_call *call = &s->call;
     const bool columns = i == RECEIVED || i == RECEIVED_MAX;
@@ -105,7 +105,9 @@ static bool make_field(struct statistics *s, int i) {
         dims[nd - 1] = call->dims[call->nd - 1];
     else if (is_top(i))
         dims[nd - 1] = (npy_intp)s->params.top_k;
-    s->fields[i] = (PyArrayObject *)(columns ? PyArray_ZEROS(nd, dims, type, 0) : PyArray_SimpleNew(nd, dims, type));
+    const int batch = call->packed != NULL;
+    s->fields[i] = (PyArrayObject *)(columns ? PyArray_ZEROS(nd - batch, dims + batch, type, 0)
+                                             : PyArray_SimpleNew(nd - batch, dims + batch, type));
     if (s->fields[i] == NULL)
         return false;
     cattn_tensor_from(tensor_of(s, i), s->fields[i], call->n_batch_dims,
@@ -143,23 +145,21 @@ static PyObject *build_result(const struct statistics *s) {
 
 static enum cattn_status compute(const void *params) { return cattn_attention_statistics(params); }
 
-static PyObject *run(struct statistics *s, struct binding_state *state, PyObject **args,
-                     const struct cattn_variant *variant) {
+static PyObject *run(struct statistics *s, struct binding_state *state, PyObject **args, struct cattn_packed *packed) {
     PyObject *result = NULL, *no_dropout = PyFloat_FromDouble(0);
     if (no_dropout == NULL)
         return NULL;
     args[ARG_dropout_p] = no_dropout; /* statistics are of the weights before dropout */
     args[ARG_value] = NULL;
     cattn_clear_statistics(&s->params);
-    s->call = (struct cattn_call){
-        .state = state, .params = &s->params.forward, .dims = s->dims, .n_sequences = variant->n_sequences};
+    s->call = (struct cattn_call){.state = state, .params = &s->params.forward, .dims = s->dims, .packed = packed};
     s->lse = NULL;
     memset(s->wants, 0, sizeof s->wants);
     memset(s->fields, 0, sizeof s->fields);
     cattn_draw_clear(&s->draw);
     if (cattn_call_parse(&s->call, args) && parse_statistics(s, args[ARG_statistics]) &&
         parse_top_k(s, args[ARG_top_k]) && parse_observation_window(s, args[ARG_observation_window]) &&
-        make_fields(s) && (variant->unpack == NULL || variant->unpack(&s->call, variant->context))) {
+        make_fields(s) && cattn_call_begin(&s->call)) {
         s->params.forward.path = CATTN_PATH_AUTO;
         if (cattn_call_run(&s->call, Py_None, 2 * cattn_attention_work(s->call.params), compute, &s->params, &s->draw))
             result = build_result(s);
@@ -172,16 +172,15 @@ static PyObject *run(struct statistics *s, struct binding_state *state, PyObject
     return cattn_draw_end(&s->draw, result);
 }
 
-PyObject *cattn_statistics(struct binding_state *state, PyObject **args, const struct cattn_variant *variant) {
+PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct cattn_packed *packed) {
     struct statistics *s = PyMem_Malloc(sizeof *s); /* too large for a small stack, with that of the core's calls */
     if (s == NULL)
         return PyErr_NoMemory();
-    PyObject *result = run(s, state, args, variant);
+    PyObject *result = run(s, state, args, packed);
     PyMem_Free(s);
     return result;
 }
 
 PyObject *cattn_body_attention_statistics(struct binding_state *state, PyObject **args) {
-    static const struct cattn_variant variant = {.stage = CATTN_STAGE_SOFTMAX};
-    return cattn_statistics(state, args, &variant);
+    return cattn_statistics(state, args, NULL);
 }

@@ -82,19 +82,12 @@ struct cattn_signature {
     H(as_rope_scaling)                                                                                                 \
     /* cattn._input.types */                                                                                           \
     H(attention_output)                                                                                                \
+    H(attention_gradients)                                                                                             \
     H(make_statistics)                                                                                                 \
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
     H(softmax_axes)                                                                                                    \
     H(masked_softmax_axes)                                                                                             \
-    H(widen_for_dropout)                                                                                               \
-    H(drop_weights)                                                                                                    \
-    H(pack_sequences)                                                                                                  \
-    H(unpack_sequences)                                                                                                \
-    H(pack_gradients)                                                                                                  \
-    H(unpack_gradients)                                                                                                \
-    H(pack_statistics)                                                                                                 \
-    H(unpack_statistics)                                                                                               \
     H(sum_gradients)                                                                                                   \
     H(make_explanation)
 
@@ -146,7 +139,6 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
 PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);
 PyObject *cattn_py_shown(PyObject *module, PyObject *object);

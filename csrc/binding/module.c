@@ -123,7 +123,6 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
     CATTN_FASTCALL("_product", cattn_py_product),
     CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
-    CATTN_FASTCALL("_check_out", cattn_py_check_out),
     CATTN_FASTCALL("_store", cattn_py_store),
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},
     {"_shown", cattn_py_shown, METH_O, NULL},

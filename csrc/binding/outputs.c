@@ -208,25 +208,6 @@ void cattn_output_clear(struct cattn_output *output) {
     Py_CLEAR(output->array);
 }
 
-/* _check_out(out, dtype): TypeError or ValueError unless a result of this dtype and out's shape may be stored there. */
-PyObject *cattn_py_check_out(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
-    if (!cattn_error_count("_check_out", n_args, 2) || !cattn_ready(cattn_state(module)))
-        return NULL;
-    if (!PyArray_DescrCheck(args[1])) {
-        cattn_error_type("dtype", "a numpy.dtype", args[1]);
-        return NULL;
-    }
-    struct cattn_output_spec spec = {.name = "out", .type = ((PyArray_Descr *)args[1])->type_num};
-    if (!check_type(cattn_state(module), args[0], &spec))
-        return NULL;
-    PyArrayObject *out = (PyArrayObject *)args[0];
-    spec.nd = PyArray_NDIM(out);
-    spec.dims = PyArray_DIMS(out);
-    if (!check_layout(out, &spec))
-        return NULL;
-    Py_RETURN_NONE;
-}
-
 /* _store(result, out): copies a finished result into the caller's array, with the checks of every out=. */
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     if (!cattn_error_count("_store", n_args, 2) || !cattn_ready(cattn_state(module)))

@@ -7,15 +7,9 @@ array([-0.152, -0.105,  1.215])
 
 from .. import _cattn
 from .._input import arrays, quantized, rng
-from .._input.types import AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from .._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._activation import gelu, gelu_backward, silu, silu_backward
-from ._attention import (
-    attention_weights,
-    causal_attention,
-    drop_weights,
-    scaled_dot_product_attention,
-    widen_for_dropout,
-)
+from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
@@ -25,20 +19,8 @@ from ._merge import merge_attention
 from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 from ._rope import as_positions, as_rope_scaling, rope
 from ._softmax import masked_softmax, masked_softmax_axes, softmax, softmax_axes, softmax_backward
-from ._statistics import (
-    attention_statistics,
-    pack_statistics,
-    unpack_statistics,
-    varlen_attention_statistics,
-)
-from ._varlen import (
-    pack_gradients,
-    pack_sequences,
-    unpack_gradients,
-    unpack_sequences,
-    varlen_attention,
-    varlen_attention_backward,
-)
+from ._statistics import attention_statistics, varlen_attention_statistics
+from ._varlen import varlen_attention, varlen_attention_backward
 
 __all__ = [
     "Explanation",
@@ -99,18 +81,11 @@ _cattn._register_helpers(
     draw_seed=rng.draw_seed,
     as_rope_scaling=as_rope_scaling,
     attention_output=AttentionOutput,
+    attention_gradients=AttentionGradients,
     make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,
     masked_softmax_axes=masked_softmax_axes,
-    widen_for_dropout=widen_for_dropout,
-    drop_weights=drop_weights,
-    pack_sequences=pack_sequences,
-    unpack_sequences=unpack_sequences,
-    pack_gradients=pack_gradients,
-    unpack_gradients=unpack_gradients,
-    pack_statistics=pack_statistics,
-    unpack_statistics=unpack_statistics,
     sum_gradients=sum_gradients,
     make_explanation=make_explanation,
 )

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .. import _cattn
-from .._input import arrays
 from .._input.types import RNG, Alignment, AttentionOutput, LseDType, Stage, Window
-from ._dropout import apply_dropout_mask
 from ._signature import implemented_in_c
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
@@ -676,32 +672,3 @@ def attention_weights(  # type: ignore[empty-body]
            [  0.,   0., -inf],
            [  0.,   0.,   0.]])
     """
-
-
-def widen_for_dropout(
-    query: ArrayLike, key: ArrayLike, key_scale: ArrayLike | None, out: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Return query, key, the array to compute in and the dtype of the result.
-
-    The dtype is None unless the inputs are half precision: their weights are rounded once, after the dropout.
-    """
-    if key_scale is not None:
-        return query, key, out, None  # scaled keys are float32
-    q, k = arrays.as_array(query, "query"), arrays.as_array(key, "key")
-    dtype = arrays.common_dtype((q, k), "query and key")
-    if dtype.itemsize > 2:
-        return q, k, out, None
-    if out is not None:
-        _cattn._check_out(out, dtype)
-        out = np.empty(out.shape, np.float32)
-    return arrays.cast(q, "query", "f"), arrays.cast(k, "key", "f"), out, dtype
-
-
-def drop_weights(result: AttentionOutput, p: float, dtype: Any, out: Any) -> NDArray[Any]:
-    """Return the weights of a result after its dropout; dtype and out are those of `widen_for_dropout`."""
-    weights: NDArray[Any] = result.weights
-    apply_dropout_mask(weights, result.dropout_mask, p)
-    if dtype is None:
-        return weights
-    weights = arrays.cast(weights, "weights", dtype)
-    return weights if out is None else _cattn._store(weights, out)

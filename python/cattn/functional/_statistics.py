@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from numpy.typing import ArrayLike
 
-from .._input.arrays import as_array
 from .._input.types import Alignment, AttentionStatistics, Window
 from ._signature import implemented_in_c
-from ._varlen import Corner, as_keys, pack
+from ._varlen import Corner
 
 __all__ = ["attention_statistics", "varlen_attention_statistics"]
 
@@ -239,28 +238,3 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     >>> result.received.round(3)
     array([[1.833, 0.833, 0.333, 1.5  , 0.5  ]])
     """
-
-
-def pack_statistics(
-    query: ArrayLike,
-    key: ArrayLike,
-    key_scale: ArrayLike | None,
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    is_causal: Alignment,
-    alignment: Corner | None,
-    window_size: Window,
-) -> tuple[Any, ...]:
-    """Return the arguments of `pack`; there are no values, and nothing is drawn."""
-    q, k = as_array(query, "query"), as_keys(key, "key", key_scale)
-    return pack(
-        q, k, k, key_scale, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        is_causal, alignment, window_size, None,
-    )  # fmt: skip
-
-
-def unpack_statistics(statistics: AttentionStatistics) -> AttentionStatistics:
-    """Return the statistics of C, of one batch entry, without that axis."""
-    return AttentionStatistics(*(None if field is None else field[0] for field in statistics))
