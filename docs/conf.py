@@ -72,12 +72,14 @@ numpydoc_validation_checks = {
     "SA01",  # a See Also section is not required
 }
 # These docstrings are prose without sections: the reference, results and a warning that users do not construct, two
-# ONNX classes that only ONNX constructs, and a mask that only transformers constructs.
+# ONNX classes that only ONNX constructs, a mask that only transformers constructs, and the reports
+# of cattn.testing.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
     r"^cattn\.(Attention(Gradients|Output|Statistics)|CausalAlignmentWarning|Explanation|HeadScores)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
+    r"^cattn\.testing\.(Mistake|Report)$",
 }
 
 # ---- HTML ----

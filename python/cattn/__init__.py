@@ -54,7 +54,7 @@ from .nn import (
 from .random import TorchGenerator, manual_seed
 
 if TYPE_CHECKING:
-    from . import reference
+    from . import reference, testing
     from ._view import AttentionView, view_attention
     from .functional._heads import HeadScores, attention_rollout, head_scores
     from .functional._quantize import dequantize, quantize
@@ -107,6 +107,7 @@ __all__ = [
     "sliding_window",
     "softmax",
     "softmax_backward",
+    "testing",
     "varlen_attention",
     "varlen_attention_backward",
     "varlen_attention_statistics",
@@ -131,11 +132,11 @@ for _name in __all__:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `cattn.reference`, the views, the scores of heads and quantize at their first use: they take time."""
+    """Import the modules, views, scores of heads and quantize that take time at their first use."""
     import importlib
 
-    if name == "reference":
-        return importlib.import_module(".reference", __name__)
+    if name in ("reference", "testing"):
+        return importlib.import_module(f".{name}", __name__)
     if name in _LATER:
         found = globals()[name] = getattr(importlib.import_module(_LATER[name], __name__), name)
         found.__module__ = __name__  # as above

@@ -1,0 +1,411 @@
+"""The checks of `diagnose`: formulas, properties, masks, leaks and dropout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _properties
+from ._formulas import CAUSAL, Problem, Wrong, compute, formulas, matches, mistakes_of
+from ._probe import Probe
+from ._report import Mistake, Report
+from ._subject import RefusedError, is_module
+
+Floats = NDArray[np.float64]
+SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
+_MOST = 3  # mistakes at a time
+_SAMPLES = 1600  # results from which the mean of dropout is estimated
+_BATCH = 200  # of them in one call
+_UNKNOWN = "The result differs from attention in a way that no known mistake explains."
+
+
+class Diagnosis(Probe):
+    """One call of `diagnose` with arrays of one library."""
+
+    def __init__(self, *probed: Any, check_nan: bool) -> None:
+        super().__init__(*probed)
+        self.check_nan = check_nan
+        self.ranks: list[int] = []
+        self.wrong_ranks: list[int] = []
+        self.refusals: dict[int, RefusedError] = {}
+        self.mistakes: list[Mistake] = []
+        self.notes: list[str] = []
+        self.checked: list[str] = []
+        self.not_checked: list[str] = []
+
+    def find_ranks(self, ranks: tuple[int, ...]) -> bool:
+        """Find the ranks of arrays that the function takes; return whether there is one."""
+        for ndim in ranks:
+            try:
+                self.call(self.draw(self.shape(ndim), 0))
+            except RefusedError as error:
+                self.refusals[ndim] = error
+            else:
+                self.ranks.append(ndim)
+        return bool(self.ranks)
+
+    # ---- the whole ----
+    @property
+    def title(self) -> str:
+        """What is tested, for the first line of the report."""
+        function = self.subject.function
+        name = getattr(function, "__name__", None) or type(function).__name__
+        name = "the function" if name == "<lambda>" else name
+        arguments = "x" if self.subject.num_inputs == 1 else "query, key, value"
+        return f"{name}({arguments}), {self.kind.replace('_', ' ')}"
+
+    def report_refusal(self) -> Report:
+        """Return the report on a function that no arrays suit."""
+        refusals = list(self.refusals.values())
+        shown = [error for error in refusals if error.name == "wrong_shape"][:1]
+        if not shown:  # one text for each kind of error
+            shown = list({str(error).split(" for arrays")[0]: error for error in reversed(refusals)}.values())[::-1]
+        text = " ".join(str(error) for error in shown)
+        cure = "If it takes other arrays, say so by ndim=, num_inputs=, width= or num_tokens=."
+        return Report((Mistake(shown[0].name, text, cure),), subject=self.title)
+
+    def report(self) -> Report:
+        """Check everything and return the report."""
+        if self.is_repeatable():
+            for ndim in self.ranks:
+                self.check_rank(ndim)
+            if not self.mistakes:
+                self.check_dropout(self.ranks[-1])
+        if self.subject.changed_inputs:
+            text = "It changes its inputs in place."
+            cure = "Compute with a copy, or without += and masked_fill_."
+            self.mistakes.append(Mistake("changes_inputs", text, cure))
+        first: dict[str, Mistake] = {}  # the same mistake for arrays of another rank is not told again
+        for mistake in self.mistakes:
+            first.setdefault(mistake.name if mistake.name == "different" else mistake.text, mistake)
+        if 0 < len(self.wrong_ranks) < len(self.ranks):
+            shapes = " and ".join(SHAPES[ndim] for ndim in self.wrong_ranks)
+            self.notes.append(f"it is wrong only for arrays of {shapes}; if it is not meant for them, say so by ndim=")
+        if self.ranks and self.checked:
+            self.checked[0] = f"arrays of {', '.join(SHAPES[ndim] for ndim in self.ranks)}: {self.checked[0]}"
+        return Report(
+            tuple(first.values()), tuple(dict.fromkeys(self.notes)), tuple(self.checked),
+            tuple(dict.fromkeys(self.not_checked)), self.title,
+        )  # fmt: skip
+
+    def has_checked(self, what: str) -> None:
+        """Remember what was checked."""
+        if what not in self.checked:
+            self.checked.append(what)
+
+    def is_repeatable(self) -> bool:
+        """Return whether two calls agree."""
+        inputs = self.draw(self.shape(self.ranks[-1]), 0)
+        first, *others = (self.call(inputs) for _ in range(4))
+        other = next((each for each in others if not np.array_equal(each, first, equal_nan=True)), None)
+        if other is None:
+            return True
+        small, pair = inputs, (first, other)
+        for small in self.small_inputs(self.ranks[-1]):
+            try:
+                pair = self.call(small), self.call(small)
+            except RefusedError:
+                continue
+            if not np.array_equal(*pair, equal_nan=True):
+                break
+        else:
+            small, pair = inputs, (first, other)
+        mode = "In evaluation mode two" if hasattr(self.subject.function, "eval") else "Two"
+        text = f"{mode} calls with the same arguments differ: dropout is active where it must not be."
+        cure = "Drop in training only: nn.Dropout, or F.dropout(weights, p, training=self.training)."
+        if not hasattr(self.subject.function, "eval"):
+            cure = "Give it an argument that turns dropout off; to test dropout itself, name that argument by dropout=."
+        named = self.named(small) | {"one call": pair[0], "another": pair[1]}
+        self.mistakes.append(Mistake("dropout_in_evaluation", text, cure, named))
+        self.not_checked.append("all else, because the results are random")
+        return False
+
+    def check_rank(self, ndim: int) -> None:
+        """Compare with formulas, or check properties, for arrays of one rank."""
+        names = self.subject.masks
+        before = len(self.mistakes)
+        known = self.subject.num_inputs == 3 or self.projections is not None or self.is_plain(ndim)
+        for name, wanted in (("mask", names.mask), ("padding", names.padding)):
+            if wanted is not None and len(self.mistakes) == before and not (name == "padding" and ndim == 2):
+                self.check_masked(ndim, name, known)
+        if len(self.mistakes) == before and known:
+            self.compare(ndim)
+            self.has_checked("formulas")
+        elif len(self.mistakes) == before:
+            found = _properties.check(self.call_of_x, self.shape(ndim), self.causal, self.subject.tolerance)
+            for wrong, x, got, right in found:
+                self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, {"x": x}, got, right))
+            self.has_checked("properties")
+        if not known:
+            self.not_checked.append(
+                "scale, order of heads, query, key and value, because the projections are not known: pass them as "
+                "weights={'W_query': ..., 'W_key': ..., 'W_value': ...}"
+            )
+        if len(self.mistakes) == before and (self.causal or (names.padding is not None and ndim > 2)):
+            self.check_leaks(ndim)
+        if len(self.mistakes) > before:
+            self.wrong_ranks.append(ndim)
+
+    def is_plain(self, ndim: int) -> bool:
+        """Return whether function(x) is attention of x itself, right or wrong, without projections."""
+        inputs = self.draw(self.shape(ndim), 1)
+        return self.explain(inputs, {}) is not None
+
+    # ---- formulas ----
+    def explain(self, inputs: tuple[Floats, ...], masks: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the choices of the formula that gives the function's result for these inputs and for others."""
+        got, problem = self.call(inputs, **masks), self.problem(inputs, **masks)
+        others = self.draw(inputs[0].shape, 77)
+        got_others: Floats | None = None
+        for chosen in formulas(problem, _MOST):
+            if not matches(got, *compute(problem, chosen), self.subject.tolerance):
+                continue
+            got_others = self.call(others, **masks) if got_others is None else got_others
+            if matches(got_others, *compute(self.problem(others, **masks), chosen), self.subject.tolerance):
+                return chosen
+        return None
+
+    def compare(self, ndim: int, **masks: Any) -> None:
+        """Compare with the formulas, and add the mistakes."""
+        inputs = self.draw(self.shape(ndim), 1)
+        chosen = self.explain(inputs, masks)
+        if chosen is not None:
+            self.add([(wrong, chosen) for wrong in mistakes_of(self.problem(inputs, **masks), chosen)], ndim, masks)
+            return
+        mixed = _properties.mixes_batch(lambda *a: self.call(a, **masks), inputs, self.subject.tolerance)
+        if not masks and not mixed and self.causal and (leak := self.smallest(ndim, self.leak, {})) is not None:
+            self.mistakes.append(leak)
+            return
+        if mixed and not masks:
+            self.add([(_properties.BATCH, None)], ndim, masks, lead=2)
+            alone = self.draw(self.shape(ndim, lead=1), 1)
+            chosen = self.explain(alone, masks)
+            if chosen is not None:
+                self.add([(wrong, chosen) for wrong in mistakes_of(self.problem(alone), chosen)], ndim, masks, lead=1)
+            return
+        self.add([(self.unknown(inputs, masks), None)], ndim, masks)
+
+    def unknown(self, inputs: tuple[Floats, ...], masks: dict[str, Any]) -> Wrong:
+        """Return a sentence for a result that no formula explains."""
+        got, (right, rows) = self.call(inputs, **masks), compute(self.problem(inputs, **masks), {})
+        wrong = rows & ~np.isclose(got, right, rtol=0, atol=self.subject.tolerance * np.abs(right).max()).all(axis=-1)
+        with np.errstate(all="ignore"):
+            largest = float(np.abs(got - right)[rows].max(initial=0.0))
+        text = f"{_UNKNOWN} {wrong.sum()} of {rows.sum()} rows differ, by up to {largest:.2g}."
+        if not np.isfinite(got[rows]).all():
+            text = f"{_UNKNOWN} {(~np.isfinite(got).all(axis=-1)).sum()} of {rows.size} rows hold NaN or infinity."
+        cure = ""
+        if self.projections is not None:
+            cure = "If it also has positions, norms or a window, weights=False checks its properties without a formula."
+        return Wrong("different", text, cure)
+
+    def add(
+        self,
+        wrongs: list[tuple[Wrong, dict[str, Any] | None]],
+        ndim: int,
+        masks: dict[str, Any],
+        lead: int | None = None,
+    ) -> None:
+        """Add mistakes with the smallest input that shows them."""
+        if not wrongs:
+            return
+        chosen = wrongs[0][1]
+        shown = self.draw(self.shape(ndim), 1)
+        given = masks
+        for small in self.small_inputs(ndim, (1, 2) if lead is None else (lead,)):
+            small_masks = self.masks_like(masks, small[0].shape)
+            problem = self.problem(small, **small_masks)
+            try:
+                got = self.call(small, **small_masks)
+            except RefusedError:
+                continue
+            right, rows = compute(problem, {})
+            if not rows.any() or matches(got, right, rows, self.subject.tolerance):
+                continue
+            explained = chosen is None or matches(got, *compute(problem, chosen), self.subject.tolerance)
+            if explained and all(self.tells(problem, got, w, chosen) for w, _ in wrongs):
+                shown, given = small, small_masks
+                break
+        got, (right, _) = self.call(shown, **given), compute(self.problem(shown, **given), {})
+        named = self.named(shown) | dict(given)
+        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, right) for w, _ in wrongs]
+
+    def tells(self, problem: Problem, got: Floats, wrong: Wrong, chosen: dict[str, Any] | None) -> bool:
+        """Return whether an input shows a mistake: without it the result would be another."""
+        if chosen is None:
+            return True
+        for step in chosen:
+            if mistakes_of(problem, {step: chosen[step]})[0] == wrong:
+                without = {name: picked for name, picked in chosen.items() if name != step}
+                return not matches(got, *compute(problem, without), self.subject.tolerance)
+        return True
+
+    # ---- masks ----
+
+    def check_masked(self, ndim: int, name: str, known: bool) -> None:
+        """Check a mask that the function is given as an argument."""
+        shape = self.shape(ndim)
+        masks = self.example_mask(name, shape)
+        try:
+            if known:
+                self.compare(ndim, **masks)
+            else:
+                call = functools.partial(self.call_of_x, **masks)
+                found = _properties.check_hidden(call, shape, masks, self.causal, self.subject.tolerance)
+                if found is not None:
+                    wrong, x, got = found
+                    self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, {"x": x, **masks}, got))
+        except RefusedError as error:
+            argument = getattr(self.subject.masks, name)
+            size = "(T, T)" if name == "mask" else "(B, T)"
+            self.mistakes.append(Mistake(error.name, f"With {argument}= of {size}: {error}"))
+        self.has_checked(name)
+
+    def poisoned(
+        self, shape: tuple[int, ...], masks: dict[str, Any], numbers: tuple[float, float]
+    ) -> tuple[tuple[Floats, ...], Any]:
+        """Return inputs whose hidden keys and values are multiplied by these numbers, and the index of other rows."""
+        inputs = tuple(np.round(array, 1) for array in self.draw(shape, 2))
+        hidden: Any = np.s_[..., -1, :]
+        kept: Any = np.s_[..., :-1, :]
+        if "padding" in masks:
+            place = self.padded(shape[-2], int(masks["padding"][-1].sum()))
+            rest = slice(place.stop, None) if self.causal else slice(place.start)
+            hidden, kept = np.s_[-1, ..., place, :], np.s_[-1, ..., rest, :]
+        for array, number in zip(inputs[-2:], numbers[-len(inputs) :], strict=False):
+            array[hidden] *= number
+        return inputs, kept
+
+    def leak(self, shape: tuple[int, ...], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake if large numbers in hidden tokens change the others."""
+        before, kept = self.poisoned(shape, masks, (1.0, 1.0))
+        changed, _ = self.poisoned(shape, masks, (3.0, 1000.0))
+        first, second = self.call(before, **masks), self.call(changed, **masks)
+        size = np.abs(first[kept]).max(initial=0.0)
+        difference = np.abs(second[kept] - first[kept]).max(initial=0.0)
+        if difference <= self.subject.tolerance * size:
+            return None
+        named = self.named(changed) | masks
+        if difference > 10 * size and not masks:
+            return Mistake(CAUSAL["none"].name, CAUSAL["none"].text, CAUSAL["none"].cure, named, second, None)
+        what = "padding" if masks else "the last token"
+        text = f"Hidden tokens have a small weight: larger numbers in {what} change the results of others."
+        cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."
+        return Mistake("hidden_has_weight", text, cure, named, second, None)
+
+    def nan_leak(self, shape: tuple[int, ...], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake if NaN in hidden tokens reaches the others."""
+        changed, kept = self.poisoned(shape, masks, (np.nan, np.nan))
+        after = self.call(changed, **masks)
+        if np.isfinite(after[kept]).all():
+            return None
+        what = "padding" if masks else "the last token"
+        text = f"NaN in {what} reaches tokens that do not see it, because 0 * NaN is NaN."
+        cure = "Leave hidden keys out, as cattn does, or set their values to 0: np.where(visible, value, 0)."
+        return Mistake("nan_leaks", text, cure, self.named(changed) | masks, after, None)
+
+    def smallest(self, ndim: int, test: Callable[..., Mistake | None], masks: dict[str, Any]) -> Mistake | None:
+        """Return the mistake that a test finds in the full inputs, with the smallest inputs that show it."""
+        if (whole := test(self.shape(ndim), masks)) is None:
+            return None
+        depth = None if self.width else self.num_heads if self.splits else 1
+        for T in range(2, self.T):
+            shape = self.shape(ndim, T=T, lead=1, depth=depth)
+            try:
+                found = test(shape, self.masks_like(masks, shape))
+            except RefusedError:
+                continue
+            if found is not None and found.text == whole.text:
+                return found
+        return whole
+
+    def check_leaks(self, ndim: int) -> None:
+        """Check that large numbers, and NaN, in hidden tokens do not reach the others."""
+        masks: dict[str, Any] = {}
+        if self.subject.masks.padding is not None and ndim > 2:
+            masks = self.example_mask("padding", self.shape(ndim))
+        self.has_checked("leaks of hidden tokens")
+        if (leak := self.smallest(ndim, self.leak, masks)) is not None:
+            self.mistakes.append(leak)
+            return
+        try:
+            leak = self.smallest(ndim, self.nan_leak, masks)
+        except RefusedError:  # a function may refuse NaN
+            return
+        if leak is not None and self.check_nan:
+            self.mistakes.append(leak)
+        elif leak is not None:
+            self.notes.append(f"{leak.text} PyTorch's attention has the same. check_nan=True makes it a mistake.")
+
+    # ---- dropout ----
+    def check_dropout(self, ndim: int) -> None:
+        """Check that the mean over dropout is the result without it."""
+        function, named = self.subject.function, self.subject.masks.dropout
+        trains = named is None and hasattr(function, "train") and hasattr(function, "eval")
+        if named is None and not trains:
+            return
+        depth = None if self.width else self.num_heads if self.splits else 1
+        inputs = tuple(np.round(a, 1) for a in self.draw(self.shape(ndim, T=3, lead=1, depth=depth), 4))
+        try:
+            right = self.call(inputs)
+        except RefusedError:  # it takes one number of tokens only
+            inputs = self.draw(self.shape(ndim, lead=1), 4)
+            right = self.call(inputs)
+        p = 0.5 if named is not None else _probability(function)
+        try:
+            if trains:
+                function.train()
+            options: dict[str, Any] = {} if named is None else {"dropout_p": p}
+            first, second = self.call(inputs, **options), self.call(inputs, **options)
+            if np.array_equal(first, second) and matches(first, right, np.ones(right.shape[:-1], np.bool_), 1e-6):
+                if named is not None:
+                    text = f"{named}={p} has no effect."
+                    self.mistakes.append(Mistake("no_dropout", text, "", self.named(inputs), first, None))
+                return
+            samples = self.samples(inputs, options)
+        finally:
+            if trains:
+                function.eval()
+        self.has_checked("the mean over dropout")
+        mean, error = samples.mean(axis=0), samples.std(axis=0) / len(samples) ** 0.5
+        floor = self.subject.tolerance * np.abs(right).max()
+        if not (np.abs(mean - right) > 8 * error + floor).any():
+            return
+        centred = right - right.mean(axis=-2, keepdims=True)
+        ratio = float(((mean - mean.mean(axis=-2, keepdims=True)) * centred).sum() / (centred**2).sum())
+        said = f"In training the mean of the result is {ratio:.2f} times the result without dropout"
+        if p is not None and abs(ratio - (1 - p)) < 0.15 * p:
+            text, cure = f"{said}: kept weights are not divided by 1 - p.", "Divide kept weights by 1 - p."
+            wrong = Wrong("dropout_not_rescaled", text, cure)
+        elif p is None and ratio < 1:
+            wrong = Wrong("dropout_not_rescaled", f"{said}.", "Divide kept weights by 1 - p.")
+        else:
+            text = f"{said}, and dropout must not change the mean."
+            wrong = Wrong("dropout_mean", text, "Drop weights, after the softmax, and divide the kept ones by 1 - p.")
+        self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, self.named(inputs), mean, right))
+
+    def samples(self, inputs: tuple[Floats, ...], options: dict[str, Any]) -> Floats:
+        """Return many results of dropout for one input: from the entries of a batch if each has its own draw."""
+        if inputs[0].ndim > 2:
+            many = tuple(np.repeat(array, _BATCH, axis=0) for array in inputs)
+            drawn = self.call(many, **options)
+            if not np.array_equal(drawn[0], drawn[1]):
+                results = [drawn, *(self.call(many, **options) for _ in range(_SAMPLES // _BATCH - 1))]
+                return np.concatenate(results)[:, None]
+        return np.stack([self.call(inputs, **options) for _ in range(_SAMPLES)])
+
+
+def _probability(function: Any) -> float | None:
+    """Return the dropout probability of a module, or None if it is not known."""
+    found = set()
+    for module in (
+        function.modules() if is_module(function) else [function, *getattr(function, "__dict__", {}).values()]
+    ):
+        for name in ("p", "dropout_p", "dropout"):
+            if isinstance(p := getattr(module, name, None), float) and p > 0:
+                found.add(p)
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,324 @@
+"""The function or module under test: calling it with arrays or tensors, and its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._input.arrays import read_array
+
+Array = NDArray[Any]
+Floats = NDArray[np.float64]
+
+
+class RefusedError(Exception):
+    """The function raised, or returned what is no result of attention: the text is a sentence about it."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class Masks(NamedTuple):
+    """How the function takes masks and dropout: names of its arguments."""
+
+    mask: str | None = None
+    padding: str | None = None
+    dropout: str | None = None
+    true_hides: bool = False
+
+
+def _torch() -> Any:
+    """Return the module torch if somebody imported it, else None."""
+    return sys.modules.get("torch")
+
+
+def is_module(function: Any) -> bool:
+    """Return whether this is a module of PyTorch."""
+    torch = _torch()
+    return torch is not None and isinstance(function, torch.nn.Module)
+
+
+def _mentions_torch(function: Any) -> bool:
+    """Return whether the code of a function names PyTorch or an object of it, also in functions that it calls."""
+    waiting, seen = [function], set[int]()
+    while waiting and len(seen) < 50:
+        each = inspect.unwrap(waiting.pop()) if callable(function) else function
+        each = getattr(each, "func", each)  # functools.partial
+        each = getattr(each, "__func__", each)
+        code = getattr(each, "__code__", None)
+        if code is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        cells = [cell.cell_contents for cell in each.__closure__ or () if _filled(cell)]
+        names = (each.__globals__.get(name) for name in code.co_names)
+        for value in [*cells, *names]:
+            module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+            if is_module(value) or (isinstance(module, str) and module.split(".")[0] == "torch"):
+                return True
+            if inspect.isfunction(value):
+                waiting.append(value)
+    return False
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def number_of_inputs(function: Any) -> int:
+    """Return 1 for function(x), and 3 for function(query, key, value)."""
+    target = function.forward if is_module(function) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return 3
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    return 1 if len(required) == 1 or len(positional) < 3 else 3
+
+
+class Subject:
+    """Calls the function under test with NumPy arrays and returns a NumPy array of float64."""
+
+    def __init__(self, function: Any, num_inputs: int, masks: Masks, library: str, dtype: Any) -> None:
+        self.function = function
+        self.num_inputs = num_inputs
+        self.masks = masks
+        self.library = library
+        self.dtype = self._dtype(dtype)
+        self.changed_inputs = False
+        self.keeps_width = num_inputs == 3  # the output has the shape of the query
+
+    def _dtype(self, dtype: Any) -> Any:
+        if self.library == "numpy":
+            return np.dtype(np.float64 if dtype is None else dtype)
+        torch = _torch()
+        if dtype is not None:
+            return dtype if isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
+        if is_module(self.function):
+            for parameter in self.function.parameters():
+                if parameter.is_floating_point():
+                    return parameter.dtype
+        return torch.float32
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference that is no mistake: formulas differ by more, rounding by less."""
+        if self.library == "numpy":
+            from ._close import _FORMATS
+
+            eps = 2.0 ** (1 - _FORMATS[self.dtype.name][0]) if self.dtype.name in _FORMATS else 1e-7
+        else:
+            eps = float(_torch().finfo(self.dtype).eps)
+        return max(1e-4, 16 * eps)
+
+    def _convert(self, array: Array, *, mask: bool = False) -> Any:
+        if self.library == "numpy":
+            return array.copy() if mask else array.astype(self.dtype)
+        torch = _torch()
+        device = next((p.device for p in self.function.parameters()), "cpu") if is_module(self.function) else "cpu"
+        return torch.tensor(array, dtype=None if mask else self.dtype, device=device)
+
+    def __call__(
+        self,
+        inputs: tuple[Floats, ...],
+        *,
+        mask: NDArray[np.bool_] | None = None,
+        padding: NDArray[np.bool_] | None = None,
+        dropout_p: float | None = None,
+    ) -> Floats:
+        """Return the result. `mask` is True where a key is visible, `padding` is True where a token is none."""
+        keywords: dict[str, Any] = {}
+        if mask is not None and self.masks.mask is not None:
+            keywords[self.masks.mask] = self._convert(~mask if self.masks.true_hides else mask, mask=True)
+        if padding is not None and self.masks.padding is not None:
+            keywords[self.masks.padding] = self._convert(padding if self.masks.true_hides else ~padding, mask=True)
+        if dropout_p is not None and self.masks.dropout is not None:
+            keywords[self.masks.dropout] = dropout_p
+        given = [self._convert(array) for array in inputs]
+        before = [_plain(each) for each in given]
+        try:
+            with _quiet(self.library):
+                result = self.function(*given, **keywords)
+        except Exception as error:
+            message = " ".join(str(error).split())
+            shapes = " and ".join(dict.fromkeys(str(array.shape) for array in inputs))
+            text = f"It raises {type(error).__name__} for arrays of {shapes}: {message[:300]}"
+            raise RefusedError("raises", text + "." * (not text.endswith("."))) from error
+        after = [_plain(each) for each in given]
+        self.changed_inputs |= any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))
+        return self._read(result, inputs[0])
+
+    def _read(self, result: Any, query: Floats) -> Floats:
+        if isinstance(result, (tuple, list)) and len(result) and hasattr(result[0], "shape"):
+            result = result[0]  # the output comes first, then the weights
+        if result is None:
+            raise RefusedError("wrong_shape", "It returns None: is there a return statement?")
+        try:
+            out = _plain(result)
+        except (TypeError, ValueError):
+            text = f"It returns {type(result).__name__}, which is neither an array nor a tensor."
+            raise RefusedError("wrong_shape", text) from None
+        lead, T = query.shape[:-1], query.shape[-2]
+        columns = "any number of columns"
+        fits = out.shape == query.shape if self.keeps_width else out.ndim == query.ndim and out.shape[:-1] == lead
+        if not fits:
+            wanted = query.shape if self.keeps_width else (*lead, columns)
+            hint = " That is the shape of the weights." if out.shape[-2:] == (T, T) else ""
+            text = f"It returns an array of {out.shape} for arrays of {query.shape}, wanted {wanted}.{hint}"
+            raise RefusedError("wrong_shape", text.replace("'", ""))
+        return out
+
+
+def _plain(given: Any) -> Floats:
+    """Return an array or a tensor as a new array of float64."""
+    given = given.detach().cpu() if hasattr(given, "detach") else given
+    if hasattr(given, "double"):
+        given = given.double()
+    array = np.asarray(read_array(given, "result"))
+    if array.dtype.kind == "c" or array.dtype.kind not in "fiubV":
+        raise TypeError(f"no numbers: {array.dtype}")
+    return array.astype(np.float64)
+
+
+@contextlib.contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Compute without gradients and warnings of NumPy."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(np.errstate(all="ignore"))
+        if library == "torch":
+            stack.enter_context(_torch().no_grad())
+        yield
+
+
+@contextlib.contextmanager
+def prepared(function: Any, seed: int = 0) -> Iterator[None]:
+    """Switch a module to evaluation, and seed the global generators; put everything back at the end."""
+    torch, state = _torch(), np.random.get_state()  # noqa: NPY002 - the user's function may draw from it
+    modules = {m: m.training for m in function.modules()} if is_module(function) else {}
+    other = getattr(function, "training", None) if not modules and hasattr(function, "eval") else None
+    with contextlib.ExitStack() as stack:
+        if torch is not None:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            if modules or isinstance(other, bool):
+                function.eval()
+            yield
+        finally:
+            np.random.set_state(state)  # noqa: NPY002
+            for module, training in modules.items():
+                module.training = training
+            if other is True:
+                function.train()
+
+
+def library_of(function: Any) -> list[str]:
+    """Return the libraries whose arrays the function may want, the likelier first."""
+    if is_module(function):
+        return ["torch"]
+    if _torch() is None:
+        return ["numpy"]
+    return ["torch", "numpy"] if _mentions_torch(function) else ["numpy", "torch"]
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+class Projections(NamedTuple):
+    """The projections of a module, (in, out) with biases."""
+
+    weights: tuple[Floats, Floats, Floats]
+    biases: tuple[Floats, Floats, Floats]
+    out: Floats | None
+    out_bias: Floats | None
+    num_heads: int
+
+    @property
+    def d_in(self) -> int:
+        """The width of the input."""
+        return int(self.weights[0].shape[0])
+
+    def project(self, *inputs: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return query, key and value of three inputs."""
+        q, k, v = (x @ w + b for x, w, b in zip(inputs, self.weights, self.biases, strict=True))
+        return q, k, v
+
+    def finish(self, context: Floats) -> Floats:
+        """Return the output of the module, given that of all heads."""
+        if self.out is None:
+            return context
+        return np.asarray(context @ self.out + (0.0 if self.out_bias is None else self.out_bias))
+
+
+def find_state(function: Any) -> dict[str, Any]:
+    """Return the arrays of a module by their names: its state_dict, or the attributes of an object."""
+    if hasattr(function, "state_dict"):
+        return dict(function.state_dict())
+    owner = getattr(function, "__self__", function)
+    state = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if hasattr(value, "shape") and getattr(value, "ndim", 0) in (1, 2):
+            state[name] = value
+    return state
+
+
+def find_num_heads(function: Any, state: Mapping[str, Any]) -> int:
+    """Return the number of heads that a module says it has, or 1."""
+    for name in ("num_heads", "n_heads", "n_head", "num_attention_heads"):
+        if isinstance(found := getattr(function, name, None), int):
+            return found
+    numbers = {key.split("heads.")[1].split(".")[0] for key in state if "heads." in key}
+    return max(1, len(numbers))
+
+
+def find_projections(state: Mapping[str, Any], num_heads: int) -> Projections | None:
+    """Return the projections if the names are those of a scheme that `load_state_dict` knows, else None."""
+    from ..nn._state_dict import _parse, match
+
+    sizes: dict[str, int] = {}
+    d_in = 0
+    for key, value in state.items():
+        name, shape = _parse(key), tuple(getattr(value, "shape", ()))
+        if name is None or name.part != "weight" or len(shape) != 2 or name.role == "out":
+            continue
+        rows, columns = shape[::-1] if name.bare else shape
+        if "query, key" in name.role:
+            rows, columns = (columns, rows) if rows < columns else (rows, columns)
+            sizes = dict.fromkeys(("query", "key", "value"), rows // 3)
+        else:
+            sizes[name.role] = sizes.get(name.role, 0) + rows
+        d_in = columns
+    if set(sizes) != {"query", "key", "value"} or sizes["query"] != sizes["key"]:
+        return None
+    width = sizes["value"]
+    own: dict[str, Array] = {}
+    for role in ("query", "key", "value"):
+        own[f"W_{role}.weight"], own[f"W_{role}.bias"] = np.zeros((sizes[role], d_in)), np.zeros(sizes[role])
+    d_out = next((value.shape for key, value in state.items() if (n := _parse(key)) and n.role == "out"), (width,))[0]
+    own |= {"out_proj.weight": np.zeros((d_out, width)), "out_proj.bias": np.zeros(d_out)}
+    try:
+        new, _ = match(state, own, strict=False, what="the formula of diagnose")
+    except (TypeError, ValueError):
+        return None
+    found = {name: np.asarray(array, np.float64) for name, array in new.items()}
+    weights = [found[f"W_{role}.weight"].T for role in ("query", "key", "value") if f"W_{role}.weight" in found]
+    biases = [found.get(f"W_{role}.bias", np.zeros(sizes[role])) for role in ("query", "key", "value")]
+    if len(weights) < 3 or any(size % num_heads for size in sizes.values()):
+        return None
+    out = found.get("out_proj.weight")
+    return Projections(
+        (weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), None if out is None else out.T,
+        found.get("out_proj.bias"), num_heads,
+    )  # fmt: skip

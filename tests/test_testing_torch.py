@@ -1,0 +1,221 @@
+"""cattn.testing.diagnose of PyTorch's functions and modules: right ones pass, and wrong ones are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cattn.testing import Report, diagnose
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+def names(report: Report) -> list[str]:
+    return [mistake.name for mistake in report.mistakes]
+
+
+def by_torch(q: Any, k: Any, v: Any) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Book(nn.Module):  # type: ignore[misc, name-defined]
+    """CausalAttention as a textbook has it; the steps can be replaced by wrong ones."""
+
+    def __init__(self, d_in: int = 6, d_out: int = 4, p: float = 0.2, n: int = 1, out: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.d_out = n, d_out
+        self.W_query = nn.Linear(d_in, d_out, bias=False)
+        self.W_key = nn.Linear(d_in, d_out, bias=False)
+        self.W_value = nn.Linear(d_in, d_out, bias=False)
+        self.out_proj = nn.Linear(d_out, d_out) if out else nn.Identity()
+        self.dropout = nn.Dropout(p)
+        self.register_buffer("mask", torch.triu(torch.ones(16, 16), diagonal=1))
+
+    def split(self, x: Any) -> Any:
+        B, T, _ = x.shape
+        return x.view(B, T, self.num_heads, -1).transpose(1, 2)
+
+    def hide(self, scores: Any) -> Any:
+        T = scores.shape[-1]
+        return scores.masked_fill(self.mask.bool()[:T, :T], -torch.inf)
+
+    def weigh(self, scores: Any, d: int) -> Any:
+        return self.dropout(torch.softmax(scores / d**0.5, dim=-1))
+
+    def project(self, x: Any) -> tuple[Any, Any, Any]:
+        return self.W_query(x), self.W_key(x), self.W_value(x)
+
+    def forward(self, x: Any) -> Any:
+        B, T, _ = x.shape
+        q, k, v = (self.split(each) for each in self.project(x))
+        weights = self.weigh(self.hide(q @ k.transpose(2, 3)), k.shape[-1])
+        return self.out_proj((weights @ v).transpose(1, 2).reshape(B, T, self.d_out))
+
+
+def unnamed(module: Any) -> Any:
+    """The same module under names that no scheme has, so that only properties are left."""
+    module.first, module.second, module.third = module.W_query, module.W_key, module.W_value
+    del module.W_query, module.W_key, module.W_value
+    module.project = lambda x: (module.first(x), module.second(x), module.third(x))
+    module.last = module.out_proj
+    del module.out_proj
+    module.out_proj = lambda context: module.last(context)
+    return module
+
+
+def made(module: Callable[[], Any]) -> Any:
+    torch.manual_seed(1)
+    return module()
+
+
+class Mha(nn.Module):  # type: ignore[misc, name-defined]
+    """PyTorch's own module, called with one input; its weights have their names from PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.num_heads = 2
+
+    def forward(self, x: Any, attn_mask: Any = None) -> Any:
+        return self.inner(x, x, x, attn_mask=attn_mask)
+
+
+class Hiding(Book):
+    """The book's module with a mask of pairs and one of padding, True for visible; `use` may spoil the mask."""
+
+    def __init__(self, use: Callable[[Any], Any] = lambda visible: visible) -> None:
+        super().__init__(6, 8, 0.0, 2, out=True)
+        self.use = use
+
+    def forward(self, x: Any, mask: Any = None, pad: Any = None) -> Any:
+        visible = torch.ones(len(x), 1, x.shape[1], x.shape[1], dtype=torch.bool)
+        visible = visible & (True if mask is None else mask) & (True if pad is None else pad[:, None, None, :])
+        self.hide = lambda scores: Book.hide(self, scores).masked_fill(~self.use(visible), -1e9)
+        return super().forward(x)
+
+
+RIGHT: dict[str, Callable[[], Report]] = {
+    "functional": lambda: diagnose(by_torch),
+    "bfloat16": lambda: diagnose(by_torch, dtype=torch.bfloat16),
+    "the book's module": lambda: diagnose(made(Book)),
+    "the book's heads": lambda: diagnose(made(lambda: Book(6, 8, n=2, out=True)).double()),
+    "unknown names": lambda: diagnose(unnamed(made(lambda: Book(6, 8, n=2, out=True)))),
+    "PyTorch's module": lambda: diagnose(made(Mha), kind="full", mask="attn_mask", true_hides=True),
+    "PyTorch's module of three": lambda: diagnose(
+        made(lambda: nn.MultiheadAttention(8, 2, batch_first=True)), kind="full"
+    ),
+    "mask and padding": lambda: diagnose(made(Hiding), mask="mask", padding="pad"),
+    "mask and padding, unknown names": lambda: diagnose(unnamed(made(Hiding)), mask="mask", padding="pad"),
+}
+
+
+@pytest.mark.parametrize("style", RIGHT)
+def test_right_attention_passes(style: str) -> None:
+    report = RIGHT[style]()
+    assert report.ok, report
+    assert report.checked
+    report.raise_if_wrong()
+    assert ("unknown" in style) == bool(report.not_checked)
+
+
+class Replaced(Book):
+    """The book's module with some steps of a learner."""
+
+    def __init__(self, p: float = 0.0, n: int = 2, **steps: Callable[..., Any]) -> None:
+        super().__init__(6, 8, p, n, out=True)
+        for name, step in steps.items():
+            setattr(self, name, step.__get__(self))
+
+
+def swapped(self: Any, x: Any) -> tuple[Any, Any, Any]:
+    return self.W_query(x), self.W_value(x), self.W_key(x)
+
+
+def replaced(p: float = 0.0, n: int = 2, **steps: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: made(lambda: Replaced(p, n, **steps))
+
+
+def anonymous(p: float = 0.0, n: int = 2, **steps: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: unnamed(made(lambda: Replaced(p, n, **steps)))
+
+
+WRONG_MODULES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "scores are scaled by d": ("scaled_by_d", replaced(weigh=lambda self, s, d: torch.softmax(s / d, -1))),
+    "scores are not scaled": ("no_scale", replaced(weigh=lambda self, s, d: torch.softmax(s, -1))),
+    "key and value projections swapped": ("key_value_swapped", replaced(project=swapped)),
+    "view without transpose": (
+        "heads_order",
+        replaced(split=lambda self, x: x.view(x.shape[0], self.num_heads, x.shape[1], -1)),
+    ),
+    "F.dropout without training": (
+        "dropout_in_evaluation",
+        replaced(weigh=lambda self, s, d: nn.functional.dropout(torch.softmax(s / d**0.5, -1), 0.1)),
+    ),
+    "dropout by hand": (
+        "dropout_not_rescaled",
+        replaced(
+            weigh=lambda self, s, d: torch.softmax(s / d**0.5, -1) * (torch.rand_like(s) > 0.2 * self.training).float()
+        ),
+    ),
+}  # fmt: skip
+WRONG_PROPERTIES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "no mask": ("sees_future", anonymous(hide=lambda self, s: s)),
+    "inverted": (
+        "inverted_mask",
+        anonymous(hide=lambda self, s: s.masked_fill(~self.mask.bool()[: s.shape[-1], : s.shape[-1]], -1e9)),
+    ),
+    "diagonal hidden": (
+        "mask_off_by_one",
+        anonymous(hide=lambda self, s: s.masked_fill(torch.ones_like(s).triu().bool(), -1e9)),
+    ),
+    "next token seen": (
+        "mask_off_by_one",
+        anonymous(hide=lambda self, s: s.masked_fill(torch.ones_like(s).triu(2).bool(), -1e9)),
+    ),
+    "axis": ("softmax_axis", anonymous(weigh=lambda self, s, d: torch.softmax(s / d**0.5, -2))),
+    "masked after": (
+        "masked_after_softmax",
+        anonymous(hide=lambda self, s: s, weigh=lambda self, s, d: torch.softmax(s / d**0.5, -1).tril()),
+    ),
+    "batch": (
+        "batch_mixed",
+        anonymous(weigh=lambda self, s, d: torch.softmax(s / d**0.5, -1) + 0.1 * s.tril().mean(0) / 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize(
+    ("argument", "use", "name"),
+    [
+        ("mask", torch.ones_like, "mask_ignored"),
+        ("mask", lambda visible: visible.transpose(2, 3), "transposed_mask"),
+        ("pad", torch.ones_like, "padding_visible"),
+    ],
+)
+def test_wrong_masks_of_modules_are_named(unknown: bool, argument: str, use: Any, name: str) -> None:
+    module = made(lambda: Hiding(use))
+    masks: dict[str, Any] = {"mask": argument} if argument == "mask" else {"padding": argument}
+    report = diagnose(unnamed(module) if unknown else module, **masks)
+    assert names(report) == [name], report
+    assert bool(report.not_checked) == unknown
+
+
+@pytest.mark.parametrize("which", [*WRONG_MODULES, *WRONG_PROPERTIES])
+def test_wrong_modules_are_named(which: str) -> None:
+    name, make = {**WRONG_MODULES, **WRONG_PROPERTIES}[which]
+    module = make()
+    module.train()
+    report = diagnose(module)
+    assert names(report)[0] == name, report
+    assert module.training
+    assert bool(report.not_checked) == (which in WRONG_PROPERTIES or name == "dropout_in_evaluation")
+
+
+def test_a_module_that_wants_the_batch_second_mixes_the_batch() -> None:
+    """It is the default of PyTorch's module."""
+    report = diagnose(made(lambda: nn.MultiheadAttention(8, 2)), kind="full", ndim=3)
+    assert names(report)[0] == "batch_mixed", report
