@@ -20,6 +20,7 @@ import cattn
 import cattn.random
 from alarm import ALARM, set_alarm
 from cattn import TorchGenerator
+from cattn._input import arrays
 from support import assert_same_bits
 
 Draw = Callable[[TorchGenerator], Any]
@@ -353,17 +354,23 @@ def unmoved(generator: TorchGenerator, kind: type[BaseException], call: Callable
     np.testing.assert_array_equal(generator.get_state(), before)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_no_memory_for_the_dropout_of_weights(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, x = TorchGenerator(6), Q.astype(dtype)
-    monkeypatch.setattr("cattn.functional._attention.apply_dropout_mask", no_memory)
-    unmoved(
-        generator, MemoryError, lambda: cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=generator)
-    )
+def test_no_memory_for_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of halves are rounded after the generator has drawn, by the last conversion of the call."""
+    generator, x, weights = TorchGenerator(6), Q.astype(np.float16), (2, 4, 4)
+    convert, shapes = arrays._without_repetition, list[tuple[int, ...]]()
+
+    def fail_for_weights(array: np.ndarray) -> np.ndarray:
+        shapes.append(array.shape)
+        return no_memory() if array.shape == weights else convert(array)
+
+    def call(rng: TorchGenerator) -> np.ndarray:
+        return cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=rng)
+
+    monkeypatch.setattr(arrays, "_without_repetition", fail_for_weights)
+    unmoved(generator, MemoryError, lambda: call(generator))
+    assert shapes[-1] == weights
     monkeypatch.undo()
-    weights = cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=generator)
-    again = cattn.attention_weights(x, x, stage="dropout", dropout_p=0.5, rng=TorchGenerator(6))
-    np.testing.assert_array_equal(weights, again)
+    np.testing.assert_array_equal(call(generator), call(TorchGenerator(6)))
 
 
 def test_no_memory_for_the_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
