@@ -24,6 +24,7 @@ import cattn
 from cattn import _cattn, reference
 from cattn.reference._attention import match_heads, score
 from cattn.reference._masks import Ranges
+from cattn.testing import Report
 
 Call = Mapping[str, Any]  # the keyword arguments of scaled_dot_product_attention
 FIELDS = ("out", "weights", "lse", "dropout_mask")
@@ -401,3 +402,12 @@ def sum_by_law(terms: np.ndarray) -> Any:
 def find(name: str) -> Any:
     """The public function of this name: a few are in cattn.functional only."""
     return getattr(cattn, name) if name in cattn.__all__ else getattr(cattn.functional, name)
+
+
+# ---- reports of cattn.testing ----------------------------------------------------------------------------------------
+def assert_passes(report: Report, unknown: bool) -> None:
+    """Check a report on right attention. Where the names of its weights are unknown, some things are not checked."""
+    assert report.ok, report
+    assert report.checked
+    report.raise_if_wrong()
+    assert unknown == bool(report.not_checked)

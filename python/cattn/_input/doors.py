@@ -34,7 +34,7 @@ class Door(NamedTuple):
 
 _NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for it"
 _ONLY_GRADIENTS = "only gradients are returned: ask scaled_dot_product_attention for it"
-_NO_DROPOUT = "the statistics are those of the weights before dropout"
+_NO_DROPOUT = "the statistics are of the weights before dropout"
 _NO_VALUE = "no values are read"
 _SAME_PLAN = "leave it out: how a call is computed does not depend on it"
 _NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
@@ -94,7 +94,7 @@ DOORS: dict[str, Door] = {
     "explain": Door(
         dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "rng"), _SAME_PLAN)
         | dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask", "out"), "nothing is computed")
-        | {"key_indices": "each list of keys is computed as a call of its own, whose keys are those of the list"}
+        | {"key_indices": "each list of keys is computed as a call of its own, on the keys of the list"}
     ),
     "torch": Door(
         {
