@@ -2,7 +2,7 @@
 
 The default is the short form, which guards a change. `nox -s fuzz -- long` is the long form, and `nox -s nightly` runs
 the long form of everything. Other words after `--` go to the tool: `nox -s tests -- -k avx2`, `nox -s sanitize --
-address tests/test_masks.py`. Sessions run in the environment in which nox runs: the extra "dev" has what they need.
+address tests/values/test_masks.py`. Sessions run in nox's own environment: the extra "dev" has what they need.
 """
 
 import datetime

@@ -30,14 +30,15 @@ def _promise(entry: str | dict[str, Any]) -> Promise:
 
 
 def marked_tests(folder: Path = ROOT / "tests") -> dict[str, list[str]]:
-    """Return the tests that hold each promise, as "test_file.py::test_name"."""
+    """Return the tests that hold each promise, as "folder/test_file.py::test_name"."""
     found: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.glob("*/test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for decorator in node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.promise":
+                    test = f"{path.parent.name}/{path.name}::{node.name}"
                     for name in decorator.args:
-                        found.setdefault(ast.literal_eval(name), []).append(f"{path.name}::{node.name}")
+                        found.setdefault(ast.literal_eval(name), []).append(test)
     return found
 
 

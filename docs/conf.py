@@ -64,7 +64,7 @@ numpydoc_xref_param_type = False
 numpydoc_validation_checks = {
     "all",
     "ES01",  # an extended summary is not always necessary
-    "EX01",  # tests/test_docs.py requires examples where they help
+    "EX01",  # tests/project/test_docs.py requires examples where they help
     "GL01",  # ruff requires the summary on the line of the opening quotes
     "PR08",  # a description may start with the name of a dtype, in lower case
     "RT01",  # one-line docstrings of methods have no Returns section

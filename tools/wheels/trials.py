@@ -25,7 +25,7 @@ TEST_PACKAGES = ["hypothesis", "ml_dtypes", "pytest>=8", "pytest-xdist>=3.6"]
 _LOCK = threading.Lock()
 FAST_TABLES = {"avx2", "avx512_256", "avx512"}
 # One test is about builds in place, which have one table more than wheels.
-NOT_OF_WHEELS = "tests/test_machines.py::test_every_table_is_compiled_wherever_it_can_be"
+NOT_OF_WHEELS = "tests/project/test_machines.py::test_every_table_is_compiled_wherever_it_can_be"
 SHORT_TESTS = ["machines", "elf", "bits", "masks", "varlen"]  # they need no more than TEST_PACKAGES
 LONG_TESTS = [
     *SHORT_TESTS,
@@ -142,7 +142,7 @@ def run_tests(wheel: Wheel, python: list[str | Path], env: dict[str, str | None]
 
 def test_files(names: list[str]) -> list[str]:
     """Return the paths of tests."""
-    return [f"tests/test_{name}.py" for name in names]
+    return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
 def test_native(wheel: Wheel, long: bool) -> str:

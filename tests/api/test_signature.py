@@ -1,0 +1,309 @@
+"""The public functions that are builtins bind arguments as the Python functions that document them would."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn import _cattn
+from cattn._input.doors import DOORS
+from cattn.functional._attention import AttentionOptions
+from support import ROOT, find
+from support.public_calls import contents
+
+X = np.random.default_rng(0).standard_normal((3, 4, 5), dtype=np.float32)
+SQUARE = X[:, :, :4]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "scaled_dot_product_attention": {"query": X, "key": X, "value": X, "attn_mask": None, "dropout_p": 0.5, "rng": 1},
+    "causal_attention": {"query": X, "key": X, "value": X, "query_offset": 1, "return_weights": True, "scale": 0.5},
+    "attention_weights": {"query": X, "key": X, "bias": SQUARE[0], "stage": "dropout", "dropout_p": 0.5, "rng": 1},
+    "varlen_attention": {
+        "query": X, "key": X, "value": X, "cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 2, 3],
+        "is_causal": "lower_right", "return_lse": True,
+    },
+    "attention_backward": {
+        "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0], "is_causal": True,
+        "scale": 0.5, "merged": True,
+    },
+    "varlen_attention_backward": {
+        "grad_out": X, "query": X, "key": X, "value": X, "out": X, "lse": X[..., 0].T, "cu_seqlens_q": [0, 1, 3],
+        "cu_seqlens_k": [0, 2, 3], "is_causal": "lower_right", "merged": True, "alignment": "lower_right",
+    },
+    "attention_statistics": {"query": X, "key": X, "statistics": ["lse"], "top_k": 2, "is_causal": True},
+    "varlen_attention_statistics": {
+        "query": X, "key": X, "cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 2, 3], "observation_window": 1,
+    },
+    "explain": {"query": X, "key": X, "value": X, "window_size": (1, 0), "query_offset": 0},
+    "softmax": {"x": X, "axis": 1, "where": X < 0, "scale": 2.0},
+    "masked_softmax": {"scores": SQUARE, "mask": SQUARE < 0, "axis": 1, "method": "renormalize", "scale": 2.0},
+    "dropout": {"x": X, "p": 0.25, "rng": 3, "return_mask": True},
+    "causal_mask": {"T_q": 3, "T_k": 5, "window_size": (1, 0)},
+    "rope": {"x": X, "positions": [3, 4, 5, 6], "theta": 500.0, "rotary_dim": 4, "interleaved": True},
+    "rms_norm": {"x": X, "weight": X[0, 0], "eps": 0.5},
+    "layer_norm": {"x": X, "weight": X[0, 0], "bias": X[0, 1], "eps": 0.5},
+    "gelu": {"x": X, "approximate": "tanh"},
+    "gelu_backward": {"grad_out": X, "x": X, "approximate": "tanh"},
+    "silu": {"x": X},
+    "silu_backward": {"grad_out": X, "x": X},
+}  # fmt: skip
+NAMES = list(ARGUMENTS)
+DROPPED = cattn.dropout(X, 0.5, rng=1)
+
+
+def python_function(name: str) -> Callable[..., Any]:
+    """A function of Python with the same name and signature, which returns what it was given."""
+    place: dict[str, Any] = {}
+    exec(f"def {name}{inspect.signature(find(name))}: return locals()", place)
+    function: Callable[..., Any] = place[name]
+    return function
+
+
+def put_together(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same names, other strings in memory."""
+    return {"".join(list(name)): value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_looks_like_a_function(name: str) -> None:
+    function = find(name)
+    assert isinstance(function, types.BuiltinFunctionType)
+    assert function is getattr(cattn.functional, name)
+    assert function.__name__ == function.__qualname__ == name
+    assert function.__module__ == ("cattn" if name in cattn.__all__ else "cattn.functional")
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert inspect.getdoc(function)
+
+
+def test_signatures_are_those_of_the_source() -> None:
+    """Defaults too: to leave out an argument is to pass its default."""
+    attention = inspect.signature(cattn.scaled_dot_product_attention)
+    assert str(attention) == (
+        "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
+        "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, key_scale=None, value_scale=None, "
+        "block_mask=None, block_size=None, key_indices=None, rng=None, return_weights=False, return_lse=False, "
+        "return_dropout_mask=False, out=None)"
+    )
+    causal = inspect.signature(cattn.causal_attention)
+    assert list(causal.parameters) == [p for p in attention.parameters if p != "is_causal"]
+    assert all(causal.parameters[p].default == attention.parameters[p].default for p in causal.parameters)
+    assert str(inspect.signature(cattn.masked_softmax)) == (
+        "(scores, mask=None, *, axis=-1, is_causal=False, query_offset=None, scale=1.0, method='neg_inf', out=None)"
+    )
+    assert str(inspect.signature(cattn.dropout)) == (
+        "(x, p=0.5, *, training=True, rng=None, return_mask=False, out=None)"
+    )
+    assert str(inspect.signature(cattn.softmax)) == "(x, axis=-1, *, where=None, scale=1.0, out=None)"
+    assert str(inspect.signature(cattn.attention_weights)) == (
+        "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
+        "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
+        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, block_mask=None, block_size=None, "
+        "key_indices=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
+    )
+    assert str(inspect.signature(cattn.varlen_attention)) == (
+        "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
+        "is_causal=False, alignment=None, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
+        "sinks=None, key_scale=None, value_scale=None, rng=None, return_lse=False, out=None)"
+    )
+    assert str(inspect.signature(cattn.attention_backward)) == (
+        "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+        "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
+        "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
+        "key_scale=None, value_scale=None, block_mask=None, block_size=None, key_indices=None, rng=None, "
+        "grad_lse=None, merged=False)"
+    )
+    assert str(inspect.signature(cattn.explain)) == (
+        "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "
+        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "window_size=(-1, -1), key_scale=None, value_scale=None, block_mask=None, block_size=None)"
+    )
+    assert str(inspect.signature(cattn.causal_mask)) == (
+        "(T_q, T_k=None, *, is_causal='lower_right', query_offset=None, window_size=(-1, -1))"
+    )
+    assert str(inspect.signature(cattn.rope)) == (
+        "(x, positions=None, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None, inverse=False, "
+        "out=None)"
+    )
+    assert str(inspect.signature(cattn.rms_norm)) == "(x, weight=None, eps=1e-06, *, out=None)"
+    for name, text in {
+        "layer_norm": "(x, weight=None, bias=None, eps=1e-05, *, out=None)",
+        "gelu": "(x, approximate='none', *, out=None)",
+        "gelu_backward": "(grad_out, x, approximate='none', *, out=None)",
+        "silu": "(x, *, out=None)",
+        "silu_backward": "(grad_out, x, *, out=None)",
+    }.items():
+        assert str(inspect.signature(find(name))) == text
+
+
+def test_one_table_of_attention_arguments() -> None:
+    """Its names are documented, and those of options are in the types of the overloads."""
+    names = list(_cattn._arguments("scaled_dot_product_attention"))
+    page = (ROOT / "docs/semantics.md").read_text("utf-8")
+    assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
+    first, last = names.index("scale"), names.index("rng")
+    assert list(AttentionOptions.__annotations__) == names[first : last + 1]
+
+
+@pytest.mark.parametrize("name", ["causal_attention", "attention_weights", "attention_backward"])
+def test_every_form_of_attention_has_every_option(name: str) -> None:
+    parameters = inspect.signature(find(name)).parameters
+    attention = inspect.signature(cattn.scaled_dot_product_attention).parameters
+    of_values = ["value_scale"] if name == "attention_weights" else []
+    for option in sorted(AttentionOptions.__annotations__.keys() - set(of_values)):
+        assert parameters[option].default == attention[option].default
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_pass_arguments_gives_the_same_bits(name: str) -> None:
+    function, arguments = find(name), ARGUMENTS[name]
+    bound = inspect.signature(function).bind(**arguments)
+    want = function(*bound.args, **bound.kwargs)
+    bound.apply_defaults()
+    first, *rest = arguments.items()
+    for args, keywords in (
+        ((), arguments),
+        ((), dict(reversed(arguments.items()))),
+        ((first[1],), dict(rest)),
+        ((), put_together(arguments)),
+        ((first[1],), put_together(dict(rest))),
+        (bound.args, bound.kwargs),
+        ((), python_function(name)(**arguments)),
+    ):
+        assert contents(function(*args, **keywords)) == contents(want)
+
+
+BAD: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((), {"nonsense": 1}),
+    ((X,), {"nonsense": 1}),
+    ((X,) * 30, {}),
+    ((X,) * 7, {"rng": 1, "out": None}),
+    ((), {"out": None}),
+    ((X, X, X), {"query": X, "scores": X, "x": X}),
+    ((X, X, X, None), {"".join(("que", "ry")): X, "".join(("sco", "res")): X, "".join(("x", "")): X}),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("call", range(len(BAD)))
+def test_errors_are_those_of_python(name: str, call: int) -> None:
+    args, keywords = BAD[call]
+    with pytest.raises(TypeError) as expected:
+        python_function(name)(*args, **keywords)
+    with pytest.raises(TypeError) as raised:
+        find(name)(*args, **keywords)
+    text = str(expected.value)
+    refused = DOORS[name].refused if name in DOORS else {}
+    reasons = {f"{text}: {refused[o]}" for o in refused if f"argument '{o}'" in text}
+    assert str(raised.value) in (reasons or {text})
+
+
+WARNS = {
+    "scaled_dot_product_attention": ("attend(X, X[:, :2], X[:, :2], is_causal=True)", cattn.CausalAlignmentWarning),
+    "causal_attention": ("attend(X, X, X, np.eye(4))", UserWarning),
+    "attention_weights": ("attend(X, X[:, :2], is_causal=True, stage='dropout')", cattn.CausalAlignmentWarning),
+    "varlen_attention": ("attend(X, X, X, [0, 1, 3], [0, 2, 3], is_causal=True)", cattn.CausalAlignmentWarning),
+    "attention_backward": ("attend(X, X, X, X, X, X[..., 0], attn_mask=np.eye(4), merged=True)", UserWarning),
+    "explain": ("attend(X, X[:, :2], X[:, :2], is_causal=True)", cattn.CausalAlignmentWarning),
+    "masked_softmax": ("attend(X, is_causal=True)", cattn.CausalAlignmentWarning),
+    "causal_mask": ("attend(2, 3, is_causal=True)", cattn.CausalAlignmentWarning),
+}
+
+
+@pytest.mark.parametrize("name", WARNS)
+def test_warnings_point_to_the_caller(name: str) -> None:
+    source, category = WARNS[name]
+    code = compile(f"\n\n{source}", "the caller", "exec")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        exec(code, {"attend": find(name), "X": X, "np": np})
+    assert [(w.category, w.filename, w.lineno) for w in warned] == [(category, "the caller", 3)]
+
+
+def named(name: str) -> Callable[..., Any]:
+    def function() -> None: ...
+
+    function.__name__ = name
+    return function
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((print, "", (), (), 0), "no body in C for a function print"),
+        ((named("dropout"), "", tuple("abc"), (1,) * 7, 3), "dropout: 3 parameters do not fit 7 defaults"),
+        ((named("dropout"), "", ("x", "p"), (1,), 0), "1 defaults and 0 positional"),
+        ((named("dropout"), "", ("x", "p"), (1,), 3), "3 positional"),
+        ((named("dropout"), "", ("x", "q"), (1,), 1), "dropout has a parameter q that its table in C lacks"),
+        ((named("softmax"), "", tuple(map(str, range(41))), (), 41), "softmax: 41 parameters"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _cattn._register(*arguments)
+    assert contents(cattn.dropout(X, 0.5, rng=1)) == contents(DROPPED), "the registered one stays"
+
+
+def test_a_signature_has_names() -> None:
+    with pytest.raises(AttributeError, match="__name__"):
+        _cattn._register(3, "", (), (), 0)  # type: ignore[type-var]
+    with pytest.raises(TypeError):
+        _cattn._register(named("dropout"), "", ["x"], (), 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="names must be str"):
+        _cattn._register(named("dropout"), "", (3,), (), 1)  # type: ignore[arg-type]
+
+
+def test_helpers_are_registered_by_name() -> None:
+    for helpers in ({}, {"cast": print}, {f"x{i}": print for i in range(100)}):
+        with pytest.raises(TypeError, match="_register_helpers"):
+            _cattn._register_helpers(**helpers)
+    assert contents(cattn.dropout(X.astype(int), 0.5, rng=1)) == contents(
+        cattn.dropout(X.astype(int) * 1.0, 0.5, rng=1)
+    )
+
+
+BY_ITSELF = """
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+path = {path!r}
+spec = spec_from_file_location("_cattn", path, loader=ExtensionFileLoader("cattn._cattn", path))
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+def softmax(x, axis=-1): ...
+softmax = module._register(softmax, "", ("x", "axis"), (-1,), 2)
+for call in (lambda: softmax([1.0]), lambda: softmax(), lambda: module._store(1, 2),
+             lambda: module.softmax_backward(1, 2, 1.0, None), lambda: module.rms_norm_backward(1, 2, None, 1.0),
+             lambda: module.layer_norm_backward(1, 2, None, 1.0)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+import cattn
+print(cattn.softmax([0.0, 0.0]))
+"""
+
+
+def test_a_call_before_the_helpers_are_registered_is_an_error() -> None:
+    code = BY_ITSELF.format(path=_cattn.__file__)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    early = "cattn is called before its import is complete, or after its end"
+    assert done.stdout.splitlines() == [early] * 6 + ["[0.5 0.5]"]
+
+
+@pytest.mark.parametrize("first", ["cattn._cattn", "cattn._input.arrays", "cattn.functional", "cattn.random"])
+def test_any_part_may_be_imported_first(first: str) -> None:
+    code = f"import {first}, cattn; print(cattn.softmax([0, 0]), cattn.dropout([1], 0.0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "[0.5 0.5] [1.]\n")

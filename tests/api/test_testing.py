@@ -1,0 +1,375 @@
+"""cattn.testing: wrong attention in learners' styles is named, right attention passes, and errors are bounded."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cattn
+from cattn.testing import Report, assert_attention_close, diagnose
+from support import ROOT, assert_passes
+
+Array = np.ndarray[Any, Any]
+
+
+def names(report: Report) -> list[str]:
+    return [mistake.name for mistake in report.mistakes]
+
+
+def softmax(scores: Array, axis: int = -1) -> Array:
+    e = np.exp(scores - scores.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def scores_of(q: Array, k: Array) -> Array:
+    return q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+
+
+def hidden(T: int) -> Array:
+    return np.triu(np.ones((T, T), bool), k=1)
+
+
+# ---- right attention in several styles -----------------------------------------------------------------------------
+def by_loops(query: Array, key: Array, value: Array) -> Array:
+    T, d = query.shape
+    out = np.zeros_like(value)
+    for i in range(T):
+        scores = [sum(query[i, c] * key[j, c] for c in range(d)) / math.sqrt(d) for j in range(i + 1)]
+        e = [math.exp(s - max(scores)) for s in scores]
+        for j in range(i + 1):
+            out[i] += e[j] / sum(e) * value[j]
+    return out
+
+
+def by_einsum(q: Array, k: Array, v: Array) -> Array:
+    scores = np.einsum("...id,...jd->...ij", q, k) / np.sqrt(q.shape[-1])
+    scores[..., hidden(q.shape[-2])] = -1e9
+    return np.einsum("...ij,...jd->...id", softmax(scores), v)
+
+
+def by_renormalizing(q: Array, k: Array, v: Array) -> Array:
+    weights = softmax(scores_of(q, k)) * ~hidden(q.shape[-2])
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+
+
+def heads_by_numpy(q: Array, k: Array, v: Array, n: int = 2) -> Array:
+    B, T, width = q.shape
+    q, k, v = (x.reshape(B, T, n, width // n).transpose(0, 2, 1, 3) for x in (q, k, v))
+    return by_einsum(q, k, v).transpose(0, 2, 1, 3).reshape(B, T, width)
+
+
+def hides_given(q: Array, k: Array, v: Array, mask: Array | None = None, pad: Array | None = None) -> Array:
+    scores = scores_of(q, k)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    if pad is not None:
+        scores = np.where(pad.reshape(len(pad), *[1] * (q.ndim - 2), -1), scores, -np.inf)
+    return softmax(scores) @ v
+
+
+def drops(q: Array, k: Array, v: Array, p: float) -> Array:
+    weights = softmax(np.where(hidden(q.shape[-2]), -np.inf, scores_of(q, k)))
+    return np.where(np.random.random(weights.shape) < p, 0, weights / (1 - p)) @ v  # noqa: NPY002
+
+
+RIGHT: dict[str, Callable[[], Report]] = {
+    "loops": lambda: diagnose(by_loops),
+    "einsum": lambda: diagnose(by_einsum, num_tokens=6),
+    "softmax, mask, divide": lambda: diagnose(by_renormalizing),
+    "the library": lambda: diagnose(cattn.causal_attention, check_nan=True),
+    "the library's class": lambda: diagnose(cattn.MultiHeadAttention(6, 4, 16, 0.1, 2, rng=1), check_nan=True),
+    "the library, all visible": lambda: diagnose(cattn.scaled_dot_product_attention, kind="full", mask="attn_mask"),
+    "float16": lambda: diagnose(by_einsum, dtype=np.float16),
+    "of one array": lambda: diagnose(lambda x: by_einsum(x, x, x)),
+    "own weights": lambda: diagnose(
+        lambda x: by_einsum(x @ W, x @ W[::-1], x @ W[:, ::-1]),
+        weights={"W_query": W, "W_key": W[::-1], "W_value": W[:, ::-1]},
+    ),
+    "own weights, unknown": lambda: diagnose(lambda x: by_einsum(x @ W, x @ W[::-1], x @ W[:, ::-1]), width=3),
+    "heads": lambda: diagnose(heads_by_numpy, kind="multi_head", num_heads=2),
+    "mask and padding": lambda: diagnose(hides_given, kind="full", mask="mask", padding="pad"),
+    "dropout": lambda: diagnose(drops, dropout="p", ndim=3),
+}
+W = np.random.default_rng(0).standard_normal((3, 3))
+
+
+@pytest.mark.parametrize("style", RIGHT)
+def test_right_attention_passes(style: str) -> None:
+    assert_passes(RIGHT[style](), unknown="unknown" in style)
+
+
+# ---- wrong attention -----------------------------------------------------------------------------------------------
+def wrong(change: Callable[..., Any]) -> Callable[[Array, Array, Array], Array]:
+    """Attention of NumPy in which one step is replaced."""
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        result: Array = change(q, k, v, np.swapaxes(k, -1, -2), hidden(q.shape[-2]))
+        return result
+
+    return attention
+
+
+def no_mask(q: Array, k: Array, v: Array) -> Array:
+    scores = scores_of(q, k)
+    np.where(hidden(len(q)), -np.inf, scores)  # the result is forgotten
+    return softmax(scores) @ v
+
+
+def drops_always(q: Array, k: Array, v: Array) -> Array:
+    weights = softmax(np.where(hidden(q.shape[-2]), -np.inf, scores_of(q, k)))
+    return weights * (np.random.random(weights.shape) > 0.1) / 0.9 @ v  # noqa: NPY002
+
+
+def drops_only(q: Array, k: Array, v: Array, p: float) -> Array:
+    weights = softmax(np.where(hidden(q.shape[-2]), -np.inf, scores_of(q, k)))
+    return weights * (np.random.random(weights.shape) > p) @ v  # noqa: NPY002
+
+
+def joins_batch(q: Array, k: Array, v: Array) -> Array:
+    B, T, d = q.shape
+    weights = softmax(np.where(hidden(B * T), -np.inf, scores_of(q.reshape(-1, d), k.reshape(-1, d))))
+    return (weights @ v.reshape(-1, d)).reshape(B, T, d)
+
+
+def views_heads(q: Array, k: Array, v: Array) -> Array:
+    B, T, width = q.shape
+    q, k, v = (x.reshape(B, 2, T, width // 2) for x in (q, k, v))
+    return by_einsum(q, k, v).transpose(0, 2, 1, 3).reshape(B, T, width)
+
+
+def changes_query(q: Array, k: Array, v: Array) -> Array:
+    q /= np.sqrt(q.shape[-1])
+    return softmax(np.where(hidden(q.shape[-2]), -np.inf, q @ np.swapaxes(k, -1, -2))) @ v
+
+
+F = -np.inf
+WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
+    "forgotten mask": ("sees_future", lambda: diagnose(no_mask)),
+    "inverted mask": (
+        "inverted_mask",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, q @ kT / q.shape[-1] ** 0.5, -1e9)) @ v)),
+    ),
+    "inverted mask with the diagonal": (
+        "inverted_mask",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m.T, F, q @ kT / q.shape[-1] ** 0.5)) @ v)),
+    ),
+    "triu without k=1": (
+        "mask_off_by_one",
+        lambda: diagnose(
+            wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m | m.T | True), F, scores_of(q, k))) @ v)
+        ),
+    ),
+    "tril with k=1": (
+        "mask_off_by_one",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(np.triu(m, 2), F, scores_of(q, k))) @ v)),
+    ),
+    "axis of the queries": (
+        "softmax_axis",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, scores_of(q, k)), axis=-2) @ v)),
+    ),
+    "axis 0 is the batch": (
+        "softmax_axis",
+        lambda: diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=0) @ v, kind="full", ndim=3),
+    ),
+    "no scale": ("no_scale", lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, q @ kT)) @ v))),
+    "scaled by d": (
+        "scaled_by_d",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, q @ kT / q.shape[-1])) @ v)),
+    ),
+    "masked after the softmax": (
+        "masked_after_softmax",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k)) * ~m @ v)),
+    ),
+    "scores times mask": (
+        "masked_with_zero",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) * ~m) @ v)),
+    ),
+    "key and value swapped": ("key_value_swapped", lambda: diagnose(lambda q, k, v: by_einsum(q, v, k))),
+    "heads by one reshape": ("heads_order", lambda: diagnose(views_heads, kind="multi_head", num_heads=2)),
+    "heads without a split": ("one_head", lambda: diagnose(by_einsum, kind="multi_head", num_heads=2)),
+    "padding ignored": (
+        "padding_visible",
+        lambda: diagnose(lambda q, k, v, pad: hides_given(q, k, v), kind="full", padding="pad", ndim=3),
+    ),
+    "padding before a causal text": (
+        "padding_visible",
+        lambda: diagnose(lambda q, k, v, pad: by_einsum(q, k, v), padding="pad", ndim=3),
+    ),
+    "padding inverted": (
+        "inverted_mask",
+        lambda: diagnose(lambda q, k, v, pad: hides_given(q, k, v, None, ~pad), kind="full", padding="pad", ndim=3),
+    ),
+    "mask with the other meaning": (
+        "inverted_mask",
+        lambda: diagnose(hides_given, kind="full", mask="mask", true_hides=True),
+    ),
+    "dropout for ever": ("dropout_in_evaluation", lambda: diagnose(drops_always)),
+    "dropout without 1 / (1 - p)": ("dropout_not_rescaled", lambda: diagnose(drops_only, dropout="p")),
+    "NaN behind the mask": ("nan_leaks", lambda: diagnose(by_einsum, check_nan=True)),
+    "batch as one text": ("batch_mixed", lambda: diagnose(joins_batch)),
+    "a small number instead of -inf": (
+        "hidden_has_weight",
+        lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) - 12 * m) @ v)),
+    ),
+    "in place": ("changes_inputs", lambda: diagnose(changes_query)),
+    "(B, T, H, D)": (
+        "other_layout",
+        lambda: diagnose(lambda *a: by_einsum(*(x.swapaxes(1, 2) for x in a)).swapaxes(1, 2), ndim=4),
+    ),
+    "another function": ("different", lambda: diagnose(lambda q, k, v: by_einsum(q, k, v) + 0.01 * q)),
+    "raises": ("raises", lambda: diagnose(lambda q, k, v: q @ k)),
+    "weights returned": ("wrong_shape", lambda: diagnose(lambda q, k, v: softmax(scores_of(q, k)))),
+    "nothing returned": ("wrong_shape", lambda: diagnose(lambda q, k, v: None)),
+    "a word returned": ("wrong_shape", lambda: diagnose(lambda q, k, v: "attention")),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_wrong_attention_is_named(which: str) -> None:
+    name, call = WRONG[which]
+    report = call()
+    assert names(report)[0] == name, report
+    assert len(set(names(report))) == 1, report
+
+
+def test_several_mistakes_are_named_together() -> None:
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        return softmax(np.where(hidden(len(q)).T, -np.inf, q @ v.T)) @ k
+
+    assert set(names(diagnose(attention))) == {"inverted_mask", "no_scale", "key_value_swapped"}
+
+
+def test_the_smallest_failing_input_fails() -> None:
+    (mistake,) = diagnose(no_mask).mistakes
+    assert mistake.inputs["query"].shape == (2, 1)  # one token has no future
+    assert mistake.got is not None
+    assert mistake.right is not None
+    np.testing.assert_array_equal(no_mask(**{n[0]: a for n, a in mistake.inputs.items()}), mistake.got)
+    np.testing.assert_allclose(cattn.causal_attention(**mistake.inputs), mistake.right, rtol=1e-12)
+    assert np.abs(mistake.got - mistake.right).max() > 0.01
+
+
+def test_reports_print_and_raise() -> None:
+    report = diagnose(no_mask)
+    text = str(report)
+    assert text.startswith("no_mask(query, key, value), causal: 1 mistake\n\nsees_future: A token sees ")
+    assert "returned" in text
+    assert repr(report) == text
+    assert "sees_future" in report._repr_html_()
+    assert "&lt;" not in report._repr_html_()
+    assert repr(report.mistakes[0]).startswith("<Mistake sees_future: ")
+    with pytest.raises(AssertionError, match=r"^no_mask\(query, key, value\), causal: 1 mistake"):
+        report.raise_if_wrong()
+    with pytest.raises(AttributeError):
+        report.mistakes = ()  # type: ignore[misc]
+    assert "no mistake found" in str(diagnose(by_loops))
+    assert type(report).__module__ == "cattn.testing"
+
+
+class FromBook:
+    """The weights are attributes, and values have another width."""
+
+    def __init__(self, scale: float) -> None:
+        rng = np.random.default_rng(1)
+        self.W_query, self.W_key, self.W_value = rng.random((3, 2)), rng.random((3, 2)), rng.random((3, 4))
+        self.scale = scale
+
+    def __call__(self, x: Array) -> Array:
+        scores = (x @ self.W_query) @ np.swapaxes(x @ self.W_key, -1, -2) * self.scale
+        return softmax(np.where(hidden(x.shape[-2]), -np.inf, scores)) @ (x @ self.W_value)
+
+
+def test_the_weights_of_an_object_are_found() -> None:
+    assert diagnose(FromBook(2**-0.5)).ok
+    report = diagnose(FromBook(0.5))
+    assert names(report) == ["scaled_by_d"]
+    assert report.mistakes[0].inputs["x"].shape == (2, 3)
+
+
+def test_a_rank_alone_is_wrong() -> None:
+    """Axis 1 is that of the keys for (T, D) only."""
+    report = diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=1) @ v, kind="full")
+    assert names(report) == ["softmax_axis", "softmax_axis"]  # over the queries of (B, T, D), the heads of (B, H, T, D)
+    assert any("ndim=" in note for note in report.notes)
+    assert diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=1) @ v, kind="full", ndim=2).ok
+
+
+def test_it_leaves_generators_and_modes_as_they_were() -> None:
+    np.random.seed(3)  # noqa: NPY002
+    before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr] # noqa: NPY002
+    assert names(diagnose(drops_always)) == ["dropout_in_evaluation"]
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index, union-attr] # noqa: NPY002
+    layer = cattn.CausalAttention(6, 4, 16, 0.5, rng=1)
+    layer.train()
+    assert diagnose(layer).ok
+    assert layer.training
+
+
+def test_it_imports_no_torch_for_numpy() -> None:
+    program = (
+        "import sys, cattn; assert 'cattn.testing' not in sys.modules;"
+        "report = cattn.testing.diagnose(cattn.causal_attention); assert report.ok, report;"
+        "import numpy as np; x = np.ones((3, 2)); cattn.testing.assert_attention_close(x, x, x, x);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"kind": "casual"}, ValueError, "kind must be one of 'causal', 'full', 'multi_head', 'multi_head_full', got"),
+        ({"ndim": 5}, ValueError, "ndim must be one of None, 2, 3, 4, got 5"),
+        ({"num_inputs": 2}, ValueError, "num_inputs must be one of None, 1, 3, got 2"),
+        ({"library": "jax"}, ValueError, "library must be one of None, 'numpy', 'torch', got 'jax'"),
+        ({"num_tokens": 2}, ValueError, "num_tokens must be at least 4, got 2"),
+        ({"num_heads": "2"}, TypeError, "num_heads must be an int, got str"),
+        ({"mask": True}, TypeError, "mask must be the name of an argument, a str, got bool"),
+        ({"kind": "multi_head"}, ValueError, 'kind="multi_head" needs num_heads'),
+        ({"kind": "multi_head", "num_heads": 2, "width": 5}, ValueError, "width must be a multiple of num_heads, 2"),
+        ({"num_inputs": 1, "weights": {"W": np.eye(2)}}, ValueError, "weights must hold query, key and value"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match="^" + re.escape(says)):
+        diagnose(by_einsum, **options)
+
+
+def test_what_is_not_callable_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^function must be callable, got int"):
+        diagnose(3)  # type: ignore[arg-type]
+
+
+def test_the_examples_run() -> None:
+    for owner in (cattn.testing, diagnose, assert_attention_close):
+        finder = doctest.DocTestFinder(exclude_empty=True, recurse=False)
+        (test,) = finder.find(owner, getattr(owner, "__name__", "cattn.testing"), globs={})
+        results = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test)
+        assert results.failed == 0
+        assert results.attempted > 2
+
+
+@pytest.mark.parametrize("function", [diagnose, assert_attention_close])
+def test_every_parameter_is_documented(function: Callable[..., Any]) -> None:
+    doc = inspect.getdoc(function) or ""
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^(\w+, )*(\*\*)?{name}(, \w+)*( :.*)?$", doc, re.MULTILINE), name
+
+
+def test_the_page_names_every_mistake() -> None:
+    page = (ROOT / "docs" / "testing.md").read_text("utf-8")
+    folder = Path(cattn.testing.__file__).parent
+    code = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
+    used = re.findall(r'\b(?:Wrong|Mistake|RefusedError)\(\s*"(\w+)"', code)
+    assert len(set(used)) > 25
+    assert [name for name in used if f"`{name}`" not in page] == []

@@ -1,0 +1,167 @@
+"""The caller's floating-point mode changes no result and is restored: rounding directions, flush to zero."""
+
+from collections.abc import Callable
+
+import hypothesis
+import numpy as np
+import pytest
+
+import cattn
+from cattn import _cattn
+from support import FP_MODES, assert_same_bits, everything, floating_point_mode, forced, in_contract
+from support.bit_cases import build, plain, yardstick_of
+from support.public_calls import CALLS, contents, fresh
+from support.work_strategy import Work, any_function
+
+Normal = Callable[..., np.ndarray]
+
+
+def test_every_mode_changes_results_of_numpy() -> None:
+    """Each mode changes some result of NumPy, so it is in force."""
+    third, tiny = np.full(2, 3.0), np.full(2, 1e-310)
+    changed = set()
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            changed |= {mode} if (1 / third * third != 1).any() or (-1 / third)[0] != -1 / 3 else set()
+            changed |= {mode} if not (tiny * third).any() else set()
+    assert changed == set(FP_MODES)
+
+
+@pytest.mark.promise("floating-point mode")
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_bit_of_attention(isa: str, dtype: type, mode: str) -> None:
+    """The scale 1/sqrt(11) and the dropout factor 1/0.9 are rounded, so another rounding direction would show."""
+    for name in (
+        "plain",
+        "dropout",
+        "tiny",
+        "subnormal values",
+        "one row",
+        "bias and mask",
+        "first block -inf",
+        "scale",
+    ):
+        call = build(name, dtype)
+        right = yardstick_of(name, dtype, "scalar" if in_contract(isa) else isa)
+        results = []
+        for path in ("auto", "tile", "rows", "split"):
+            with forced(path), cattn.num_threads(2), floating_point_mode(mode):
+                results.append(
+                    cattn.scaled_dot_product_attention(
+                        **call, return_weights=True, return_lse=True, return_dropout_mask=True
+                    )
+                )
+        for result in results:
+            assert_same_bits(result, right, name)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_bit_of_converted_masks(mode: str, normal: Normal) -> None:
+    """A float64 mask is rounded to float32, and so are slopes and sinks."""
+    call = plain(normal, attn_mask=np.random.default_rng(1).standard_normal((101, 200)) / 3)
+    call |= {"alibi_slopes": [1 / 3], "sinks": [-1 / 3]}
+    right = everything(**call)
+    with floating_point_mode(mode):
+        result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
+    assert_same_bits(result[:3], right[:3])
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_bit_of_softmax(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    x = normal(20, 50, dtype=dtype)
+    x[3] *= 1e-39 if dtype == np.float32 else 1e-309
+    for call in (
+        lambda: cattn.softmax(x, scale=1 / 3),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right"),
+        lambda: cattn.masked_softmax(x, is_causal="lower_right", method="renormalize"),
+    ):
+        right = call()
+        with floating_point_mode(mode):
+            result = call()
+        assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_does_not_change_which_ranges_uniform_takes(dtype: type, mode: str) -> None:
+    """3.4028235e38 rounds to the largest float32, or to inf in another mode."""
+    right = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
+    with floating_point_mode(mode):
+        result = cattn.TorchGenerator(1).uniform(0.0, 3.4028235e38, 3, dtype=dtype)
+    assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_bit_of_dropout(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    x = normal(300, dtype=dtype)
+    x[:50] *= 1e-39 if dtype == np.float32 else 1e-309
+    for p in (0.1, 0.3, 0.9):  # 1 / (1 - p) is rounded
+        right = cattn.dropout(x, p, rng=3, return_mask=True)
+        with floating_point_mode(mode):
+            result = cattn.dropout(x, p, rng=3, return_mask=True)
+        for a, b in zip(result, right, strict=True):
+            assert_same_bits(a, b, f"p {p}")
+
+
+# The projections of layers are matrix products of the BLAS, which computes in the caller's mode.
+PROJECTING = {"Linear", "SelfAttention", "CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper"}
+
+
+@pytest.mark.promise("floating-point mode")
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - PROJECTING))
+def test_the_mode_changes_no_bit_of_any_public_function(name: str) -> None:
+    right = contents(fresh(name))
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            result = fresh(name)
+        assert contents(result) == right, mode
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_weight_drawn_by_a_numpy_generator(mode: str) -> None:
+    right = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
+    with floating_point_mode(mode):
+        result = cattn.Linear(7, 50, rng=np.random.default_rng(1)).weight
+    assert_same_bits(result, right)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_an_error_restores_the_mode(mode: str) -> None:
+    with floating_point_mode(mode):
+        with pytest.raises(ValueError, match="outs and lses must be as many"):
+            cattn.merge_attention([], [])
+        with pytest.raises(TypeError):
+            _cattn._in_default_mode(len, [], {})  # type: ignore[arg-type]
+
+
+@pytest.mark.promise("floating-point mode")
+@hypothesis.given(work=any_function())
+def test_the_mode_changes_no_bit_of_random_work(work: Work) -> None:
+    right = work.run()
+    for mode in FP_MODES:
+        with floating_point_mode(mode):
+            results = work.run()
+        for actual, expected in zip(results, right, strict=True):
+            assert_same_bits(actual, expected, mode)
+
+
+@pytest.mark.parametrize("mode", FP_MODES)
+def test_the_mode_changes_no_bit_of_gradients(isa: str, dtype: type, mode: str, normal: Normal) -> None:
+    """Including the sums over broadcast dimensions, some of which NumPy computes."""
+    query, grad_out = normal(2, 1, 200, 11, dtype=dtype), normal(2, 1, 200, 11, dtype=dtype)
+    key, value = normal(2, 2, 1, 30, 11, dtype=dtype)
+    bias = normal(2, 1, 200, 30, dtype=np.float64) / 3  # the call rounds it to float32
+    options = {"bias": bias, "sinks": [0.3], "dropout_p": 0.1, "rng": 3, "softcap": 3}
+    forward = cattn.scaled_dot_product_attention(query, key, value, **options, return_lse=True)
+    arrays = (grad_out, query, key, value, forward.out, forward.lse)
+    weights = cattn.softmax(query)
+    for call in (
+        lambda: cattn.attention_backward(*arrays, **options),
+        lambda: (cattn.softmax_backward(grad_out, weights, scale=1 / 3),),
+        lambda: (cattn.dropout_backward(grad_out, 0.1, rng=3),),
+    ):
+        right = call()
+        for threads in (1, 2):
+            with cattn.num_threads(threads), floating_point_mode(mode):
+                result = call()
+            for a, b in zip(result, right, strict=True):
+                assert_same_bits(a, b)

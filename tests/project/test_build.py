@@ -1,0 +1,264 @@
+"""setup.py: compilers, flags, kernel tables, arithmetic as it is written, and what a change compiles again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from sysconfig import get_path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from setuptools import Distribution, Extension
+from setuptools._distutils import ccompiler, sysconfig
+from setuptools.errors import CompileError, LinkError
+
+from support import ROOT
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of setup.py."""
+    monkeypatch.chdir(ROOT)
+    for name in ("CC", "CATTN_TABLES"):
+        monkeypatch.delenv(name, raising=False)
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path("setup.py")
+
+
+def command(setup: dict[str, Any], compiler: SimpleNamespace) -> Any:
+    """A build_ext of setup.py with this compiler."""
+    build = setup["BuildTables"](Distribution())
+    build.for_tests, build.editable_mode, build.plat_name, build.compiler = True, False, "win-amd64", compiler
+    return build
+
+
+def visual_studio(root: Path, hosts: list[str]) -> Path:
+    """Lay out a Visual Studio as its installer does; return its cl.exe."""
+    tools = root / "VC" / "Tools"
+    cl = tools / "MSVC" / "14.44.35207" / "bin" / "HostX86" / "x64" / "cl.exe"
+    for path in [cl, *(tools / "Llvm" / host / "bin" / "clang-cl.exe" for host in hosts)]:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    return cl
+
+
+def msvc(cl: str) -> SimpleNamespace:
+    return SimpleNamespace(compiler_type="msvc", initialized=True, cc=cl, compile_options=["/nologo", "/GL", "/MD"])
+
+
+def test_clang_cl_of_visual_studio_replaces_cl(setup: dict[str, Any], tmp_path: Path) -> None:
+    cl = visual_studio(tmp_path, ["x64", "ARM64"])
+    compiler = msvc(str(cl))
+    command(setup, compiler).use_clang_cl()
+    assert compiler.cc == str(tmp_path / "VC" / "Tools" / "Llvm" / "x64" / "bin" / "clang-cl.exe")
+    assert compiler.compile_options == ["/nologo", "/MD"]
+
+
+def test_cc_chooses_another_clang_cl(setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = msvc(str(visual_studio(tmp_path, ["x64"])))
+    monkeypatch.setenv("CC", "/opt/llvm/bin/clang-cl")
+    command(setup, compiler).use_clang_cl()
+    assert compiler.cc == "/opt/llvm/bin/clang-cl"
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["cl", "cl.exe without a path"])
+def test_cl_alone_is_an_error_that_names_the_component(
+    setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cl = str(visual_studio(tmp_path, [])) if found else "cl.exe"
+    with pytest.raises(CompileError, match=r'add the component "C\+\+ Clang Compiler for Windows"'):
+        command(setup, msvc(cl)).use_clang_cl()
+
+
+def test_a_macs_compiler_for_two_machines_gets_flags_for_one(setup: dict[str, Any]) -> None:
+    words = ["clang", "-arch", "arm64", "-arch", "x86_64"]
+    tables = command(setup, SimpleNamespace(compiler_type="unix", compiler_so=words)).table_flags()
+    assert tables["avx2"] == ["-Xarch_x86_64", "-mavx2", "-Xarch_x86_64", "-mfma", "-Xarch_x86_64", "-mf16c"]
+    assert tables["gnu128"] == []
+    assert tables.keys() == setup["TABLES"].keys()
+
+
+@pytest.mark.parametrize("is_x86", [True, False])
+def test_the_compiler_says_for_which_machine_it_compiles(setup: dict[str, Any], is_x86: bool) -> None:
+    def compile_probe(sources: list[str], directory: str, extra_postargs: list[str]) -> None:
+        assert "__x86_64__" in Path(sources[0]).read_text()
+        if not is_x86:
+            raise CompileError("#error not x86-64")
+
+    compiler = SimpleNamespace(compiler_type="unix", compiler_so=["cc"], compile=compile_probe)
+    tables = command(setup, compiler).table_flags()
+    assert tables.keys() == (setup["TABLES"] if is_x86 else setup["PORTABLE"]).keys()
+
+
+def test_wheels_have_no_table_for_tests(setup: dict[str, Any]) -> None:
+    build = command(setup, SimpleNamespace(compiler_type="unix", compiler_so=["cc"], compile=lambda *_, **__: []))
+    build.for_tests = False
+    assert setup["TABLES"].keys() - build.table_flags().keys() == {"gnu512"}
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+def unix(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **environment: str) -> Any:
+    """A build_ext with this machine's compiler, which has read the environment."""
+    program = shutil.which(os.environ.get("CC", "gcc").split()[0])
+    if sys.platform == "win32" or program is None:
+        pytest.skip("needs GCC or Clang")
+    for name in ("CFLAGS", "CPPFLAGS", "LDFLAGS", "LDSHARED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CC", program)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.replace("$CC", program))
+    build = command(setup, ccompiler.new_compiler())
+    sysconfig.customize_compiler(build.compiler)
+    return build
+
+
+INEXACT = [
+    "-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-ffinite-math-only", "-freciprocal-math",
+    "-fno-signed-zeros", "-fassociative-math -fno-signed-zeros -fno-trapping-math", "-fsingle-precision-constant",
+    "-ffp-contract=fast -mfma", "-mfpmath=387", "-fexcess-precision=standard -mfpmath=387", "-ffp-model=fast",
+    "-fapprox-func -fno-honor-nans",
+]  # fmt: skip
+# The compiler defines a macro for these, which is an error of the compilation; then one is made that does not.
+ADMITTED = INEXACT[:8]
+SILENT = [f"-U__{name}__" for name in ("FAST_MATH", "FINITE_MATH_ONLY", "ASSOCIATIVE_MATH", "RECIPROCAL_MATH")]
+SILENT += ["-U__NO_SIGNED_ZEROS__"]
+
+
+def compile_and_run(build: Any, directory: Path, bits: str, *flags: str) -> int:
+    """Compile and link the program that checks its own arithmetic; return its exit code, 0 if it is exact."""
+    flags = ("-std=gnu11", "-O2", "-Icsrc", f"-DREAL_BITS={bits}", "-Wno-unused-function", *flags)
+    objects = build.compiler.compile(["tests/core/arithmetic.c"], str(directory), extra_postargs=list(flags))
+    build.compiler.link_executable(objects, str(directory / "arithmetic"), extra_postargs=build.link_flags())
+    return subprocess.run([directory / "arithmetic"], check=False, timeout=60).returncode
+
+
+@pytest.mark.parametrize("words", INEXACT)
+def test_flags_that_change_arithmetic_are_taken_back(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+) -> None:
+    """Before the flags of every object they change nothing; after them a table finds out, or does not compile."""
+    build = unix(setup, monkeypatch)
+    if not build.accepts(words.split()):
+        pytest.skip("this compiler does not know the flags")
+    where = {"CC": f"$CC {words}"} if words in ("-ffast-math", "-mfpmath=387") else {"CFLAGS": words}
+    build = unix(setup, monkeypatch, **where)
+    assert words in " ".join(build.compiler.compiler_so)
+    flags = build.flags()
+    assert compile_and_run(build, tmp_path, "32", *flags) == 0
+    assert compile_and_run(build, tmp_path, "64", *flags, "-DVECTOR_BYTES=16") == 0
+    with pytest.raises(CompileError) if words in ADMITTED else contextlib.nullcontext():
+        assert compile_and_run(build, tmp_path, "32", *words.split()) == 1
+    if words in ADMITTED[:-1]:
+        assert compile_and_run(build, tmp_path, "32", *words.split(), *SILENT) == 1
+
+
+@pytest.mark.parametrize("where", ["CFLAGS", "LDFLAGS", "CC"])
+@pytest.mark.parametrize("words", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-mdaz-ftz", "-mpc32"])
+def test_the_module_is_linked_without_a_change_of_the_floating_point_mode(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, words: str, where: str
+) -> None:
+    """What can be taken back is; the precision of the x87 unit is refused by name."""
+    if not unix(setup, monkeypatch).accepts([words]):
+        pytest.skip("this compiler does not know the flag")
+    build = unix(setup, monkeypatch, **{where: words if where != "CC" else f"$CC {words}"})
+    assert words in build.compiler.linker_so
+    if words == "-mpc32":
+        with pytest.raises(LinkError, match=r"the linker would add crtprec32, .*remove -mdaz-ftz, -mpc32"):
+            build.check_link(build.link_flags())
+    else:
+        build.check_link(build.link_flags())
+
+
+def test_clang_cl_computes_exactly_after_all_other_flags(setup: dict[str, Any]) -> None:
+    build = command(setup, msvc("clang-cl.exe"))
+    assert {"/clang:-fno-fast-math", "/clang:-ffp-contract=off"} <= set(build.flags())
+
+
+# ---- what is compiled again ----------------------------------------------------------------------------------------
+def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A project of three files, with the layers of this one."""
+    files = {
+        "binding/module.c": '#include "names with $ and space.h"\n#include "binding.h"\n'
+        "PyMODINIT_FUNC PyInit_x(void);\nPyMODINIT_FUNC PyInit_x(void) { return NULL; }\n",
+        "binding/names with $ and space.h": "",
+        "binding/binding.h": "#include <Python.h>\n",
+        "core/core.c": '#include "../kernels/kernels.h"\nint core = 1;\n',
+        "kernels/kernels.h": "",
+        "kernels/kernels_scalar.c": '#include "kernels.h"\n#define NAME_(b) k##b\n#define NAME(b) NAME_(b)\n'
+        "int NAME(REAL_BITS) = 1;\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CATTN_TABLES", "scalar")
+    headers = sorted(map(str, Path("csrc").rglob("*.h")))
+
+    def compiled(with_lists: bool = True, **environment: str) -> list[str]:
+        """Build; return the names of the sources that were compiled."""
+        build = unix(setup, monkeypatch, **environment)
+        names: list[str] = []
+        compile_one, accepts = build.compiler.compile, build.accepts
+
+        def record(sources: list[str], *arguments: Any, **options: Any) -> Any:
+            names.extend(Path(source).stem for source in sources if source.startswith("csrc"))
+            return compile_one(sources, *arguments, **options)
+
+        build.compiler.compile = record
+        build.accepts = lambda flags, *code: (flags != ["-MD"] or with_lists) and accepts(flags, *code)
+        build.build_temp, build.build_lib, build.force = "temporary", "library", False
+        build.include_dirs, build.library_dirs, build.libraries, build.swig_opts = [], [], [], []
+        build.compiler.set_include_dirs([get_path("include")])
+        extension = Extension("x", ["csrc/binding/module.c", "csrc/core/core.c"])
+        extension._needs_stub = False
+        build.build_extension(extension)
+        return sorted(names)
+
+    def touch(name: str) -> None:
+        times.append(times[-1] + 10)
+        os.utime(Path("csrc", name), (times[-1], times[-1]))
+        for made in Path("temporary").rglob("*.o"):  # as if it had been made just before
+            os.utime(made, (times[-1] - 5, times[-1] - 5))
+
+    times = [time.time()]
+    everything = ["core", "kernels_scalar", "kernels_scalar", "module"]
+    monkeypatch.setitem(setup["dependencies"].__globals__, "HEADERS", headers)
+    assert compiled() == everything
+    assert compiled() == []
+    touch("binding/binding.h")
+    assert compiled() == ["module"]
+    touch("binding/names with $ and space.h")
+    assert compiled() == ["module"]
+    touch("kernels/kernels.h")
+    assert compiled() == everything[:3]
+    touch("core/core.c")
+    assert compiled() == ["core"]
+    assert compiled(CFLAGS="-DOTHER") == everything
+    # without lists of dependencies: every header belongs to every object
+    for made in Path("temporary").rglob("*.d"):
+        made.unlink()
+    touch("binding/binding.h")
+    assert compiled(with_lists=False) == everything
+    assert not list(Path("temporary").rglob("*.d"))
+
+
+def test_as_many_compilers_as_processors_that_may_be_used(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
+    assert setup["n_cpus"]() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert setup["n_cpus"]() == 64

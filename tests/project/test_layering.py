@@ -1,0 +1,251 @@
+"""Layers point one way, modules form no circle, the map names every file, and files and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+CSRC = ROOT / "csrc"
+C_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".c", ".h"))
+FILES = [*C_FILES, *sorted((ROOT / "python").rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text("utf-8"), re.MULTILINE)
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(CSRC).parts[0]
+
+
+def code_of(path: Path) -> str:
+    """Return a C file without its comments."""
+    return re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL)
+
+
+def test_every_layer_has_files() -> None:
+    assert {layer_of(path) for path in C_FILES} >= {"binding", "core", "kernels", "xla", "cattn.h"}
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_a_layer_includes_only_the_layers_below_it(path: Path) -> None:
+    names = includes(path)
+    layer = layer_of(path)
+    if layer != "binding":
+        assert not [name for name in names if re.search(r"Python\.h|numpy/", name)], "Python belongs to binding/"
+        assert "PyObject" not in path.read_text("utf-8")
+        assert not [name for name in names if "binding/" in name], "nothing includes the binding"
+    if layer in ("binding", "xla"):
+        assert not [name for name in names if "core/" in name], "the callers know the core by its C API alone"
+    if layer != "xla":
+        hands_on = path.name == "xla_targets.c"  # hands the addresses to Python
+        assert bool([name for name in names if "xla/" in name]) == hands_on
+    if layer == "kernels":
+        assert not [name for name in names if "core/" in name or "cattn.h" in name], "kernels use no core"
+    if path.parent == CSRC:
+        assert not [name for name in names if "/" in name], "the core's C API includes nothing of ours"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_one_instruction_set_is_meant_in_kernels_only(path: Path) -> None:
+    if layer_of(path) == "kernels" or path.name in ("fp_mode.h", "cpu_features.c"):
+        return
+    hints = r"\w*intrin\.h|__attribute__\(\(.*\btarget\(|__builtin_(?:ia32|cpu)\w*|__(?:AVX|SSE|ARM|aarch|x86)\w*"
+    assert re.findall(hints, code_of(path)) == []
+
+
+# ISO C, and what compilers bring along for their own extensions.
+PORTABLE_HEADERS = (
+    r"(?:assert|fenv|float|inttypes|limits|math|stdarg|stdatomic|stdbool|stddef|stdint|stdio|stdlib|string)\.h|"
+    r"(?:cpuid|immintrin|sanitizer/asan_interface)\.h"
+)
+# Names of operating systems, and functions that ISO C headers declare on some of them only.
+SYSTEM = (
+    r"\b(?:_WIN32|_WIN64|__MINGW\w*|__CYGWIN__|__linux\w*|__APPLE__|__GLIBC\w*|__unix\w*|_GNU_SOURCE|_POSIX_C_SOURCE|"
+    r"_DARWIN_C_SOURCE|pthread_\w+|posix_memalign|aligned_alloc|_aligned_\w+|getline|strtok_r|timespec|environ)\b"
+)
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_the_operating_system_is_known_to_its_layer_only(path: Path) -> None:
+    """A port to another system then concerns core/os.h and one source."""
+    if path.parent.name == "core" and re.fullmatch(r"os(_\w+)?\.[ch]", path.name):
+        assert re.search(SYSTEM, code_of(path))
+        return
+    own = {other.name for other in C_FILES}
+    foreign = [name for name in includes(path) if Path(name).name not in own]
+    known = rf"{PORTABLE_HEADERS}|Python\.h|numpy/\w+\.h"
+    assert [name for name in foreign if not re.fullmatch(known, name)] == []
+    libraries = ["__GLIBC__", "__APPLE__"] if path.name == "fma.h" else []  # whose fma() is right
+    assert re.findall(SYSTEM, code_of(path)) == libraries
+
+
+# ---- circles ---------------------------------------------------------------------------------------------------------
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return a circle of the graph, or an empty list."""
+    try:
+        TopologicalSorter({name: uses - {name} for name, uses in graph.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
+    """Return which modules use which: by includes, and by names of functions that another one defines.
+
+    A .c file and the header of the same name are one module. A declaration is no use: headers of interfaces, such as
+    cattn.h, declare functions of several modules. Neither is a macro of a header: the file that expands it uses it.
+    """
+    modules = defaultdict(set)
+    for path in files:
+        modules[path.relative_to(root).with_suffix("").as_posix()].add(path)
+    definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+    declaration = re.compile(r"^(?:CATTN_EXPORT )?[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
+    macro = re.compile(r"^#define (?:.*\\\n)*.*$", re.MULTILINE)
+    text_of = {path: macro.sub("", code_of(path)) if path.suffix == ".h" else code_of(path) for path in files}
+    code = {
+        name: declaration.sub("", "\n".join(text_of[path] for path in sorted(paths))) for name, paths in modules.items()
+    }
+    owner = {}
+    for name, text in code.items():
+        for match in definition.finditer(text):
+            if not match[0].startswith("static ") or match[0].startswith("static inline "):
+                owner[match[1]] = name
+    graph = {}
+    for name, text in code.items():
+        words = re.findall(r"(?<!struct )(?<!enum )\b\w+", text)
+        graph[name] = {owner[word] for word in words if word in owner}
+        for path in modules[name]:
+            for include in includes(path):
+                target = (path.parent / include).resolve()
+                target = target if target.exists() else CSRC / include
+                if target in files:
+                    graph[name].add(target.relative_to(root).with_suffix("").as_posix())
+    return graph
+
+
+def python_modules() -> dict[str, set[str]]:
+    """Return which modules of the package import which, wherever the import stands; and what the extension imports."""
+    package = ROOT / "python"
+    files = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {"cattn._cattn": set()}
+    for path in (CSRC / "binding").glob("*.c"):
+        graph["cattn._cattn"] |= set(re.findall(r'PyImport_ImportModule\("(cattn[\w.]*)"', path.read_text("utf-8")))
+    for name, path in files.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names if alias.name.split(".")[0] == "cattn"}
+            if isinstance(node, ast.ImportFrom):
+                parts = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                parts = parts[: len(parts) + 1 - node.level] if node.level else []
+                base = ".".join([*parts, *filter(None, [node.module])])
+                for alias in node.names if base.split(".")[0] == "cattn" else ():
+                    full = f"{base}.{alias.name}"
+                    graph[name].add(full if full in files or full in graph else base)
+    return graph
+
+
+def test_modules_of_the_c_tree_form_no_circle() -> None:
+    graph = c_modules(CSRC, [path for path in C_FILES if not path.name.endswith(".inc.h")])
+    assert graph["core/attention"] >= {"core/plan", "core/parallel", "fp_mode"}
+    assert circle(graph) == []
+
+
+def test_modules_of_the_fuzz_targets_form_no_circle() -> None:
+    folder = ROOT / "fuzz" / "core"
+    graph = c_modules(folder, sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h")))
+    assert "problem" in graph["attention"]
+    assert circle(graph) == []
+
+
+def test_modules_of_the_package_form_no_circle() -> None:
+    graph = python_modules()
+    assert "cattn._cattn" in graph["cattn.random"]
+    assert circle(graph) == []
+
+
+# ---- the map ---------------------------------------------------------------------------------------------------------
+def test_the_map_of_the_c_tree_names_every_file_once() -> None:
+    """A table of csrc/README.md for each folder; `name.[ch]` stands for two files."""
+    text = (CSRC / "README.md").read_text("utf-8")
+    text = text[text.index("## The files") :]
+    named: Counter[str] = Counter()
+    folder = ""
+    for line in text[: text.index("\n## ", 1)].splitlines():
+        if heading := re.match(r"### `csrc/(.*)`", line):
+            folder = heading[1]
+        if row := re.match(r"\| (`[^|]*`) \|", line):
+            for name in re.findall(r"`([^`]+)`", row[1]):
+                named.update(folder + name.replace("[ch]", end) for end in ("c", "h")[: 1 + ("[ch]" in name)])
+    there = [
+        path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*") if path.is_file() and path.name != "README.md"
+    ]
+    assert named == Counter(there)
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+def lines_of_code(path: Path) -> int:
+    """Return the number of lines of a C file, or of a Python file without its docstrings and markers of promises."""
+    lines = path.read_text("utf-8").splitlines()
+    if path in C_FILES:
+        return len(lines)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, documented)]
+    docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
+    left_out = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in docstrings)
+    return len(lines) - left_out - sum(line.startswith("@pytest.mark.promise(") for line in lines)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_are_short_and_begin_with_their_purpose(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert lines_of_code(path) <= 500
+    if path in C_FILES:
+        assert text.startswith(f"/* {path.name} -- "), "the first line names the file and its purpose"
+    elif text.strip():
+        assert text.startswith('"""')
+
+
+def functions(text: str) -> list[tuple[str, int]]:
+    """Return names and lengths of the functions of a C file in the house's format."""
+    found = []
+    lines = text.splitlines()
+    head = None
+    for number, line in enumerate(lines):
+        if re.match(r"[A-Za-z].*\($|[A-Za-z].*[,)]$|[A-Za-z].*\) \{$", line) and not line.startswith("#"):
+            head = number if head is None else head
+        if line == "}" and head is not None:
+            found.append((lines[head], number - head + 1))
+        inside = "".join(lines[number + 1 : number + 2]).startswith(" ")  # a blank line may stand in a function
+        if line == "}" or (line == "" and not inside):
+            head = None
+    return found
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=lambda path: path.relative_to(CSRC).as_posix())
+def test_functions_are_short(path: Path) -> None:
+    assert [name for name, length in functions(path.read_text("utf-8")) if length > 80] == []
+
+
+def test_the_parser_finds_functions() -> None:
+    names = [name for name, _ in functions((CSRC / "core" / "attention.c").read_text("utf-8"))]
+    assert any("cattn_attention(" in name for name in names)
+    assert len(names) > 10
+
+
+def test_no_compiler_flag_changes_arithmetic() -> None:
+    text = (ROOT / "setup.py").read_text("utf-8")
+    assert "-ffp-contract=off" in text
+    for flag in ("-ffast-math", "-Ofast", "-march=native", "-funsafe-math", "-ffp-contract=fast"):
+        assert f'"{flag}' not in text  # as a flag; the text says which ones are taken back

@@ -1,0 +1,149 @@
+"""What a release relies on: one version, a changelog that the release can quote, workflows with pinned actions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import runpy
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import cattn
+from support import ROOT
+
+TOOL = runpy.run_path(str(ROOT / "tools" / "release_notes"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def text_of(name: str) -> str:
+    return (ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8")
+
+
+# ---- the version -----------------------------------------------------------------------------------------------------
+def test_the_version_is_written_in_one_place() -> None:
+    module = ast.parse((ROOT / "python" / "cattn" / "_version.py").read_text("utf-8"))
+    assert [ast.literal_eval(node.value) for node in module.body if isinstance(node, ast.Assign)] == [cattn.__version__]
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "cattn._version.__version__"}
+    files = ["setup.py", "pyproject.toml", "noxfile.py", "docs/conf.py", "recipe/recipe.yaml", "RELEASING.md"]
+    others = [ROOT / name for name in files]
+    patterns = ("csrc/**/*.[ch]", "python/**/*.py", "python/**/*.pyi", "tools/*")
+    others += [path for pattern in patterns for path in ROOT.glob(pattern)]
+    number = re.compile(rf"(?<![\d.]){re.escape(cattn.__version__)}(?![\d.])")
+    found = [path.name for path in others if path.is_file() and number.search(path.read_text("utf-8", "replace"))]
+    assert found == ["_version.py"]
+
+
+def test_an_installed_copy_has_the_same_version() -> None:
+    if cattn.show_config("dicts")["installed"] == "not as a wheel":
+        pytest.skip("cattn is not installed")
+    assert importlib.metadata.version("cattn") == cattn.__version__
+
+
+# ---- tools/release_notes ---------------------------------------------------------------------------------------------
+CHANGELOG = (
+    "# Changelog\n\nWords.\n\n## 1.2.0 - 2027-01-31\n\n### Added\n\n- A thing.\n\n## 1.1.0 - 2026-12-31\n\n- Old.\n"
+)
+
+
+def test_the_notes_are_the_section_of_the_version() -> None:
+    assert TOOL["notes"](CHANGELOG, "1.2.0") == "### Added\n\n- A thing."
+
+
+@pytest.mark.parametrize(
+    ("changelog", "got"),
+    [
+        (CHANGELOG.replace("1.2.0 - 2027-01-31", "Unreleased"), "'Unreleased'"),
+        (CHANGELOG.replace("## 1.2.0", "## Unreleased\n\n- New.\n\n## 1.2.0"), "'Unreleased'"),
+        (CHANGELOG.replace(" - 2027-01-31", ""), "'1.2.0'"),
+        (CHANGELOG.replace("1.2.0", "1.2.01"), "'1.2.01 - 2027-01-31'"),
+        ("# Changelog\n", "''"),
+    ],
+)
+def test_a_changelog_that_is_not_ready_is_refused(changelog: str, got: str) -> None:
+    with pytest.raises(ValueError, match=r"must be '1\.2\.0 - <year-month-day>', got " + re.escape(got)):
+        TOOL["notes"](changelog, "1.2.0")
+
+
+def test_an_empty_section_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the section '1\.2\.0 - 2027-01-31' of CHANGELOG\.md is empty"):
+        TOOL["notes"](CHANGELOG.replace("### Added\n\n- A thing.\n\n", ""), "1.2.0")
+
+
+def test_a_tag_of_another_version_is_refused() -> None:
+    TOOL["check_tag"]("v1.2.0", "1.2.0")
+    for tag in ("1.2.0", "v1.2.1", "v1.2.0rc1"):
+        with pytest.raises(ValueError, match=rf"the tag must be v1\.2\.0, as python/cattn/_version\.py .* '{tag}'"):
+            TOOL["check_tag"](tag, "1.2.0")
+
+
+def test_urls_name_the_repository_of_the_workflow() -> None:
+    home = {"GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "someone/cattn"}
+    TOOL["check_urls"]({"urls": {"Source": "https://example.org/someone/cattn"}}, home)
+    TOOL["check_urls"]({}, {})  # not in a workflow
+    for urls in ({}, {"Source": "https://example.org/another/cattn"}):
+        with pytest.raises(ValueError, match=r"must have Source = 'https://example\.org/someone/cattn'"):
+            TOOL["check_urls"]({"urls": urls}, home)
+
+
+# ---- the workflows ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit(path: Path) -> None:
+    """A tag of an action can be moved to other code. The comment names the version for readers and Dependabot."""
+    lines = [line.strip().removeprefix("- ") for line in path.read_text("utf-8").splitlines()]
+    uses = [line for line in lines if line.startswith("uses:")]
+    assert uses
+    assert [line for line in uses if not re.fullmatch(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+
+
+def test_one_action_has_one_commit() -> None:
+    pins = {tuple(pin.split("@")) for path in WORKFLOWS for pin in re.findall(r"uses: (\S+)", path.read_text("utf-8"))}
+    assert len(pins) == len({name for name, _ in pins})
+
+
+def test_the_workflow_runs_the_readmes_command() -> None:
+    assert "        run: pip install -e '.[test]' && pytest\n" in text_of("tests")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_supported_python_is_tested(path: Path) -> None:
+    (line,) = re.findall(r"^ +python: (\[.*, .*, .*\])$", path.read_text("utf-8"), re.MULTILINE)
+    prefix = "Programming Language :: Python :: 3."
+    claimed = {name.rpartition(" ")[2] for name in PROJECT["project"]["classifiers"] if name.startswith(prefix)}
+    assert claimed | {"3.14t"} <= set(ast.literal_eval(line))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_commands_of_the_workflows_exist(path: Path) -> None:
+    """A command of a workflow that is renamed would fail only there."""
+    for name in re.findall(r"\btools/\w+|\.ci/\w+", path.read_text("utf-8")):
+        assert (ROOT / name).exists(), name
+    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
+    assert set(re.findall(r"nox -s (\w+)", path.read_text("utf-8"))) <= set(sessions)
+
+
+def test_the_page_of_platforms_lists_every_wheel() -> None:
+    page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
+    targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "targets.py"))["TARGETS"]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(target.tag for target in targets)
+
+
+@pytest.mark.skipif(not shutil.which("zizmor"), reason="the extra dev has zizmor")
+def test_zizmor_finds_an_injected_expression(tmp_path: Path) -> None:
+    """The lint session runs it, and its rules are on."""
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    planted = text_of("release").replace('"$GITHUB_REF_NAME"', "${{ github.ref_name }}", 1)
+    assert planted != text_of("release")
+    (folder / "release.yml").write_text(planted, "utf-8")
+    done = subprocess.run(
+        ["zizmor", "--offline", "--quiet", tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "template-injection" in done.stdout + done.stderr

@@ -1,0 +1,533 @@
+"""Random problems of attention with every option, and all that must hold for the results of one.
+
+`problems` draws a problem, `check` computes it:
+
+- the value of every output, stage, statistic and gradient against `cattn.reference` in float64, and the sign of every
+  zero;
+- its bits on all kernel tables inside the bit contract, on any path, with one thread and with two, with other strides;
+- its bits if NaN stands where no query looks;
+- its bits for one batch entry alone and for a few queries alone.
+
+Packed sequences have the bits of a padded batch, a cache has the bits of one pass, and both then are such a problem.
+test_random_problems.py checks a few problems, `tools/soak problems` as many as wanted.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+import cattn
+from cattn import _cattn, reference
+from cattn.reference._attention import Problem as Scores
+from cattn.reference._attention import score
+from support import (
+    HALVES,
+    INF,
+    NAN,
+    PATHS,
+    assert_same_bits,
+    everything,
+    expected,
+    forced,
+    in_contract,
+    quiet,
+    rounded,
+    table,
+)
+from support.attention_strategy import (
+    HEAD_DIMS,
+    STORED,
+    calls,
+    packed_calls,
+    padded,
+    quantize,
+    statistics_options,
+    unpad,
+)
+from support.statistics_checks import check_statistics
+
+Call = dict[str, Any]
+TABLES = [entry["name"] for entry in _cattn._isa_list() if entry["usable"]]
+SAME_BITS = [name for name in TABLES if in_contract(name)]
+STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
+VALUE = ("value", "value_scale")  # what weights and statistics do not take
+DROPOUT = ("dropout_p", "rng")
+SCALES = ("key_scale", "value_scale")
+BUDGET = 6e6  # multiply-adds of a problem: it is computed some hundred times, also without vectors
+
+
+class Problem(NamedTuple):
+    """A problem: its kind, the arguments of attention, those of the statistics alone, a seed for all other choices."""
+
+    kind: str
+    call: Call
+    statistics: Call
+    seed: int
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+def work(call: Call) -> float:
+    """Return about how many multiply-adds a call takes."""
+    query, value = call["query"], call["value"]
+    rows = np.prod(np.broadcast_shapes(query.shape[:-2], call["key"].shape[:-2] if query.ndim < 3 else (1,)))
+    return float(rows) * query.shape[-2] * value.shape[-2] * (query.shape[-1] + value.shape[-1] + 8)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    kind = draw(st.sampled_from(["plain", "plain", "plain", "quantized", "packed", "cache"]))
+    if kind == "packed":
+        call = draw(packed_calls())
+    elif kind == "cache":
+        call = draw(cached_calls())
+    else:
+        call, _ = draw(calls(long=True))
+        if work(call) > BUDGET:  # the last queries and the first keys are left out
+            call = only_rows(call, 0, max(1, int(call["query"].shape[-2] * BUDGET / work(call))))
+        call = quantize(draw, call) if kind == "quantized" else call
+    options = draw(statistics_options(call["key"].shape[0 if kind == "packed" else -2]))
+    return Problem(kind, call, options, draw(st.integers(0, 2**32)))
+
+
+@st.composite
+def cached_calls(draw: st.DrawFn) -> Call:
+    """Draw queries, keys and values of a text, and how they come to a cache."""
+    rng, stored = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.sampled_from(STORED))
+    batch = draw(st.lists(st.integers(1, 2), max_size=2))
+    group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    tokens = draw(st.sampled_from([1, 2, 7, 33, 97, 193, 300]))
+    D, D_v = draw(st.sampled_from(HEAD_DIMS[:17])), draw(st.sampled_from(HEAD_DIMS[:17]))
+    shapes = {"query": (group * kv_heads, tokens, D), "key": (kv_heads, tokens, D), "value": (kv_heads, tokens, D_v)}
+    call: Call = {n: rng.standard_normal((*batch, *shape)).astype(stored) for n, shape in shapes.items()}
+    call["cache_dtype"] = draw(st.sampled_from([np.dtype(stored).name, "int8", "float8_e4m3fn"]))
+    call["steps"] = draw(st.lists(st.integers(1, tokens), max_size=3))
+    call["window_size"] = (draw(st.sampled_from([-1, 0, 5, 150])), 0)
+    if draw(st.booleans()):
+        call["softcap"] = draw(st.sampled_from([0.7, 5.0, 50]))
+    if draw(st.booleans()):
+        call["sinks"] = rng.standard_normal(group * kv_heads)
+    if draw(st.booleans()):
+        call["alibi_slopes"] = rng.random(group * kv_heads)
+    return call
+
+
+# ---- parts of a problem ----------------------------------------------------------------------------------------------
+def without(call: Call, *names: str) -> Call:
+    return {name: x for name, x in call.items() if name not in names}
+
+
+def dequantized(call: Call) -> Call:
+    """Return the call on the numbers that its arrays stand for: halves as float32."""
+    found = without(call, *SCALES)
+    for name in ("query", "key", "value", "grad_out", "out"):
+        a = found.get(name)
+        if a is None:
+            continue
+        if (scale := call.get(f"{name}_scale")) is not None:
+            found[name] = quiet(a, np.float32) * np.asarray(scale, np.float32)
+        elif a.dtype in HALVES:
+            found[name] = quiet(a, np.float32)
+    return found
+
+
+def contiguous(call: Call) -> Call:
+    return {name: x.copy("C") if isinstance(x, np.ndarray) else x for name, x in call.items()}
+
+
+def scores_of(call: Call) -> Scores:
+    """Return what the reference computes before the softmax."""
+    inputs = (call["query"], call["key"], call["value"])
+    ignored = ("query", "key", "value", "sinks", *DROPOUT)
+    with np.errstate(all="ignore"):
+        return score(inputs, **without(call, *ignored))
+
+
+def sum_to(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes along which an array of this shape was broadcast, and over the heads that share a head."""
+    if len(shape) > 2 and a.ndim > 2 and shape[-3] not in (1, a.shape[-3]):
+        a = a.reshape(*a.shape[:-3], shape[-3], a.shape[-3] // shape[-3], *a.shape[-2:]).sum(-3)
+    missing = a.ndim - len(shape)
+    axes = [i for i in range(a.ndim) if i < missing or shape[i - missing] != a.shape[i]]
+    return a.sum(axis=tuple(axes)).reshape(shape)
+
+
+def only_rows(call: Call, first: int, end: int) -> Call:
+    """Return the call for some of its queries, at the same positions. `first` is at the start of a block of the mask.
+
+    A lower-right alignment becomes an offset.
+    """
+    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
+    found = dict(call) | {"query": call["query"][..., first:end, :]}
+    for name in ("attn_mask", "bias"):
+        a = call.get(name)
+        if a is not None and a.ndim > 1 and a.shape[-2] > 1:
+            found[name] = a[..., first:end, :]
+    blocks = call.get("block_mask")
+    if blocks is not None:
+        size = call["block_size"]
+        if blocks.ndim > 1 and blocks.shape[-2] > 1:
+            found["block_mask"] = blocks[..., first // size : -(-end // size), :]
+    lengths = call.get("query_seq_lengths")
+    if lengths is not None:
+        found["query_seq_lengths"] = np.clip(np.asarray(lengths) - first, 0, end - first)
+    if call.get("is_causal") == "lower_right":
+        keys = np.asarray(T_k if call.get("key_value_seq_lengths") is None else call["key_value_seq_lengths"])
+        found |= {"query_offset": keys - (T_q if lengths is None else np.asarray(lengths)), "is_causal": True}
+    found["query_offset"] = np.asarray(found.get("query_offset", 0)) + first
+    return found
+
+
+def only_entry(call: Call, rank: int, one_head: bool, index: tuple[int, ...]) -> Call:
+    """Return the call for one batch entry, with batch dimensions of size 1. `rank`: dimensions of the output."""
+    own = 2 if one_head else 3
+    batch = rank - own
+    found = dict(call)
+    axes = dict.fromkeys(("query", "key", "value", "attn_mask", "bias", "block_mask", *SCALES), own)
+    axes |= {"alibi_slopes": 1, "sinks": 1, "query_offset": 0, "query_seq_lengths": 0, "key_value_seq_lengths": 0}
+    axes |= {"key_value_seq_starts": 0}
+    for name, n in axes.items():
+        a = call.get(name)
+        if not isinstance(a, np.ndarray) or a.ndim <= n:
+            continue
+        lead = a.ndim - n
+        cut = [slice(None) if a.shape[d] == 1 else slice(index[d + batch - lead], index[d + batch - lead] + 1)
+               for d in range(lead)]  # fmt: skip
+        found[name] = a[tuple(cut)]
+    return found
+
+
+def poisoned(call: Call) -> Call:
+    """Return the call with NaN, or numbers that would be noticed, in everything that no query sees."""
+    problem, found = scores_of(dequantized(call)), dict(call)
+    visible = problem.visible[..., 0, :, :] if problem.one_head else problem.visible
+    for name, other in (("query", -1), ("key", -2), ("value", -2)):
+        a, seen = call[name], visible.any(other)[..., None]
+        seen = sum_to(seen, (*a.shape[:-1], 1)) > 0
+        poison = -128 if a.dtype == np.int8 else NAN
+        found[name] = np.where(seen, a, np.asarray(poison, a.dtype))
+        scale = call.get(f"{name}_scale")
+        if scale is not None:  # no scale is NaN
+            used = sum_to(np.broadcast_to(seen, a.shape), np.shape(scale)) > 0
+            found[f"{name}_scale"] = np.where(used, scale, np.float32(2.0**100))
+    for name in ("attn_mask", "bias"):
+        a = call.get(name)
+        if a is not None and a.dtype.kind == "f":
+            found[name] = np.where((sum_to(visible, a.shape) > 0) | (a == -INF), a, np.asarray(NAN, a.dtype))
+    return found
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+def assert_same_zeros(actual: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    """Where both are zero, both must have the same sign."""
+    wrong = (actual == 0) & (wanted == 0) & (np.signbit(actual) != np.signbit(wanted))
+    if wrong.any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        raise AssertionError(f"{wrong.sum()} zeros of another sign, first at {at}: {actual[at]}; {what}")
+
+
+def assert_within(actual: np.ndarray, wanted: np.ndarray, tolerance: Any, what: str) -> None:
+    """Compare element by element with one tolerance for each."""
+    assert actual.shape == wanted.shape, what
+    with np.errstate(invalid="ignore"):
+        wrong = ~((np.abs(actual - wanted) <= tolerance) | (actual == wanted) | (np.isnan(actual) & np.isnan(wanted)))
+    if wrong.any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        limit = np.broadcast_to(tolerance, wrong.shape)[at]
+        raise AssertionError(f"{wrong.sum()} wrong, first at {at}: {actual[at]} != {wanted[at]} +- {limit}; {what}")
+
+
+def ways(rng: np.random.Generator) -> Any:
+    """Yield every table inside the contract with one thread and with two, each on a random path."""
+    for name in SAME_BITS:
+        for threads in (1, 2):
+            path = str(rng.choice(PATHS[:-1]))
+            with table(name), forced(path), cattn.num_threads(threads):
+                yield f"{name}, {path}, {threads} threads"
+
+
+def tables(threads: tuple[int, ...] = (1, 2)) -> Any:
+    for name in SAME_BITS:
+        for n in threads:
+            with table(name), cattn.num_threads(n):
+                yield f"{name}, {n} threads"
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput:
+    """Check output, weights, lse and dropout mask; return them."""
+    wide, stored = dequantized(call), call["query"].dtype
+    dtype = np.float64 if stored == np.float64 else np.float32
+    right = expected(wide, dtype)
+    with table("scalar"), forced("rows"), cattn.num_threads(1):
+        whole = everything(**contiguous(wide))
+    right.check(whole, "scalar, rows")
+    for name in ("out", "weights", "lse"):
+        assert_same_zeros(getattr(whole, name), getattr(right.result, name), name)
+    halves = stored in HALVES and not any(name in call for name in SCALES)
+    yardstick = rounded(whole, stored) if halves else whole
+    for way in ways(rng):
+        assert_same_bits(everything(**call), yardstick, way)
+    for name in set(TABLES) - set(SAME_BITS):
+        with table(name):
+            right.check(everything(**wide), name)
+    assert_same_bits(everything(**poisoned(call)), yardstick, "poison")
+    check_parts(call, yardstick, rng)
+    return yardstick
+
+
+def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generator) -> None:
+    """Check one batch entry alone, and a few queries alone."""
+    T_q, size = call["query"].shape[-2], call.get("block_size", 1)
+    if whole.lse.size == 0:
+        return
+    first = int(rng.integers(0, T_q)) // size * size
+    end = int(rng.integers(first, T_q)) + 1
+    part = everything(**only_rows(call, first, end))
+    rows = cattn.AttentionOutput(
+        *(a[..., first:end, :] for a in whole[:2]), whole.lse[..., first:end], whole.dropout_mask[..., first:end, :]
+    )
+    assert_same_bits(part, rows, f"queries {first}:{end} alone")
+    if call.get("dropout_p"):  # its numbers depend on the batch entry
+        return
+    one_head = whole.out.ndim == 2 or (whole.out.ndim == 3 and not call.get("enable_gqa"))
+    batch = whole.out.shape[: whole.out.ndim - (2 if one_head else 3)]
+    index = tuple(int(rng.integers(0, n)) for n in batch)
+    alone = everything(**only_entry(call, whole.out.ndim, one_head, index))
+    entry = tuple(slice(i, i + 1) for i in index)
+    assert_same_bits(alone, cattn.AttentionOutput(*(a[entry] for a in whole[:4])), f"batch entry {index} alone")
+
+
+def check_stages(call: Call, rng: np.random.Generator) -> None:
+    """Check scores and weights after each stage."""
+    call = without(call, *VALUE)
+    wide = dequantized(call)
+    numbers = np.finfo(np.float64 if call["query"].dtype == np.float64 else np.float32)
+    eps, problem = numbers.eps, scores_of(wide | {"value": wide["key"]})
+    scale, cap = problem.scale, call.get("softcap") or 0
+    # Sums of products in any order: an ULP of the absolute terms for each. tanh and its division add some more.
+    size = np.abs(problem.query * scale) @ np.abs(problem.key).swapaxes(-1, -2)
+    least = numbers.smallest_subnormal * (8 + np.abs(problem.key).max(initial=0))  # of products that underflow
+    tolerance = {"qk": (eps * size + least) * (problem.query.shape[-1] + 4)}
+    tolerance["softcap"] = tolerance["qk"] + 8 * eps * np.abs(problem.capped) * (cap > 0)
+    terms = np.abs(problem.capped)
+    for name in ("alibi_slopes", "attn_mask", "bias"):  # each alone, because they may cancel
+        others = {"alibi_slopes", "attn_mask", "bias", "softcap"} - {name}
+        alone = scores_of(without(wide, *others) | {"value": wide["key"]})
+        terms = terms + np.abs(np.where(alone.scores == -INF, 0, alone.scores - alone.products))
+    tolerance["bias"] = tolerance["mask"] = tolerance["softcap"] + 8 * eps * terms
+    halves = call["query"].dtype in HALVES and "key_scale" not in call
+    for stage in STAGES:
+        dropout = () if stage == "dropout" else DROPOUT
+        options = {"stage": stage}
+        with table("scalar"), forced("rows"), cattn.num_threads(1):
+            found = cattn.attention_weights(**without(contiguous(wide), *dropout), **options)
+        wanted = reference.attention_weights(**without(wide, *dropout), **options)
+        if stage in tolerance:
+            limit = tolerance[stage][..., 0, :, :] if problem.one_head else tolerance[stage]
+            assert_within(found, wanted, limit, stage)
+        if scale == 0 or abs(scale) >= numbers.tiny / eps**2:  # else the products underflow, in another order
+            assert_same_zeros(found, wanted, stage)
+        yardstick = quiet(found, call["query"].dtype) if halves else found
+        for way in ways(rng):
+            again = cattn.attention_weights(**without(call, *dropout), **options)
+            assert_same_bits(again, yardstick, f"{stage}, {way}")
+
+
+def check_all_statistics(call: Call, options: Call) -> None:
+    """Check the statistics: values, zeros and bits."""
+    call = without(call, *VALUE, *DROPOUT)
+    with table("scalar"), cattn.num_threads(1):
+        found = cattn.attention_statistics(**contiguous(dequantized(call)), **options)
+    wanted = check_statistics(found, dequantized(call), options)
+    whole = cattn.attention_statistics(**call, **options | {"statistics": None})
+    for name, a in found._asdict().items():
+        if a is not None:  # each may be asked for without the others
+            assert_same_bits(getattr(whole, name), a, f"{name} with all others")
+        if a is not None and name != "top_keys":
+            assert_same_zeros(a, getattr(wanted, name), name)
+    for way in tables():
+        assert_same_statistics(cattn.attention_statistics(**call, **options), found, way)
+    poison = without(poisoned(call | {"value": call["key"]}), *VALUE)
+    assert_same_statistics(cattn.attention_statistics(**poison, **options), found, "poison")
+
+
+def assert_same_statistics(actual: Any, wanted: Any, what: str) -> None:
+    for name, a in wanted._asdict().items():
+        b = getattr(actual, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert_same_bits(np.ascontiguousarray(b), np.ascontiguousarray(a), f"{name}: {what}")
+
+
+def check_gradients(call: Call, rng: np.random.Generator) -> None:
+    """Check the gradients of an output, and of a log-sum-exp in half of the problems."""
+    lse_dtype = rng.choice([None, np.float64])
+    result = cattn.scaled_dot_product_attention(**call, return_lse=True if lse_dtype is None else np.float64)
+    grad_out = rng.standard_normal(result.out.shape).astype(result.out.dtype)
+    grad_lse = rng.standard_normal(result.lse.shape) if rng.integers(2) else None
+    given: Call = {"grad_out": grad_out, "out": result.out, "lse": result.lse, "grad_lse": grad_lse}
+    wide = dequantized(call | given)
+    with table("scalar"), cattn.num_threads(1):
+        found = cattn.attention_backward(**contiguous(wide))
+    wanted = reference.attention_backward(**wide)
+    tolerance = gradient_tolerance(wide, wanted)
+    for name, a in found._asdict().items():
+        b = getattr(wanted, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert_within(a, b, getattr(tolerance, name), f"gradient of {name}")
+            assert_same_zeros(a, b, f"gradient of {name}")
+    for way in tables():
+        assert_same_gradients(cattn.attention_backward(**call, **given), found, call, way)
+    assert_same_gradients(cattn.attention_backward(**poisoned(call), **given), found, call, "poison")
+
+
+def assert_same_gradients(actual: Any, wanted: Any, call: Call, what: str) -> None:
+    """The gradients of halves are rounded to halves."""
+    for name, a in wanted._asdict().items():
+        if a is not None:
+            own = getattr(actual, name)
+            right = quiet(a, own.dtype) if name in call and call[name].dtype in HALVES else a
+            assert_same_bits(np.ascontiguousarray(own), np.ascontiguousarray(right), f"gradient of {name}: {what}")
+
+
+def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.AttentionGradients:
+    """Return how far each number of the gradients may be off.
+
+    A score is off by some ULP of its absolute terms, and the weight by the same factor; so is every product with it. So
+    the tolerance is the gradient of absolute numbers, times ULPs: of the largest score, and of as many additions as the
+    longest chains have.
+    """
+    problem = scores_of(without(call, "grad_out", "out", "lse", "grad_lse"))
+    dtype = np.float64 if call["query"].dtype == np.float64 else np.float32
+
+    def with_heads(name: str, axis: int) -> np.ndarray:
+        a = np.asarray(call[name], np.float64)
+        return np.expand_dims(a, axis) if problem.one_head else a
+
+    grad_out, out, lse = np.abs(with_heads("grad_out", -3)), np.abs(with_heads("out", -3)), with_heads("lse", -2)
+    grad_lse = 0 if call["grad_lse"] is None else np.abs(with_heads("grad_lse", -2))
+    q, k, v = (np.abs(a) for a in (problem.query, problem.key, problem.value))
+    visible = problem.visible & (problem.scores > -INF)
+    with np.errstate(all="ignore"):
+        weights = np.where(visible, np.exp(problem.scores - lse[..., None]), 0)
+    p = call.get("dropout_p", 0.0)
+    factor = 1 / (1 - p) if p < 1 else 0
+    size = np.abs(problem.query * problem.scale) @ k.swapaxes(-1, -2)
+    size = size + np.abs(np.where(visible, problem.scores - problem.capped, 0))
+    largest = float(size.max(initial=0, where=visible)) + np.abs(np.where(np.isfinite(lse), lse, 0)).max(initial=0)
+    terms = q.shape[-1] + v.shape[-1] + (q.shape[-2] + k.shape[-2]) / 16  # sums of chains of 16 and of columns
+    eps = np.finfo(dtype).eps * (8 * (1 + largest) + terms) + (0 if dtype == np.float64 else np.finfo(dtype).eps)
+    delta = (grad_out * out).sum(-1) + grad_lse
+    dS = weights * (factor * (grad_out @ v.swapaxes(-1, -2)) + delta[..., None])
+    scale = 2 * abs(problem.scale)
+    least = 4 * float(np.finfo(dtype).smallest_normal) * (1 + terms)  # of results that underflow
+
+    def tolerance(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return eps * sum_to(a[..., 0, :, :] if problem.one_head else a, shape) + least * a.size
+
+    grads: list[Any] = [
+        tolerance(scale * dS @ k, call["query"].shape),
+        tolerance(scale * dS.swapaxes(-1, -2) @ q, call["key"].shape),
+        tolerance(factor * weights.swapaxes(-1, -2) @ grad_out, call["value"].shape),
+    ]
+    bias = sinks = None
+    if wanted.bias is not None:
+        bias = tolerance(dS, wanted.bias.shape)
+    if wanted.sinks is not None:
+        with np.errstate(all="ignore"):
+            mass = np.nan_to_num(np.exp(np.asarray(call["sinks"], np.float64)[..., None] - lse)) * delta
+        sinks = eps * sum_to(mass.sum(-1), wanted.sinks.shape) + least * mass.size
+    return cattn.AttentionGradients(*grads, bias, sinks)
+
+
+def check_call(call: Call, statistics: Call, rng: np.random.Generator) -> None:
+    """Check all functions of one call of attention."""
+    check_outputs(call, rng)
+    check_stages(call, rng)
+    check_all_statistics(call, statistics)
+    check_gradients(call, rng)
+
+
+# ---- packed sequences and caches -------------------------------------------------------------------------------------
+def check_packed(call: Call, statistics: Call, rng: np.random.Generator) -> None:
+    """Packed sequences have the bits of the padded batch: outputs, gradients and statistics."""
+    edges_q, edges_k, batch = call["cu_seqlens_q"], call["cu_seqlens_k"], padded(call)
+    right = cattn.scaled_dot_product_attention(**batch, return_lse=np.float64)
+    hidden = (np.arange(batch["query"].shape[-2]) >= np.diff(edges_q)[:, None])[:, None]
+    lse = np.where(hidden, 0, right.lse)  # a sink sees the rows after the last query
+    grad_out = rng.standard_normal((len(call["query"]), *right.out.shape[1::2])).astype(right.out.dtype)
+    grad_out_batch = padded({"query": grad_out, "cu_seqlens_q": edges_q, "cu_seqlens_k": edges_k})["query"]
+    grads = cattn.attention_backward(
+        np.where(hidden[..., None], 0, grad_out_batch).astype(grad_out.dtype), out=right.out, lse=lse, **batch
+    )
+    summed = without(batch, *VALUE, *DROPOUT)
+    whole = cattn.attention_statistics(**summed, **_fitting(statistics, batch) | {"statistics": None})
+    for way in ways(rng):
+        found = cattn.varlen_attention(**call, return_lse=np.float64)
+        assert_same_bits(np.ascontiguousarray(found.out), unpad(right.out, edges_q), f"packed, {way}")
+        assert_same_bits(np.ascontiguousarray(found.lse.T), unpad(right.lse[..., None], edges_q)[..., 0], f"lse, {way}")
+    for way in tables():
+        own = cattn.varlen_attention_backward(grad_out, out=found.out, lse=found.lse, **call)
+        for name, edges in (("query", edges_q), ("key", edges_k), ("value", edges_k)):
+            assert_same_bits(getattr(own, name), unpad(getattr(grads, name), edges), f"gradient of {name}, {way}")
+        if grads.sinks is not None:
+            assert_same_bits(own.sinks, grads.sinks, f"gradient of sinks, {way}")
+        summary = cattn.varlen_attention_statistics(**without(call, *VALUE, *DROPOUT), **statistics)
+        for name, a in whole._asdict().items():
+            if a is None or getattr(summary, name) is None:  # each may be asked for without the others
+                continue
+            edges = edges_k if name.startswith("received") else edges_q
+            rows = unpad(a[..., None] if a.ndim == 3 else a, edges).swapaxes(0, 1)
+            got = getattr(summary, name)
+            got = (got[..., None] if got.ndim == 2 else got)[..., : rows.shape[2]]
+            assert_same_bits(np.ascontiguousarray(got), np.ascontiguousarray(rows), f"{name}, {way}")
+
+
+def _fitting(statistics: Call, batch: Call) -> Call:
+    """Return the options for the padded batch, which may have fewer keys than all sequences together."""
+    return statistics | {"top_k": min(statistics["top_k"], batch["key"].shape[-2])}
+
+
+def check_cache(call: Call, rng: np.random.Generator) -> Call:
+    """Fill a cache step by step: every step has the bits of the whole. Return the call of the last queries."""
+    steps, cache_dtype = call["steps"], call["cache_dtype"]
+    options = without(call, "query", "key", "value", "steps", "cache_dtype")
+    query, key, value = call["query"], call["key"], call["value"]
+    *batch, kv_heads, tokens, _ = key.shape
+    cache = cattn.KVCache(tuple(batch), kv_heads, tokens + 3, key.shape[-1], value.shape[-1], dtype=cache_dtype)
+    outs: list[Any] = []
+    done = 0
+    for count in [*steps, tokens]:
+        end = min(tokens, done + count)
+        if end == done:
+            continue
+        cache.append(key[..., done:end, :], value[..., done:end, :])
+        if rng.integers(3) == 0 and end - done < 3:  # tokens that are thrown away again
+            cache.append(key[..., :1, :] + key[..., :1, :], value[..., :1, :])
+            cache.truncate(end)
+        scales = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
+        with table(str(rng.choice(SAME_BITS))), cattn.num_threads(int(rng.integers(1, 3))):
+            outs.append(cattn.causal_attention(
+                query[..., done:end, :], cache.k, cache.v, enable_gqa=True, query_offset=done, **scales, **options
+            ))  # fmt: skip
+        done = end
+    whole: Call = {"query": query, "key": cache.k, "value": cache.v, "enable_gqa": True, "query_offset": 0} | options
+    whole |= {n: a for n, a in zip(SCALES, (cache.k_scale, cache.v_scale), strict=True) if a is not None}
+    right = cattn.causal_attention(**whole)
+    assert_same_bits(np.concatenate(outs, axis=-2), right, "steps with a cache")
+    return whole | {"is_causal": True}
+
+
+def check(problem: Problem) -> None:
+    """Raise AssertionError unless all results of the problem are right."""
+    rng, call = np.random.default_rng(problem.seed), problem.call
+    if problem.kind == "packed":
+        check_packed(call, problem.statistics, rng)
+        call = padded(call, 0)
+        if work(call) > BUDGET:
+            return
+    if problem.kind == "cache":
+        call = check_cache(call, rng)
+    check_call(call, _fitting(problem.statistics, call), rng)

@@ -1,0 +1,423 @@
+"""Gradients of attention against the reference, finite differences and PyTorch; bits; hidden keys; errors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cattn
+from support import HALVES, INF, NAN, assert_same_bits, in_contract, quiet, table, widened
+from support.gradients import FIELDS, NAMES, TOLERANCE, Call, arguments, backward, check, forward, options, qkv
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
+    check(call | options(rng, 2, 3, 130, 250)[name], TOLERANCE[dtype])
+
+
+SHAPES = {
+    "two dimensions": ((130, 8), (70, 8), (70, 5)),
+    "three dimensions": ((3, 10, 8), (3, 200, 8), (3, 200, 33)),
+    "five dimensions": ((2, 1, 3, 4, 7), (1, 3, 3, 20, 7), (20, 33)),
+    "groups": ((2, 8, 100, 16), (2, 2, 200, 16), (2, 2, 200, 16)),
+    "one key head": ((2, 6, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16)),
+    "one query": ((2, 3, 1, 16), (2, 3, 400, 16), (2, 3, 400, 16)),
+    "one value head": ((2, 3, 5, 16), (2, 3, 9, 16), (2, 1, 9, 1)),
+    "one query for all": ((1, 1, 5, 16), (2, 3, 9, 16), (3, 9, 2)),
+    "no queries": ((2, 0, 8), (2, 9, 8), (2, 9, 3)),
+    "no keys": ((2, 9, 8), (2, 0, 8), (2, 0, 3)),
+    "no keys, work for several threads": ((2, 3, 8000, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
+    "no batch": ((0, 9, 8), (0, 5, 8), (0, 5, 3)),
+    "no head_dim": ((2, 9, 0), (2, 5, 0), (2, 5, 3)),
+    "no d_v": ((2, 9, 4), (2, 5, 4), (2, 5, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("extra", ["plain", "causal", "sinks and bias"])
+def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, *SHAPES[name])
+    heads = max(a.shape[-3] if a.ndim > 3 else 1 for a in call.values())
+    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
+    if extra == "causal":
+        call["is_causal"] = "lower_right"
+    if extra == "sinks and bias":
+        call |= {"sinks": rng.standard_normal(heads), "bias": rng.standard_normal((T_q, T_k))}
+    check(call, TOLERANCE[dtype])
+
+
+def test_the_batch_dimension_of_three_may_be_heads(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (4, 10, 8), (2, 12, 8), (2, 12, 3)) | {"enable_gqa": True}
+    check(call | {"sinks": rng.standard_normal(4), "bias": rng.standard_normal((4, 10, 1))}, 1e-13)
+
+
+def test_strides_and_dtypes_change_no_bit(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 3, 50, 20), (2, 3, 70, 20), (2, 3, 70, 18)) | {"is_causal": "lower_right"}
+    result, grad_out = forward(call), rng.standard_normal((2, 3, 50, 18))
+    expected = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+
+    def odd(a: np.ndarray) -> np.ndarray:  # reversed, transposed, every third
+        wide = np.zeros((*a.shape[:-2], a.shape[-1] * 3, a.shape[-2]))
+        view = wide[..., ::-3, ::-1].swapaxes(-1, -2)
+        view[...] = a
+        return view
+
+    def every_second(a: np.ndarray) -> np.ndarray:
+        return np.repeat(a, 2, axis=-1)[..., ::2]
+
+    strided = call | {name: odd(call[name]) for name in ("query", "key", "value")}
+    lse = np.repeat(result.lse, 2, axis=-1)[..., ::2]
+    for actual in (
+        cattn.attention_backward(odd(grad_out), out=odd(result.out), lse=lse, **strided),
+        cattn.attention_backward(every_second(grad_out), out=result.out, lse=lse, **call),
+        cattn.attention_backward(grad_out, out=every_second(result.out), lse=lse, **call),
+    ):
+        for name in FIELDS[:3]:
+            assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+    mixed = cattn.attention_backward(
+        grad_out.tolist(), out=result.out, lse=result.lse, **call | {"value": call["value"].astype(np.float32)}
+    )
+    assert mixed.value.dtype == np.float64
+
+
+# ---- finite differences --------------------------------------------------------------------------------------------
+def check_differences(call: Call, seed: int = 0) -> None:
+    """Check the directional derivative of sum(grad_out * out) for each argument, by central differences in float64."""
+    rng = np.random.default_rng(seed)
+    grad_out = rng.standard_normal(forward(call).out.shape)
+    grads = backward(call, grad_out)
+    for name, array in arguments(call).items():
+        keyword = "attn_mask" if name == "bias" and call.get("bias") is None else name
+        direction = rng.standard_normal(array.shape)
+
+        def along(step: float, keyword: str = keyword, array: Any = array, direction: Any = direction) -> float:
+            moved = call | {keyword: array + step * direction}
+            return float((cattn.scaled_dot_product_attention(**moved) * grad_out).sum())
+
+        h = 2e-4  # two central differences give an error of order h**4
+        near, far = (along(h) - along(-h)) / (2 * h), (along(2 * h) - along(-2 * h)) / (4 * h)
+        expected = (4 * near - far) / 3
+        actual = (getattr(grads, name) * direction).sum()
+        size = 1 + np.abs(getattr(grads, name) * direction).sum() ** 0.5
+        assert abs(actual - expected) <= 1e-7 * size, f"{name} of {list(call)}: {actual} {expected}"
+
+
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4))
+    check_differences(call | options(rng, 2, 3, 9, 12)[name])
+
+
+@settings(max_examples=40)
+@given(st.sets(st.sampled_from(NAMES), min_size=2, max_size=5), st.integers(0, 2**32), st.sampled_from([1, 2, 6]))
+def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_heads: int) -> None:
+    rng = np.random.default_rng(seed)
+    T_q, T_k = (int(n) for n in rng.integers(1, 260, 2))
+    small = qkv(rng, np.float64, (2, 6, 5, 4), (2, kv_heads, 7, 4), (2, kv_heads, 7, 3))
+    large = qkv(rng, np.float64, (2, 6, T_q, 9), (2, kv_heads, T_k, 9), (2, kv_heads, T_k, 5))
+    for call, (rows, keys) in ((small, (5, 7)), (large, (T_q, T_k))):
+        every = options(rng, 2, 6, rows, keys)
+        for name in sorted(names):
+            call |= every[name]
+        if "query_offset" in call:
+            call["is_causal"] = True
+        check(call, 1e-12)
+    check_differences(small)
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------------------------
+@pytest.mark.promise("gradients")
+@pytest.mark.parametrize("name", ["plain", "causal", "mask", "bias of all heads", "groups", "dropout"])
+def test_autograd_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    kv_heads = 2 if name == "groups" else 4
+    call = qkv(rng, np.float64, (2, 4, 120, 16), (2, kv_heads, 120, 16), (2, kv_heads, 120, 16))
+    call |= {"causal": {"is_causal": True}, "mask": {"attn_mask": rng.random((2, 1, 120, 120)) < 0.5},
+             "bias of all heads": {"bias": rng.standard_normal((2, 1, 120, 120))},
+             "dropout": {"dropout_p": 0.25, "rng": 11}}.get(name, {})  # fmt: skip
+    result = cattn.scaled_dot_product_attention(**call, return_lse=True, return_dropout_mask=True)
+    grad_out = rng.standard_normal(result.out.shape)
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    leaves = {n: torch.tensor(a, requires_grad=True) for n, a in arguments(call).items()}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        if name == "dropout":
+            weights = torch.softmax(leaves["query"] @ leaves["key"].mT / 4, dim=-1)
+            out = (weights * torch.tensor(result.dropout_mask) / 0.75) @ leaves["value"]
+        else:
+            mask = leaves.get("bias", torch.tensor(call["attn_mask"]) if "attn_mask" in call else None)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *(leaves[n] for n in ("query", "key", "value")), mask, is_causal=name == "causal", enable_gqa=True
+            )
+        (out * torch.tensor(grad_out)).sum().backward()
+    for n, leaf in leaves.items():
+        np.testing.assert_allclose(getattr(grads, n), leaf.grad.numpy(), rtol=1e-11, atol=1e-11, err_msg=n)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_autograd_of_torch_agrees_with_its_own_dropout(p: float, causal: bool) -> None:
+    """PyTorch's function draws from its own generator. A TorchGenerator with the same seed draws the same mask."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    query, key, value = leaves = [torch.randn(2, 3, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    grad_out = torch.randn(2, 3, 60, 8, dtype=torch.float64)
+    torch.manual_seed(123)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=causal)
+    right = torch.autograd.grad(out, leaves, grad_out)
+    arrays = [leaf.detach().numpy() for leaf in leaves]
+    options: dict[str, Any] = {"dropout_p": p, "is_causal": causal}
+    result = cattn.scaled_dot_product_attention(*arrays, rng=cattn.TorchGenerator(123), return_lse=True, **options)
+    grads = cattn.attention_backward(
+        grad_out.numpy(), *arrays, result.out, result.lse, rng=cattn.TorchGenerator(123), **options
+    )
+    for ours, theirs in zip(grads[:3], right, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("T_q", [1, 120])
+def test_a_torch_generator_draws_the_same_mask_again(rng: np.random.Generator, threads: int, T_q: int) -> None:
+    call = qkv(rng, np.float64, (2, 4, T_q, 8), (2, 2, 210, 8), (2, 2, 210, 8)) | {"dropout_p": 0.3}
+    generator = cattn.TorchGenerator(3)
+    before = copy.copy(generator)
+    result = cattn.scaled_dot_product_attention(**call, rng=generator, return_lse=True, return_dropout_mask=True)
+    grad_out = rng.standard_normal(result.out.shape)
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, rng=before, **call)
+    assert before.get_state().tobytes() == generator.get_state().tobytes(), "both passes advance it equally"
+    # the gradient of the values, written out
+    weights = cattn.attention_weights(call["query"], call["key"]) * result.dropout_mask / 0.7
+    value = (weights.swapaxes(-1, -2) @ grad_out).reshape(2, 2, 2, 210, 8).sum(axis=2)
+    np.testing.assert_allclose(grads.value, value, rtol=1e-12, atol=1e-12)
+
+
+# ---- hidden keys ---------------------------------------------------------------------------------------------------
+@pytest.mark.promise("rows without keys")
+def test_rows_without_keys_have_gradient_zero(rng: np.random.Generator, dtype: Any) -> None:
+    mask = rng.random((2, 1, 40, 50)) < 0.5
+    mask[0, :, 3] = False
+    call = qkv(rng, dtype, (2, 3, 40, 8), (2, 3, 50, 8), (2, 3, 50, 8)) | {"attn_mask": mask, "sinks": np.ones(3)}
+    grads = backward(call)
+    assert (grads.query[0, :, 3] == 0).all()
+    assert all(np.isfinite(g).all() for g in (grads.query, grads.key, grads.value, grads.sinks))
+
+
+HIDING = {
+    "causal": lambda rng: {"is_causal": "lower_right"},
+    "window": lambda rng: {"is_causal": "upper_left", "window_size": (20, 0)},
+    "lengths": lambda rng: {"query_seq_lengths": 150, "key_value_seq_lengths": 210},
+    "starts": lambda rng: {"key_value_seq_starts": 98, "key_value_seq_lengths": 249, "is_causal": "lower_right"},
+    "mask": lambda rng: {"attn_mask": rng.random((201, 250)) < 0.02},
+    "bias": lambda rng: {"bias": np.where(rng.random((201, 250)) < 0.02, 0.5, -INF)},
+    "bias and cap": lambda rng: {"bias": np.where(rng.random((201, 250)) < 0.02, 0.5, -INF), "softcap": 2.0},
+    "slopes": lambda rng: {"is_causal": "lower_right", "alibi_slopes": [0.1, 0.2]},
+    "dropout": lambda rng: {"is_causal": "lower_right", "dropout_p": 0.4, "rng": 3, "sinks": [0.1, 0.2]},
+}
+
+
+@pytest.mark.promise("hidden keys")
+@pytest.mark.parametrize("poison", [NAN, INF, 1e38], ids=["nan", "inf", "1e38"])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_hidden_poison_is_harmless(hiding: str, poison: float, dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    """Poisoned keys change no gradient of queries that do not see them, and poisoned queries none of hidden keys."""
+    poison = poison * 1e270 if dtype is np.float64 and poison == 1e38 else poison
+    extra = HIDING[hiding](np.random.default_rng(5))
+    call = qkv(rng, dtype, (1, 2, 201, 19), (1, 2, 250, 19), (1, 2, 250, 11)) | extra
+    visible = ~np.isneginf(cattn.attention_weights(
+        **{k: v for k, v in call.items() if k not in ("value", "dropout_p", "rng", "softcap")}, stage="mask"
+    )[0, 0])  # fmt: skip
+    grad_out = rng.standard_normal((1, 2, 201, 11)).astype(dtype)
+    result = forward(call)
+    clean = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+
+    bad = [j for j in (249, 230, 97) if not visible[:, j].all()]
+    sees = visible[:, bad].any(axis=1)
+    key, value = call["key"].copy(), call["value"].copy()
+    key[..., bad, :], value[..., bad, :] = poison, poison
+    poisoned = call | {"key": key, "value": value}
+    # out and lse are those of the clean call: nothing checks them if they are merged
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, merged=True, **poisoned)
+    assert_same_bits(grads.query[..., ~sees, :], clean.query[..., ~sees, :], "query")
+    if "bias" in call:
+        assert_same_bits(grads.bias[~sees], clean.bias[~sees], "bias")
+        assert (grads.bias[~visible] == 0).all()
+    untouched = ~visible[sees].any(axis=0)
+    for name in ("key", "value"):
+        assert_same_bits(getattr(grads, name)[..., untouched, :], getattr(clean, name)[..., untouched, :], name)
+
+    bad = [i for i in (0, 95, 180) if not visible[i].all()]
+    seen = visible[bad].any(axis=0)
+    arrays = [a.copy() for a in (call["query"], grad_out, result.out)]
+    for array in arrays:
+        array[..., bad, :] = poison
+    lse = result.lse.copy()
+    lse[..., bad] = poison
+    grads = cattn.attention_backward(arrays[1], out=arrays[2], lse=lse, merged=True, **call | {"query": arrays[0]})
+    for name in ("key", "value"):
+        assert_same_bits(getattr(grads, name)[..., ~seen, :], getattr(clean, name)[..., ~seen, :], name)
+    good = np.setdiff1d(np.arange(201), bad)
+    assert_same_bits(grads.query[..., good, :], clean.query[..., good, :], "other queries")
+
+
+@pytest.mark.promise("visible NaN")
+def test_a_visible_nan_shows_only_where_it_is_seen(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (100, 8), (100, 8), (100, 8)) | {"is_causal": True}
+    call["value"][50, 3] = NAN
+    grads = backward(call)
+    assert np.isnan(grads.query[50:]).all()
+    assert np.isfinite(grads.query[:50]).all()
+    assert np.isnan(grads.key[:51]).all(), "the queries from 50 on see them all"
+    call["value"][50, 3] = 0
+    result = forward(call)
+    grad_out = np.ones((100, 8), np.float32)
+    grad_out[50] = NAN
+    grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **call)
+    assert np.isnan(grads.value[:51]).all()
+    assert np.isfinite(grads.value[51:]).all()
+
+
+def test_hidden_values_do_not_reach_the_gradient_of_a_bias_for_all_rows(isa: str, dtype: type) -> None:
+    """Found by tools/fuzz core: vector lanes past the last query have weight 0, and 0 times NaN is NaN."""
+    rng = np.random.default_rng(3)
+    for T_q in (1, 3, 5, 17):
+        sizes = {"query": T_q, "key": 9, "value": 9}
+        call: Call = {name: rng.standard_normal((n, 4)).astype(dtype) for name, n in sizes.items()}
+        call |= {"bias": rng.standard_normal((1, 9)).astype(dtype), "attn_mask": np.arange(9) != 4}
+        clean = backward(call)
+        dirty = call | {"value": np.where(call["attn_mask"][:, None], call["value"], NAN).astype(dtype)}
+        assert_same_bits(backward(dirty).bias, clean.bias, f"{T_q} queries")
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+def bit_calls(rng: np.random.Generator, dtype: Any) -> dict[str, Call]:
+    base = qkv(rng, dtype, (2, 4, 201, 11), (2, 2, 400, 11), (2, 2, 400, 19))
+    every = options(rng, 2, 4, 201, 400)
+    poisoned = {name: a.copy() for name, a in base.items()}
+    poisoned["key"][0, 0, 300], poisoned["query"][1, 2, 7] = NAN, INF
+    together = every["bias of all"] | every["softcap"] | every["slopes"] | every["sinks"] | every["dropout"]
+    five = qkv(rng, dtype, *[(2, 3, 2, 100, 9)] * 3)
+    return {
+        "causal": base | every["causal"],
+        "dropout": base | every["dropout"],
+        "together": base | together | {"window_size": (150, 90), "query_offset": 199},
+        "bias of keys": base | every["bias of keys"] | every["lengths"],
+        "starts": base | every["starts"] | every["bias of all"],
+        "bias of queries": base | every["bias of queries"] | every["mask"],
+        "bias of all heads": base | every["bias of all heads"],
+        "bias of two leading dimensions": five | {"bias": rng.standard_normal((2, 100, 100))},
+        "bias of one of two leading dimensions": five | {"bias": rng.standard_normal((3, 1, 100, 100))},
+        "poison": poisoned | every["causal"],
+        "many heads": qkv(rng, dtype, (3, 4, 130, 9), (3, 4, 150, 9), (3, 4, 150, 9))
+        | every["sinks"]
+        | every["dropout"],
+    }
+
+
+BIT_CALLS = list(bit_calls(np.random.default_rng(0), np.float32))
+
+
+@pytest.mark.promise("gradients' bits")
+@pytest.mark.parametrize("name", BIT_CALLS)
+def test_every_table_and_number_of_threads_gives_the_same_bits(name: str, isa: str, dtype: Any) -> None:
+    call = bit_calls(np.random.default_rng(1), dtype)[name]
+    with table("scalar" if in_contract(isa) else isa), cattn.num_threads(1):
+        expected = backward(call)
+    for n in (1, 2, 4):
+        with cattn.num_threads(n):
+            actual = backward(call)
+        for field in FIELDS:
+            if getattr(expected, field) is not None:
+                assert_same_bits(getattr(actual, field), getattr(expected, field), f"{field}, {n} threads")
+
+
+def test_a_batch_entry_has_the_bits_it_has_alone(rng: np.random.Generator, dtype: Any) -> None:
+    call = qkv(rng, dtype, (3, 4, 150, 11), (3, 2, 220, 11), (3, 2, 220, 19)) | {"is_causal": "lower_right"}
+    bias, sinks = rng.standard_normal((3, 4, 150, 220)), rng.standard_normal((3, 4))
+    grad_out = rng.standard_normal((3, 4, 150, 19)).astype(dtype)
+    whole = backward(call | {"bias": bias, "sinks": sinks}, grad_out)
+    for b in range(3):
+        alone = {k: v[b : b + 1] if isinstance(v, np.ndarray) else v for k, v in call.items()}
+        alone |= {"bias": bias[b : b + 1], "sinks": sinks[b : b + 1]}
+        part = backward(alone, grad_out[b : b + 1])
+        for field in FIELDS:
+            assert_same_bits(getattr(part, field), getattr(whole, field)[b : b + 1], field)
+
+
+def test_keys_after_the_last_visible_one_change_no_gradient_of_a_query(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (500, 16), (500, 16), (500, 16)) | {"is_causal": True}
+    grad_out = rng.standard_normal((500, 16)).astype(np.float32)
+    short = {k: v[:130] if isinstance(v, np.ndarray) else v for k, v in call.items()}
+    assert_same_bits(backward(short, grad_out[:130]).query, backward(call, grad_out).query[:130])
+
+
+def test_inputs_are_not_modified(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (2, 100, 8), (2, 100, 8), (2, 100, 8)) | {"sinks": np.ones(1, np.float32)}
+    copies = {name: a.copy() for name, a in call.items()}
+    backward(call)
+    for name, array in copies.items():
+        assert_same_bits(call[name], array, name)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("grad_out", (2, 5, 4), r"grad_out has shape \(2, 5, 4\), the output has \(2, 5, 3\)"),
+        ("grad_out", (5, 3), r"grad_out has shape \(5, 3\), the output has \(2, 5, 3\)"),
+        ("out", (2, 7, 3), r"out has shape \(2, 7, 3\), the output has \(2, 5, 3\)"),
+        ("lse", (2, 5, 1), r"lse has shape \(2, 5, 1\), the log-sum-exp has \(2, 5\)"),
+    ],
+)
+def test_wrong_shapes_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    given = {"grad_out": np.ones((2, 5, 3)), "out": np.ones((2, 5, 3)), "lse": np.ones((2, 5))} | {name: np.ones(shape)}
+    with pytest.raises(ValueError, match=message):
+        cattn.attention_backward(
+            given["grad_out"], np.ones((2, 5, 4)), np.ones((2, 7, 4)), np.ones((2, 7, 3)), given["out"], given["lse"]
+        )
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_halves_have_the_bits_of_float32_rounded_once(half: np.dtype, isa: str, rng: np.random.Generator) -> None:
+    """The gradients of bias and sinks are float32."""
+    call = qkv(rng, half, (2, 4, 110, 9), (2, 2, 210, 9), (2, 2, 210, 5))
+    call |= {"is_causal": "lower_right", "bias": rng.standard_normal((110, 210)).astype(np.float32)}
+    call |= {"sinks": np.ones(4, np.float32), "dropout_p": 0.2, "rng": 3}
+    for other in (call, call | {"key": np.asfortranarray(call["key"]), "value": call["value"][..., ::-1]}):
+        result = cattn.scaled_dot_product_attention(**other, return_lse=True)
+        grad_out = rng.standard_normal(result.out.shape).astype(half)
+        halves = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, **other)
+        floats = cattn.attention_backward(
+            quiet(grad_out, np.float32), out=quiet(result.out, np.float32), lse=result.lse, **widened(other)
+        )
+        for name, ours, wide in zip(halves._fields, halves, floats, strict=True):
+            assert_same_bits(ours, quiet(wide, half) if name in ("query", "key", "value") else wide, name)
+
+
+def test_wrong_dtypes_are_refused(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (5, 4), (5, 4), (5, 4))
+    result = forward(call)
+    with pytest.raises(
+        TypeError, match=r"grad_out has dtype float64, the forward pass gives float32: pass grad_out\.astype"
+    ):
+        cattn.attention_backward(np.ones((5, 4)), out=result.out, lse=result.lse, **call)
+    with pytest.raises(TypeError, match="out has dtype float16, the forward pass gives float32"):
+        cattn.attention_backward(result.out, out=result.out.astype(np.float16), lse=result.lse, **call)
+
+
+@pytest.mark.parametrize("generator", [None, np.random.default_rng(1)], ids=["None", "Generator"])
+def test_dropout_needs_the_seed_of_the_forward_pass(generator: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (5, 4), (5, 4), (5, 4)) | {"dropout_p": 0.5}
+    result = cattn.scaled_dot_product_attention(**call, return_lse=True)
+    with pytest.raises(ValueError, match="dropout_seed"):
+        cattn.attention_backward(result.out, out=result.out, lse=result.lse, rng=generator, **call)
+    again = cattn.attention_backward(result.out, out=result.out, lse=result.lse, rng=result.dropout_seed, **call)
+    seed = np.uint64(result.dropout_seed or 0)
+    assert_same_bits(
+        again.query,
+        cattn.attention_backward(result.out, out=result.out, lse=result.lse, rng=seed, **call).query,
+    )
