@@ -123,8 +123,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator for inputs. Its seed is the test's name: each test has its own numbers, the same in every run."""
-    return np.random.default_rng(list(request.node.nodeid.encode()))
+    """A generator for inputs. Its seed is the test's name: each test has its own numbers, the same in every folder."""
+    name = f"{request.node.path.name}::{request.node.nodeid.partition('::')[2]}"
+    return np.random.default_rng(list(name.encode()))
 
 
 @pytest.fixture

@@ -71,6 +71,15 @@ def test_any_chunks_and_options_give_the_values_of_one_call(data: st.DataObject)
         np.testing.assert_allclose(actual.astype("d"), wanted.astype("d"), rtol=tolerance, atol=tolerance)
 
 
+def test_a_mask_with_an_empty_chunk_joins_a_block_mask() -> None:
+    query, mask = normal(4, 3), normal(4, 4)
+    blocks = {"block_mask": np.eye(2, dtype=bool), "block_size": 2}
+    lazy = da.from_array(mask, chunks=((4,), (0, 1, 0, 3)))
+    result = attention(query, query, query, lazy, **blocks)
+    expected = cattn.scaled_dot_product_attention(query, query, query, mask, **blocks)
+    np.testing.assert_allclose(compute(result), expected, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("options", "dtype"), [(False, np.float16), (True, np.float64)])
 def test_axes_of_length_0_give_what_one_call_gives(options: bool, dtype: Any) -> None:
     """Batch, heads, queries, keys, columns of keys and of values, each of them empty or not."""

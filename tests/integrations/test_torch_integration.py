@@ -78,7 +78,7 @@ def test_the_operator_fulfils_the_contract_of_torch_library(name: str, dropout_p
     with torch.no_grad():
         out, lse, _ = torch.ops.cattn.attention(*args)
         still = [t.detach() if isinstance(t, torch.Tensor) else t for t in args[:-1]]
-    backward = (torch.ones_like(out), torch.ones_like(lse), out, lse, *still)
+    backward = (torch.ones_like(out), torch.ones_like(lse), None, out, lse, *still)
     torch.library.opcheck(torch.ops.cattn.attention_backward.default, backward)
 
 

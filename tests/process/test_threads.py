@@ -347,6 +347,8 @@ print({name: size // KIB for name, size in used.items() if size > 48 * KIB})
 @pytest.mark.skipif(UNDER_SANITIZER or not sys.platform.startswith("linux"), reason="not a release build, or not Linux")
 def test_no_public_function_needs_more_than_48_kib_of_stack(isa: str) -> None:
     """So on a stack of 64 KiB a quarter is left for the caller, the C library and other compilers' frames."""
+    if isa == "gnu512":
+        pytest.skip("only tests run this table, whose vectors are wider than the registers")
     done = child(PAINTED_STACK, CATTN_ISA=isa, PYTHONPATH=PATH)
     assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr
 

@@ -304,7 +304,7 @@ def test_the_exact_result(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype
 )
 def test_a_peer_is_prepared(name: str) -> None:
     """In a new process, for a peer may change the thread pools of a process."""
-    if machine.version(contestants.PEERS[name].package) is None:
+    if machine.version(PEERS[name].package) is None:
         pytest.skip(f"{name} is not installed")
     kinds = laps.apart(prepared_kinds, name)
     if not kinds:

@@ -216,12 +216,15 @@ def _read_ranges(
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 def _as_dask(obj: Any, name: str) -> Any:
-    """Return a dask array of known chunks."""
+    """Return a dask array of known chunks, none of them empty on an axis that is not.
+
+    dask 2026.8 cannot rechunk the result of `where` if its input has an empty chunk beside others.
+    """
     if not isinstance(obj, da.Array):
         return da.from_array(read_array(obj, name), chunks=-1)
     if np.isnan(obj.shape).any():
         raise ValueError(f"{name} has chunks of unknown sizes: call {name}.compute_chunk_sizes() first")
-    return obj
+    return obj.rechunk(tuple(tuple(n for n in sizes if n > 0) or (0,) for sizes in obj.chunks))
 
 
 def _add_blocks(attn_mask: Any, block_mask: Any, size: int, T_q: int, T_k: int) -> Any:
