@@ -36,10 +36,12 @@ def sum_by_law(products: np.ndarray) -> Any:
 
 
 def layouts(array: np.ndarray) -> list[np.ndarray]:
-    """Return the same numbers with other strides: Fortran's, with gaps, reversed."""
+    """Return the same numbers with other strides: Fortran's, with gaps along each axis, reversed."""
     wide = np.zeros((*array.shape[:-1], 3 * array.shape[-1] + 1), array.dtype)
     wide[..., 1::3] = array
-    return [np.asfortranarray(array), wide[..., 1::3], array[::-1, ::-1].copy()[::-1, ::-1]]
+    gaps = np.zeros((array.shape[1], 2 * array.shape[0]), array.dtype)
+    gaps[:, ::2] = array.T
+    return [np.asfortranarray(array), wide[..., 1::3], gaps[:, ::2].T, array[::-1, ::-1].copy()[::-1, ::-1]]
 
 
 def tolerance(x: np.ndarray, weight: np.ndarray, dtype: Any) -> Any:
@@ -167,6 +169,18 @@ def test_tables_threads_strides_and_the_batch_change_no_bit(isa: str, dtype: typ
     assert_same_bits(linear(np.broadcast_to(x[3], (2, 9, 700)), weight), np.broadcast_to(y[3], (2, 9, 115)))
     repeated = np.broadcast_to(x[:4, None], (4, 3, 700))
     assert_same_bits(linear(repeated, weight), np.broadcast_to(y[:4, None], (4, 3, 115)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_blocks_of_columns_have_their_own_bias(dtype: type, rng: np.random.Generator, rows: int) -> None:
+    """Long rows of results are shared out to the threads by columns."""
+    x, weight = rng.standard_normal((rows, 130)).astype(dtype), rng.standard_normal((6000, 130)).astype(dtype)
+    bias = rng.standard_normal(6000).astype(dtype)
+    for threads in (1, 3):
+        with cattn.num_threads(threads):
+            y = linear(x, weight, bias)
+        for part in (slice(0, 40), slice(2990, 3010), slice(5900, 6000)):
+            assert_same_bits(y[:, part], linear(x, weight[part], bias[part]), f"{threads} threads, {part}")
 
 
 @pytest.mark.promise("projections' bits")
