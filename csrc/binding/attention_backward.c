@@ -142,7 +142,7 @@ static bool make_gradients(struct backward *b) {
     if (call->packed != NULL)
         dims[0] = call->packed->queries.n_sequences;
     dims[call->n_batch_dims] = (npy_intp)params->num_heads;
-    return call->inputs[SINKS] == NULL ||
+    return call->inputs[OPERAND_sinks] == NULL ||
            make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
 }
 
@@ -236,8 +236,10 @@ static PyObject *gather(const struct backward *b) {
 
 /* sum_gradients(gradients, shapes of the arguments, dtype of those of query, key and value) */
 static PyObject *build_result(const struct backward *b) {
-    PyArrayObject *const *inputs = b->call.inputs, *bias = inputs[BIAS] != NULL ? inputs[BIAS] : inputs[ATTN_MASK];
-    PyArrayObject *const of[N_GRADIENTS] = {inputs[QUERY], inputs[KEY], inputs[VALUE], bias, inputs[SINKS]};
+    PyArrayObject *const *inputs = b->call.inputs,
+                         *bias = inputs[OPERAND_bias] != NULL ? inputs[OPERAND_bias] : inputs[OPERAND_attn_mask];
+    PyArrayObject *const of[N_GRADIENTS] = {inputs[OPERAND_query], inputs[OPERAND_key], inputs[OPERAND_value], bias,
+                                            inputs[OPERAND_sinks]};
     if (are_final(b, of))
         return gather(b);
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;

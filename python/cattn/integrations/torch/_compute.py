@@ -90,7 +90,7 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
     out = None
     if tokens_first(query):
         try:
-            rows = row_shape(query, key, value, options["enable_gqa"])
+            rows = row_shape(query, key, value, options.get("enable_gqa"))
         except RuntimeError:  # cattn's own error names the argument whose shape is wrong
             rows = ()
         if len(rows) == 3:
