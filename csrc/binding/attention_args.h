@@ -10,8 +10,8 @@
 /* The options of call/operands.h, each with a slot. */
 #define ATTENTION_ARGUMENTS(A) ATTENTION_OPTIONS(A, A, A)
 
-/* Arguments of single functions; those of packed sequences are in packed.h. `out` of attention_backward is the result
- * of the forward pass. */
+/* Arguments of single functions; packed.h has the arguments of packed sequences. `out` of attention_backward is the
+ * result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
 #define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
@@ -62,7 +62,7 @@ struct cattn_call {
 
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
-/* The view of an array with the axes (*batch, [H], rows, width). Those of packed sequences are (rows, H, width). */
+/* The view of an array with the axes (*batch, [H], rows, width). Arrays of packed sequences have (rows, H, width). */
 void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
 /* Turns the shape of a result, (*batch, [H], rows, width) or without the width, into the one that the caller sees:
  * (rows, H, width) or (H, rows) for packed sequences. Returns its number of axes. */

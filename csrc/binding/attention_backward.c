@@ -92,7 +92,7 @@ static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dim
     return true;
 }
 
-/* The gradient of query, key or value, whose shape is that of the call. */
+/* The gradient of query, key or value, which has the shape of the call. */
 static bool make_input_gradient(struct backward *b, int i, const npy_intp *shape, struct cattn_tensor *tensor) {
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, shape, (size_t)b->call.nd * sizeof *dims);
@@ -188,7 +188,7 @@ static PyObject *place_of_misfit(const struct backward *b) {
     return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
 }
 
-/* ValueError if lse or out cannot be those of the forward pass with these arguments: an option is missing, or other. */
+/* ValueError if lse or out cannot come from the forward pass with these arguments: an option is missing, or other. */
 static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
@@ -234,7 +234,7 @@ static PyObject *gather(const struct backward *b) {
                                         fields[GRAD_VALUE], fields[GRAD_BIAS], fields[GRAD_SINKS], NULL);
 }
 
-/* sum_gradients(gradients, shapes of the arguments, dtype of those of query, key and value) */
+/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key and value) */
 static PyObject *build_result(const struct backward *b) {
     PyArrayObject *const *inputs = b->call.inputs,
                          *bias = inputs[OPERAND_bias] != NULL ? inputs[OPERAND_bias] : inputs[OPERAND_attn_mask];
@@ -291,7 +291,7 @@ done:
 }
 
 PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
-    struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack, with that of the core's calls */
+    struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack beside the frames of the core */
     if (b == NULL)
         return PyErr_NoMemory();
     PyObject *result = differentiate(b, state, args, packed);

@@ -38,7 +38,7 @@ static bool set_helper(PyObject *helpers, const char *name, PyObject **field) {
     return true;
 }
 
-/* _register_helpers(**helpers): exactly those of HELPERS. Until then the entry points raise RuntimeError. */
+/* _register_helpers(**helpers): exactly the names of HELPERS. Until then the entry points raise RuntimeError. */
 static PyObject *register_helpers(PyObject *module, PyObject *args, PyObject *helpers) {
     struct binding_state *state = cattn_state(module);
     Py_ssize_t n = 0;

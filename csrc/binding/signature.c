@@ -11,7 +11,7 @@
 #include "error.h"
 #include "rowwise_args.h"
 
-/* The functions, and the table of each. The order is that of enum cattn_entry_point. */
+/* The functions, and the table of each. The order is the order of enum cattn_entry_point. */
 #define ENTRY_POINTS(E)                                                                                                \
     E(CATTN_SCALED_DOT_PRODUCT_ATTENTION, scaled_dot_product_attention, ATTENTION_ARGUMENTS)                           \
     E(CATTN_CAUSAL_ATTENTION, causal_attention, ATTENTION_ARGUMENTS)                                                   \
@@ -245,7 +245,7 @@ void cattn_signature_clear(struct cattn_signature *signature) {
 }
 
 /* _register(function, text, names, defaults, n_positional): the builtin in place of `function`. text: signature and
- * documentation, as in a PyMethodDef; names: of all parameters; defaults: those of the last ones. */
+ * documentation, as in a PyMethodDef; names: of all parameters; defaults: of the last parameters. */
 PyObject *cattn_py_register(PyObject *module, PyObject *args) {
     PyObject *function, *text, *names, *defaults;
     int n_positional;

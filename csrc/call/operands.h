@@ -1,7 +1,7 @@
 /* operands.h -- the table of attention's options: what a call reads from arrays, the numbers, and what it returns.
  *
  * Both ways into the core follow it, Python's and XLA's, and so do the integrations, by `_cattn._operands`. The order
- * is that of the parameters of scaled_dot_product_attention. To add an option, see csrc/README.md.
+ * follows the parameters of scaled_dot_product_attention. To add an option, see csrc/README.md.
  */
 #ifndef CATTN_OPERANDS_H
 #define CATTN_OPERANDS_H

@@ -179,7 +179,7 @@ def test_modules_of_the_package_form_no_circle() -> None:
 
 # ---- the map ---------------------------------------------------------------------------------------------------------
 def test_the_map_of_the_c_tree_names_every_file_once() -> None:
-    """A table of csrc/README.md for each folder; `name.[ch]` stands for two files."""
+    """A table of csrc/README.md for each folder; `name.[ch]` means two files."""
     text = (CSRC / "README.md").read_text("utf-8")
     text = text[text.index("## The files") :]
     named: Counter[str] = Counter()

@@ -103,7 +103,7 @@ def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arr
     operands = dict(zip(names, map(np.asarray, arrays), strict=True))
     n_leading = operands["query"].ndim - 4
     leading = np.broadcast_shapes(*(array.shape[:n_leading] for array in operands.values()))
-    # Gradients have the leading axes of the call, not those of an argument that all entries share.
+    # Gradients have the leading axes of the call, not of an argument that all entries share.
     for name, array in operands.items():
         operands[name] = np.broadcast_to(array, leading + array.shape[n_leading:])
     results = {name: np.empty(leading + shape.shape, shape.dtype) for name, shape in shapes.items()}

@@ -159,7 +159,7 @@ def scaled_dot_product_attention(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then those of cattn's function.
+    """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then cattn's other ones.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
     scale : float, optional
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
-        Heads (axis -3) of query may be a multiple of those of key and value. None infers it from the shapes.
+        Heads (axis -3) of query may be a multiple of the heads of key and value. None infers it from the shapes.
 
     Returns
     -------
