@@ -295,7 +295,7 @@ class BuildTables(build_ext):
 
 macros = [("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"), ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION")]
 macros += [("Py_LIMITED_API", "0x030B0000")] if LIMITED else []
-sources = sorted(str(path) for layer in ("binding", "core", "xla") for path in (CSRC / layer).glob("*.c"))
+sources = sorted(str(path) for layer in ("binding", "call", "core", "xla") for path in (CSRC / layer).glob("*.c"))
 module = Extension("cattn._cattn", sources, define_macros=macros, depends=HEADERS, py_limited_api=LIMITED)
 tag = {"py_limited_api": "cp311" if LIMITED else False}
 setup(ext_modules=[module], cmdclass={"build": CompileFirst, "build_ext": BuildTables}, options={"bdist_wheel": tag})

@@ -111,8 +111,8 @@ struct cattn_attention_params {
     struct cattn_tensor block_mask;           /* bytes, 0 hides all pairs of a block; strides count blocks; or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
     /* int64, (batch, head, row, col), each -1 .. seqlen_k - 1; or absent. The keys that a query sees, in this order, of
-     * which ranges and masks hide some; -1 is no key. The columns of weights are those of this tensor, not the keys.
-     * Neither dropout nor slopes nor packed sequences come with it. */
+     * which ranges and masks hide some; -1 is no key. The columns of weights are the columns of this tensor, not the
+     * keys. Neither dropout nor slopes nor packed sequences come with it. */
     struct cattn_tensor key_indices;
     /* Packed sequences (else absent): query, key, value, out, lse and their gradients have one row axis for the whole
      * batch. Batch entry b starts at these rows (int64, batch strides) and has the lengths that ranges gives it.
@@ -120,7 +120,7 @@ struct cattn_attention_params {
     struct cattn_tensor query_starts, key_starts;
     struct cattn_tensor slopes; /* of ALiBi, > 0, (batch, head); or absent */
     struct cattn_tensor sinks;  /* one extra logit a head, which enters the softmax denominator only; or absent */
-    /* float32, strides as those of key and value, 0 where one scale serves several elements; if those are quantized */
+    /* only for quantized key or value: float32, with strides for the axes of the array, 0 where elements share one */
     struct cattn_tensor key_scale, value_scale;
 
     struct cattn_tensor out;          /* (batch, head, row, col); absent if only weights are wanted */
@@ -134,12 +134,12 @@ struct cattn_attention_params {
 /* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
-/* The first row whose lse or out cannot be that of the forward pass with the same arguments: the weights computed from
+/* The first row whose lse or out cannot come from the forward pass with the same arguments: the weights computed from
  * the lse do not sum to 1, or the gradient of the scores does not sum to 0. */
 struct cattn_misfit {
     bool found, of_out;       /* of_out: the weights do sum to 1 */
     int64_t batch, head, row; /* of the tensors: in packed sequences the row counts from the first of them */
-    double weights;           /* their sum, that of the sink included */
+    double weights;           /* their sum, the weight of the sink included */
 };
 
 /* Gradients of a scalar function of attention's output and log-sum-exp. out and lse of `forward` are inputs here: the

@@ -2,8 +2,8 @@
  *
  * Nothing here locks: a generator belongs to one thread at a time. It is a plain value, which assignment copies: a
  * caller that must leave it unchanged on failure works on a copy. Conversions, multiply-adds and the polynomials of
- * normal numbers are those of PyTorch's AVX2 build, spelled out, on every machine. Only the float64 logarithms, sines
- * and cosines come from the C library, in PyTorch as well.
+ * normal numbers are the numbers of PyTorch's AVX2 build, spelled out, on every machine. Only the float64 logarithms,
+ * sines and cosines come from the C library, in PyTorch as well.
  */
 #ifndef CATTN_TORCH_RANDOM_H
 #define CATTN_TORCH_RANDOM_H

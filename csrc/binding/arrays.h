@@ -40,7 +40,7 @@ PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object
                                    const npy_intp *dims, const char *meaning);
 /* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
 bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
-/* ValueError unless array has this shape, which is that of `whose`. */
+/* ValueError unless the array has this shape, the shape of `whose`. */
 bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
 /* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
 bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,

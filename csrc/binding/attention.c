@@ -84,7 +84,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
                                                .nd = cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims),
                                                .dims = dims,
                                                .inputs = call->inputs,
-                                               .n_inputs = N_INPUTS};
+                                               .n_inputs = N_ATTENTION_OPERANDS};
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
         if (i == LSE)
@@ -122,7 +122,7 @@ bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum ca
 }
 
 void cattn_call_clear(struct cattn_call *call) {
-    for (int i = 0; i < N_INPUTS; i++)
+    for (int i = 0; i < N_ATTENTION_OPERANDS; i++)
         Py_XDECREF((PyObject *)call->inputs[i]);
     cattn_ranges_clear(&call->ranges);
     for (int i = 0; i < N_OUTPUTS; i++)
@@ -194,7 +194,7 @@ static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cat
     call->as_tuple = !weights_only && (call->wants[WEIGHTS] || call->wants[LSE] || call->wants[DROPOUT_MASK]);
     call->wants[WEIGHTS] |= weights_only;
     call->wants[DROPOUT_MASK] |= stage == CATTN_STAGE_DROPOUT;
-    if (!call->wants[DROPOUT_MASK] || call->inputs[KEY_INDICES] == NULL)
+    if (!call->wants[DROPOUT_MASK] || call->inputs[OPERAND_key_indices] == NULL)
         return true;
     PyErr_Format(PyExc_ValueError, "%s and key_indices do not go together: there is no dropout of gathered keys",
                  weights_only ? "stage='dropout'" : "return_dropout_mask");

@@ -9,8 +9,10 @@
 
 #include <math.h>
 
-static const char *const INPUT_NAMES[] = {"query", "key", "value"};
-static const char *const SCALE_NAMES[] = {NULL, "key_scale", "value_scale"};
+_Static_assert(OPERAND_query == 0 && OPERAND_key == 1 && OPERAND_value == 2, "loops over the three begin the table");
+
+static const char *name_of(int operand) { return cattn_operands[operand].name; }
+static int scale_of(int input) { return input == OPERAND_key ? OPERAND_key_scale : OPERAND_value_scale; }
 
 /* ---- shapes ---- */
 
@@ -52,15 +54,16 @@ int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims) {
 static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cattn_storage *quantized) {
     PyObject *const arrays[] = {args[ARG_query], args[ARG_key], args[ARG_value]};
     PyObject *const scales[] = {Py_None, args[ARG_key_scale], args[ARG_value_scale]};
-    for (int i = QUERY; i <= VALUE; i++) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         if (arrays[i] == NULL)
             continue;
         if (scales[i] == Py_None) {
-            call->inputs[i] = cattn_arg_floats(call->state, arrays[i], INPUT_NAMES[i]);
+            call->inputs[i] = cattn_arg_floats(call->state, arrays[i], name_of(i));
         } else {
-            PyArrayObject **scale = &call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE];
-            call->inputs[i] = cattn_arg_quantized(call->state, arrays[i], INPUT_NAMES[i], &quantized[i]);
-            *scale = call->inputs[i] != NULL ? cattn_arg_scale_array(call->state, scales[i], SCALE_NAMES[i]) : NULL;
+            PyArrayObject **scale = &call->inputs[scale_of(i)];
+            call->inputs[i] = cattn_arg_quantized(call->state, arrays[i], name_of(i), &quantized[i]);
+            *scale =
+                call->inputs[i] != NULL ? cattn_arg_scale_array(call->state, scales[i], name_of(scale_of(i))) : NULL;
             if (*scale == NULL)
                 return false;
         }
@@ -74,12 +77,12 @@ static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cat
 static bool check_unchanged(const struct cattn_call *call, const enum cattn_storage *quantized) {
     const char *const names = "query, key and value";
     const int type = call->stored_type;
-    for (int i = QUERY; i <= VALUE; i++) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         const bool is_quantized = quantized[i] && type != NPY_DOUBLE;
         const int own = !is_quantized ? type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
-        PyArrayObject *scale = i == QUERY ? NULL : call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE];
+        PyArrayObject *scale = i == OPERAND_query ? NULL : call->inputs[scale_of(i)];
         if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
-            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, SCALE_NAMES[i])))
+            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, name_of(scale_of(i)))))
             return false;
     }
     return true;
@@ -88,28 +91,27 @@ static bool check_unchanged(const struct cattn_call *call, const enum cattn_stor
 /* Converts query, key and value to one type. Quantized ones count as float32 and stay as they are, but beside float64
  * they become arrays of that. */
 static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantized) {
-    PyArrayObject *floats[VALUE + 1];
-    for (int i = QUERY; i <= VALUE; i++)
+    PyArrayObject *floats[OPERAND_value + 1];
+    for (int i = OPERAND_query; i <= OPERAND_value; i++)
         floats[i] = quantized[i] ? NULL : call->inputs[i];
-    int type = cattn_arg_promote(call->state, floats, VALUE + 1, "query, key and value");
-    for (int i = QUERY; i <= VALUE; i++)
+    int type = cattn_arg_promote(call->state, floats, OPERAND_value + 1, "query, key and value");
+    for (int i = OPERAND_query; i <= OPERAND_value; i++)
         if (!quantized[i])
             call->inputs[i] = floats[i]; /* may be another array now, even after an error */
     if (type < 0)
         return false;
-    if (type != NPY_DOUBLE && (quantized[KEY] || quantized[VALUE]))
+    if (type != NPY_DOUBLE && (quantized[OPERAND_key] || quantized[OPERAND_value]))
         type = NPY_FLOAT;
     if (call->widens && type != NPY_FLOAT && type != NPY_DOUBLE) {
         call->half_type = type;
         type = NPY_FLOAT;
     }
-    for (int i = QUERY; i <= VALUE; i++) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         PyArrayObject **array = &call->inputs[i];
         if (!quantized[i] && *array != NULL && !cattn_arg_widen(call->state, array, type))
             return false;
         if (quantized[i] && type == NPY_DOUBLE &&
-            !cattn_arg_dequantize(call->state, array, INPUT_NAMES[i], call->inputs[i == KEY ? KEY_SCALE : VALUE_SCALE],
-                                  SCALE_NAMES[i]))
+            !cattn_arg_dequantize(call->state, array, name_of(i), call->inputs[scale_of(i)], name_of(scale_of(i))))
             return false;
     }
     call->stored_type = type;
@@ -121,17 +123,17 @@ static bool error_axes(const struct cattn_call *call, int input) {
     PyArrayObject *array = call->inputs[input];
     PyObject *shape = cattn_shape_tuple(PyArray_NDIM(array), PyArray_DIMS(array));
     if (shape != NULL && call->packed != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have shape (total, heads, %s), got %R", INPUT_NAMES[input],
-                     widths[input], shape);
+        PyErr_Format(PyExc_ValueError, "%s must have shape (total, heads, %s), got %R", name_of(input), widths[input],
+                     shape);
     else if (shape != NULL)
-        PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s, %s), got %d", INPUT_NAMES[input],
+        PyErr_Format(PyExc_ValueError, "%s must have at least 2 dimensions (..., %s, %s), got %d", name_of(input),
                      rows[input], widths[input], PyArray_NDIM(array));
     Py_XDECREF(shape);
     return false;
 }
 
 static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
-    enum cattn_storage quantized[VALUE + 1] = {CATTN_STORED_PLAIN};
+    enum cattn_storage quantized[OPERAND_value + 1] = {CATTN_STORED_PLAIN};
     if (!take_arrays(call, args, quantized) || !promote_arrays(call, quantized))
         return false;
     call->compute_type = cattn_arg_compute_type(call->stored_type);
@@ -139,10 +141,10 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     call->params->storage = cattn_arg_storage(call->stored_type);
     call->params->double_lse = call->compute_type == NPY_DOUBLE;
     if (call->compute_type == NPY_FLOAT) {
-        call->params->quantized_key = quantized[KEY];
-        call->params->quantized_value = quantized[VALUE];
+        call->params->quantized_key = quantized[OPERAND_key];
+        call->params->quantized_value = quantized[OPERAND_value];
     }
-    for (int i = QUERY; i <= VALUE; i++) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         const int nd = call->inputs[i] != NULL ? PyArray_NDIM(call->inputs[i]) : 3;
         if (call->packed != NULL ? nd != 3 : nd < 2)
             return error_axes(call, i);
@@ -160,17 +162,17 @@ static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp 
 
 static bool parse_sizes(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
-    const npy_intp seqlen_q = input_size(call, QUERY, 2), seqlen_k = input_size(call, KEY, 2);
-    const npy_intp head_dim = input_size(call, QUERY, 1), key_dim = input_size(call, KEY, 1);
-    const bool has_value = call->inputs[VALUE] != NULL;
+    const npy_intp seqlen_q = input_size(call, OPERAND_query, 2), seqlen_k = input_size(call, OPERAND_key, 2);
+    const npy_intp head_dim = input_size(call, OPERAND_query, 1), key_dim = input_size(call, OPERAND_key, 1);
+    const bool has_value = call->inputs[OPERAND_value] != NULL;
     params->seqlen_q = call->dims[call->nd - 2] = seqlen_q;
     params->seqlen_k = call->dims[call->nd - 1] = seqlen_k;
     params->head_dim = head_dim;
-    params->d_v = has_value ? input_size(call, VALUE, 1) : 0;
+    params->d_v = has_value ? input_size(call, OPERAND_value, 1) : 0;
     if (key_dim != head_dim)
         return error_sizes("key", key_dim, "query", head_dim, "head_dim");
-    if (has_value && input_size(call, VALUE, 2) != seqlen_k)
-        return error_sizes("value", input_size(call, VALUE, 2), "key", seqlen_k, "T_k");
+    if (has_value && input_size(call, OPERAND_value, 2) != seqlen_k)
+        return error_sizes("value", input_size(call, OPERAND_value, 2), "key", seqlen_k, "T_k");
     return true;
 }
 
@@ -197,8 +199,8 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
     params->num_heads = params->group_size = call->kv_heads = 1;
     if (!call->has_heads)
         return true;
-    const npy_intp query = input_size(call, QUERY, 3), key = input_size(call, KEY, 3);
-    const npy_intp value = call->inputs[VALUE] != NULL ? input_size(call, VALUE, 3) : key;
+    const npy_intp query = input_size(call, OPERAND_query, 3), key = input_size(call, OPERAND_key, 3);
+    const npy_intp value = call->inputs[OPERAND_value] != NULL ? input_size(call, OPERAND_value, 3) : key;
     if (key != value && key != 1 && value != 1)
         return error_sizes("value", value, "key", key, "heads (axis -3):");
     const npy_intp kv_heads = call->kv_heads = key == 1 ? value : key;
@@ -226,26 +228,27 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
 }
 
 /* The scales of a quantized key or value, whose shape they broadcast to. */
-static bool fill_scale(struct cattn_call *call, int i, PyArrayObject *scale, struct cattn_tensor *to) {
-    if (!cattn_arg_scale_fits(scale, SCALE_NAMES[i], call->inputs[i], INPUT_NAMES[i]))
+static bool fill_scale(struct cattn_call *call, int i) {
+    PyArrayObject *scale = call->inputs[scale_of(i)];
+    if (!cattn_arg_scale_fits(scale, name_of(scale_of(i)), call->inputs[i], name_of(i)))
         return false;
-    cattn_call_view(call, scale, to);
+    cattn_call_view(call, scale, cattn_operand_view(call->params, scale_of(i)));
     return true;
 }
 
 /* Called right after the sizes are read: the checks that follow may run Python code, which might change the arrays. */
 static bool fill_inputs(struct cattn_call *call) {
     struct cattn_attention_params *params = call->params;
-    struct cattn_tensor *const tensors[] = {&params->query, &params->key, &params->value};
-    for (int i = QUERY; i <= VALUE; i++) {
+    for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         if (call->inputs[i] == NULL)
             continue;
-        cattn_call_view(call, call->inputs[i], tensors[i]);
+        struct cattn_tensor *tensor = cattn_operand_view(params, i);
+        cattn_call_view(call, call->inputs[i], tensor);
         if (PyArray_DIM(call->inputs[i], PyArray_NDIM(call->inputs[i]) - 1) == 1)
-            tensors[i]->col = 1;
+            tensor->col = 1;
     }
-    return (!params->quantized_key || fill_scale(call, KEY, call->inputs[KEY_SCALE], &params->key_scale)) &&
-           (!params->quantized_value || fill_scale(call, VALUE, call->inputs[VALUE_SCALE], &params->value_scale));
+    return (!params->quantized_key || fill_scale(call, OPERAND_key)) &&
+           (!params->quantized_value || fill_scale(call, OPERAND_value));
 }
 
 static bool parse_batch_dims(struct cattn_call *call) {
@@ -253,15 +256,15 @@ static bool parse_batch_dims(struct cattn_call *call) {
     params->n_batch_dims = call->n_batch_dims;
     for (int axis = 0; axis < call->n_batch_dims; axis++) {
         npy_intp size = 1;
-        int owner = QUERY;
-        for (int i = QUERY; i <= VALUE; i++) {
+        int owner = OPERAND_query;
+        for (int i = OPERAND_query; i <= OPERAND_value; i++) {
             const npy_intp own = call->inputs[i] != NULL ? input_size(call, i, call->nd - axis) : 1;
             if (own == 1 || own == size)
                 continue;
             if (size != 1) {
                 PyErr_Format(PyExc_ValueError,
                              "leading dimensions do not broadcast: on axis %d %s has size %zd, %s has %zd",
-                             axis - call->nd, INPUT_NAMES[owner], (Py_ssize_t)size, INPUT_NAMES[i], (Py_ssize_t)own);
+                             axis - call->nd, name_of(owner), (Py_ssize_t)size, name_of(i), (Py_ssize_t)own);
                 return false;
             }
             size = own;
@@ -322,7 +325,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     if (args[ARG_attn_mask] != Py_None) {
         PyArrayObject *mask = cattn_arg_mask(call->state, args[ARG_attn_mask], "attn_mask", CATTN_MASK_ANY,
                                              call->compute_type, call->nd, call->dims);
-        call->inputs[ATTN_MASK] = mask;
+        call->inputs[OPERAND_attn_mask] = mask;
         if (mask == NULL)
             return false;
         if (PyArray_TYPE(mask) == NPY_BOOL) {
@@ -336,7 +339,7 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
     if (args[ARG_bias] != Py_None) {
         PyArrayObject *bias = cattn_arg_mask(call->state, args[ARG_bias], "bias", CATTN_MASK_BIAS, call->compute_type,
                                              call->nd, call->dims);
-        call->inputs[BIAS] = bias;
+        call->inputs[OPERAND_bias] = bias;
         if (bias == NULL)
             return false;
         take_bias(call, bias);
@@ -370,7 +373,7 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask, PyObject *
     char meaning[160];
     PyOS_snprintf(meaning, sizeof meaning, "the blocks of block_size=%lld for T_q=%lld and T_k=%lld,",
                   (long long)params->block_size, (long long)params->seqlen_q, (long long)params->seqlen_k);
-    PyArrayObject *blocks = call->inputs[BLOCK_MASK] =
+    PyArrayObject *blocks = call->inputs[OPERAND_block_mask] =
         cattn_arg_bool_mask(call->state, mask, "block_mask", call->nd, dims, meaning);
     if (blocks == NULL)
         return false;
@@ -393,25 +396,25 @@ static bool parse_ranges(struct cattn_call *call, PyObject *const *args) {
 }
 
 /* One number for each query head, the same in all batch entries or not: (H,) or (*batch, H), in the compute type. */
-static bool parse_numbers(struct cattn_call *call, PyObject *object, const char *name, int input,
-                          struct cattn_tensor *to) {
+static bool parse_numbers(struct cattn_call *call, PyObject *object, int operand) {
     if (object == Py_None)
         return true;
     const unsigned mode = cattn_fp_enter(); /* conversions round as the kernels do, whatever the caller has set */
-    PyObject *numbers = PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name,
+    PyObject *numbers = PyObject_CallFunction(call->state->as_head_numbers, "Oss", object, name_of(operand),
                                               call->compute_type == NPY_FLOAT ? "f" : "d");
     cattn_fp_leave(mode);
-    call->inputs[input] = (PyArrayObject *)numbers;
+    call->inputs[operand] = (PyArrayObject *)numbers;
     if (numbers == NULL)
         return false;
     npy_intp dims[NPY_MAXDIMS];
     for (int axis = 0; axis < call->n_batch_dims; axis++)
         dims[axis] = call->packed != NULL ? call->packed->queries.n_sequences : call->dims[axis];
     dims[call->n_batch_dims] = (npy_intp)call->params->num_heads;
-    if (!cattn_arg_broadcasts(call->inputs[input], name, call->n_batch_dims + 1, dims, "(leading dimensions, heads)",
-                              ""))
+    if (!cattn_arg_broadcasts(call->inputs[operand], name_of(operand), call->n_batch_dims + 1, dims,
+                              "(leading dimensions, heads)", ""))
         return false;
-    cattn_tensor_from(to, call->inputs[input], call->n_batch_dims, CATTN_AXIS_HEAD);
+    cattn_tensor_from(cattn_operand_view(call->params, operand), call->inputs[operand], call->n_batch_dims,
+                      CATTN_AXIS_HEAD);
     return true;
 }
 
@@ -429,8 +432,8 @@ static bool parse_score_options(struct cattn_call *call, PyObject *const *args) 
             !rounds_to_float(params->score_options.softcap))
             return cattn_error_value(args[ARG_softcap], "softcap must round to a positive finite float32");
     }
-    return parse_numbers(call, args[ARG_alibi_slopes], "alibi_slopes", SLOPES, &params->slopes) &&
-           parse_numbers(call, args[ARG_sinks], "sinks", SINKS, &params->sinks);
+    return parse_numbers(call, args[ARG_alibi_slopes], OPERAND_alibi_slopes) &&
+           parse_numbers(call, args[ARG_sinks], OPERAND_sinks);
 }
 
 /* key_indices: the keys that each query sees, (..., T_q, n). */
@@ -440,7 +443,7 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     if (object == Py_None)
         return true;
     PyObject *indices = PyObject_CallFunction(call->state->as_key_indices, "OL", object, (long long)params->seqlen_k);
-    PyArrayObject *array = call->inputs[KEY_INDICES] = (PyArrayObject *)indices;
+    PyArrayObject *array = call->inputs[OPERAND_key_indices] = (PyArrayObject *)indices;
     if (array == NULL)
         return false;
     npy_intp dims[NPY_MAXDIMS];
@@ -461,7 +464,7 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
 
 /* What counts keys by their place in an array, and not by their index. */
 static bool check_key_indices(const struct cattn_call *call) {
-    if (call->inputs[KEY_INDICES] == NULL)
+    if (call->inputs[OPERAND_key_indices] == NULL)
         return true;
     const bool slopes = call->params->slopes.data != NULL;
     if (slopes || call->params->dropout.enabled)

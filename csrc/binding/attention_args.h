@@ -1,45 +1,17 @@
-/* attention_args.h -- the table of attention's arguments, and their way into the core's params.
- *
- * Everything that takes attention's arguments in C follows this table. To add an option, see csrc/README.md.
- */
+/* attention_args.h -- attention's arguments, and their way into the core's params. */
 #ifndef CATTN_ATTENTION_ARGS_H
 #define CATTN_ATTENTION_ARGS_H
 
+#include "call/operands.h"
 #include "key_ranges.h"
 #include "outputs.h"
 #include "packed.h"
 
-#define ATTENTION_ARGUMENTS(A)                                                                                         \
-    A(query)                                                                                                           \
-    A(key)                                                                                                             \
-    A(value)                                                                                                           \
-    A(attn_mask)                                                                                                       \
-    A(dropout_p)                                                                                                       \
-    A(is_causal)                                                                                                       \
-    A(scale)                                                                                                           \
-    A(enable_gqa)                                                                                                      \
-    A(bias)                                                                                                            \
-    A(query_offset)                                                                                                    \
-    A(query_seq_lengths)                                                                                               \
-    A(key_value_seq_lengths)                                                                                           \
-    A(key_value_seq_starts)                                                                                            \
-    A(window_size)                                                                                                     \
-    A(softcap)                                                                                                         \
-    A(alibi_slopes)                                                                                                    \
-    A(sinks)                                                                                                           \
-    A(key_scale)                                                                                                       \
-    A(value_scale)                                                                                                     \
-    A(block_mask)                                                                                                      \
-    A(block_size)                                                                                                      \
-    A(key_indices)                                                                                                     \
-    A(rng)                                                                                                             \
-    A(return_weights)                                                                                                  \
-    A(return_lse)                                                                                                      \
-    A(return_dropout_mask)                                                                                             \
-    A(out)
+/* The options of call/operands.h, each with a slot. */
+#define ATTENTION_ARGUMENTS(A) ATTENTION_OPTIONS(A, A, A)
 
-/* Arguments of single functions; those of packed sequences are in packed.h. `out` of attention_backward is the result
- * of the forward pass. */
+/* Arguments of single functions; packed.h has the arguments of packed sequences. `out` of attention_backward is the
+ * result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
 #define STATISTICS_EXTRA(A) A(statistics) A(top_k) A(observation_window)
@@ -52,21 +24,20 @@
 #define VARLEN_STATISTICS_ARGUMENTS(A) STATISTICS_ARGUMENTS(A) VARLEN_EXTRA(A)
 
 /* The extras take the slots after the shared ones. */
-#define ARG_SLOT(name) ARG_##name,
+#define ARG_SLOT(name, ...) ARG_##name,
 enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };
 enum { BEFORE_STATISTICS_EXTRA = N_ATTENTION_ARGS - 1, STATISTICS_EXTRA(ARG_SLOT) N_STATISTICS_ARGS };
 
-/* The arguments that are arrays. */
-enum { QUERY, KEY, VALUE, ATTN_MASK, BIAS, SLOPES, SINKS, KEY_SCALE, VALUE_SCALE, BLOCK_MASK, KEY_INDICES, N_INPUTS };
 enum { OUT, WEIGHTS, LSE, DROPOUT_MASK, N_OUTPUTS };
 
 /* One call of attention on its way from Python's arguments to the core. */
 struct cattn_call {
     struct binding_state *state;
     struct cattn_attention_params *params;
-    PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
+    /* owned, or NULL; numbers of batch entries are in `ranges` */
+    PyArrayObject *inputs[N_ATTENTION_OPERANDS];
     struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
@@ -91,7 +62,7 @@ struct cattn_call {
 
 /* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
-/* The view of an array with the axes (*batch, [H], rows, width). Those of packed sequences are (rows, H, width). */
+/* The view of an array with the axes (*batch, [H], rows, width). Arrays of packed sequences have (rows, H, width). */
 void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
 /* Turns the shape of a result, (*batch, [H], rows, width) or without the width, into the one that the caller sees:
  * (rows, H, width) or (H, rows) for packed sequences. Returns its number of axes. */

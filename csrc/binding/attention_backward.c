@@ -92,7 +92,7 @@ static bool make_gradient(struct backward *b, int i, int nd, const npy_intp *dim
     return true;
 }
 
-/* The gradient of query, key or value, whose shape is that of the call. */
+/* The gradient of query, key or value, which has the shape of the call. */
 static bool make_input_gradient(struct backward *b, int i, const npy_intp *shape, struct cattn_tensor *tensor) {
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, shape, (size_t)b->call.nd * sizeof *dims);
@@ -142,7 +142,7 @@ static bool make_gradients(struct backward *b) {
     if (call->packed != NULL)
         dims[0] = call->packed->queries.n_sequences;
     dims[call->n_batch_dims] = (npy_intp)params->num_heads;
-    return call->inputs[SINKS] == NULL ||
+    return call->inputs[OPERAND_sinks] == NULL ||
            make_gradient(b, GRAD_SINKS, call->n_batch_dims + 1, dims, &b->params.grad_sinks, CATTN_AXIS_HEAD);
 }
 
@@ -188,7 +188,7 @@ static PyObject *place_of_misfit(const struct backward *b) {
     return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
 }
 
-/* ValueError if lse or out cannot be those of the forward pass with these arguments: an option is missing, or other. */
+/* ValueError if lse or out cannot come from the forward pass with these arguments: an option is missing, or other. */
 static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
@@ -234,10 +234,12 @@ static PyObject *gather(const struct backward *b) {
                                         fields[GRAD_VALUE], fields[GRAD_BIAS], fields[GRAD_SINKS], NULL);
 }
 
-/* sum_gradients(gradients, shapes of the arguments, dtype of those of query, key and value) */
+/* sum_gradients(gradients, shapes of the arguments, dtype of the gradients of query, key and value) */
 static PyObject *build_result(const struct backward *b) {
-    PyArrayObject *const *inputs = b->call.inputs, *bias = inputs[BIAS] != NULL ? inputs[BIAS] : inputs[ATTN_MASK];
-    PyArrayObject *const of[N_GRADIENTS] = {inputs[QUERY], inputs[KEY], inputs[VALUE], bias, inputs[SINKS]};
+    PyArrayObject *const *inputs = b->call.inputs,
+                         *bias = inputs[OPERAND_bias] != NULL ? inputs[OPERAND_bias] : inputs[OPERAND_attn_mask];
+    PyArrayObject *const of[N_GRADIENTS] = {inputs[OPERAND_query], inputs[OPERAND_key], inputs[OPERAND_value], bias,
+                                            inputs[OPERAND_sinks]};
     if (are_final(b, of))
         return gather(b);
     PyObject *gradients = PyList_New(0), *shapes = PyList_New(0), *result = NULL;
@@ -289,7 +291,7 @@ done:
 }
 
 PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
-    struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack, with that of the core's calls */
+    struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack beside the frames of the core */
     if (b == NULL)
         return PyErr_NoMemory();
     PyObject *result = differentiate(b, state, args, packed);

@@ -4,7 +4,7 @@
 #include "error.h"
 #include "numbers.h"
 
-/* The fields of the result, in its order. The first are those of enum cattn_row_statistic. */
+/* The fields of the result, in its order. The first are the values of enum cattn_row_statistic. */
 enum { TOP_KEYS = CATTN_N_ROW_STATISTICS, TOP_WEIGHTS, RECEIVED, RECEIVED_MAX, N_FIELDS };
 static const char *const NAMES[N_FIELDS] = {"lse",      "max_score", "entropy",     "max_weight", "sink_weight",
                                             "distance", "top_keys",  "top_weights", "received",   "received_max"};
@@ -93,8 +93,8 @@ static struct cattn_tensor *tensor_of(struct statistics *s, int field) {
                                    : &p->rows[field];
 }
 
-/* Statistics of queries have the shape (*batch, [H], T_q), top keys one more axis of length top_k. Those of keys have
- * (*batch, [H], T_k), and begin with 0 because the core adds to them. Packed sequences have no batch axis. */
+/* Statistics of queries have the shape (*batch, [H], T_q), top keys one more axis of length top_k. Statistics of keys
+ * have (*batch, [H], T_k), and begin with 0 because the core adds to them. Packed sequences have no batch axis. */
 static bool make_field(struct statistics *s, int i) {
     const struct cattn_call *call = &s->call;
     const bool columns = i == RECEIVED || i == RECEIVED_MAX;
@@ -173,7 +173,7 @@ static PyObject *run(struct statistics *s, struct binding_state *state, PyObject
 }
 
 PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct cattn_packed *packed) {
-    struct statistics *s = PyMem_Malloc(sizeof *s); /* too large for a small stack, with that of the core's calls */
+    struct statistics *s = PyMem_Malloc(sizeof *s); /* too large for a small stack beside the frames of the core */
     if (s == NULL)
         return PyErr_NoMemory();
     PyObject *result = run(s, state, args, packed);

@@ -17,7 +17,7 @@ bool cattn_weights_out(struct cattn_call *call, PyObject *out, PyObject **given)
                                            .nd = call->nd,
                                            .dims = dims,
                                            .inputs = call->inputs,
-                                           .n_inputs = N_INPUTS};
+                                           .n_inputs = N_ATTENTION_OPERANDS};
     return cattn_arg_output(call->state, out, &spec, &call->outputs[OUT]);
 }
 

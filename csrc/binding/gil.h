@@ -12,7 +12,7 @@
 bool cattn_check_signals(void);
 /* Releases the GIL and lets `poll` look for signals; `thread` must outlive the call into the core. */
 void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
-/* Calls into the core, with the GIL if the call is `brief`, else without it; `poll` is that of `params`. */
+/* Calls into the core, with the GIL if the call is `brief`, else without it; `poll` is the member of `params`. */
 enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
                                 const void *params);
 

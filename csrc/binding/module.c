@@ -38,7 +38,7 @@ static bool set_helper(PyObject *helpers, const char *name, PyObject **field) {
     return true;
 }
 
-/* _register_helpers(**helpers): exactly those of HELPERS. Until then the entry points raise RuntimeError. */
+/* _register_helpers(**helpers): exactly the names of HELPERS. Until then the entry points raise RuntimeError. */
 static PyObject *register_helpers(PyObject *module, PyObject *args, PyObject *helpers) {
     struct binding_state *state = cattn_state(module);
     Py_ssize_t n = 0;
@@ -118,6 +118,8 @@ static int module_exec(PyObject *module) {
 static PyMethodDef methods[] = {
     {"_register", cattn_py_register, METH_VARARGS, NULL},
     {"_arguments", cattn_py_arguments, METH_O, NULL},
+    {"_operands", cattn_py_operands, METH_NOARGS, NULL},
+    {"_numbers", cattn_py_numbers, METH_NOARGS, NULL},
     {"_register_helpers", (PyCFunction)(void (*)(void))register_helpers, METH_VARARGS | METH_KEYWORDS, NULL},
     CATTN_FASTCALL("softmax_backward", cattn_py_softmax_backward),
     CATTN_FASTCALL("rms_norm_backward", cattn_py_rms_norm_backward),
@@ -139,6 +141,7 @@ static PyMethodDef methods[] = {
     {"_build_info", cattn_py_build_info, METH_NOARGS, NULL},
     {"_release", cattn_py_release, METH_NOARGS, NULL},
     {"_xla_targets", cattn_py_xla_targets, METH_NOARGS, NULL},
+    {"_xla_operands", cattn_py_xla_operands, METH_NOARGS, NULL},
     {"_xla_is_known", cattn_py_xla_is_known, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

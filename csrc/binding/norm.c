@@ -39,7 +39,7 @@ static bool check_columns(const struct call *call, PyArrayObject *numbers, const
 }
 
 /* given: by the slots of inputs; NULL where the function has no such argument. The arrays are in their common dtype
- * afterwards; weight and bias in that of the computation. */
+ * afterwards; weight and bias have the dtype of the computation. */
 static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], const char *all_names) {
     static const char *const names[N_INPUTS] = {"x", "weight", "bias", "grad_out"};
     for (int i = 0; i < N_INPUTS; i++) {

@@ -162,7 +162,7 @@ static bool warn_of_arithmetic(void) {
 }
 
 /* Such a table is right on an old processor only. Elsewhere somebody chose it, or the build lacks a better one, and
- * nothing else would show that results differ from those of other machines. False: the warning is an error. */
+ * nothing else would show that results differ from other machines. False: the warning is an error. */
 static bool warn_of_isa(bool is_chosen) {
     if (!cattn_isa_wastes_fma())
         return true;

@@ -11,7 +11,7 @@
 #include "error.h"
 #include "rowwise_args.h"
 
-/* The functions, and the table of each. The order is that of enum cattn_entry_point. */
+/* The functions, and the table of each. The order is the order of enum cattn_entry_point. */
 #define ENTRY_POINTS(E)                                                                                                \
     E(CATTN_SCALED_DOT_PRODUCT_ATTENTION, scaled_dot_product_attention, ATTENTION_ARGUMENTS)                           \
     E(CATTN_CAUSAL_ATTENTION, causal_attention, ATTENTION_ARGUMENTS)                                                   \
@@ -116,7 +116,7 @@ ENTRY_POINTS(BUILTIN)
 
 /* ---- registration ---- */
 
-#define SLOT_NAME(argument) #argument,
+#define SLOT_NAME(argument, ...) #argument,
 #define SLOT_NAMES(which, name, TABLE)                                                                                 \
     static const char *const name##_slots[] = {TABLE(SLOT_NAME)};                                                      \
     _Static_assert(sizeof name##_slots / sizeof *name##_slots <= CATTN_MOST_SLOTS, "enough room for each table");
@@ -153,6 +153,45 @@ PyObject *cattn_py_arguments(PyObject *Py_UNUSED(module), PyObject *name) {
             Py_CLEAR(names);
     }
     return names;
+}
+
+/* Appends an object to a list and releases it. False with an exception. */
+static bool append(PyObject *list, PyObject *object) {
+    const bool appended = object != NULL && PyList_Append(list, object) == 0;
+    Py_XDECREF(object);
+    return appended;
+}
+
+/* The names of the calls whose bits are set. */
+static PyObject *calls_of(const struct cattn_operand_row *row) {
+    PyObject *calls = PyList_New(0);
+    for (int i = 0; calls != NULL && i < N_CALL_KINDS; i++)
+        if ((row->calls >> i & 1) && !append(calls, PyUnicode_FromString(cattn_call_kinds[i])))
+            Py_CLEAR(calls);
+    return calls;
+}
+
+/* _operands(): the rows of call/operands.h, (name, axes, kind, fits, calls). */
+PyObject *cattn_py_operands(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *rows = PyList_New(0);
+    for (int i = 0; rows != NULL && i < N_ATTENTION_OPERANDS; i++) {
+        const struct cattn_operand_row *row = &cattn_operands[i];
+        if (!append(rows, Py_BuildValue("(ssssN)", row->name, row->axes, cattn_operand_kinds[row->kind],
+                                        row->fits == EXACTLY ? "EXACTLY" : "BROADCASTS", calls_of(row))))
+            Py_CLEAR(rows);
+    }
+    return rows;
+}
+
+/* _numbers(): (name, kind) of each number. */
+PyObject *cattn_py_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *rows = PyList_New(0);
+    for (int i = 0; rows != NULL && i < N_ATTENTION_NUMBERS; i++) {
+        const struct cattn_number_row *row = &cattn_numbers[i];
+        if (!append(rows, Py_BuildValue("(ss)", row->name, cattn_number_kinds[row->kind])))
+            Py_CLEAR(rows);
+    }
+    return rows;
 }
 
 /* The slot of a parameter, or -1 with an exception. */
@@ -206,7 +245,7 @@ void cattn_signature_clear(struct cattn_signature *signature) {
 }
 
 /* _register(function, text, names, defaults, n_positional): the builtin in place of `function`. text: signature and
- * documentation, as in a PyMethodDef; names: of all parameters; defaults: those of the last ones. */
+ * documentation, as in a PyMethodDef; names: of all parameters; defaults: of the last parameters. */
 PyObject *cattn_py_register(PyObject *module, PyObject *args) {
     PyObject *function, *text, *names, *defaults;
     int n_positional;

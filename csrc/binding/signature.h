@@ -10,5 +10,7 @@ void cattn_signature_clear(struct cattn_signature *signature);
 /* For the module's PyMethodDef table. */
 PyObject *cattn_py_register(PyObject *module, PyObject *args);
 PyObject *cattn_py_arguments(PyObject *module, PyObject *name);
+PyObject *cattn_py_operands(PyObject *module, PyObject *unused);
+PyObject *cattn_py_numbers(PyObject *module, PyObject *unused);
 
 #endif

@@ -1,5 +1,6 @@
 /* xla_targets.c -- the functions that XLA calls, for Python to register. See xla_targets.h. */
 #include "xla_targets.h"
+#include "xla/call.h"
 #include "xla/handlers.h"
 #include "xla/metadata.h"
 
@@ -16,6 +17,20 @@ PyObject *cattn_py_xla_targets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(
         (!add_target(targets, "forward", cattn_xla_forward) || !add_target(targets, "backward", cattn_xla_backward)))
         Py_CLEAR(targets);
     return targets;
+}
+
+static PyObject *names(int first, int end) {
+    PyObject *list = PyList_New(end - first);
+    for (int i = first; list != NULL && i < end; i++) {
+        PyObject *name = PyUnicode_FromString(cattn_xla_operands[i]);
+        if (name == NULL || PyList_SetItem(list, i - first, name) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyObject *cattn_py_xla_operands(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return Py_BuildValue("(NN)", names(0, XLA_N_ARGUMENTS), names(XLA_N_ARGUMENTS, XLA_N_OPERANDS));
 }
 
 PyObject *cattn_py_xla_is_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {

@@ -1,5 +1,5 @@
 /* gathered_backward.c -- the driver of the gradients of attention with key_indices: the call of each unit has gradients
- * of its gathered keys, which are added to those of the keys that they come from. See gathered_keys.h.
+ * of its gathered keys, which are added to the gradients of the keys that they come from. See gathered_keys.h.
  *
  * Units that share a key-value head add in the order of their heads and queries, and each in the order of its list.
  * Tickets keep that order whatever the number of threads.
@@ -211,8 +211,8 @@ static void add_unit(const struct gathered_job *job, const struct gathered_unit 
         add_sinks(job, u);
 }
 
-/* Units are numbered by batch entry, head and queries, so that those of a place follow each other. A task computes some
- * of them before it waits for its ticket. Consecutive tasks are of different places, so that few threads wait. */
+/* Units are numbered by batch entry, head and queries, so that the units of a place follow each other. A task computes
+ * some of them before it waits for its ticket. Consecutive tasks are of different places, so that few threads wait. */
 static void units_task(void *context, int64_t task, struct cattn_worker *worker) {
     struct gathered_job *job = context;
     struct gathered_unit *units[MOST_UNITS];

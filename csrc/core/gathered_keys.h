@@ -3,7 +3,7 @@
  *
  * A unit is a number of queries of some heads that share a list, and a key-value head: one query of a group of heads
  * or, where all queries have one list and one range, many queries. Its call sees the gathered keys only, so that the
- * bits are those of such a call by definition. Forward and backward pass fill in its results.
+ * bits are the bits of such a call by definition. Forward and backward pass fill in its results.
  */
 #ifndef CATTN_GATHERED_KEYS_H
 #define CATTN_GATHERED_KEYS_H
@@ -21,7 +21,7 @@ struct cattn_gather_plan {
     int threads_per_unit; /* either of the two is 1 */
 };
 
-/* The plan of a call with key_indices. for_gradients: the units are those of the bit contract, and queries that share a
+/* The plan of a call with key_indices. for_gradients: the units follow the bit contract, and queries that share a
  * list are never cut into several. */
 struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *params, bool for_gradients);
 
@@ -30,7 +30,7 @@ struct cattn_gather {
     struct cattn_attention_params call; /* on the gathered keys; without results */
     struct cattn_batch batch;
     int64_t first_head, first_row, n_rows;
-    int64_t n_keys;         /* gathered: those of the list that are in range */
+    int64_t n_keys;         /* gathered: the keys of the list that are in range */
     int64_t *index, *place; /* of each: its place among the keys of the array, and in the list */
     void *key, *value;      /* [gathered][column] */
     float *key_scale, *value_scale;

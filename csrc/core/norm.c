@@ -2,7 +2,7 @@
  *
  * Rows are independent, but for the gradients of weight and bias, which are sums over all rows. They are cut into
  * blocks of rows. A block is summed row by row; the sums of the blocks are added in double, in their order: a task
- * computes those of several blocks and then waits for its ticket.
+ * computes the sums of several blocks and then waits for its ticket.
  */
 #include <math.h>
 #include <string.h>

@@ -187,7 +187,7 @@ static void start_workers(int wanted) {
         return;
     while (pool.n_workers < wanted && cattn_thread_start(&pool.worker[pool.n_workers], worker_main))
         pool.n_workers++;
-    pool.n_cpus = cattn_thread_cpus(&unused, -1); /* also those of the workers, which inherit them */
+    pool.n_cpus = cattn_thread_cpus(&unused, -1); /* the workers inherit them */
     pool.avoided_cpu = AVOIDS_UNKNOWN;
 }
 

@@ -18,7 +18,7 @@
 #define FEW_ELEMENTS 65536
 /* Longer sums take so long that only a few rows are computed between two looks at a stop. */
 #define LONG_SUM (1 << 19)
-/* Memory bounds the length of a sum, but not that of arrays that repeat one element (stride 0). Within this limit,
+/* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
  * sizes of scratch do not overflow. */
 #define MOST_TERMS ((int64_t)1 << 50)
 
@@ -80,7 +80,7 @@ static void lay_out(const struct product_job *job, struct cattn_product *product
     product->edge = cattn_carve(arena, CATTN_PRODUCT_EDGE * slab);
 }
 
-/* The scales of a quantized matrix are those of its first element. */
+/* The scales of a quantized matrix begin at its first element's. */
 static struct cattn_matrix matrix_of(const struct cattn_operand *from, enum cattn_dtype dtype, int64_t batch,
                                      int64_t row) {
     const int64_t size = (int64_t)cattn_stored_size(dtype, from->storage);

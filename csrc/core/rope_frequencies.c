@@ -1,7 +1,7 @@
 /* rope_frequencies.c -- see rope_frequencies.h.
  *
- * The formulas are those of Hugging Face transformers (modeling_rope_utils), computed in double instead of float. The
- * logarithm is our own, because that of the C library differs between platforms in the last bit. It has some 90 bits,
+ * The formulas come from Hugging Face transformers (modeling_rope_utils), computed in double instead of float. The
+ * logarithm is our own, because the C library's differs between platforms in the last bit. It has some 90 bits,
  * so that a frequency is exact to less than an ULP however large its exponent is.
  */
 #include "rope_frequencies.h"
@@ -119,7 +119,7 @@ void cattn_rope_settle(const struct cattn_rope_params *p, struct cattn_rope_law 
         settle_yarn(p, law);
 }
 
-/* The frequency of a long wave is divided by the factor; that of a short one stays; between them lies a ramp. */
+/* The frequency of a long wave is divided by the factor; of a short one it stays; between them lies a ramp. */
 static double scale_llama3(const struct cattn_rope_scaling *s, double frequency) {
     const double wave = TWO_PI / frequency;
     if (wave > s->original_length / s->low_freq_factor)

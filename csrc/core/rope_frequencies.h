@@ -15,7 +15,7 @@ struct cattn_rope_law {
 };
 
 void cattn_rope_settle(const struct cattn_rope_params *params, struct cattn_rope_law *law);
-/* kernels: those of float64. Writes law->n numbers. */
+/* `kernels` is the float64 table. Writes law->n numbers. */
 void cattn_rope_frequencies(const struct cattn_rope_law *law, const struct cattn_kernels *kernels, double *frequencies);
 
 #endif

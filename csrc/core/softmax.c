@@ -40,7 +40,7 @@ static int64_t find_bundle(const struct cattn_softmax_params *p) {
 #define STREAM_ROW ((int64_t)64 << 10)
 
 /* Use streaming stores only if the call is bandwidth-bound and the output is not in the cache already. A causal softmax
- * is: half of the exponentials fall away. New pages were just cleared through the cache, and those of x just read. */
+ * is: half of the exponentials fall away. New pages were just cleared through the cache, and x was just read. */
 static bool find_streams(const struct cattn_softmax_params *p, const struct cattn_kernels *kernels) {
     const int64_t row_bytes = p->n_cols * (int64_t)cattn_element_size(p->dtype);
     return kernels->stream_row && p->is_causal && p->method != CATTN_SOFTMAX_RENORMALIZE && !p->out_is_new &&

@@ -1,7 +1,7 @@
 /* fma.h -- cattn_fma(a, b, c) and cattn_fmaf(a, b, c): a * b + c, rounded once, with every C library.
  *
  * Where the compiler has an instruction, and with C libraries that are known to be right, these are fma() and fmaf().
- * Others are wrong. Those of mingw-w64 round twice, as does that of zig's runtime library for some subnormal results.
+ * Others are wrong. The functions of mingw-w64 round twice, as does zig's runtime library for some subnormal results.
  * Musl's fma() gives +0, not -0, for a tiny negative product plus +0. There the tables without an instruction use the
  * two functions below, which tests/core/fma.c compares with right ones.
  *

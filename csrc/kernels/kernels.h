@@ -161,7 +161,7 @@ struct cattn_split_lse {
     void *value, *residual, *factor;
 };
 
-/* What shows whether out and lse of a call of gradients are those of its forward pass (core/forward_fit.c). One number
+/* What shows whether out and lse of a call of gradients come from its forward pass (core/forward_fit.c). One number
  * a row: over the keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
  * * out and of its magnitude. */
 struct cattn_fit {

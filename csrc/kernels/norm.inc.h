@@ -1,5 +1,5 @@
 /* norm.inc.h -- RMS norm and layer norm over one row and their gradients, lanes across the row, any strides.
- * csrc/README.md ("Rotary positions and norms") has the order of the sums, which is that of softmax. No FMA.
+ * csrc/README.md ("Rotary positions and norms") has the order of the sums, the same as in a softmax. No FMA.
  */
 
 /* (x[k] - rest) * factor is the norm before weight and bias. x is the row where it lies, or in the scratch. */
@@ -121,7 +121,7 @@ static void norm_row(const struct cattn_norm_row *row) {
 
 /* ---- gradients ---- */
 
-/* n columns from k on: the gradient of the result and, times the weight, that of the norm. */
+/* n columns from k on: the gradient of the result and, times the weight, the gradient of the norm. */
 INLINE vf gradient_of_norm(const struct cattn_norm_gradient *row, int64_t k, int n, vf *grad) {
     const struct cattn_norm_row *forward = &row->forward;
     *grad = column_load(row->grad, row->grad_stride, k, n);

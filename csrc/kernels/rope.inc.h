@@ -1,7 +1,7 @@
 /* rope.inc.h -- rotary positions: inverse frequencies, sines and cosines (tables of float64), and rotated rows.
  *
- * Products and sums are rounded one by one, never by an FMA: the bits are those of x * cos + rotate_half(x) * sin with
- * NumPy, from the same cosines and sines. csrc/README.md ("Rotary positions and norms") has the law.
+ * Products and sums are rounded one by one, never by an FMA: the bits are the same as of x * cos + rotate_half(x) * sin
+ * with NumPy, from the same cosines and sines. csrc/README.md ("Rotary positions and norms") has the law.
  */
 #include "sincos.inc.h"
 

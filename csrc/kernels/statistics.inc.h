@@ -1,9 +1,9 @@
 /* statistics.inc.h -- statistics of attention weights: one block of up to CATTN_TILE_ROWS queries against one block of
  * keys, on top of the tile path.
  *
- * The scores are those of the forward pass, and the weights are computed from them and the log-sum-exp as the gradients
- * do it. Sums over the keys run down the lanes. Sums over the queries of a block are COLUMN_CHAINS chains by row and a
- * tree. csrc/README.md ("Statistics") has the order of operations.
+ * The scores are computed as in the forward pass, and the weights are computed from them and the log-sum-exp as the
+ * gradients do it. Sums over the keys run down the lanes. Sums over the queries of a block are COLUMN_CHAINS chains by
+ * row and a tree. csrc/README.md ("Statistics") has the order of operations.
  */
 
 /* A multiple of every table's lanes. */
@@ -155,7 +155,7 @@ static void weigh_and_sum(const struct tile *t, const struct cattn_statistics *s
 
 /* ---- sums over the rows ---- */
 
-/* Zeroes the weights of LANES rows that do not count: those of keys outside the extent, of rows before first_received,
+/* Zeroes the weights of LANES rows that do not count: of keys outside the extent, of rows before first_received,
  * and of lanes after the last row, which may be NaN. */
 static void zero_uncounted(const struct tile *t, const struct cattn_statistics *s, const struct extent *e, int r) {
     real *score = (real *)s->rows.scratch.score + r;

@@ -13,7 +13,7 @@
 struct extent {
     int begin, end;
     int full_begin, full_end;
-    unsigned chains; /* those of a key that some row may see; all of them without a block mask */
+    unsigned chains; /* the chains that some row may see; all of them without a block mask */
 };
 
 struct tile {
@@ -122,7 +122,7 @@ static void find_all_chains(struct tile *t) {
 }
 
 /* The visible rows of K or V of this key block, indexed by the key relative to k0. K and V share the scratch for
- * copies, so the copy of V overwrites that of K. */
+ * copies, so the copy of V overwrites the copy of K. */
 static struct source rows_of_block(const struct tile *t, const struct cattn_matrix *matrix, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
     /* keys that no row sees are not even converted */

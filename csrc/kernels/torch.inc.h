@@ -1,7 +1,7 @@
 /* torch.inc.h -- the loops of PyTorch's CPU generator: blocks of the Mersenne Twister, words to numbers, dropout.
  *
  * Plain loops without branches, which compilers turn into vectors for the table's instruction set. Every FMA is written
- * as such and nothing else is contracted, so all tables give the same bits, those of PyTorch's AVX2 build. A "word" is
+ * as such and nothing else is contracted, so all tables give the same bits as PyTorch's AVX2 build. A "word" is
  * 32 bits of the twister; where PyTorch wants 64, the first word is the high one.
  */
 

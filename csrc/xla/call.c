@@ -13,19 +13,36 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* KEYS and VALUES are STORED or quantized. WIDENED is COMPUTED in XLA and float64 in the core. */
-enum kind { STORED, KEYS, VALUES, SCALES, COMPUTED, WIDENED, BYTES, INTEGERS, WORDS };
-enum fits { EXACTLY, BROADCASTS };
-
 static const struct description {
     const char *name, *axes;
-    enum kind kind;
-    enum fits fits;
+    enum cattn_operand_kind kind;
+    enum cattn_fits fits;
 } DESCRIPTIONS[XLA_N_OPERANDS] = {
-#define DESCRIBE(name, axes, kind, fits) {#name, axes, kind, fits},
+#define DESCRIBE(name, axes, kind, fits, ...) {#name, axes, kind, fits},
     XLA_ARGUMENTS(DESCRIBE) XLA_RESULTS(DESCRIBE)
 #undef DESCRIBE
 };
+#define NAME(name, ...) #name,
+const char *const cattn_xla_operands[] = {XLA_ARGUMENTS(NAME) XLA_RESULTS(NAME)};
+
+#define MOST_AXES 4
+
+/* The axes of an operand in XLA's order: the batch comes first, and tokens before heads where the array is not one of
+ * scores. Returns their number. */
+static int axes_of(int operand, char *axes) {
+    const char *own = DESCRIPTIONS[operand].axes;
+    if (own[0] == 'W') { /* one for the whole call */
+        axes[0] = 'W';
+        return 1;
+    }
+    const int n = (int)strlen(own);
+    const bool has_scores = strchr(own, 'T') != NULL && strchr(own, 'S') != NULL;
+    const bool swaps = n > 1 && !has_scores && (own[1] == 'T' || own[1] == 'S');
+    axes[0] = 'B';
+    for (int i = 0; i < n; i++)
+        axes[1 + i] = own[swaps && i < 2 ? 1 - i : i];
+    return 1 + n;
+}
 
 struct xla_error *cattn_xla_fail(const struct xla_frame *frame, int code, const char *format, ...) {
     char text[256] = "cattn: ";
@@ -92,14 +109,14 @@ static struct xla_error *take_operands(struct xla_call *call, const struct xla_i
                           first == 0 ? "arguments" : "results", (long long)from->count);
 }
 
-static enum cattn_storage storage_of(const struct xla_call *call, enum kind kind) {
+static enum cattn_storage storage_of(const struct xla_call *call, enum cattn_operand_kind kind) {
     const enum cattn_storage quantized = kind == KEYS     ? call->quantized_key
                                          : kind == VALUES ? call->quantized_value
                                                           : CATTN_STORED_PLAIN;
     return quantized ? quantized : call->storage;
 }
 
-static int xla_type(const struct xla_call *call, enum kind kind) {
+static int xla_type(const struct xla_call *call, enum cattn_operand_kind kind) {
     static const int types[] = {[CATTN_STORED_F16] = XLA_F16,
                                 [CATTN_STORED_BF16] = XLA_BF16,
                                 [CATTN_STORED_I8] = XLA_S8,
@@ -113,20 +130,31 @@ static int xla_type(const struct xla_call *call, enum kind kind) {
     case SCALES:
         return XLA_F32;
     case COMPUTED:
+    case SLOPES:
+    case LOGITS:
     case WIDENED:
         return computed;
-    case BYTES:
+    case MASK:
+    case BLOCKS:
         return XLA_PRED;
-    case INTEGERS:
+    case OFFSETS:
+    case QUERY_COUNTS:
+    case KEY_COUNTS:
         return XLA_S32;
+    case LISTS: /* no call has it */
     case WORDS:
+    case N_OPERAND_KINDS:
         break;
     }
     return XLA_U32;
 }
 
-/* Bytes of an element as the core counts them: of WORDS both words, of INTEGERS and WIDENED the widened one. */
-static size_t element_size(const struct xla_call *call, enum kind kind) {
+static bool holds_integers(enum cattn_operand_kind kind) {
+    return kind == OFFSETS || kind == QUERY_COUNTS || kind == KEY_COUNTS;
+}
+
+/* Bytes of an element as the core counts them: of WORDS both words, of integers and WIDENED the widened one. */
+static size_t element_size(const struct xla_call *call, enum cattn_operand_kind kind) {
     switch (kind) {
     case STORED:
     case KEYS:
@@ -135,12 +163,19 @@ static size_t element_size(const struct xla_call *call, enum kind kind) {
     case SCALES:
         return sizeof(float);
     case COMPUTED:
+    case SLOPES:
+    case LOGITS:
         return cattn_element_size(call->dtype);
-    case BYTES:
+    case MASK:
+    case BLOCKS:
         return 1;
     case WIDENED:
-    case INTEGERS:
+    case OFFSETS:
+    case QUERY_COUNTS:
+    case KEY_COUNTS:
+    case LISTS:
     case WORDS:
+    case N_OPERAND_KINDS:
         break;
     }
     return sizeof(int64_t);
@@ -158,8 +193,8 @@ int64_t cattn_xla_count(const struct xla_buffer *buffer) {
 }
 
 size_t cattn_xla_bytes(const struct xla_call *call, int operand) {
-    const enum kind kind = DESCRIPTIONS[operand].kind;
-    const size_t element = kind == WORDS || kind == INTEGERS ? sizeof(int32_t) : element_size(call, kind);
+    const enum cattn_operand_kind kind = DESCRIPTIONS[operand].kind;
+    const size_t element = kind == WORDS || holds_integers(kind) ? sizeof(int32_t) : element_size(call, kind);
     return (size_t)cattn_xla_count(call->operands[operand]) * element;
 }
 
@@ -174,8 +209,10 @@ static struct xla_error *take_sizes(struct xla_call *call) {
                                   DESCRIPTIONS[owners[i]].name, (long long)buffer->rank, CATTN_MAX_BATCH_DIMS + 3);
         if (owners[i] == first_result)
             continue;
+        char axes[MOST_AXES];
+        (void)axes_of(owners[i], axes);
         for (int axis = 0; axis < 4; axis++)
-            call->sizes[(unsigned char)DESCRIPTIONS[owners[i]].axes[axis]] = buffer->dims[buffer->rank - 4 + axis];
+            call->sizes[(unsigned char)axes[axis]] = buffer->dims[buffer->rank - 4 + axis];
     }
     call->n_leading = (int)call->operands[first_result]->rank - 4;
     call->leading = call->operands[first_result]->dims;
@@ -227,7 +264,8 @@ static struct xla_error *take_types(struct xla_call *call) {
 static struct xla_error *check_operand(const struct xla_call *call, int i) {
     const struct description *d = &DESCRIPTIONS[i];
     const struct xla_buffer *buffer = call->operands[i];
-    const int n_axes = (int)strlen(d->axes), nd = call->n_leading + n_axes;
+    char axes[MOST_AXES];
+    const int nd = call->n_leading + axes_of(i, axes);
     if (buffer->type != xla_type(call, d->kind) || buffer->rank != nd)
         return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT,
                               "%s has element type %d and %lld dimensions, wanted %d and %d", d->name, buffer->type,
@@ -235,13 +273,13 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
     for (int axis = 0; axis < nd; axis++) {
         const bool leads = axis < call->n_leading;
         const int64_t own = buffer->dims[axis];
-        const int64_t size = leads ? call->leading[axis] : call->sizes[(unsigned char)d->axes[axis - call->n_leading]];
+        const int64_t size = leads ? call->leading[axis] : call->sizes[(unsigned char)axes[axis - call->n_leading]];
         const bool broadcasts = leads ? i < XLA_N_ARGUMENTS : d->fits == BROADCASTS;
         if (own != size && !(broadcasts && own == 1))
             return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s has size %lld on axis %d, wanted %lld",
                                   d->name, (long long)own, axis, (long long)size);
     }
-    const bool is_copied = d->kind == INTEGERS || d->kind == WIDENED;
+    const bool is_copied = holds_integers(d->kind) || d->kind == WIDENED;
     if ((uintptr_t)buffer->data % (is_copied ? sizeof(int32_t) : element_size(call, d->kind)) != 0)
         return cattn_xla_fail(call->frame, XLA_INTERNAL, "%s is not aligned", d->name);
     return NULL;
@@ -253,14 +291,14 @@ static struct xla_error *check_operand(const struct xla_call *call, int i) {
 static struct xla_error *widen_integers(struct xla_call *call, int i) {
     const struct xla_buffer *buffer = call->operands[i];
     const int64_t count = cattn_xla_count(buffer);
-    const int64_t most = i == XLA_query_seq_lengths ? call->sizes['T'] : call->sizes['S'];
+    const int64_t most = DESCRIPTIONS[i].kind == QUERY_COUNTS ? call->sizes['T'] : call->sizes['S'];
     const int32_t *from = buffer->data;
     int64_t *to = call->widened[i] = malloc((size_t)(count > 0 ? count : 1) * sizeof *to);
     if (to == NULL)
         return cattn_xla_fail(call->frame, XLA_RESOURCE_EXHAUSTED, "no memory for %s", DESCRIPTIONS[i].name);
     for (int64_t j = 0; j < count; j++) {
         to[j] = from[j];
-        if (i != XLA_query_offset)
+        if (DESCRIPTIONS[i].kind != OFFSETS)
             to[j] = to[j] < 0 ? 0 : to[j] > most ? most : to[j];
     }
     return NULL;
@@ -284,13 +322,14 @@ static struct xla_error *widen_reals(struct xla_call *call, int i) {
 static struct xla_error *check_heads(const struct xla_call *call, int i) {
     const struct xla_buffer *buffer = call->operands[i];
     const int64_t count = cattn_xla_count(buffer);
-    const double least = i == XLA_alibi_slopes ? 0 : -HUGE_VAL;
+    const double least = DESCRIPTIONS[i].kind == SLOPES ? 0 : -HUGE_VAL;
     for (int64_t j = 0; j < count; j++) {
         const double x =
             call->dtype == CATTN_F64 ? ((const double *)buffer->data)[j] : (double)((const float *)buffer->data)[j];
         if (!(x >= least && x < HUGE_VAL))
-            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "%s must be %s, got %g", DESCRIPTIONS[i].name,
-                                  i == XLA_sinks ? "finite, or -inf for none" : "finite and not negative", x);
+            return cattn_xla_fail(
+                call->frame, XLA_INVALID_ARGUMENT, "%s must be %s, got %g", DESCRIPTIONS[i].name,
+                DESCRIPTIONS[i].kind == LOGITS ? "finite, or -inf for none" : "finite and not negative", x);
     }
     return NULL;
 }
@@ -333,11 +372,11 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
         if (call->operands[i] == NULL)
             continue;
         error = check_operand(call, i);
-        if (error == NULL && DESCRIPTIONS[i].kind == INTEGERS)
+        if (error == NULL && holds_integers(DESCRIPTIONS[i].kind))
             error = widen_integers(call, i);
         if (error == NULL && DESCRIPTIONS[i].kind == WIDENED)
             error = widen_reals(call, i);
-        if (error == NULL && (i == XLA_alibi_slopes || i == XLA_sinks))
+        if (error == NULL && (DESCRIPTIONS[i].kind == SLOPES || DESCRIPTIONS[i].kind == LOGITS))
             error = check_heads(call, i);
         if (error == NULL && DESCRIPTIONS[i].kind == SCALES)
             error = check_scales(call, i);
@@ -374,6 +413,8 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
     static int64_t nothing; /* an empty buffer may have no address, but an absent tensor is another one */
     const struct xla_buffer *buffer = call->operands[operand];
     const struct description *d = &DESCRIPTIONS[operand];
+    char axes[MOST_AXES];
+    (void)axes_of(operand, axes);
     const bool splits = leading_index >= 0;
     const int n_batch_dims = 1 + (splits ? 0 : call->n_leading);
     if (buffer == NULL)
@@ -385,7 +426,7 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
     for (int axis = (int)buffer->rank - 1; axis >= 0; axis--) {
         const int64_t size = buffer->dims[axis], own = size == 1 ? 0 : stride;
         const bool leads = axis < call->n_leading;
-        const int letter = leads ? 0 : (unsigned char)d->axes[axis - call->n_leading];
+        const int letter = leads ? 0 : (unsigned char)axes[axis - call->n_leading];
         if (letter == 'W')
             continue; /* both words are one element */
         if (leads && splits) {
@@ -398,7 +439,7 @@ void cattn_xla_view(const struct xla_call *call, int operand, int64_t leading_in
         }
         stride = (int64_t)((uint64_t)stride * (uint64_t)size); /* wraps in an empty buffer only */
     }
-    if (d->fits == EXACTLY && strchr("HD", d->axes[strlen(d->axes) - 1]) != NULL)
+    if (d->fits == EXACTLY && strpbrk(d->axes, "HD") != NULL)
         tensor->col = 1; /* even if there is one column */
     char *data = call->widened[operand] != NULL ? call->widened[operand] : buffer->data;
     tensor->data = data != NULL ? data + offset * (int64_t)element_size(call, d->kind) : (void *)&nothing;

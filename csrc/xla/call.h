@@ -2,48 +2,37 @@
 #ifndef CATTN_XLA_CALL_H
 #define CATTN_XLA_CALL_H
 
-#include "../cattn.h"
+#include "../call/operands.h"
 #include "ffi.h"
 
-/* All operands of both handlers, in their order; those that a call has are the bits of its attribute `present`. The
- * lists of cattn.integrations.jax are the same. Every letter is an axis: B batch entry, T query, S key, N query head,
- * K key-value head, H head_dim, D d_v, X a block of queries, Y a block of keys, W the two 32-bit words of a number.
- * vmap puts more axes before them: the leading axes.
+/* The operands of both handlers: the table of attention, whose order is the one here, and then these. A call has those
+ * that are the bits of its attribute `present`; cattn.integrations.jax reads the names from `_cattn._xla_operands`. The
+ * letters are in call/operands.h. W is the two words of a number. XLA's order of the axes, with the batch and the
+ * tokens in front, is a permutation of the letters (axes_of in call.c). vmap puts more axes before them: the leading
+ * axes.
  *
  * OPERAND(name, axes, kind, fits) */
-#define XLA_ARGUMENTS(OPERAND)                                                                                         \
-    OPERAND(query, "BTNH", STORED, EXACTLY)                                                                            \
-    OPERAND(key, "BSKH", KEYS, EXACTLY)                                                                                \
-    OPERAND(value, "BSKD", VALUES, EXACTLY)                                                                            \
-    OPERAND(bias, "BNTS", COMPUTED, BROADCASTS)                                                                        \
-    OPERAND(mask, "BNTS", BYTES, BROADCASTS)                                                                           \
-    OPERAND(query_offset, "B", INTEGERS, BROADCASTS)                                                                   \
-    OPERAND(query_seq_lengths, "B", INTEGERS, BROADCASTS)                                                              \
-    OPERAND(key_value_seq_lengths, "B", INTEGERS, BROADCASTS)                                                          \
-    OPERAND(key_value_seq_starts, "B", INTEGERS, BROADCASTS)                                                           \
-    OPERAND(alibi_slopes, "BN", COMPUTED, BROADCASTS)                                                                  \
-    OPERAND(sinks, "BN", COMPUTED, BROADCASTS)                                                                         \
-    OPERAND(key_scale, "BSKH", SCALES, BROADCASTS)                                                                     \
-    OPERAND(value_scale, "BSKD", SCALES, BROADCASTS)                                                                   \
-    OPERAND(block_mask, "BNXY", BYTES, BROADCASTS)                                                                     \
+#define XLA_OWN_ARGUMENTS(OPERAND)                                                                                     \
     OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
-    OPERAND(forward_out, "BTND", STORED, EXACTLY)                                                                      \
-    OPERAND(forward_lse, "BTNW", WORDS, EXACTLY)                                                                       \
-    OPERAND(grad_out, "BTND", STORED, EXACTLY)                                                                         \
-    OPERAND(grad_residual, "BTN", WIDENED, EXACTLY)
+    OPERAND(forward_out, "NTD", STORED, EXACTLY)                                                                       \
+    OPERAND(forward_lse, "NTW", WORDS, EXACTLY)                                                                        \
+    OPERAND(grad_out, "NTD", STORED, EXACTLY)                                                                          \
+    OPERAND(grad_residual, "NT", WIDENED, EXACTLY)
+#define XLA_ARGUMENTS(OPERAND) ATTENTION_OPERANDS(OPERAND) XLA_OWN_ARGUMENTS(OPERAND)
 #define XLA_RESULTS(OPERAND)                                                                                           \
-    OPERAND(out, "BTND", STORED, EXACTLY)                                                                              \
-    OPERAND(residual, "BTN", COMPUTED, EXACTLY)                                                                        \
-    OPERAND(lse, "BTNW", WORDS, EXACTLY)                                                                               \
-    OPERAND(grad_query, "BTNH", COMPUTED, EXACTLY)                                                                     \
-    OPERAND(grad_key, "BSKH", COMPUTED, EXACTLY)                                                                       \
-    OPERAND(grad_value, "BSKD", COMPUTED, EXACTLY)                                                                     \
-    OPERAND(grad_bias, "BNTS", COMPUTED, BROADCASTS)                                                                   \
-    OPERAND(grad_sinks, "BN", COMPUTED, EXACTLY)
+    OPERAND(out, "NTD", STORED, EXACTLY)                                                                               \
+    OPERAND(residual, "NT", COMPUTED, EXACTLY)                                                                         \
+    OPERAND(lse, "NTW", WORDS, EXACTLY)                                                                                \
+    OPERAND(grad_query, "NTH", COMPUTED, EXACTLY)                                                                      \
+    OPERAND(grad_key, "KSH", COMPUTED, EXACTLY)                                                                        \
+    OPERAND(grad_value, "KSD", COMPUTED, EXACTLY)                                                                      \
+    OPERAND(grad_bias, "NTS", COMPUTED, BROADCASTS)                                                                    \
+    OPERAND(grad_sinks, "N", COMPUTED, EXACTLY)
 
-#define XLA_INDEX(name, axes, kind, fits) XLA_##name,
+#define XLA_INDEX(name, ...) XLA_##name,
 enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };
 enum { XLA_BEFORE_RESULTS = XLA_N_ARGUMENTS - 1, XLA_RESULTS(XLA_INDEX) XLA_N_OPERANDS };
+extern const char *const cattn_xla_operands[XLA_N_OPERANDS];
 
 /* The attributes of both handlers, in the order of their names: real numbers and integers. They are known when the
  * program is compiled; all else is an operand. */
@@ -67,7 +56,7 @@ struct xla_call {
     const struct xla_frame *frame;
     struct xla_options options;
     const struct xla_buffer *operands[XLA_N_OPERANDS]; /* NULL: this call does not have it */
-    void *widened[XLA_N_OPERANDS];                     /* owned: INTEGERS as int64, WIDENED as double */
+    void *widened[XLA_N_OPERANDS];                     /* owned: numbers of batch entries as int64, WIDENED as double */
     int n_leading;
     const int64_t *leading; /* the leading axes of the results */
     enum cattn_dtype dtype;

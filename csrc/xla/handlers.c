@@ -13,10 +13,8 @@
 
 #define BIT(operand) ((uint64_t)1 << XLA_##operand)
 #define INPUTS (BIT(query) | BIT(key) | BIT(value))
-#define OPTIONAL_INPUTS                                                                                                \
-    (BIT(bias) | BIT(mask) | BIT(query_offset) | BIT(query_seq_lengths) | BIT(key_value_seq_lengths) |                 \
-     BIT(key_value_seq_starts) | BIT(alibi_slopes) | BIT(sinks) | BIT(key_scale) | BIT(value_scale) |                  \
-     BIT(block_mask) | BIT(dropout_seed))
+#define BIT_IN_XLA(name, axes, kind, fits, calls, view) | ((calls) & IN_XLA ? BIT(name) : 0)
+#define ALL_INPUTS (BIT(dropout_seed) ATTENTION_OPERANDS(BIT_IN_XLA))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
@@ -63,30 +61,13 @@ static void fill_batch(const struct xla_call *call, bool splits, struct cattn_at
 
 /* The tensors that both passes have. With a dropout, this is the part of the call at `index`. */
 static void fill_tensors(const struct xla_call *call, int64_t index, struct cattn_attention_params *params) {
-    const struct {
-        int operand;
-        struct cattn_tensor *tensor;
-    } views[] = {{XLA_query, &params->query},
-                 {XLA_key, &params->key},
-                 {XLA_value, &params->value},
-                 {XLA_bias, &params->bias[0]},
-                 {XLA_mask, &params->attn_mask},
-                 {XLA_query_offset, &params->ranges.offsets},
-                 {XLA_query_seq_lengths, &params->ranges.query_lengths},
-                 {XLA_key_value_seq_lengths, &params->ranges.key_lengths},
-                 {XLA_key_value_seq_starts, &params->ranges.first_keys},
-                 {XLA_alibi_slopes, &params->slopes},
-                 {XLA_sinks, &params->sinks},
-                 {XLA_key_scale, &params->key_scale},
-                 {XLA_value_scale, &params->value_scale},
-                 {XLA_block_mask, &params->block_mask},
-                 {XLA_forward_out, &params->out},
-                 {XLA_out, &params->out},
-                 {XLA_residual, &params->lse},
-                 {XLA_forward_lse, &params->lse},
-                 {XLA_lse, &params->lse}}; /* after the residual, which is then made of it */
-    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        cattn_xla_view(call, views[i].operand, index, views[i].tensor);
+    for (int i = 0; i < N_ATTENTION_OPERANDS; i++)
+        cattn_xla_view(call, i, index, cattn_operand_view(params, i));
+    cattn_xla_view(call, XLA_forward_out, index, &params->out);
+    cattn_xla_view(call, XLA_out, index, &params->out);
+    cattn_xla_view(call, XLA_residual, index, &params->lse);
+    cattn_xla_view(call, XLA_forward_lse, index, &params->lse);
+    cattn_xla_view(call, XLA_lse, index, &params->lse); /* after the residual, which is then made of it */
     params->n_bias = call->operands[XLA_bias] != NULL;
     if (params->dropout.enabled) {
         struct cattn_tensor seed;
@@ -169,8 +150,7 @@ struct xla_error *cattn_xla_forward(struct xla_frame *frame) {
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
-    struct xla_error *error =
-        cattn_xla_parse(&call, frame, FORWARD, FORWARD | OPTIONAL_INPUTS | BIT(residual) | BIT(lse));
+    struct xla_error *error = cattn_xla_parse(&call, frame, FORWARD, FORWARD | ALL_INPUTS | BIT(residual) | BIT(lse));
     if (error == NULL)
         error = run(&call, &params, compute_forward);
     if (error == NULL && call.operands[XLA_residual] != NULL && call.operands[XLA_lse] != NULL)
@@ -224,7 +204,7 @@ struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
     struct xla_error *error = cattn_xla_parse(
-        &call, frame, BACKWARD, BACKWARD | OPTIONAL_INPUTS | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
+        &call, frame, BACKWARD, BACKWARD | ALL_INPUTS | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)

@@ -41,7 +41,7 @@ struct array make_quantized(struct input *in, enum element element, int n_axes, 
 /* Numbers that may be scales, of F32. */
 struct array make_scales(struct input *in, int n_axes, const int64_t *dims, unsigned broadcast, struct noise *noise,
                          enum content content);
-/* Returns a contiguous F32 array of the numbers that quantized elements stand for. */
+/* Returns a contiguous F32 array of the values of quantized elements. */
 struct array dequantized(const struct array *array, const struct array *scale);
 struct array make_output(struct input *in, enum element element, int n_axes, const int64_t *dims);
 /* Returns a contiguous array of zeros. Axes in `broadcast` have size 1 and stride 0. */

@@ -33,7 +33,7 @@ struct problem {
     bool has_input[N_INPUTS], has_output[N_OUTPUTS], has_gradient[N_GRADIENTS];
     unsigned bias_broadcast; /* axes of the bias that broadcast, if its gradient is computed */
     bool backward, has_grad_lse, is_tame;
-    bool dequantizes; /* in the second call, quantized keys and values are replaced by the numbers they stand for */
+    bool dequantizes; /* in the second call, quantized keys and values are replaced by their values */
     struct cattn_torch_random torch;
 };
 

@@ -44,7 +44,7 @@ def plot_attention(
 ) -> Any:
     """Draw attention weights as heat maps, one panel for each head.
 
-    Weights that are exactly 0, as those of hidden keys are, stay blank, and so do scores of -inf. If no query of a
+    Weights that are exactly 0, as of hidden keys, stay blank, and so do scores of -inf. If no query of a
     panel sees a later key, a stepped line marks the border of the visible keys. A red cross marks NaN and +inf.
 
     Parameters
@@ -204,7 +204,7 @@ def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[s
 
 
 def _axes(ax: Axes | ArrayLike | None, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return one Axes for each head, those of a new figure by default."""
+    """Return one Axes for each head, of a new figure by default."""
     from matplotlib.axes import Axes
 
     heads, seqlen_q, seqlen_k = shape

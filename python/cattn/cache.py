@@ -92,7 +92,7 @@ class KVCache:
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
-    Copies are independent of the original, also those of ``copy.copy``, and a pickle holds only the tokens so far.
+    Copies are independent of the original, also copies by ``copy.copy``, and a pickle holds only the tokens so far.
 
     Examples
     --------

@@ -90,6 +90,26 @@ def test_the_parameters_of_a_door_are_in_its_table_in_c(door: str) -> None:
     assert set(table[len(OPTIONS) :]) == set(DOORS[door].own.split())
 
 
+@pytest.mark.parametrize(
+    ("call", "door"),
+    {
+        "DENSE": "scaled_dot_product_attention", "PACKED": "varlen_attention", "STATISTICS": "attention_statistics",
+        "XLA": "jax",
+    }.items(),
+)  # fmt: skip
+def test_a_kind_of_call_has_the_arrays_that_its_door_takes(call: str, door: str) -> None:
+    given = parameters(door)
+    spelled = DOORS[door].spelled if door in DOORS else {}
+    taken = {name: spelled.get(name, name) in given for name, *_ in _cattn._operands()}
+    assert taken == {name: call in calls for name, *_, calls in _cattn._operands()}
+
+
+def test_the_table_of_options_has_every_argument_of_attention() -> None:
+    rows = [row[0] for row in (*_cattn._operands(), *_cattn._numbers())]
+    assert set(OPTIONS) - set(rows) == {"return_weights", "return_lse", "return_dropout_mask", "out"}
+    assert len(rows) == len(set(rows))
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_a_new_option_of_one_door_only_is_found(door: str) -> None:
     given, new = parameters(door), "score_shift"

@@ -159,15 +159,19 @@ def test_second_derivatives_are_an_error_of_our_own(monkeypatch: pytest.MonkeyPa
 # ---- the foreign functions themselves --------------------------------------------------------------------------------
 def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **changes: Any) -> Any:
     """Call a target with attributes that may be wrong."""
-    bit = {name: 1 << i for i, name in enumerate((*bridge._ARGUMENTS, *bridge._RESULTS))}
     attributes: dict[str, Any] = {
         "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
         "right": np.int64(-1), "lower_right": np.int64(0), "block_size": np.int64(0),
-        "present": np.int64(sum(bit[name] for name in (*operands, *results))),
+        "present": np.int64(sum(bridge._BIT[name] for name in (*operands, *results))),
     }  # fmt: skip
     attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
     call = jax.ffi.ffi_call(f"cattn_attention_{which}", [jax.ShapeDtypeStruct(*x) for x in results.values()])
     return jax.block_until_ready(call(*operands.values(), **attributes))
+
+
+def present(*names: str) -> np.int64:
+    """Return the attribute of a call with query, key, value and these operands."""
+    return np.int64(sum(bridge._BIT[name] for name in ("query", "key", "value", *names)))
 
 
 QKV = {"query": X, "key": X, "value": X}
@@ -184,10 +188,10 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
     "probability": ("forward", QKV, OUT, {"dropout_p": np.float64(2)}, "dropout_p 2 is out of range"),
     "no seed": ("forward", QKV, OUT, {"dropout_p": np.float64(0.5)}, "there is no dropout_seed"),
     "no output": ("forward", QKV, {"residual": ((2, 6, 4), np.float32)}, {},
-                  "present is 0x100007, which lacks operands or has too many"),
+                  f"present is {present('residual'):#x}, which lacks operands or has too many"),
     "an operand of the other pass": ("forward", {**QKV, "grad_out": X}, OUT, {}, "lacks operands or has too many"),
-    "fewer arguments": ("forward", QKV, OUT, {"present": np.int64(0x8000F)}, "there is no buffer for bias"),
-    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": np.int64(0x80007)},
+    "fewer arguments": ("forward", QKV, OUT, {"present": present("bias", "out")}, "there is no buffer for bias"),
+    "more arguments": ("forward", {**QKV, "bias": X}, OUT, {"present": present("out")},
                        "3 arguments expected, got 4"),
     "dimensions": ("forward", {**QKV, "key": X[0]}, OUT, {}, "key has 3 dimensions, wanted 4"),
     "integers": ("forward", {**QKV, "query": X.astype(np.int32)}, OUT, {}, "query has element type 4"),

@@ -118,7 +118,7 @@ def without(call: Call, *names: str) -> Call:
 
 
 def dequantized(call: Call) -> Call:
-    """Return the call on the numbers that its arrays stand for: halves as float32."""
+    """Return the call on the numbers of its arrays: halves as float32."""
     found = without(call, *SCALES)
     for name in ("query", "key", "value", "grad_out", "out"):
         a = found.get(name)

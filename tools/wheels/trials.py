@@ -1,9 +1,9 @@
 """Runs what this machine can run of a wheel.
 
 bits.c: tests/core/bits.c, linked to the wheel's own objects, on every target with an emulator here (QEMU for AArch64,
-wine for Windows). Its lines must be those of GCC's scalar table. Tests: the installed wheel, with the walk of `python
--m cattn` and a part of the tests, in fresh environments with the oldest and the newest NumPy; for AArch64 with Debian's
-Python under QEMU.
+wine for Windows). Its lines must be the lines of GCC's scalar table. Tests: the installed wheel, with the walk of
+`python -m cattn` and a part of the tests, in fresh environments with the oldest and the newest NumPy; for AArch64 with
+Debian's Python under QEMU.
 """
 
 import functools

@@ -37,7 +37,7 @@ Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
   cattn attend qkv.npz -o out.npy --causal --window 255 0 --lengths 512,300
 
-Shapes are those of cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
+Shapes are as in cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
 dimensions on with heads on axis -3. Results are written to a temporary file next to the target and renamed when they
 are complete: an existing file is replaced then, and an interrupted run changes nothing. An input file is replaced only
 with --force."""
@@ -247,7 +247,7 @@ class _Job:
         return [self._convert(x, n, dtype) for n, x in (("query", query), ("key", key), ("value", value))]
 
     def _convert(self, array: Array, name: str, dtype: np.dtype[Any]) -> Array:
-        """Convert once, not in every slice. Quantized arrays, and those of the right dtype, are not copied."""
+        """Convert once, not in every slice. Quantized arrays, and arrays of the right dtype, are not copied."""
         if f"{name}_scale" not in self.scales:
             return np.asarray(array, dtype)
         scale = as_scale(self.scales[f"{name}_scale"], f"{name}_scale", "f")

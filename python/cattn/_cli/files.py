@@ -112,7 +112,7 @@ def _kind(file: Path) -> str:
         with open(file, "rb") as stream:
             start = stream.read(9)
     except OSError as error:
-        # the text of the C library, since that of Windows is in the user's language
+        # the text of the C library, since Windows writes in the user's language
         raise InputError(f"{file}: {os.strerror(error.errno) if error.errno else error}") from error
     if start.startswith(b"\x93NUMPY"):
         return ".npy"

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The names of other libraries (PyTorch, JAX, Keras and TensorFlow, onnxruntime, FlashAttention, Hugging Face) for each
-# parameter of cattn. A name may stand for several parameters: the first that a function has is suggested.
+# parameter of cattn. A name may mean several parameters: the first that a function has is suggested.
 _OTHERS = {
     "query": "q queries query_states",
     "key": "k keys key_states",

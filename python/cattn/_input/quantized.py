@@ -58,7 +58,7 @@ def refuse_scale(scale: Array, name: str) -> None:
 @in_default_mode
 @_quiet
 def multiply(array: Array, scale: Array) -> NDArray[np.float32]:
-    """Return the numbers that a quantized array stands for, each rounded once."""
+    """Return the numbers of a quantized array, each rounded once."""
     return np.asarray(array.astype(np.float32) * scale)
 
 

@@ -36,7 +36,7 @@ def as_positions(obj: Any, name: str) -> Array:
     return result
 
 
-# The order is that of enum cattn_rope_type. The keys of each type: those that it needs, and those that it may have.
+# The order is the order of enum cattn_rope_type. The keys of each type: required ones and optional ones.
 _TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),

@@ -133,8 +133,8 @@ class AttentionStatistics(NamedTuple):
     sink_weight : ndarray, shape (..., H, T_q), or None
         The share of the softmax that the sink takes; 0 without sinks.
     distance : ndarray, shape (..., H, T_q), or None
-        Sum over the keys of ``w * abs(p - j)``, with p the position of the query and j that of the key: how far the
-        head looks, in tokens.
+        Sum over the keys of ``w * abs(p - j)``, with p and j the positions of query and key: how far the head looks,
+        in tokens.
     top_keys : ndarray of int64, shape (..., H, T_q, top_k), or None
         The keys with the largest scores, in descending order; of equal scores the lower key first. -1 where the query
         sees fewer keys with a score above -inf.

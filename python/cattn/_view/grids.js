@@ -17,7 +17,7 @@ class Grid {
     return this.data[this.start + row * this.columns + Math.floor((k - this.k0) / this.block)];
   }
 
-  // The rectangle's numbers minus those of another head at the same place.
+  // The rectangle's numbers minus the numbers of another head at the same place.
   minus(other) {
     const length = this.columns * Math.ceil((this.q1 - this.q0) / this.block);
     const data = new Float64Array(length);

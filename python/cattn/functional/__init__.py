@@ -1,4 +1,4 @@
-"""The functions on arrays, gathered: those of `cattn`, and those of the layers around attention, which are here only.
+"""The functions on arrays, gathered: the functions of `cattn`, and the layers around attention, which are here only.
 
 >>> from cattn.functional import gelu, layer_norm
 >>> gelu(layer_norm([1.0, 2.0, 4.0])).round(3)

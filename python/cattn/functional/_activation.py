@@ -83,7 +83,7 @@ def gelu_backward(  # type: ignore[empty-body]
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the gradient of x, given that of the result of `gelu`.
+    """Return the gradient of x, given the gradient of the result of `gelu`.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def silu_backward(  # type: ignore[empty-body]
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Return the gradient of x, given that of the result of `silu`.
+    """Return the gradient of x, given the gradient of the result of `silu`.
 
     Parameters
     ----------

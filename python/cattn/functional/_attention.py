@@ -166,8 +166,8 @@ def scaled_dot_product_attention(
            [0.75, 0.75]])
 
     Most calls need query, key, value, and is_causal or attn_mask; ``return_weights=True`` adds the weights. Up to
-    `enable_gqa` the signature is that of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of scores is
-    never held as a whole.
+    `enable_gqa` the signature is the one of ``torch.nn.functional.scaled_dot_product_attention``. The matrix of scores
+    is never held as a whole.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def scaled_dot_product_attention(
         One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
         rows of weights sum to less than 1.
     key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value: int8, or float8_e4m3fn (of ``ml_dtypes``). An element then stands for
+        Scales of a quantized key or value: int8, or float8_e4m3fn (of ``ml_dtypes``). An element then means
         ``array.astype(np.float32) * scale``, rounded once. The result has the bits of a call with the array of these
         products, which is not made. Positive, converted to float32; they broadcast to the shape of key or value:
         (..., T_k, 1) is a scale for each token, (..., 1, head_dim) one for each channel. See `quantize` and `KVCache`.
@@ -310,9 +310,9 @@ def scaled_dot_product_attention(
     A key that a query may not see cannot change one bit of its result, whatever key, value and bias hold there. The
     result of a row has the same bits for every number of threads, batch, stride and instruction set with FMA.
 
-    The sums are those of online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Dropout compares the bits of
-    Philox4x32-10 (Salmon et al., 2011), counted by batch, head, query position and key. softcap is that of Gemma 2
-    (2024), alibi_slopes those of Press et al. (2022), sinks those of GPT-OSS (2025).
+    The sums follow online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). Dropout compares the bits of
+    Philox4x32-10 (Salmon et al., 2011), counted by batch, head, query position and key. softcap comes from Gemma 2
+    (2024), alibi_slopes from Press et al. (2022), sinks from GPT-OSS (2025).
 
     Examples
     --------
@@ -478,7 +478,7 @@ def causal_attention(
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument are those of `scaled_dot_product_attention`.
+        This and every other argument are the same as in `scaled_dot_product_attention`.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
@@ -599,7 +599,7 @@ def attention_weights(  # type: ignore[empty-body]
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument but stage are those of `scaled_dot_product_attention`.
+        This and every other argument but stage are the same as in `scaled_dot_product_attention`.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     attn_mask : array_like, optional

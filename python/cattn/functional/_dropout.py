@@ -99,7 +99,7 @@ def dropout(  # type: ignore[empty-body]
 
     Notes
     -----
-    Random bits are those of Philox4x32-10 (Salmon et al., 2011) with the seed as key and a counter made of the
+    Random bits come from Philox4x32-10 (Salmon et al., 2011) with the seed as key and a counter made of the
     element's index in C order, so they depend neither on strides nor on threads. A `TorchGenerator` gives its bits in
     C order too, one after the other and on one thread. PyTorch draws in memory order if a tensor is not contiguous; its
     dropped elements are x * 0: -0 for negative x, NaN for infinite x.

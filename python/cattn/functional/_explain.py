@@ -107,7 +107,7 @@ def explain(  # type: ignore[empty-body]
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument are those of `scaled_dot_product_attention`; those that do not change the
+        This and every other argument are the same as in `scaled_dot_product_attention`; those that do not change the
         plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and returned
         weights of float16 or bfloat16.
     key : array_like, shape (..., T_k, head_dim)

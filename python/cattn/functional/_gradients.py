@@ -17,7 +17,7 @@ __all__ = ["attention_backward"]
 @in_default_mode
 @np.errstate(all="ignore")
 def sum_gradients(gradients: list[Any], shapes: list[tuple[int, ...]], dtype: np.dtype[Any]) -> AttentionGradients:
-    """Return each gradient in the shape of its argument; those of query, key and value in dtype."""
+    """Return each gradient in the shape of its argument; the gradients of query, key and value in dtype."""
     pairs = zip(gradients, shapes, strict=True)
     sums: list[Any] = [None if gradient is None else _sum_to(gradient, shape) for gradient, shape in pairs]
     return AttentionGradients(*(total.astype(dtype, copy=False) for total in sums[:3]), *sums[3:])
@@ -65,7 +65,7 @@ def attention_backward(  # type: ignore[empty-body]
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
 ) -> AttentionGradients:
-    r"""Return the gradients of attention's inputs, given those of its output and, optionally, of its log-sum-exp.
+    r"""Return the gradients of attention's inputs, given the gradients of its output and, if wanted, log-sum-exp.
 
     The weights are computed again, block by block, from query, key and the log-sum-exp of the forward pass; their
     matrix is never held as a whole.
@@ -75,7 +75,7 @@ def attention_backward(  # type: ignore[empty-body]
     grad_out : array_like, shape (..., T_q, d_v)
         Gradient of the output.
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument of `scaled_dot_product_attention` must be that of the forward pass.
+        This and every other argument of `scaled_dot_product_attention` must be the same as in the forward pass.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     value : array_like, shape (..., T_k, d_v)
@@ -97,7 +97,7 @@ def attention_backward(  # type: ignore[empty-body]
     -------
     AttentionGradients
         Gradients of query, key, value, bias and sinks, each in the shape of its argument: summed over broadcast
-        axes, and for key-value heads over their group. The dtype is that of the output; for halves, bias and sinks
+        axes, and for key-value heads over their group. The dtype is the dtype of the output; for halves, bias and sinks
         have float32. `bias` is the gradient of the argument bias if that was given, else of a float attn_mask.
 
     Other Parameters
@@ -122,13 +122,13 @@ def attention_backward(  # type: ignore[empty-body]
         One number for each query head: the slope of ALiBi, and one extra logit.
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value; see `scaled_dot_product_attention`. The gradients of key and value are then
-        those of the numbers that they stand for, in float32.
+        the gradients of their values, in float32.
     block_mask : array_like of bool, optional
         Which blocks of queries and keys are visible.
     block_size : int, optional
         Number of queries and of keys of a block.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
-        The keys that each query saw, -1 for none. The gradients of a list's keys are added to those of key and value.
+        The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.
@@ -143,7 +143,7 @@ def attention_backward(  # type: ignore[empty-body]
     ------
     TypeError, ValueError
         As for `scaled_dot_product_attention`; also if grad_out, grad_lse, out or lse has another shape than in the
-        forward pass, if rng cannot repeat the draws of dropout, or if out and lse are not those of the other arguments,
+        forward pass, if rng cannot repeat the draws of dropout, or if out and lse do not belong to the other arguments,
         because an option of the forward pass is missing.
 
     See Also
@@ -172,12 +172,12 @@ def attention_backward(  # type: ignore[empty-body]
     bits for every number of threads and instruction set with FMA.
 
     Unless they are merged, out and lse are checked as the gradients are computed: in each row the weights computed from
-    the lse must sum to 1, with that of a sink, and :math:`w_{ij} \, g_i \cdot v_j` to :math:`g_i \cdot \text{out}_i`.
-    So a forgotten option is an error. What other software has rounded to bfloat16 passes: the logarithm of the sum may
-    be off by :math:`2^{-7} (1 + |\text{lse}| + \log T_k)`, and the second sum by as large a part of its terms. So
-    small changes pass, too, and a forgotten dropout_p shows in rows that see few keys.
+    the lse must sum to 1, with the weight of a sink, and :math:`w_{ij} \, g_i \cdot v_j` to :math:`g_i \cdot
+    \text{out}_i`. So a forgotten option is an error. What other software has rounded to bfloat16 passes: the logarithm
+    of the sum may be off by :math:`2^{-7} (1 + |\text{lse}| + \log T_k)`, and the second sum by as large a part of its
+    terms. So small changes pass, too, and a forgotten dropout_p shows in rows that see few keys.
 
-    The method is that of FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
+    The method is from FlashAttention-2 (Dao, 2023): one pass of five products for each pair of blocks, with weights
     computed from the log-sum-exp and ``sum(grad_out * out)`` for the sum over a row.
 
     Examples

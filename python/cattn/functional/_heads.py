@@ -50,13 +50,13 @@ def head_scores(weights: ArrayLike | AttentionStatistics, token_ids: ArrayLike) 
         Attention weights of tokens to themselves or earlier tokens, as `attention_weights` gives them; or statistics
         with top keys (``top_k=8``, say), which need no matrix: the weights of other keys count as 0.
     token_ids : array_like of int, shape (T_k,) or (..., T_k)
-        The tokens. Leading axes are those of the weights before the heads. The queries are the last T_q of them.
+        The tokens. Leading axes are the axes of the weights before the heads. The queries are the last T_q of them.
 
     Returns
     -------
     HeadScores
         Means over the queries that have such a key: a token before, an earlier place of the same token, a token after
-        such a place. Queries without weights, as those of padding, do not count. NaN where none is left.
+        such a place. Queries without weights, as of padding, do not count. NaN where none is left.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def head_scores(weights: ArrayLike | AttentionStatistics, token_ids: ArrayLike) 
 
     Notes
     -----
-    The three patterns are those of Elhage et al. (2021) and Olsson et al. (2022). An induction head completes
+    The three patterns are from Elhage et al. (2021) and Olsson et al. (2022). An induction head completes
     "A B ... A" by looking at B. To find such heads, take random tokens and repeat them once.
 
     Examples
@@ -112,7 +112,7 @@ def _scores_of_top(statistics: AttentionStatistics, ids: NDArray[Any]) -> HeadSc
 
 
 def _scores(keys: NDArray[np.int64], weights: NDArray[Any], token_ids: NDArray[Any]) -> HeadScores:
-    """Return the scores, given the keys and weights of each query, (..., H, T_q, n). Key -1 stands for none."""
+    """Return the scores, given the keys and weights of each query, (..., H, T_q, n). Key index -1 means no key."""
     *lead, T_q, n = keys.shape
     T_k = token_ids.shape[-1]
     of_tokens = (*token_ids.shape[:-1], *(() if token_ids.ndim == 1 else (1,)), T_k)
@@ -204,7 +204,7 @@ def attention_rollout(weights: ArrayLike, *, residual: float = 0.5) -> NDArray[A
     -------
     ndarray, shape (..., T, T)
         The product of the layers' matrices, the last one first: each is the mean over the heads, mixed with the
-        identity, and its rows are normalised. Rows sum to 1. The dtype is that of the computation.
+        identity, and its rows are normalised. Rows sum to 1. The dtype is the dtype of the computation.
 
     Raises
     ------
@@ -217,7 +217,7 @@ def attention_rollout(weights: ArrayLike, *, residual: float = 0.5) -> NDArray[A
 
     Notes
     -----
-    The method is that of Abnar and Zuidema (2020). Its matrices are T x T, so memory bounds T.
+    The method is from Abnar and Zuidema (2020). Its matrices are T x T, so memory bounds T.
 
     Examples
     --------

@@ -113,7 +113,7 @@ def linear_backward(
 def linear_backward(
     grad_out: ArrayLike, x: ArrayLike | None, weight: ArrayLike | None, *, weight_scale: ArrayLike | None = None
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any]]:
-    r"""Return the gradients of the arguments of `linear`, given that of its result.
+    r"""Return the gradients of the arguments of `linear`, given the gradient of its result.
 
     Parameters
     ----------

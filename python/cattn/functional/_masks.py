@@ -287,7 +287,7 @@ def _first_queries(
 
 
 def _batch_dims(mask_batch_dims: tuple[int, ...], **batches: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the batch dimensions of the scores, given those of the mask, which may end with heads."""
+    """Return the batch dimensions of the scores, given the batch dimensions of the mask, which may end with heads."""
     try:
         batch = broadcast_shapes(*batches.values())
         n = len(mask_batch_dims) - 1 if len(mask_batch_dims) > max(len(batch), 1) else len(mask_batch_dims)

@@ -38,7 +38,7 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
     out : ndarray, shape (..., T_q, d_v)
         The output over all parts, equal to rounding, in the dtype that outs and lses share (halves stay halves). A part
         in which a query saw no key (lse -inf) changes no bit of its result. If all parts have lse -inf, the output is
-        NaN where that of a part is, which then saw keys with scores of -inf, and else 0: as in one call.
+        NaN where a part has NaN, which then saw keys with scores of -inf, and else 0: as in one call.
     lse : ndarray, shape (..., T_q)
         The log-sum-exp over all parts.
 

@@ -87,7 +87,7 @@ def rms_norm(  # type: ignore[empty-body]
 def rms_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    r"""Return the gradients of the arguments of `rms_norm`, given that of its result.
+    r"""Return the gradients of the arguments of `rms_norm`, given the gradient of its result.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def layer_norm(  # type: ignore[empty-body]
 def layer_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any]]:
-    r"""Return the gradients of the arguments of `layer_norm`, given that of its result.
+    r"""Return the gradients of the arguments of `layer_norm`, given the gradient of its result.
 
     Parameters
     ----------

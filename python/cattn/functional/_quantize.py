@@ -41,7 +41,7 @@ def quantized(obj: object, name: str, axis: Any, dtype: np.dtype[Any]) -> tuple[
         wrong = np.argwhere(~(np.abs(x) <= most))[0]
         place = f" at {tuple(wrong.tolist())}" if x.ndim else ""
         raise ValueError(f"{name} must be finite and at most {most:.3g} to be quantized, got {x[tuple(wrong)]}{place}")
-    # The scale is that of the largest number in float32, so that dequantized numbers get the same scale again.
+    # The scale belongs to the largest number in float32, so that dequantized numbers get the same scale again.
     scale = np.asarray(absmax.astype(np.float32) / np.float32(limit))  # arithmetic on shape () gives a scalar
     if not np.minimum.reduce(scale, None, initial=1) >= LEAST_SCALE:
         zero = absmax <= negligible * LEAST_SCALE
@@ -134,7 +134,7 @@ def quantize(
 
 @in_default_mode
 def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
-    """Return ``x.astype(np.float32) * scale``: the numbers that a quantized array stands for.
+    """Return ``x.astype(np.float32) * scale``: the numbers of a quantized array.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ def rope(  # type: ignore[empty-body]
         Changes the frequencies for longer contexts: the ``rope_scaling`` or ``rope_parameters`` of a model's config in
         transformers, with a ``rope_type`` (or ``type``) of "default", "linear", "dynamic", "yarn" or "llama3".
     inverse : bool
-        Rotate by the negative angles: the gradient of x, given that of the result.
+        Rotate by the negative angles: the gradient of x, given the gradient of the result.
     out : ndarray, optional
         Takes the result: shape and dtype of x, any strides. It may be x itself.
 
@@ -84,7 +84,7 @@ def rope(  # type: ignore[empty-body]
     in NumPy from these, and is the same on every machine. transformers computes angles in float32: its error grows with
     the position and reaches 1e-3 at 16384.
 
-    The scalings "linear" (Chen et al., 2023), "dynamic", "yarn" (Peng et al., 2023) and "llama3" are those of
+    The scalings "linear" (Chen et al., 2023), "dynamic", "yarn" (Peng et al., 2023) and "llama3" follow
     transformers 5. "dynamic" needs ``original_max_position_embeddings``, which transformers takes from the config, and
     takes the largest position of the call for the length. "yarn" multiplies every sine and cosine by its attention
     factor: the gradient is that too, so with ``inverse=True`` they are multiplied by the factor, not divided. Without

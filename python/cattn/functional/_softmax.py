@@ -83,7 +83,7 @@ def softmax(  # type: ignore[empty-body]
 
 
 def normalize_axes(axis: Any, ndim: int, name: str) -> tuple[int, ...]:
-    """Return axis as sorted, non-negative, distinct ints. name is that of the array in errors."""
+    """Return axis as sorted, non-negative, distinct ints. name is the array's name in errors."""
     if axis is None:
         return tuple(range(ndim))
     given = axis if isinstance(axis, tuple) else (axis,)

@@ -54,7 +54,7 @@ def attention_statistics(  # type: ignore[empty-body]
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument but the next three keywords are those of `attention_weights`.
+        This and every other argument but the next three keywords are the same as in `attention_weights`.
     key : array_like, shape (..., T_k, head_dim)
         Keys.
     attn_mask : array_like, optional
@@ -133,7 +133,7 @@ def attention_statistics(  # type: ignore[empty-body]
 
     The scores are computed twice: once for the log-sum-exp, and once for the weights, as `attention_backward` computes
     them from it. The results have the same bits for every number of threads and instruction set with FMA. Weights can
-    differ from those of `attention_weights` in the last digit, as they are not divided by a sum.
+    differ from `attention_weights` in the last digit, as they are not divided by a sum.
 
     ``received`` is what H2O (Zhang et al., 2023) accumulates to choose the keys of a cache; with an observation_window
     it is the vote of SnapKV (Li et al., 2024). ``max_score`` is what QK-clip (Kimi K2, 2025) watches, and a ``lse`` or
@@ -183,7 +183,7 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     Parameters
     ----------
     query : array_like, shape (total_q, H, head_dim)
-        This and every other argument but the next three keywords are those of `varlen_attention`.
+        This and every other argument but the next three keywords are the same as in `varlen_attention`.
     key : array_like, shape (total_k, H_kv, head_dim)
         The keys.
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
@@ -192,7 +192,7 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     Returns
     -------
     AttentionStatistics
-        Statistics of queries have the shape (H, total_q), those of keys (H, total_k), top keys and their weights
+        Statistics of queries have the shape (H, total_q), statistics of keys (H, total_k), top keys and their weights
         (H, total_q, top_k). Positions and keys count from the start of their sequence.
 
     Other Parameters

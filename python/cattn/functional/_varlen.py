@@ -163,7 +163,7 @@ def varlen_attention(
 
     Notes
     -----
-    Names and layout are those of flash-attention (Dao et al., 2022).
+    Names and layout follow flash-attention (Dao et al., 2022).
 
     Examples
     --------
@@ -203,7 +203,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
 ) -> AttentionGradients:
-    """Return the gradients of `varlen_attention`, given those of its output and, optionally, of its log-sum-exp.
+    """Return the gradients of `varlen_attention`, given the gradients of its output and, if wanted, log-sum-exp.
 
     Sequence b gets the bits that `attention_backward` gives batch entry b of a padded call with lengths.
 
@@ -212,7 +212,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     grad_out : array_like, shape (total_q, H, d_v)
         Gradient of the output.
     query : array_like, shape (total_q, H, head_dim)
-        This and every other argument of `varlen_attention` must be that of the forward pass.
+        This and every other argument of `varlen_attention` must be the same as in the forward pass.
     key : array_like, shape (total_k, H_kv, head_dim)
         The keys.
     value : array_like, shape (total_k, H_kv, d_v)

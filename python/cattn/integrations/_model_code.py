@@ -72,7 +72,7 @@ def asks_the_interface(layer: type) -> bool:
 
 @functools.cache
 def _find_model(config: type) -> Any:
-    """Return the class of a model without a head, by that of its configuration."""
+    """Return the class of a model without a head, by the class of its configuration."""
     from transformers import MODEL_MAPPING
 
     found = MODEL_MAPPING.get(config, None)

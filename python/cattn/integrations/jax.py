@@ -26,14 +26,9 @@ from ._jax_static import check_static, read_seed, read_window, refuse_derivative
 
 __all__ = ["dot_product_attention"]
 
-# The operands of the foreign functions, in their order: csrc/xla/call.h has the same lists, with the axes of each. The
-# attribute `present` says by its bits which of them a call has.
-_ARGUMENTS = (
-    "query", "key", "value", "bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-    "key_value_seq_starts", "alibi_slopes", "sinks", "key_scale", "value_scale", "block_mask", "dropout_seed",
-    "forward_out", "forward_lse", "grad_out", "grad_residual",
-)  # fmt: skip
-_RESULTS = ("out", "residual", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks")
+# The operands of the foreign functions, in the order of csrc/xla/call.h. The attribute `present` says by its bits which
+# of them a call has.
+_ARGUMENTS, _RESULTS = _cattn._xla_operands()
 _BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
 
 _FLOATS = (np.float16, jnp.bfloat16, np.float32, np.float64)
@@ -108,7 +103,7 @@ def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arr
     operands = dict(zip(names, map(np.asarray, arrays), strict=True))
     n_leading = operands["query"].ndim - 4
     leading = np.broadcast_shapes(*(array.shape[:n_leading] for array in operands.values()))
-    # Gradients have the leading axes of the call, not those of an argument that all entries share.
+    # Gradients have the leading axes of the call, not of an argument that all entries share.
     for name, array in operands.items():
         operands[name] = np.broadcast_to(array, leading + array.shape[n_leading:])
     results = {name: np.empty(leading + shape.shape, shape.dtype) for name, shape in shapes.items()}
@@ -134,7 +129,7 @@ def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
         **counts,
         **scales,
         **numbers,
-        "attn_mask": operands.get("mask"),
+        "attn_mask": operands.get("attn_mask"),
         "block_mask": operands.get("block_mask"),
         "block_size": options.block_size or None,
         "is_causal": "lower_right" if options.lower_right else False,
@@ -364,6 +359,7 @@ def _read_inputs(query: Any, key: Any, value: Any, key_scale: Any = None, value_
 
 def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
     """Return mask or bias with four axes."""
+    name = "mask" if name == "attn_mask" else name
     array = _as_array(obj, name)
     batch, seqlen_q, heads = inputs["query"].shape[:3]
     full = (batch, heads, seqlen_q, inputs["key"].shape[1])
@@ -399,9 +395,9 @@ def _read_blocks(obj: Any, size: int, inputs: _Arrays) -> Any:
     return array.reshape(shape)
 
 
-def _read_integers(obj: Any, name: str, batch: int) -> Any:
+def _read_integers(obj: Any, name: str, inputs: _Arrays) -> Any:
     """Return a number for each batch entry, or one for all, as int32."""
-    array = _as_array(obj, name)
+    array, batch = _as_array(obj, name), inputs["query"].shape[0]
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     if array.shape not in ((), (1,), (batch,)):
@@ -421,6 +417,13 @@ def _read_heads(obj: Any, name: str, inputs: _Arrays) -> Any:
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} must be numbers, got {array.dtype}")
     return array.reshape(-1, heads).astype(_compute_dtype(inputs["query"].dtype))
+
+
+# What reads an array of a kind of csrc/call/operands.h.
+_READERS = {
+    "MASK": _read_scores, "COMPUTED": _read_scores, "OFFSETS": _read_integers, "QUERY_COUNTS": _read_integers,
+    "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads,
+}  # fmt: skip
 
 
 def _read_options(
@@ -573,26 +576,18 @@ def dot_product_attention(
     (1, 3, 1, 3)
     """
     operands = _read_inputs(query, key, value, key_scale, value_scale)
-    batch = operands["query"].shape[0]
     options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual,
                             block_mask is not None, block_size)  # fmt: skip
     if options.lower_right and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
-    for name, scores in (("bias", bias), ("mask", mask)):
-        if scores is not None:
-            operands[name] = _read_scores(scores, name, operands)
-    integers = (
-        ("query_offset", query_offset),
-        ("query_seq_lengths", query_seq_lengths),
-        ("key_value_seq_lengths", key_value_seq_lengths),
-        ("key_value_seq_starts", key_value_seq_starts),
-    )
-    for name, numbers in integers:
-        if numbers is not None:
-            operands[name] = _read_integers(numbers, name, batch)
-    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if numbers is not None:
-            operands[name] = _read_heads(numbers, name, operands)
+    given: dict[str, Any] = {
+        "attn_mask": mask, "bias": bias, "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
+        "alibi_slopes": alibi_slopes, "sinks": sinks,
+    }  # fmt: skip
+    for name, _, kind, _, _ in _cattn._operands():
+        if given.get(name) is not None:
+            operands[name] = _READERS[kind](given[name], name, operands)
     if block_mask is not None:
         operands["block_mask"] = _read_blocks(block_mask, options.block_size, operands)
     if options.dropout_p > 0:

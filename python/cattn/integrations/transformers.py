@@ -73,7 +73,7 @@ class _Range(_Unknown):
 
 
 class _Position(_Unknown):
-    """The number keys * key + queries * query + constant, for the position of a key and that of a query.
+    """The number keys * key + queries * query + constant, for the positions of a key and a query.
 
     Mask functions are called with tensors of positions. With these in the place of tensors they tell their structure.
     """
@@ -292,7 +292,7 @@ def _make_mask(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> AttentionMask | Tensor:
-    """Describe the mask of a layer; the arguments are those of transformers' ``sdpa_mask``."""
+    """Describe the mask of a layer; it has the arguments of transformers' ``sdpa_mask``."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if isinstance(attention_mask, AttentionMask):  # generate() makes the masks before it calls the model
@@ -395,7 +395,7 @@ def _join(attn_mask: Tensor | None, visible: Tensor) -> Tensor:
 def _find_selected(module: Any, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the keys that an indexer chose for each query, as a mask (B, 1 or H, T_q, T_k).
 
-    Indices are those of keys, of shape (B, T_q, n), or those of blocks of keys, of shape (B, H_i, T_q, n). Negative
+    Indices are of keys, of shape (B, T_q, n), or of blocks of keys, of shape (B, H_i, T_q, n). Negative
     ones choose nothing.
     """
     if indices.ndim == 3:
@@ -472,7 +472,7 @@ def _attend(
     max_length_k: Any = None,
     **options: Any,
 ) -> Result:
-    """Compute the attention of a layer; the signature is that of transformers' attention functions."""
+    """Compute the attention of a layer; it has the signature of transformers' attention functions."""
     _refuse_unknown(module, options)
     call, attn_mask = _read_mask(module, attention_mask, query, key, is_causal, sliding_window)
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
@@ -523,7 +523,7 @@ def register(name: str = "cattn") -> None:
     ImportError
         The package transformers is not installed.
     ValueError
-        The name contains that of one of transformers' own implementations, which it treats in a way of its own.
+        The name contains the name of one of transformers' own implementations, which it treats in a way of its own.
 
     Notes
     -----

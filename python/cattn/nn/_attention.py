@@ -53,7 +53,7 @@ class _Pass(NamedTuple):
     dropouts: list[_HeadDropout]
 
     def backward(self, grad: Array) -> tuple[Array, Array, Array]:
-        """Return the gradients of q, k and v, given that of the context (B, T, H * d_v)."""
+        """Return the gradients of q, k and v, given the gradient of the context (B, T, H * d_v)."""
         grad, out = grad.reshape(self.out.shape).swapaxes(1, 2), self.out.swapaxes(1, 2)
         parts = [
             attention_backward(
@@ -173,13 +173,13 @@ class _Attention(Module, ABC):
 
     @abstractmethod
     def _project_backward(self, x: Array, d_q: Array, d_k: Array, d_v: Array) -> Array:
-        """Return the gradient of x, given those of queries, keys and values. Add to the gradients of the parameters."""
+        """Return the gradient of x from the gradients of q, k and v. Add to the gradients of the parameters."""
 
     def _finish(self, context: Array) -> Array:
         return context
 
     def _finish_backward(self, context: Array, grad: Array) -> Array:
-        """Return the gradient of the context, given that of the output. Add to the gradients of the parameters."""
+        """Return the gradient of the context, given the gradient of the output. Add to the parameters' gradients."""
         return grad
 
     def _keep(self, x: Array, attended: _Pass | None, output: Array, batched: bool) -> None:
@@ -285,13 +285,14 @@ class Causal(_Attention):
         return_weights : bool
             Return (context, weights).
         cache : KVCache, optional
-            Receives the keys and values of x, after those of earlier tokens. Its batch_shape is () for x (T, d_in).
+            Receives the keys and values of x, after the ones of earlier tokens. Its batch_shape is () for x (T, d_in).
 
         Returns
         -------
         ndarray, shape (T, width) or (B, T, width), or (ndarray, ndarray)
-            The dtype is the common one of x and the parameters, or that of a wider cache. The weights are those before
-            dropout: one matrix (T, tokens so far) for each sequence, and for each head if the class has several.
+            The dtype is the common one of x and the parameters, or the dtype of a wider cache. The weights are from
+            before the dropout: one matrix (T, tokens so far) for each sequence, and for each head if the class has
+            several.
 
         Raises
         ------

@@ -1,6 +1,6 @@
 """The chapter's attention classes, from three bare matrices to many heads, on the fused functions.
 
-Names, positional arguments and attributes are those of the book, so that its code runs with another import. Weights
+Names, positional arguments and attributes follow the book, so that its code runs with another import. Weights
 are plain arrays. Random numbers come from the generator of `manual_seed`, in the order in which PyTorch draws them.
 """
 
@@ -28,7 +28,7 @@ def _forward(layer: Linear, x: Array) -> Array:
 
 
 def _backward(layer: Linear, x: Array, grad: Array) -> Array:
-    """Return the gradient of x, given that of the layer's output."""
+    """Return the gradient of x, given the gradient of the layer's output."""
     return layer._backward(x, grad) if type(layer) is Linear else layer.backward(grad)
 
 

@@ -58,8 +58,8 @@ class Linear(Module):
     dtype : dtype
         float32 or float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        Source of the parameters, which are uniform in +-1/sqrt(d_in). A TorchGenerator draws bit for bit those of
-        ``torch.nn.Linear``. None is the generator of `manual_seed`; an int seeds a TorchGenerator.
+        Source of the parameters, which are uniform in +-1/sqrt(d_in). A TorchGenerator draws, bit for bit, the
+        parameters of ``torch.nn.Linear``. None is the generator of `manual_seed`; an int seeds a TorchGenerator.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class Linear(Module):
         return self._parameter("weight", (self.d_out, self.d_in))
 
     def _backward(self, x: Array, grad: Array) -> Array:
-        """Return the gradient of x, given that of the output. Add to the gradients of the parameters."""
+        """Return the gradient of x, given the gradient of the output. Add to the gradients of the parameters."""
         rows = grad.reshape(*x.shape[:-1], self.d_out)
         grad_x, grad_weight, grad_bias = linear_backward(rows, x, self._matrix())
         self._add_gradient("weight", grad_weight)

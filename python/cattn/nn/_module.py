@@ -170,12 +170,12 @@ class Module:
             self._gradients[name] = np.array(gradient, dtype=dtype, order="C")
 
     def backward(self, grad_out: ArrayLike) -> Array:
-        """Return the gradient of the last call's x, and add those of the parameters to `grads`.
+        """Return the gradient of the last call's x, and add the gradients of the parameters to `grads`.
 
         Parameters
         ----------
         grad_out : array_like
-            Gradient of the output of the call, in its shape; for attention, that of the context vectors.
+            Gradient of the output of the call, in its shape; for attention, of the context vectors.
 
         Returns
         -------
@@ -225,7 +225,7 @@ class Module:
         return self._propagate(kept, grad.astype(kept.dtype, copy=False))
 
     def _propagate(self, kept: Any, grad: Array) -> Array:
-        """Return the gradient of x, given that of the output. Add to the gradients of the parameters."""
+        """Return the gradient of x, given the gradient of the output. Add to the gradients of the parameters."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Array]:
@@ -251,9 +251,9 @@ class Module:
         ----------
         state_dict : mapping of str to array_like
             Arrays or tensors of any floating dtype. The names may share a prefix (``transformer.h.0.attn.``), and are
-            those of the book (W_query, W_q), of ``torch.nn.MultiheadAttention`` (in_proj_weight), of GPT-2 (c_attn,
-            c_proj), of Llama and others (q_proj, k_proj, v_proj, o_proj; wq, wk, wv, wo; qkv, proj), or those of
-            separate heads (heads.0.W_query). Causal masks among them are ignored.
+            the book's (W_query, W_q), the names of ``torch.nn.MultiheadAttention`` (in_proj_weight), of GPT-2 (c_attn,
+            c_proj), of Llama and others (q_proj, k_proj, v_proj, o_proj; wq, wk, wv, wo; qkv, proj), or the names
+            of separate heads (heads.0.W_query). Causal masks among them are ignored.
         strict : bool
             If False, parameters without an array keep their values, and arrays without a parameter are ignored.
 
@@ -276,7 +276,7 @@ class Module:
         alone is (d_in, d_out), as in SelfAttention_v1. Each is converted to the layout of this class. Only c_attn and
         c_proj are in use for both layouts; there the shape of c_attn decides.
 
-        Copies of the arrays replace those of the module. Tied weights stay tied; if the state dict has two arrays for
+        Copies of the arrays replace the module's arrays. Tied weights stay tied; if the state dict has two arrays for
         them, the last one counts, as in PyTorch.
 
         Examples

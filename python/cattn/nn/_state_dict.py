@@ -142,7 +142,9 @@ class _Loader:
         self.state = state
         self.what = what
         self.names = {key: _parse(key) or _Name("", key, "weight") for key in own}
-        self.plain = [key for key, name in self.names.items() if name.role == key]  # those of Linear or of a subclass
+        self.plain = [
+            key for key, name in self.names.items() if name.role == key
+        ]  # the keys of Linear or of a subclass
         self.only_plain = 0 < len(self.plain) == len(self.names)  # other naming schemes do not apply
         self.problems: list[str] = []
         self.unexpected: list[str] = []
@@ -178,7 +180,7 @@ class _Loader:
             if not self.only_plain and _is_buffer(key, value):
                 continue
             name = self.name(key)
-            # those of torch.nn.MultiheadAttention(add_bias_kv=True) have three dimensions: one more key and value
+            # torch.nn.MultiheadAttention(add_bias_kv=True) has three dimensions here: one more key and value
             if name is None or (name.stem in _BIASES and getattr(value, "ndim", 1) != 1):
                 self.unexpected.append(key)
             else:

@@ -1,7 +1,7 @@
 """The functions of cattn in plain NumPy: to read, to learn from, and to test the C kernels against.
 
 All inputs are computed in float64, and nothing here is fast: score matrices are built in full, as in a textbook.
-Names, arguments and meaning are those of the package, but results are float64 and ``rng`` is an int or None.
+Names, arguments and meaning follow the package, but results are float64 and ``rng`` is an int or None.
 
 For a query i at position p = i + query_offset and a key j::
 

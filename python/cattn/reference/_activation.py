@@ -67,7 +67,7 @@ def gelu(x: ArrayLike, approximate: Approximation = "none", *, out: Floats | Non
 def gelu_backward(
     grad_out: ArrayLike, x: ArrayLike, approximate: Approximation = "none", *, out: Floats | None = None
 ) -> Floats:
-    """Return the gradient of `x`, given that of the result of `gelu`.
+    """Return the gradient of `x`, given the gradient of the result of `gelu`.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def silu(x: ArrayLike, *, out: Floats | None = None) -> Floats:
 
 @quiet
 def silu_backward(grad_out: ArrayLike, x: ArrayLike, *, out: Floats | None = None) -> Floats:
-    """Return the gradient of `x`, given that of the result of `silu`.
+    """Return the gradient of `x`, given the gradient of the result of `silu`.
 
     Examples
     --------

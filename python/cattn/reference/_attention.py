@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
 ) -> Floats | AttentionOutput:
     """Return softmax(scale * query @ key.T) @ value over the visible keys, for any number of batch dimensions.
 
-    The parameters that are not listed are those of `cattn.scaled_dot_product_attention`.
+    The parameters that are not listed are the same as in `cattn.scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def varlen_attention(
 ) -> Floats | AttentionOutput:
     """Return attention of packed sequences: (total_q, H, D), (total_k, H_kv, D), (total_k, H_kv, D_v).
 
-    The sequences are padded to a batch with lengths. Keywords are those of
+    The sequences are padded to a batch with lengths. It takes the keywords of
     `scaled_dot_product_attention`. `alignment` gives the positions of the queries of a sequence, with and without
     causality: "upper_left", or "lower_right" (the last one stands at the last key).
 
@@ -182,7 +182,7 @@ def unpad(batch: Floats, edges: NDArray[Any]) -> Floats:
 def padded_options(
     edges_q: NDArray[Any], edges_k: NDArray[Any], alignment: str | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of a padded call, given those of packed sequences."""
+    """Return the options of a padded call, given the options of packed sequences."""
     lengths_q, lengths_k = np.diff(edges_q), np.diff(edges_k)
     options = options | {"query_seq_lengths": lengths_q, "key_value_seq_lengths": lengths_k}
     if alignment is None:
@@ -268,7 +268,7 @@ class Problem(NamedTuple):
     indices: NDArray[np.int64] | None  # (*batch, H, T_q, n): the keys of each query, instead of all T_k
 
     def of_all_keys(self, pairs: NDArray[Any]) -> NDArray[Any]:
-        """Return numbers of pairs (..., T_q, n) as (..., T_q, T_k): those of a repeated key are added."""
+        """Return numbers of pairs (..., T_q, n) as (..., T_q, T_k): the numbers of a repeated key are added."""
         if self.indices is None:
             return pairs
         T_k = self.key.shape[-2]
@@ -302,7 +302,7 @@ def score(
     key_indices: ArrayLike | None = None,
     **ranges: Any,
 ) -> Problem:
-    """Return scores and visibility of every pair, with an axis for the heads; `ranges` are those of `Ranges`."""
+    """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
     scales = (None, key_scale, value_scale)
     arrays = [np.asarray(dequantized(a, s), np.float64) for a, s in zip(inputs, scales, strict=True)]
     rank = max(a.ndim for a in arrays)
@@ -361,7 +361,7 @@ def score(
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:
-    """Return the mask of single pairs (..., T_q, T_k) that a mask of blocks stands for."""
+    """Return the mask of single pairs (..., T_q, T_k) of a mask of blocks."""
     for axis, length in ((-2, T_q), (-1, T_k)):
         counts = -(-length // size)
         blocks = np.broadcast_to(blocks, np.broadcast_shapes(blocks.shape, (counts, 1) if axis == -2 else (counts,)))

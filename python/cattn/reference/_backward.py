@@ -33,7 +33,7 @@ def attention_backward(
     merged: bool = False,
     **options: Any,
 ) -> AttentionGradients:
-    """Return the gradients of the arguments of `scaled_dot_product_attention`, given those of its output and LSE.
+    """Return the gradients of `scaled_dot_product_attention`'s arguments, given the gradients of its output and LSE.
 
     With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0), the gradient dO of the output O and the
     gradient dL of the LSE (0 if `grad_lse` is None)::
@@ -43,9 +43,9 @@ def attention_backward(
         d sink = -sum(P_sink * delta), where delta of a query that sees no key is -dL
 
     where dS of a capped score t = tanh(s / softcap) is multiplied by 1 - t**2 for dQ and dK, and each gradient is
-    summed over the axes along which its argument was broadcast. Options are those of the forward pass, and `out` and
-    `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no influence, even if
-    they are NaN.
+    summed over the axes along which its argument was broadcast. Options are the same as in the forward pass, and `out`
+    and `lse` are its results; they are not checked, so `merged` changes nothing. Hidden pairs have no influence, even
+    if they are NaN.
 
     Examples
     --------
@@ -114,7 +114,7 @@ def varlen_attention_backward(
     grad_lse: ArrayLike | None = None,
     **options: Any,
 ) -> AttentionGradients:
-    """Return the gradients of `varlen_attention`: those of the sequences, padded to a batch with lengths.
+    """Return the gradients of `varlen_attention`, computed on the sequences padded to a batch with lengths.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def varlen_attention_backward(
 def softmax_backward(
     grad_out: ArrayLike, weights: ArrayLike, axis: int = -1, *, scale: float = 1.0, out: Floats | None = None
 ) -> Floats:
-    """Return the gradient of the scores, given that of their softmax: ``scale * P * (dP - sum(P * dP))``.
+    """Return the gradient of the scores, given the gradient of their softmax: ``scale * P * (dP - sum(P * dP))``.
 
     The formula holds for `masked_softmax`, too. Elements of weight 0 have no influence.
 
@@ -166,7 +166,7 @@ def dropout_backward(
     rng: int | None = None,
     out: Floats | None = None,
 ) -> Floats:
-    """Return the gradient of the input of `dropout`, given that of its output.
+    """Return the gradient of the input of `dropout`, given the gradient of its output.
 
     `mask` is True for kept elements, or `rng` is the seed that draws the mask again.
 

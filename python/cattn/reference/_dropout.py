@@ -82,7 +82,7 @@ def dropout(
     """
     x = np.asarray(x, np.float64)
     p = probability(p, "p") if training else 0.0
-    # Element n of x in C order has the bit of key n. "Head" 0xD0D0 makes these bits differ from those of attention.
+    # Element n of x in C order has the bit of key n. "Head" 0xD0D0 makes these bits differ from attention's.
     mask = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)
     result = deliver(apply_dropout(x, mask, p), out)
     return (result, mask) if return_mask else result

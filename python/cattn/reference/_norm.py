@@ -24,7 +24,7 @@ def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *
 def rms_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6
 ) -> tuple[Floats, Floats | None]:
-    """Return the gradients of `x` and `weight`, given that of the result of `rms_norm`.
+    """Return the gradients of `x` and `weight`, given the gradient of the result of `rms_norm`.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def layer_norm(
 def layer_norm_backward(
     grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-5
 ) -> tuple[Floats, Floats | None, Floats]:
-    """Return the gradients of `x`, `weight` and a bias, given that of the result of `layer_norm`.
+    """Return the gradients of `x`, `weight` and a bias, given the gradient of the result of `layer_norm`.
 
     Examples
     --------

@@ -23,7 +23,7 @@ def boolean(mask: ArrayLike, name: str) -> Bools:
 
 
 def dequantized(array: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
-    """Return the numbers that an array stands for: with scales the products in float32, else itself."""
+    """Return the numbers of an array: with scales the products in float32, else itself."""
     return np.asarray(array) if scale is None else np.asarray(array).astype(np.float32) * np.asarray(scale, np.float32)
 
 

@@ -61,7 +61,7 @@ def masked_softmax(
     explains `is_causal` and `query_offset`; the offset may be an array (...,). Rows without a visible entry are 0.
 
     With another `axis`, or several, these are the axes of the keys, counted together in row-major order. The result is
-    that of an array with the keys moved to the end.
+    the order of an array with the keys moved to the end.
 
     Examples
     --------

@@ -32,7 +32,7 @@ def attention_statistics(
     """Return statistics of the attention weights.
 
     A row with NaN among its weights, or with NaN for its log-sum-exp, has NaN in all of its statistics. The other
-    options are those of `attention_weights`.
+    options are the same as in `attention_weights`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Tests for other attention: what is wrong with it, and whether its rounding errors are those of its dtype.
+"""Tests for other attention: what is wrong with it, and whether its rounding errors fit its dtype.
 
 `diagnose` calls a function or module on small inputs and names its mistake, and `assert_attention_close` compares one
 result with the exact one. Both take NumPy arrays and PyTorch tensors; PyTorch is imported only by its owner.

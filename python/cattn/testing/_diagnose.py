@@ -78,7 +78,7 @@ def diagnose(
         The name of the argument for the dropout probability of a function. The dropout of modules is found.
     weights : mapping of str to array_like, or bool
         The arrays of query, key, value and output projections, in names that
-        `cattn.CausalAttention.load_state_dict` knows. By default they are those of the module. False checks properties
+        `cattn.CausalAttention.load_state_dict` knows. By default they come from the module. False checks properties
         only, for modules with positions, norms or windows, whose formula is another one.
     library : {"numpy", "torch"}, optional
         What the function takes. By default its code decides, and what it accepts.

@@ -256,7 +256,7 @@ class Projections(NamedTuple):
         return q, k, v
 
     def finish(self, context: Floats) -> Floats:
-        """Return the output of the module, given that of all heads."""
+        """Return the output of the module, given the output of all heads."""
         if self.out is None:
             return context
         return np.asarray(context @ self.out + (0.0 if self.out_bias is None else self.out_bias))
@@ -284,7 +284,7 @@ def find_num_heads(function: Any, state: Mapping[str, Any]) -> int:
 
 
 def find_projections(state: Mapping[str, Any], num_heads: int) -> Projections | None:
-    """Return the projections if the names are those of a scheme that `load_state_dict` knows, else None."""
+    """Return the projections if the names belong to a scheme that `load_state_dict` knows, else None."""
     from ..nn._state_dict import _parse, match
 
     sizes: dict[str, int] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
-from ._operator import WithGradients, as_seed, attention_operator, read_block_size, read_window
+from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, write_options
 from ._quantized import read_quantized
 from ._tensors import (
     DTYPES,
@@ -79,9 +79,9 @@ def _as_positions(value: Any, name: str) -> Any:
     return value
 
 
-def _own_array(tensor: Any) -> Any:
-    """Return an int as it is, and a tensor as a copy: the backward pass must find the numbers of the forward pass."""
-    return as_array(tensor).copy() if isinstance(tensor, Tensor) else tensor
+def _own_array(tensor: Tensor) -> Any:
+    """Return a copy of a tensor, for the backward pass must find the numbers of the forward pass."""
+    return as_array(tensor).copy()
 
 
 def _check_inputs(query: Any, key: Any, value: Any) -> None:
@@ -159,7 +159,7 @@ def scaled_dot_product_attention(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then those of cattn's function.
+    """Compute attention of CPU tensors by cattn, with PyTorch's arguments first and then cattn's other ones.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
     scale : float, optional
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
-        Heads (axis -3) of query may be a multiple of those of key and value. None infers it from the shapes.
+        Heads (axis -3) of query may be a multiple of the heads of key and value. None infers it from the shapes.
 
     Returns
     -------
@@ -304,48 +304,25 @@ def scaled_dot_product_attention(
         attn_mask = None
     operands = (query, key, value, attn_mask, bias, sinks)
     seed = _draw_seed(rng) if dropout_p > 0.0 else None
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p, "is_causal": alignment or False, "scale": scale, "enable_gqa": enable_gqa,
+        "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
+        "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
+        "value_scale": value_scale, "block_mask": block_mask, "block_size": block_size, "key_indices": key_indices,
+        "rng": seed,
+    }  # fmt: skip
     if not direct:
-        arrays = (
-            alibi_slopes,
-            _as_positions(query_offset, "query_offset"),
-            _as_positions(query_seq_lengths, "query_seq_lengths"),
-            _as_positions(key_value_seq_lengths, "key_value_seq_lengths"),
-            _as_positions(key_value_seq_starts, "key_value_seq_starts"),
-            key_scale,
-            value_scale,
-            block_mask,
-            key_indices,
-            seed,
-        )
-        window, size = read_window(window_size), read_block_size(block_size)
-        numbers = (dropout_p, alignment, scale, enable_gqa, *window, softcap, size)
-        out, lse, weights = attention_operator(*operands, *arrays, *numbers, return_weights)
+        for name in POSITIONS:
+            options[name] = _as_positions(options[name], name)
+        out, lse, weights = attention_operator(*operands, *write_options(options), return_weights)
     else:
-        options: dict[str, Any] = {"is_causal": alignment or False, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
-        if scale is not None:
-            options["scale"] = scale
-        if softcap is not None:
-            options["softcap"] = softcap
-        if window_size != (-1, -1):
-            options["window_size"] = window_size
-        if alibi_slopes is not None:
-            options["alibi_slopes"] = _own_array(alibi_slopes)
-        if query_offset is not None:
-            options["query_offset"] = _own_array(query_offset)
-        if query_seq_lengths is not None:
-            options["query_seq_lengths"] = _own_array(query_seq_lengths)
-        if key_value_seq_lengths is not None:
-            options["key_value_seq_lengths"] = _own_array(key_value_seq_lengths)
-        if key_value_seq_starts is not None:
-            options["key_value_seq_starts"] = _own_array(key_value_seq_starts)
-        if block_size is not None:
-            options["block_size"] = block_size
-        for name, tensor in (
-            ("block_mask", block_mask), ("key_indices", key_indices), ("key_scale", key_scale),
-            ("value_scale", value_scale),
-        ):  # fmt: skip
-            if tensor is not None:
-                options[name] = _own_array(tensor) if gradients else as_array(tensor)
+        read = _own_array if gradients else as_array
+        options = {
+            name: read(option) if isinstance(option, Tensor) else option
+            for name, option in options.items()
+            if option is not None
+        }
         if seed is not None:
             options["rng"] = int(seed) % 2**64
         if gradients:

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._operator import N_ARRAYS, N_OF_RESULTS, N_OPERANDS, attention_operator, backward_operator
+from ._operator import AXES, N_OF_RESULTS, N_OPERANDS, PLACE, attention_operator, backward_operator
 
-_DROPOUT_P = N_OPERANDS + N_ARRAYS  # the places of some arguments of attention_operator
-_SEED = _DROPOUT_P - 1
-_ENABLE_GQA = _DROPOUT_P + 3
+_SEED, _DROPOUT_P, _ENABLE_GQA = (PLACE[name] for name in ("seed", "dropout_p", "enable_gqa"))
 
 
 class _Layout:
@@ -49,13 +47,10 @@ def _spread_arguments(size: int, dims: tuple[int | None, ...], arguments: tuple[
     ndim = max(_logical_ndim(x, dim) for x, dim in zip(arguments[:3], dims, strict=False))
     layout = _Layout(size, ndim, arguments[_ENABLE_GQA])
     n = layout.ndim
-    # query, key, value, attn_mask, bias: (..., H, T, d); sinks, alibi_slopes: (..., H); offset, lengths, starts: (...);
-    # scales: as key and value; block_mask, key_indices: as the mask
-    places: list[Any] = [(n, -3)] * 5 + [(n - 2, None)] * 2 + [(n - 3, None)] * 4 + [(n, -3)] * 4
-    spread = [
-        None if x is None else layout.spread(x, dim, *place)
-        for x, dim, place in zip(arguments[: len(places)], dims, places, strict=False)
-    ]
+    spread: list[Any] = []
+    for name, x, dim in zip(list(PLACE)[:_SEED], arguments, dims, strict=False):
+        axes = len(AXES[name])  # three with an axis of heads, one for a number of each head, none for the batch entry's
+        spread.append(None if x is None else layout.spread(x, dim, n - 3 + axes, -3 if axes == 3 else None))
     seed, dim = arguments[_SEED], dims[_SEED]
     if seed is not None and dim is not None:  # batch entries have different masks already
         seed = seed.select(dim, 0)

@@ -33,7 +33,7 @@ def row_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None
     if q[:-2] == k[:-2] == v[:-2]:
         return q[:-1]
     heads = query.ndim > 2 if enable_gqa else enable_gqa is None and query.ndim > 3
-    shared = 3 if heads else 2  # grouped heads do not broadcast: the output has those of the query
+    shared = 3 if heads else 2  # grouped heads do not broadcast: the output has the heads of the query
     broadcast_shapes: Any = torch.broadcast_shapes  # has no types
     batch = broadcast_shapes(q[:-shared], k[:-shared], v[:-shared])
     if heads and q[-3] == 1:  # one query head for all heads of keys
@@ -90,7 +90,7 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
     out = None
     if tokens_first(query):
         try:
-            rows = row_shape(query, key, value, options["enable_gqa"])
+            rows = row_shape(query, key, value, options.get("enable_gqa"))
         except RuntimeError:  # cattn's own error names the argument whose shape is wrong
             rows = ()
         if len(rows) == 3:
@@ -117,7 +117,7 @@ def backward(
     lse: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands, given those of the output, of lse and of the weights; None is 0.
+    """Return the gradients of the operands, given the gradients of the output, of lse and of the weights; None is 0.
 
     The mask has one only if it is additive and there is no bias. Quantized keys and values have none.
     """
@@ -137,7 +137,7 @@ def backward(
 def _backward_of_weights(
     grad_weights: Tensor, operands: Operands, options: dict[str, Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands, given those of the weights: the output for the unit matrix as value."""
+    """Return the gradients of the operands, given the weights' gradients: the output for the unit matrix as value."""
     query, key, value, *rest = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     size = key.shape[-2]
@@ -154,7 +154,7 @@ def _backward_of_weights(
 
 
 def _of_all_keys(grad_weights: Tensor, key_indices: NDArray[Any], size: int) -> Tensor:
-    """Return the gradient of the weights of listed keys as that of the weights of all keys.
+    """Return the gradient of the weights of listed keys as a gradient of the weights of all keys.
 
     The output for the unit matrix is the sum of a key's weights. Where a list names it several times they are equal, so
     that each has the mean of their gradients.
@@ -175,7 +175,7 @@ def _backward_of_output(
     lse: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands, given those of the output and of lse; None is 0."""
+    """Return the gradients of the operands, given the gradients of the output and of lse; None is 0."""
     query, key, value, attn_mask, bias, sinks = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     if grad_out is None:

@@ -160,7 +160,7 @@ def _sum_in_order(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     terms = np.ascontiguousarray(wide.transpose(*axes, *kept))
     terms = terms.reshape(math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[axis] for axis in kept))
-    # NumPy adds a single column pairwise; accumulate has no other order than that of the terms
+    # NumPy adds a single column pairwise; accumulate adds in the order of the terms
     total = np.add.accumulate(terms, axis=0)[-1] if terms.shape[1] == 1 else np.add.reduce(terms, axis=0)
     return torch.from_numpy(total).to(x.dtype).reshape([x.shape[axis] for axis in kept])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._library.autograd import make_autograd_impl
+
+from cattn import _cattn
 
 from ._compute import backward, empty_output, forward, recorded, row_shape
 from ._tensors import (
@@ -21,61 +24,56 @@ from ._tensors import (
     untracked,
 )
 
-# The arguments of both operators, without a repetition of the list in every function that takes them.
-_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? bias, Tensor? sinks"
-_ARRAYS = (
-    "Tensor? alibi_slopes, Tensor? query_offset, Tensor? query_seq_lengths, Tensor? key_value_seq_lengths, "
-    "Tensor? key_value_seq_starts, Tensor? key_scale, Tensor? value_scale, Tensor? block_mask, Tensor? key_indices, "
-    "Tensor? seed"
-)
-_NUMBERS = (
-    "float dropout_p, str is_causal, float? scale, bool? enable_gqa, int window_left, int window_right, "
-    "float? softcap, int? block_size"
-)
-_OF_RESULTS = "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_weights, Tensor out, Tensor lse"
-N_OPERANDS, N_ARRAYS, N_OF_RESULTS = 6, 10, 5
+# The arguments of both operators, by csrc/call/operands.h: the operands, which may have gradients; the other arrays;
+# the seed of the dropout; the numbers.
+_WITH_GRADIENT = ("STORED", "KEYS", "VALUES", "MASK", "COMPUTED", "LOGITS")  # kinds
+OPERANDS = [name for name, _, kind, *_ in _cattn._operands() if kind in _WITH_GRADIENT]
+_ARRAYS = [name for name, _, kind, *_ in _cattn._operands() if kind not in _WITH_GRADIENT]
+_NUMBERS = [(name, kind) for name, kind in _cattn._numbers() if kind != "SEED"]
+_OF_RESULTS = ["grad_out", "grad_lse", "grad_weights", "out", "lse"]
+N_OPERANDS, N_ARRAYS, N_OF_RESULTS = len(OPERANDS), len(_ARRAYS) + 1, len(_OF_RESULTS)
+POSITIONS = [name for name, axes, kind, *_ in _cattn._operands() if kind in ("OFFSETS", "QUERY_COUNTS", "KEY_COUNTS")]
+# The axes of each array without the batch, in letters.
+AXES = {name: axes for name, axes, *_ in _cattn._operands()}
+
+# The types of a number in an operator's schema, where a window is two of them.
+_TYPES = {
+    "PROBABILITY": "float {}",
+    "ALIGNMENT": "str {}",
+    "REAL": "float? {}",
+    "CHOICE": "bool? {}",
+    "WINDOW": "int {0}_left, int {0}_right",
+    "COUNT": "int? {}",
+}
 
 
-def _read_options(
-    alibi_slopes: Tensor | None,
-    query_offset: Tensor | None,
-    query_seq_lengths: Tensor | None,
-    key_value_seq_lengths: Tensor | None,
-    key_value_seq_starts: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    block_mask: Tensor | None,
-    key_indices: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: str,
-    scale: float | None,
-    enable_gqa: bool | None,
-    window_left: int,
-    window_right: int,
-    softcap: float | None,
-    block_size: int | None,
-) -> dict[str, Any]:
-    """Return the keyword arguments of cattn's functions."""
-    return {
-        "dropout_p": dropout_p,
-        "is_causal": is_causal or False,
-        "scale": scale,
-        "enable_gqa": enable_gqa,
-        "query_offset": None if query_offset is None else as_array(query_offset),
-        "query_seq_lengths": None if query_seq_lengths is None else as_array(query_seq_lengths),
-        "key_value_seq_lengths": None if key_value_seq_lengths is None else as_array(key_value_seq_lengths),
-        "key_value_seq_starts": None if key_value_seq_starts is None else as_array(key_value_seq_starts),
-        "window_size": (window_left, window_right),
-        "softcap": softcap,
-        "alibi_slopes": None if alibi_slopes is None else as_array(alibi_slopes),
-        "key_scale": None if key_scale is None else as_array(key_scale),
-        "value_scale": None if value_scale is None else as_array(value_scale),
-        "block_mask": None if block_mask is None else as_array(block_mask),
-        "block_size": block_size,
-        "key_indices": None if key_indices is None else as_array(key_indices),
-        "rng": None if seed is None else int(seed) % 2**64,
-    }
+# The place of each argument in attention_operator.
+_NAMES = [*OPERANDS, *_ARRAYS, "seed"]
+for _name, _kind in _NUMBERS:
+    _NAMES += [f"{_name}_left", f"{_name}_right"] if _kind == "WINDOW" else [_name]
+PLACE = {name: place for place, name in enumerate(_NAMES)}
+
+
+def _tensors(names: list[str], required: tuple[str, ...]) -> str:
+    return ", ".join(f"Tensor{'' if name in required else '?'} {name}" for name in names)
+
+
+_OPERANDS_SCHEMA = _tensors(OPERANDS, ("query", "key", "value"))
+_RESULTS_SCHEMA = _tensors(_OF_RESULTS, ("out", "lse"))
+_OPTIONS_SCHEMA = ", ".join([_tensors([*_ARRAYS, "seed"], ()), *(_TYPES[kind].format(name) for name, kind in _NUMBERS)])
+
+
+def _read_options(*arguments: Any) -> dict[str, Any]:
+    """Return the keyword arguments of cattn's functions, given an operator's arguments after the operands."""
+    left = iter(arguments)
+    options: dict[str, Any] = {name: None if (a := next(left)) is None else as_array(a) for name in _ARRAYS}
+    seed = next(left)
+    options["rng"] = None if seed is None else int(seed) % 2**64
+    for name, kind in _NUMBERS:
+        options[name] = (next(left), next(left)) if kind == "WINDOW" else next(left)
+        if kind == "ALIGNMENT":
+            options[name] = options[name] or False
+    return options
 
 
 def as_seed(number: int) -> Tensor:
@@ -83,59 +81,57 @@ def as_seed(number: int) -> Tensor:
     return torch.tensor(number - 2**64 if number >= 2**63 else number, dtype=torch.int64, device="cpu")
 
 
-def _as_constant(value: Any) -> Tensor:
-    """Return an array or an int as a tensor."""
+def _as_constant(value: Any) -> Tensor | None:
+    """Return an array or an int as a tensor; None and tensors as they are."""
+    if value is None or isinstance(value, Tensor):
+        return value
     if isinstance(value, np.ndarray):
         return as_tensor(value, torch.bfloat16 if value.dtype.name == "bfloat16" else None)
     return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
-def _write_options(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the operators' arguments after the operands; the inverse of `_read_options`."""
-    arrays = (
-        options.get("alibi_slopes"),
-        options.get("query_offset"),
-        options.get("query_seq_lengths"),
-        options.get("key_value_seq_lengths"),
-        options.get("key_value_seq_starts"),
-        options.get("key_scale"),
-        options.get("value_scale"),
-        options.get("block_mask"),
-        options.get("key_indices"),
-    )
+def write_options(options: dict[str, Any]) -> list[Any]:
+    """Return the operators' arguments after the operands, given the keyword arguments of cattn's functions.
+
+    Arrays may be tensors already. This is the inverse of `_read_options`.
+    """
+    written = [_as_constant(options.get(name)) for name in _ARRAYS]
     seed = options.get("rng")
-    return (
-        *(None if array is None else _as_constant(array) for array in arrays),
-        None if seed is None else as_seed(seed),
-        options["dropout_p"],
-        options["is_causal"] or "",
-        options.get("scale"),
-        options["enable_gqa"],
-        *read_window(options.get("window_size")),
-        options.get("softcap"),
-        read_block_size(options.get("block_size")),
-    )
+    written.append(as_seed(seed) if isinstance(seed, int) else seed)
+    for name, kind in _NUMBERS:
+        written += _WRITERS.get(kind, _write_number)(options.get(name), name)
+    return written
 
 
-def read_window(window_size: Any) -> tuple[int, int]:
-    """Return the two numbers of a window, which may be None."""
-    if window_size is None:
+def _write_number(number: Any, name: str) -> tuple[Any, ...]:
+    return (number,)
+
+
+def _write_window(window: Any, name: str) -> tuple[Any, ...]:
+    """Return the two numbers of a window; it and each of them may be None."""
+    if window is None:
         return -1, -1
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a pair of ints, got {window_size!r}")
-    left, right = (-1 if side is None else side for side in window_size)
-    return left, right
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"{name} must be a pair of ints, got {window!r}")
+    return tuple(-1 if side is None else side for side in window)
 
 
-def read_block_size(block_size: Any) -> Any:
-    """Return the number of queries and of keys of a block as the operators take it."""
-    if block_size is None:
-        return None
-    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer, torch.SymInt)):
-        raise TypeError(f"block_size must be an int, got {type(block_size).__name__}")
-    if block_size > 2**63 - 1:  # the error of cattn's own function; it checks the rest
-        raise ValueError(f"block_size must be at most {2**63 - 1}, got {block_size}")
-    return block_size
+def _write_count(size: Any, name: str) -> tuple[Any, ...]:
+    """Return a number of queries and keys, which may be None."""
+    if size is None:
+        return (None,)
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+    if size > 2**63 - 1:  # the error of cattn's own function; it checks the rest
+        raise ValueError(f"{name} must be at most {2**63 - 1}, got {size}")
+    return (size,)
+
+
+_WRITERS: dict[str, Callable[[Any, str], tuple[Any, ...]]] = {
+    "ALIGNMENT": lambda alignment, name: (alignment or "",),
+    "WINDOW": _write_window,
+    "COUNT": _write_count,
+}
 
 
 class WithGradients(torch.autograd.Function):
@@ -153,13 +149,13 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of_results: Tensor | None) -> Any:
-        """Return the gradients of the operands, given those of the output, lse and the weights."""
+        """Return the gradients of the operands, given the gradients of the output, lse and the weights."""
         *operands, out, lse = ctx.saved_tensors
         if nobody_watches() and not torch.is_grad_enabled() and not any(map(is_batched_gradient, of_results)):
             grads = recorded("cattn::attention_backward", backward, *of_results, operands, out, lse, ctx.options)
             return (*grads, None, None)
         # compiled autograd, vmap over several gradients, or create_graph=True
-        grads = backward_operator(*of_results, out, lse, *operands, *_write_options(ctx.options))
+        grads = backward_operator(*of_results, out, lse, *operands, *write_options(ctx.options))
         return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None)
 
 
@@ -168,7 +164,7 @@ class WithGradients(torch.autograd.Function):
     "cattn::attention",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_OPERANDS}, {_ARRAYS}, {_NUMBERS}, bool return_weights) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_OPERANDS_SCHEMA}, {_OPTIONS_SCHEMA}, bool return_weights) -> (Tensor, Tensor, Tensor)",
 )
 def attention_operator(*arguments: Any) -> Any:
     """Return the output, the log-sum-exp, and the weights or an empty tensor."""
@@ -184,7 +180,7 @@ def attention_operator(*arguments: Any) -> Any:
     "cattn::attention_backward",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_OF_RESULTS}, {_OPERANDS}, {_ARRAYS}, {_NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_RESULTS_SCHEMA}, {_OPERANDS_SCHEMA}, {_OPTIONS_SCHEMA}) -> ({', '.join(['Tensor'] * N_OPERANDS)})",
 )
 def backward_operator(*arguments: Any) -> Any:
     """Return the gradients of the operands; an empty tensor for one that has none."""
@@ -197,8 +193,8 @@ def backward_operator(*arguments: Any) -> Any:
 @attention_operator.register_fake
 def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = arguments[:3]
-    rows = row_shape(query, key, value, arguments[N_OPERANDS + N_ARRAYS + 3])
-    key_indices = arguments[N_OPERANDS + N_ARRAYS - 2]
+    rows = row_shape(query, key, value, arguments[PLACE["enable_gqa"]])
+    key_indices = arguments[PLACE["key_indices"]]
     columns = key.shape[-2] if key_indices is None else key_indices.shape[-1]
     weights = query.new_empty((*rows, columns) if arguments[-1] else 0)
     return empty_output(rows, query, value), query.new_empty(rows, dtype=torch.float64), weights

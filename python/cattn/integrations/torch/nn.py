@@ -59,7 +59,7 @@ def _attend(
 
 
 def _join(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Return the contexts and weights of heads as those of one call."""
+    """Return the contexts and weights of heads as one call returns them."""
     contexts, weights = zip(*parts, strict=True)
     return torch.cat(contexts, dim=-1), None if weights[0] is None else torch.cat(weights, dim=1)
 
