@@ -23,8 +23,10 @@
 #define STATISTICS_ARGUMENTS(A) ATTENTION_ARGUMENTS(A) STATISTICS_EXTRA(A)
 #define VARLEN_STATISTICS_ARGUMENTS(A) STATISTICS_ARGUMENTS(A) VARLEN_EXTRA(A)
 
-/* The extras take the slots after the shared ones. */
-#define ARG_SLOT(name, ...) ARG_##name,
+/* The extras take the slots after the shared ones. A row may have a name alone, and C11 wants an argument for the dots:
+ * hence the empty one. */
+#define ARG_SLOT(...) ARG_SLOT_NAMED(__VA_ARGS__, )
+#define ARG_SLOT_NAMED(name, ...) ARG_##name,
 enum { ATTENTION_ARGUMENTS(ARG_SLOT) N_ATTENTION_ARGS };
 enum { BEFORE_WEIGHTS_EXTRA = N_ATTENTION_ARGS - 1, WEIGHTS_EXTRA(ARG_SLOT) };
 enum { BEFORE_BACKWARD_EXTRA = N_ATTENTION_ARGS - 1, BACKWARD_EXTRA(ARG_SLOT) N_BACKWARD_ARGS };

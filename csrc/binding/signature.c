@@ -116,7 +116,8 @@ ENTRY_POINTS(BUILTIN)
 
 /* ---- registration ---- */
 
-#define SLOT_NAME(argument, ...) #argument,
+#define SLOT_NAME(...) FIRST_AS_TEXT(__VA_ARGS__, )
+#define FIRST_AS_TEXT(argument, ...) #argument,
 #define SLOT_NAMES(which, name, TABLE)                                                                                 \
     static const char *const name##_slots[] = {TABLE(SLOT_NAME)};                                                      \
     _Static_assert(sizeof name##_slots / sizeof *name##_slots <= CATTN_MOST_SLOTS, "enough room for each table");

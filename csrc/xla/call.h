@@ -11,23 +11,23 @@
  * tokens in front, is a permutation of the letters (axes_of in call.c). vmap puts more axes before them: the leading
  * axes.
  *
- * OPERAND(name, axes, kind, fits) */
+ * OPERAND(name, axes, kind, fits, calls) */
 #define XLA_OWN_ARGUMENTS(OPERAND)                                                                                     \
-    OPERAND(dropout_seed, "W", WORDS, EXACTLY)                                                                         \
-    OPERAND(forward_out, "NTD", STORED, EXACTLY)                                                                       \
-    OPERAND(forward_lse, "NTW", WORDS, EXACTLY)                                                                        \
-    OPERAND(grad_out, "NTD", STORED, EXACTLY)                                                                          \
-    OPERAND(grad_residual, "NT", WIDENED, EXACTLY)
+    OPERAND(dropout_seed, "W", WORDS, EXACTLY, IN_XLA)                                                                 \
+    OPERAND(forward_out, "NTD", STORED, EXACTLY, IN_XLA)                                                               \
+    OPERAND(forward_lse, "NTW", WORDS, EXACTLY, IN_XLA)                                                                \
+    OPERAND(grad_out, "NTD", STORED, EXACTLY, IN_XLA)                                                                  \
+    OPERAND(grad_residual, "NT", WIDENED, EXACTLY, IN_XLA)
 #define XLA_ARGUMENTS(OPERAND) ATTENTION_OPERANDS(OPERAND) XLA_OWN_ARGUMENTS(OPERAND)
 #define XLA_RESULTS(OPERAND)                                                                                           \
-    OPERAND(out, "NTD", STORED, EXACTLY)                                                                               \
-    OPERAND(residual, "NT", COMPUTED, EXACTLY)                                                                         \
-    OPERAND(lse, "NTW", WORDS, EXACTLY)                                                                                \
-    OPERAND(grad_query, "NTH", COMPUTED, EXACTLY)                                                                      \
-    OPERAND(grad_key, "KSH", COMPUTED, EXACTLY)                                                                        \
-    OPERAND(grad_value, "KSD", COMPUTED, EXACTLY)                                                                      \
-    OPERAND(grad_bias, "NTS", COMPUTED, BROADCASTS)                                                                    \
-    OPERAND(grad_sinks, "N", COMPUTED, EXACTLY)
+    OPERAND(out, "NTD", STORED, EXACTLY, IN_XLA)                                                                       \
+    OPERAND(residual, "NT", COMPUTED, EXACTLY, IN_XLA)                                                                 \
+    OPERAND(lse, "NTW", WORDS, EXACTLY, IN_XLA)                                                                        \
+    OPERAND(grad_query, "NTH", COMPUTED, EXACTLY, IN_XLA)                                                              \
+    OPERAND(grad_key, "KSH", COMPUTED, EXACTLY, IN_XLA)                                                                \
+    OPERAND(grad_value, "KSD", COMPUTED, EXACTLY, IN_XLA)                                                              \
+    OPERAND(grad_bias, "NTS", COMPUTED, BROADCASTS, IN_XLA)                                                            \
+    OPERAND(grad_sinks, "N", COMPUTED, EXACTLY, IN_XLA)
 
 #define XLA_INDEX(name, ...) XLA_##name,
 enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };
