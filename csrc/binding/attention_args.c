@@ -155,6 +155,50 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     return true;
 }
 
+/* Replaces an array of float32 by a copy that is rounded to bfloat16, to nearest even. */
+static bool round_input(PyArrayObject **input) {
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*input, NPY_CORDER);
+    if (copy == NULL)
+        return false;
+    uint32_t *bits = PyArray_DATA(copy);
+    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        const bool is_nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
+        bits[i] = is_nan ? bits[i] : (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
+    }
+    Py_DECREF((PyObject *)*input);
+    *input = copy;
+    return true;
+}
+
+/* Gradients are computed in float32, from the numbers that the forward pass has multiplied. */
+static bool round_inputs(struct cattn_call *call) {
+    if (call->params->quantized_key || call->params->quantized_value) {
+        PyErr_SetString(PyExc_ValueError, "compute_dtype='bfloat16' has no gradients beside key_scale or value_scale");
+        return false;
+    }
+    for (int i = OPERAND_query; i <= OPERAND_value && call->stored_type == NPY_FLOAT; i++)
+        if (call->inputs[i] != NULL && !round_input(&call->inputs[i]))
+            return false;
+    return true;
+}
+
+/* compute_dtype: None, or "bfloat16" for products of numbers that are rounded to it. */
+static bool parse_compute_dtype(struct cattn_call *call, PyObject *object) {
+    if (object == Py_None)
+        return true;
+    if (!PyUnicode_Check(object) || PyUnicode_CompareWithASCIIString(object, "bfloat16") != 0)
+        return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
+    if (call->params->dtype != CATTN_F32 || call->params->storage == CATTN_STORED_F16 || call->half_type == NPY_HALF) {
+        PyErr_Format(PyExc_TypeError,
+                     "compute_dtype='bfloat16' is for float32 and bfloat16, and query, key and value are %s: convert "
+                     "them",
+                     call->compute_type == NPY_DOUBLE ? "float64" : "float16");
+        return false;
+    }
+    call->params->bf16_products = !call->rounds_inputs;
+    return !call->rounds_inputs || round_inputs(call);
+}
+
 static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {
     PyErr_Format(PyExc_ValueError, "%s has %s %zd, %s has %zd", a, what, (Py_ssize_t)size_a, b, (Py_ssize_t)size_b);
     return false;
@@ -480,10 +524,11 @@ static bool parse_edges(struct cattn_call *call, PyObject *rng) {
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
-    return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
-           parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) && parse_scale(call, args[ARG_scale]) &&
-           parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) &&
-           parse_ranges(call, args) && parse_score_options(call, args) &&
+    return parse_arrays(call, args) && parse_compute_dtype(call, args[ARG_compute_dtype]) && parse_sizes(call) &&
+           parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) &&
+           parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
+           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
+           parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }

@@ -264,8 +264,12 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
     PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
     PyObject *result = NULL;
     cattn_clear_backward(&b->params);
-    b->call = (struct cattn_call){
-        .state = state, .params = &b->params.forward, .dims = b->dims, .bias_dims = b->bias_dims, .packed = packed};
+    b->call = (struct cattn_call){.state = state,
+                                  .params = &b->params.forward,
+                                  .dims = b->dims,
+                                  .bias_dims = b->bias_dims,
+                                  .packed = packed,
+                                  .rounds_inputs = true};
     memset(b->given, 0, sizeof b->given);
     memset(b->gradients, 0, sizeof b->gradients);
     cattn_draw_clear(&b->draw);

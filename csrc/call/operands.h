@@ -37,6 +37,7 @@
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
     NUMBER(block_size, COUNT)                                                                                          \
     OPERAND(key_indices, "NTL", LISTS, BROADCASTS, IN_DENSE, key_indices)                                              \
+    NUMBER(compute_dtype, PRODUCTS)                                                                                    \
     NUMBER(rng, SEED)                                                                                                  \
     WISH(return_weights)                                                                                               \
     WISH(return_lse)                                                                                                   \
@@ -74,6 +75,7 @@
     K(CHOICE)      /* a bool or None */                                                                                \
     K(WINDOW)      /* two numbers of keys, each or both of which may be None */                                        \
     K(COUNT)       /* a positive int or None */                                                                        \
+    K(PRODUCTS)    /* the word "bfloat16" or None */                                                                   \
     K(SEED)        /* random bits */
 
 #define ENUMERATOR(name) name,

@@ -348,7 +348,7 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     CATTN_CHECK(attention, params);
     struct forward_job job;
     job.params = params;
-    job.kernels = cattn_kernels_for(params->dtype);
+    job.kernels = cattn_attention_kernels(params);
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     job.dropout_stream = NULL;
@@ -398,7 +398,7 @@ static void explain_block(const struct forward_job *job, int64_t block, struct c
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
                                           struct cattn_explanation *explanation) {
     CATTN_CHECK(attention, params);
-    struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    struct forward_job job = {.params = params, .kernels = cattn_attention_kernels(params)};
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;

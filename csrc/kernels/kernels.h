@@ -437,13 +437,15 @@ struct cattn_kernels {
 #undef CATTN_HAVE_AVX2
 #undef CATTN_HAVE_AVX512_256
 #undef CATTN_HAVE_AVX512
+#undef CATTN_HAVE_AVX512_BF16
 #endif
 
-extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64;
-extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64;
-extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64;
-extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64;
-extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64;
-extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64;
+extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64, cattn_kernels_scalar_16;
+extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64, cattn_kernels_gnu128_16;
+extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64, cattn_kernels_gnu512_16;
+extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64, cattn_kernels_avx2_16;
+extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64, cattn_kernels_avx512_256_16;
+extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64, cattn_kernels_avx512_16;
+extern const struct cattn_kernels cattn_kernels_avx512_bf16_16;
 
 #endif

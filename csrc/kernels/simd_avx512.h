@@ -112,6 +112,11 @@ INLINE vh vh_f16(vf v) {
 }
 INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
 
+#if defined(__AVX512BF16__) && defined(BF16_PRODUCTS)
+#define HAS_PAIR_DOT
+INLINE vf vf_pair_dot(vu a, vu b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
+
 INLINE vu vu_digits(const uint32_t *words, int r) {
     /* r is a multiple of 16, so these are the low halves of eight words, then their high halves */
     __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + digit_word(r))));

@@ -61,12 +61,14 @@ _STATISTICS = {
     "return_lse": 'ask for it by statistics=["lse"]',
     "return_dropout_mask": _NO_DROPOUT,
     "key_indices": "statistics are of all keys: pass a boolean attn_mask of the listed keys",
+    "compute_dtype": "statistics are of weights in the dtype of the computation",
     "out": "the result has several arrays, which are always new",
 }
 _STATISTICS_OWN = "statistics top_k observation_window"
 _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), _ONLY_GRADIENTS)
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
 _NO_WHOLE_ROWS = "no task holds a whole row of weights"
+_ONLY_ON_ARRAYS = "call cattn's own function on arrays for it"
 _NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
 _NOT_IN_ONNX = "the operator has no such input or attribute"
 _NOT_ON_THE_COMMAND_LINE = "not on the command line: call cattn from Python"
@@ -92,12 +94,13 @@ DOORS: dict[str, Door] = {
     "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
     "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
     "explain": Door(
-        dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "rng"), _SAME_PLAN)
+        dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "compute_dtype", "rng"), _SAME_PLAN)
         | dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask", "out"), "nothing is computed")
         | {"key_indices": "each list of keys is computed as a call of its own, on the keys of the list"}
     ),
     "torch": Door(
         {
+            "compute_dtype": _ONLY_ON_ARRAYS,
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
         }
@@ -106,6 +109,7 @@ DOORS: dict[str, Door] = {
         {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
             "key_indices": "pass a boolean mask that is True for the listed keys",
+            "compute_dtype": _ONLY_ON_ARRAYS,
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
             "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
             "out": "JAX's arrays do not change",
@@ -132,7 +136,7 @@ DOORS: dict[str, Door] = {
             (
                 "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
                 "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "key_scale", "value_scale",
-                "block_mask", "block_size", "key_indices", "rng", "return_weights", "return_lse",
+                "block_mask", "block_size", "key_indices", "compute_dtype", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_KERAS,
@@ -144,7 +148,8 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
-                "sinks", "key_scale", "value_scale", "block_mask", "block_size", "key_indices", "rng", "return_lse",
+                "sinks", "key_scale", "value_scale", "block_mask", "block_size", "key_indices", "compute_dtype", "rng",
+                "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,
@@ -161,7 +166,10 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("block_mask", "block_size", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        dict.fromkeys(
+            ("block_mask", "block_size", "key_indices", "compute_dtype", "return_dropout_mask"),
+            _NOT_ON_THE_COMMAND_LINE,
+        ),
         own="help threads force quiet",
         spelled={
             "query": "inputs",

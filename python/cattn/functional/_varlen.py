@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, LseDType, Window
+from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, ComputeDType, LseDType, Window
 from ._signature import implemented_in_c
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
@@ -30,6 +30,7 @@ class VarlenOptions(TypedDict, total=False):
     sinks: ArrayLike | None
     key_scale: ArrayLike | None
     value_scale: ArrayLike | None
+    compute_dtype: ComputeDType
     rng: RNG
 
 
@@ -89,6 +90,7 @@ def varlen_attention(
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_lse: bool | LseDType = False,
     out: NDArray[Any] | None = None,
@@ -138,6 +140,8 @@ def varlen_attention(
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
         instance; see `scaled_dot_product_attention`.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool, np.float32 or np.float64
@@ -199,6 +203,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
@@ -250,6 +255,8 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     key_scale, value_scale : array_like of float, optional
         Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
         instance; see `scaled_dot_product_attention`.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : int
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional

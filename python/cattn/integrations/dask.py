@@ -22,7 +22,7 @@ from cattn._input.arrays import as_bias, as_integers, as_mask, broadcast_shapes,
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
 from cattn._input.names import with_hints
-from cattn._input.types import RNG, Alignment, AttentionOutput, Window
+from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
 
 try:
     import dask.array
@@ -303,6 +303,7 @@ class _Options(TypedDict, total=False):
     value_scale: Any
     block_mask: Any
     block_size: int | None
+    compute_dtype: ComputeDType
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
@@ -359,6 +360,7 @@ def attention(
     block_mask: Any = None,
     block_size: int | None = None,
     key_indices: None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -417,6 +419,8 @@ def attention(
         Number of queries and of keys of a block.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
+    compute_dtype : {None, "bfloat16"}
+        Whether the products are of numbers that are rounded to bfloat16.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
     return_weights : bool
@@ -504,7 +508,9 @@ def attention(
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
-    scores: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+    scores: dict[str, Any] = {
+        "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
+    }  # fmt: skip
     ones: dict[str, Any] = {
         f"{name}_scale": np.ones((), scale.dtype)
         for name, scale in zip(("key", "value"), scales, strict=True)

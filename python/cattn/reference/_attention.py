@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cattn._input.types import AttentionOutput, LseDType, Window
+from cattn._input.types import AttentionOutput, ComputeDType, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, dequantized, new_seed, probability, quiet
+from ._shared import Bools, Floats, boolean, deliver, dequantized, new_seed, probability, quiet, rounded_to_bfloat16
 from ._softmax import softmax
 
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
@@ -43,6 +43,7 @@ def scaled_dot_product_attention(
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: int | None = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -56,6 +57,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
+    compute_dtype : {None, "bfloat16"}
+        "bfloat16" rounds query, key and value, but not the weights.
     rng : int or None
         A 64-bit seed, or None for a random one; see `dropout_keep`.
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
@@ -80,7 +83,7 @@ def scaled_dot_product_attention(
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
         key_scale=key_scale, value_scale=value_scale, block_mask=block_mask, block_size=block_size,
-        key_indices=key_indices,
+        key_indices=key_indices, compute_dtype=compute_dtype,
     )  # fmt: skip
     if key_indices is not None and (p > 0 or return_dropout_mask):
         raise ValueError("dropout and key_indices do not go together")
@@ -300,11 +303,14 @@ def score(
     block_mask: ArrayLike | None = None,
     block_size: int | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
     scales = (None, key_scale, value_scale)
     arrays = [np.asarray(dequantized(a, s), np.float64) for a, s in zip(inputs, scales, strict=True)]
+    if compute_dtype is not None:
+        arrays = [rounded_to_bfloat16(a) for a in arrays]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
     one_head = rank == 2 or (rank == 3 and not enable_gqa)
