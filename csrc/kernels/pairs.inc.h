@@ -90,7 +90,8 @@ INLINE vf rounded_bf16(vf v) {
 INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
 
 /* n elements from index i on, rounded, to consecutive bfloat16. */
-INLINE void round_to(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n, uint16_t *to) {
+INLINE void round_to_from(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n,
+                          uint16_t *to) {
     int64_t k = 0;
     for (; stride == 1 && k + LANES <= n; k += LANES)
         store_stored(CATTN_STORED_BF16, to, k, 1, load_stored(storage, base, i + k, 1, LANES), LANES);
@@ -98,6 +99,14 @@ INLINE void round_to(enum cattn_storage storage, const void *base, int64_t i, in
         const int left = (int)min64(LANES, n - k);
         store_stored(CATTN_STORED_BF16, to, k, 1, load_stored(storage, base, i + k * stride, stride, left), left);
     }
+}
+
+/* round_to_from, with the constants of the common case. */
+static void round_to(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n, uint16_t *to) {
+    if (storage == CATTN_STORED_PLAIN && stride == 1)
+        round_to_from(CATTN_STORED_PLAIN, base, i, 1, n, to);
+    else
+        round_to_from(storage, base, i, stride, n, to);
 }
 
 /* The elements of row r of a matrix, rounded, to consecutive bfloat16. */
@@ -195,33 +204,45 @@ static struct source keys_of_block(const struct cattn_rows *rows, int64_t k0, in
     return (struct source){copy, padded};
 }
 
-/* The visible values of the block: pair j of keys has a row with a pair for each column, in whole panels. */
+/* One vector of values of row k, rounded, from column c on; `storage` is a constant in the common cases. */
+INLINE vf rounded_values(const struct cattn_matrix *value, enum cattn_storage storage, int64_t k, int64_t c, int n) {
+    if (storage == CATTN_STORED_BF16)
+        return load_half(storage, (const uint16_t *)value->first + k * value->row + c, 1, n);
+    if (storage == CATTN_STORED_PLAIN)
+        return rounded_bf16(load_strided((const real *)value->first + k * value->row + c, 1, n));
+    return rounded_bf16(load_columns(value, k, c, n));
+}
+
+/* The values of the keys begin .. end-1: pair j of keys has a row with a pair for each column, in whole panels. */
+INLINE void pair_values(const struct cattn_matrix *value, enum cattn_storage storage, int begin, int end, int64_t d_v,
+                        uint16_t *to, int64_t to_row) {
+    for (int k = begin; k < end; k += 2) {
+        uint16_t *pair = to + k / 2 * to_row;
+        int64_t c = 0;
+        for (; k + 1 < end && c + LANES <= d_v; c += LANES)
+            vf_storeu((void *)(pair + 2 * c), vf_of_vu(joined(rounded_values(value, storage, k, c, LANES),
+                                                              rounded_values(value, storage, k + 1, c, LANES))));
+        for (; c < d_v; c += LANES) {
+            const int n = (int)min64(LANES, d_v - c);
+            const vf odd = k + 1 < end ? rounded_values(value, storage, k + 1, c, n) : vf_set1(0);
+            vf_storeu((void *)(pair + 2 * c), vf_of_vu(joined(rounded_values(value, storage, k, c, n), odd)));
+        }
+        for (; c % PANEL != 0; c += LANES)
+            vf_storeu((void *)(pair + 2 * c), vf_set1(0));
+    }
+}
+
+/* The visible values of the block, as pairs of keys. */
 static struct source values_of_block(const struct cattn_rows *rows, int64_t k0, int begin, int end) {
     const struct cattn_matrix value = rows_from(rows->value, k0);
     const int64_t d_v = rows->call.d_v, row = 2 * rows->call.acc_cols;
     uint16_t *copy = rows->scratch.block_copy;
-    const bool in_place = value.col == 1 && value.storage == CATTN_STORED_BF16;
-    for (int k = begin; k < end; k += 2) {
-        uint16_t *to = copy + k / 2 * row;
-        const bool has_odd = k + 1 < end;
-        for (int64_t c = 0; c < d_v; c += LANES) {
-            const int n = (int)min64(LANES, d_v - c);
-            vf even, odd = vf_set1(0);
-            if (in_place && n == LANES) {
-                even = load_half(CATTN_STORED_BF16, (const uint16_t *)value.first + k * value.row + c, 1, LANES);
-                if (has_odd)
-                    odd =
-                        load_half(CATTN_STORED_BF16, (const uint16_t *)value.first + (k + 1) * value.row + c, 1, LANES);
-            } else {
-                even = rounded_bf16(load_columns(&value, k, c, n));
-                if (has_odd)
-                    odd = rounded_bf16(load_columns(&value, k + 1, c, n));
-            }
-            vf_storeu((void *)(to + 2 * c), vf_of_vu(joined(even, odd)));
-        }
-        for (int64_t c = cattn_round_up(d_v, LANES); c < cattn_round_up(d_v, PANEL); c += LANES)
-            vf_storeu((void *)(to + 2 * c), vf_set1(0));
-    }
+    if (value.col == 1 && value.storage == CATTN_STORED_BF16)
+        pair_values(&value, CATTN_STORED_BF16, begin, end, d_v, copy, row);
+    else if (value.col == 1 && value.storage == CATTN_STORED_PLAIN)
+        pair_values(&value, CATTN_STORED_PLAIN, begin, end, d_v, copy, row);
+    else /* this stands for all other storages and strides */
+        pair_values(&value, CATTN_STORED_F8, begin, end, d_v, copy, row);
     return (struct source){copy, row};
 }
 

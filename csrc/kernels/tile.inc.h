@@ -261,8 +261,35 @@ static void store_scores_of(const struct tile *t, const struct extent *e, int r)
     }
 }
 
+/* Whether softmax_lanes itself rounds the weights to pairs of bfloat16, in place: row j of the scores becomes pair j.
+ * Otherwise they are numbers until pair_weights, because dropout or a second attempt changes them. */
+INLINE bool pairs_at_once(const struct cattn_rows *rows) {
+#ifdef BF16_PRODUCTS
+    return !rows->drop.enabled && !rows->scratch.drop_bits && !rows->small_weights;
+#else
+    (void)rows;
+    return false;
+#endif
+}
+
+/* The weights of 8 keys from key k on. */
+INLINE void store_weights(real *score, int k, bool paired, const vf w[CATTN_SUM_CHAINS]) {
+#ifdef BF16_PRODUCTS
+    if (paired) {
+        UNROLLED(c, CATTN_SUM_CHAINS / 2)
+            vf_storeu(score + (k / 2 + c) * CATTN_TILE_ROWS,
+                      vf_of_vu(joined(rounded_bf16(w[2 * c]), rounded_bf16(w[2 * c + 1]))));
+        return;
+    }
+#endif
+    (void)paired;
+    UNROLLED(c, CATTN_SUM_CHAINS)
+        vf_storeu(score + (k + c) * CATTN_TILE_ROWS, w[c]);
+}
+
 /* Replaces the scores of LANES rows by exp(score - max) and sums them over the keys in eight chains. */
 static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
+    const bool paired = pairs_at_once(t->rows);
     struct cattn_rows *rows = t->rows;
     update_max(rows, r);
     const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
@@ -271,17 +298,15 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     UNROLLED(c, CATTN_SUM_CHAINS)
         sum[c] = vf_set1(0);
     for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS) {
-        if (!has_chain(e->chains, k)) {
-            UNROLLED(c, CATTN_SUM_CHAINS)
-                vf_storeu(score + (k + c) * CATTN_TILE_ROWS, vf_set1(0));
-            continue;
-        }
-        UNROLLED(c, CATTN_SUM_CHAINS) {
-            real *s = score + (k + c) * CATTN_TILE_ROWS;
-            vf w = vf_exp(vf_loadu(s) - shift);
-            vf_storeu(s, w);
-            sum[c] = sum[c] + w;
-        }
+        vf w[CATTN_SUM_CHAINS];
+        UNROLLED(c, CATTN_SUM_CHAINS)
+            w[c] = vf_set1(0);
+        if (has_chain(e->chains, k))
+            UNROLLED(c, CATTN_SUM_CHAINS) {
+                w[c] = vf_exp(vf_loadu(score + (k + c) * CATTN_TILE_ROWS) - shift);
+                sum[c] = sum[c] + w[c];
+            }
+        store_weights(score, k, paired, w);
     }
     vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
     vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
@@ -346,18 +371,21 @@ static void shrink_lanes(const struct tile *t, const struct extent *e, int r) {
  * and its extent covers both. */
 static void zero_outside(const struct tile *t, const struct extent *e, int r) {
     real *score = (real *)t->rows->scratch.score + r;
+    const int step = pairs_at_once(t->rows) ? 2 : 1; /* keys of a row of the scores */
     for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++) {
         const struct extent *group = &t->group[g];
-        for (int k = group->begin; k < min64(e->begin, group->end); k++)
-            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
-        for (int k = (int)max64(e->end, group->begin); k < group->end; k++)
-            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
+        for (int k = group->begin; k < min64(e->begin, group->end); k += step)
+            vf_storeu(score + k / step * CATTN_TILE_ROWS, vf_set1(0));
+        for (int k = (int)max64(e->end, group->begin); k < group->end; k += step)
+            vf_storeu(score + k / step * CATTN_TILE_ROWS, vf_set1(0));
     }
 }
 
-/* Rounds the weights of LANES rows that P V reads to bfloat16, in place: row j of the scores becomes pair j. */
+/* Rounds the weights of LANES rows that P V reads to pairs of bfloat16, unless that is done. */
 static void pair_weights(const struct tile *t, const struct extent *e, int r) {
 #ifdef BF16_PRODUCTS
+    if (pairs_at_once(t->rows))
+        return;
     real *score = (real *)t->rows->scratch.score + r;
     int begin = e->begin < e->end ? e->begin : CATTN_BLOCK_KEYS, end = e->end;
     for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++)
