@@ -162,8 +162,11 @@ static bool round_input(PyArrayObject **input) {
         return false;
     uint32_t *bits = PyArray_DATA(copy);
     for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
-        const bool is_nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
-        bits[i] = is_nan ? bits[i] : (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
+        const uint32_t size = bits[i] & 0x7fffffffu;
+        if (size < 0x00800000u) /* subnormal */
+            bits[i] &= 0x80000000u;
+        else if (size <= 0x7f800000u) /* not NaN */
+            bits[i] = (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
     }
     Py_DECREF((PyObject *)*input);
     *input = copy;

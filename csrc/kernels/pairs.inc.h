@@ -11,6 +11,9 @@
 
 #define LEAST_NORMAL 0x1p-126f
 
+/* Zeros of the same sign where an element is subnormal. */
+INLINE vf flushed(vf x) { return vf_select(vf_lt(vf_abs(x), vf_set1(LEAST_NORMAL)), x * vf_set1(0), x); }
+
 #ifndef HAS_PAIR_DOT
 #ifdef FLUSHES_BY_MODE
 
@@ -18,9 +21,6 @@
 INLINE vf flushed_fma(vf a, vf b, vf c) { return vf_fma(a, b, c); }
 
 #else
-
-/* Zeros of the same sign where an element is subnormal. */
-INLINE vf flushed(vf x) { return vf_select(vf_lt(vf_abs(x), vf_set1(LEAST_NORMAL)), x * vf_set1(0), x); }
 
 /* A sum just below the smallest normal number has been rounded up to it, with fewer than 24 bits, where the
  * instruction flushes it. In double the sum is exact enough to tell. */
@@ -79,25 +79,37 @@ INLINE void keep_sum(vf *sum) { (void)sum; }
 INLINE void products_end(void) {}
 #endif
 
-/* Rounded to bfloat16, to nearest even, as float32. A subnormal result is kept here. */
+/* Pairs of elements that are bfloat16 already. */
+INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
+
+/* Rounding to bfloat16, to nearest even. Subnormal elements become zeros first, as the conversions of x86 have it. */
+#ifndef HAS_PAIR_DOT
 INLINE vf rounded_bf16(vf v) {
-    const vu w = vu_of_vf(with_one_nan(v));
+    const vu w = vu_of_vf(with_one_nan(flushed(v)));
     const vu half = vu_add(vu_and(vu_shr16(w), vu_set1(1)), vu_set1(0x7fff));
     return vf_of_vu(vu_and(vu_add(w, half), vu_set1(0xffff0000)));
 }
+INLINE vh vh_rounded(vf v) { return vh_bf16(with_one_nan(flushed(v))); }
+INLINE vu vf_paired(vf even, vf odd) { return joined(rounded_bf16(even), rounded_bf16(odd)); }
+#endif
 
-/* Pairs of elements that are bfloat16 already. */
-INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
+/* n <= LANES elements, rounded. */
+INLINE void store_rounded(uint16_t *to, vf v, int n) {
+    if (n == LANES)
+        vh_storeu(to, vh_rounded(v));
+    else
+        vh_storeu_n(to, vh_rounded(v), n);
+}
 
 /* n elements from index i on, rounded, to consecutive bfloat16. */
 INLINE void round_to_from(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n,
                           uint16_t *to) {
     int64_t k = 0;
     for (; stride == 1 && k + LANES <= n; k += LANES)
-        store_stored(CATTN_STORED_BF16, to, k, 1, load_stored(storage, base, i + k, 1, LANES), LANES);
+        store_rounded(to + k, load_stored(storage, base, i + k, 1, LANES), LANES);
     for (; k < n; k += LANES) {
         const int left = (int)min64(LANES, n - k);
-        store_stored(CATTN_STORED_BF16, to, k, 1, load_stored(storage, base, i + k * stride, stride, left), left);
+        store_rounded(to + k, load_stored(storage, base, i + k * stride, stride, left), left);
     }
 }
 
@@ -117,7 +129,7 @@ INLINE void round_row_to(const struct cattn_matrix *matrix, int64_t r, int64_t n
     }
     for (int64_t c = 0; c < n_cols; c += LANES) {
         const int n = (int)min64(LANES, n_cols - c);
-        store_stored(CATTN_STORED_BF16, to, c, 1, load_columns(matrix, r, c, n), n);
+        store_rounded(to + c, load_columns(matrix, r, c, n), n);
     }
 }
 
@@ -204,13 +216,17 @@ static struct source keys_of_block(const struct cattn_rows *rows, int64_t k0, in
     return (struct source){copy, padded};
 }
 
-/* One vector of values of row k, rounded, from column c on; `storage` is a constant in the common cases. */
-INLINE vf rounded_values(const struct cattn_matrix *value, enum cattn_storage storage, int64_t k, int64_t c, int n) {
+/* One vector of values of row k from column c on; `storage` is a constant in the common cases. */
+INLINE vf values_at(const struct cattn_matrix *value, enum cattn_storage storage, int64_t k, int64_t c, int n) {
     if (storage == CATTN_STORED_BF16)
         return load_half(storage, (const uint16_t *)value->first + k * value->row + c, 1, n);
     if (storage == CATTN_STORED_PLAIN)
-        return rounded_bf16(load_strided((const real *)value->first + k * value->row + c, 1, n));
-    return rounded_bf16(load_columns(value, k, c, n));
+        return load_strided((const real *)value->first + k * value->row + c, 1, n);
+    return load_columns(value, k, c, n);
+}
+/* A pair of rows of such vectors. */
+INLINE vu paired_values(enum cattn_storage storage, vf even, vf odd) {
+    return storage == CATTN_STORED_BF16 ? joined(even, odd) : vf_paired(even, odd);
 }
 
 /* The values of the keys begin .. end-1: pair j of keys has a row with a pair for each column, in whole panels. */
@@ -220,12 +236,13 @@ INLINE void pair_values(const struct cattn_matrix *value, enum cattn_storage sto
         uint16_t *pair = to + k / 2 * to_row;
         int64_t c = 0;
         for (; k + 1 < end && c + LANES <= d_v; c += LANES)
-            vf_storeu((void *)(pair + 2 * c), vf_of_vu(joined(rounded_values(value, storage, k, c, LANES),
-                                                              rounded_values(value, storage, k + 1, c, LANES))));
+            vf_storeu((void *)(pair + 2 * c), vf_of_vu(paired_values(storage, values_at(value, storage, k, c, LANES),
+                                                                     values_at(value, storage, k + 1, c, LANES))));
         for (; c < d_v; c += LANES) {
             const int n = (int)min64(LANES, d_v - c);
-            const vf odd = k + 1 < end ? rounded_values(value, storage, k + 1, c, n) : vf_set1(0);
-            vf_storeu((void *)(pair + 2 * c), vf_of_vu(joined(rounded_values(value, storage, k, c, n), odd)));
+            const vf odd = k + 1 < end ? values_at(value, storage, k + 1, c, n) : vf_set1(0);
+            vf_storeu((void *)(pair + 2 * c),
+                      vf_of_vu(paired_values(storage, values_at(value, storage, k, c, n), odd)));
         }
         for (; c % PANEL != 0; c += LANES)
             vf_storeu((void *)(pair + 2 * c), vf_set1(0));
@@ -306,10 +323,10 @@ static vf value_vector_visible(const struct cattn_rows *rows, int r, int64_t c, 
         uint16_t weight[2] = {0, 0};
         for (int i = 0; i < 2 && k + i < keys.end; i++)
             if (key_visible(rows, r, k0 + k + i)) {
-                element[i] = rounded_bf16(load_columns(&value, k + i, c, n));
+                element[i] = load_columns(&value, k + i, c, n);
                 weight[i] = weights[k / 2 * weight_row + i];
             }
-        const vu pairs = joined(element[0], element[1]), w = vu_set1(load_pair(weight));
+        const vu pairs = vf_paired(element[0], element[1]), w = vu_set1(load_pair(weight));
         products_begin();
         sum = vf_pair_dot(w, pairs, sum);
         keep_sum(&sum);

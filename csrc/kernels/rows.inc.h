@@ -123,12 +123,6 @@ static void shrink_keys(real *score, int begin, int end) {
 
 #ifdef BF16_PRODUCTS
 
-/* One vector of values, rounded; n columns from index `at` on. */
-INLINE vf bf16_values(const struct cattn_matrix *value, int64_t at, int n) {
-    const vf v = load_stored(value->storage, value->first, at, 1, n);
-    return value->storage == CATTN_STORED_BF16 ? v : rounded_bf16(v);
-}
-
 /* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
  * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
 INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const struct cattn_matrix *value,
@@ -147,9 +141,11 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
         OPAQUE(at);
         UNROLLED(v, vectors) {
             const int left = v == vectors - 1 ? n : LANES;
-            const vf even = bf16_values(value, at + v * LANES, left);
-            const vf odd = k + 1 < keys.end ? bf16_values(value, at + value->row + v * LANES, left) : vf_set1(0);
-            pairs[v] = joined(even, odd);
+            const vf even = load_stored(value->storage, value->first, at + v * LANES, 1, left);
+            vf odd = vf_set1(0);
+            if (k + 1 < keys.end)
+                odd = load_stored(value->storage, value->first, at + value->row + v * LANES, 1, left);
+            pairs[v] = paired_values(value->storage, even, odd);
         }
         UNROLLED(i, 2)
             prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value->storage));
@@ -314,7 +310,8 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
         if (rows->small_weights)
             shrink_keys(s, begin, end);
 #ifdef BF16_PRODUCTS /* in place: pairs of keys, which P V reads */
-        narrow_row(CATTN_STORED_BF16, s + begin, end - begin, (uint16_t *)(void *)s + begin, 1);
+        for (int k = begin; k < end; k += LANES)
+            store_rounded((uint16_t *)(void *)s + k, vf_loadu(s + k), LANES);
 #endif
     }
     for (int r = 0; r < many; r += LANES)

@@ -49,6 +49,7 @@
  *
  *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
  *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
+ *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. With HAS_PAIR_DOT
  *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as that instruction
  * does
  *
