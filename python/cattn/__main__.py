@@ -47,8 +47,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.inputs += [argument for argument in rest if not argument.startswith("-")]
         rest = [argument for argument in rest if argument.startswith("-")]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_close(rest, parser, options.command)}")
     return options
+
+
+def _close(rest: Sequence[str], parser: argparse.ArgumentParser, command: str | None) -> str:
+    """Return the options that misspelt ones look like, as a question, or ""."""
+    import difflib  # imported here, because only errors need it
+
+    used = parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command is not None:
+            used = action.choices[command]
+    known = [option for action in used._actions for option in action.option_strings]
+    near = [difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7) for word in rest]
+    found = [word for words in near for word in words]
+    return f": did you mean {' '.join(found)}?" if found else ""
 
 
 def _is_closed_pipe(error: BaseException) -> bool:
