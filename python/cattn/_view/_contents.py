@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .._input.arrays import as_array, common_dtype, is_bfloat16
 from .._input.display import summary
 from .._input.types import AttentionStatistics
-from .._plot import strings, token_labels
+from .._plot import strings, take_entry, token_labels
 
 Array = NDArray[Any]
 WeightsOf = Callable[[int, int, slice], Any]
@@ -88,8 +88,10 @@ def _layer_names(layers: Sequence[object] | None, count: int) -> list[str] | Non
 class Weights:
     """Attention weights of layers and heads."""
 
-    def __init__(self, given: Any, tokens: Any, query_tokens: Any, layers: Any) -> None:
-        self.layers = _matrices(given)
+    def __init__(
+        self, given: Any, tokens: Any, query_tokens: Any, layers: Any, entry: int | None = None, one_call: bool = False
+    ) -> None:
+        self.layers, batch = _matrices(given, entry, one_call)
         self.dtype = common_dtype(self.layers, "weights")
         heads, seqlen_q, seqlen_k = self.layers[0].shape
         self.shape = (len(self.layers), heads, seqlen_q, seqlen_k)
@@ -105,6 +107,7 @@ class Weights:
         self.info: dict[str, Any] = {
             "kind": "weights",
             "title": "attention weights",
+            "entry": f"entry {0 if entry is None else int(entry)} of {batch}" if batch > 1 else "",
             "n_layers": len(self.layers),
             "heads": heads,
             "T_q": seqlen_q,
@@ -140,10 +143,15 @@ class Weights:
         return self.layers[where.layer][where.head, where.q0 : where.q1, where.k0 : where.k1].astype(self.dtype)
 
 
-def _matrices(given: Any) -> list[Array]:
-    """Return the weights of each layer, (H, T_q, T_k)."""
+def _matrices(given: Any, entry: int | None, one_call: bool) -> tuple[list[Array], int]:
+    """Return the weights of each layer, (H, T_q, T_k), and the number of entries of the batch.
+
+    Four axes are layers, unless the weights are of one call, or an entry of a batch is asked for.
+    """
+    batch = 1
     if isinstance(given, (list, tuple)) and given and all(getattr(item, "ndim", 0) >= 3 for item in given):
-        layers = [_heads(as_array(item, f"weights[{i}]"), f"weights[{i}]") for i, item in enumerate(given)]
+        taken = [take_entry(as_array(item, f"weights[{i}]"), entry, f"weights[{i}]") for i, item in enumerate(given)]
+        layers, batch = [layer for layer, _ in taken], taken[0][1]
         for i, layer in enumerate(layers):
             if layer.shape != layers[0].shape:
                 raise ValueError(
@@ -153,18 +161,18 @@ def _matrices(given: Any) -> list[Array]:
         array = as_array(given, "weights")
         if array.ndim < 2:
             raise ValueError(f"weights must have shape {WEIGHTS}, got {array.shape}")
-        if array.ndim > 4:  # a batch of one, before the layers or after them
+        if one_call or (entry is not None and array.ndim <= 4):
+            array, batch = take_entry(array, entry, "weights")
+        elif array.ndim > 4 and entry is not None:  # (L, B, H, T_q, T_k)
+            taken = [take_entry(layer, entry, "weights[0]") for layer in array]
+            array, batch = np.stack([layer for layer, _ in taken]), taken[0][1]
+        elif array.ndim > 4:  # a batch of one, before the layers or after them
             array = array.reshape(_without_ones(array.shape, 4, "weights", WEIGHTS))
         layers = list(array) if array.ndim == 4 else [array if array.ndim == 3 else array[None]]
     if not layers or layers[0].size == 0:
         shape = layers[0].shape if layers else np.shape(given)
         raise ValueError(f"weights must not be empty, got shape {shape}")
-    return layers
-
-
-def _heads(array: Array, name: str) -> Array:
-    """Return one layer's weights, which may have a batch axis of length 1."""
-    return array.reshape(_without_ones(array.shape, 3, name, "(H, T_q, T_k) or (1, H, T_q, T_k)"))
+    return layers, batch
 
 
 def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> tuple[int, ...]:
@@ -172,7 +180,7 @@ def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> 
     sizes = list(shape)
     while len(sizes) > ndim:
         if 1 not in sizes[:-3]:
-            raise ValueError(f"{name} must have shape {wanted}, got {shape}: take one entry of the batch")
+            raise ValueError(f"{name} must have shape {wanted}, got {shape}: choose an entry of the batch by entry=")
         sizes.remove(1)
     return tuple(sizes)
 
@@ -181,9 +189,16 @@ class Statistics:
     """AttentionStatistics of layers and heads."""
 
     def __init__(
-        self, given: AttentionStatistics, tokens: Any, query_tokens: Any, layers: Any, weights_of: WeightsOf | None
+        self,
+        given: AttentionStatistics,
+        tokens: Any,
+        query_tokens: Any,
+        layers: Any,
+        weights_of: WeightsOf | None,
+        entry: int | None = None,
     ) -> None:
         self.weights_of = weights_of
+        given, batch = _entry_of(given, entry)
         self.fields: dict[str, Array] = {}
         for name in FIELDS:
             if getattr(given, name) is not None:
@@ -212,6 +227,7 @@ class Statistics:
         self.info: dict[str, Any] = {
             "kind": "statistics",
             "title": "attention statistics",
+            "entry": f"entry {entry} of {batch}" if batch > 1 else "",
             "n_layers": self.shape[0],
             "heads": self.shape[1],
             "T_q": seqlen_q,
@@ -278,6 +294,20 @@ class Statistics:
         if rows.shape != wanted:
             raise ValueError(f"weights_of(...) must return the shape (queries, T_k) = {wanted}, got {rows.shape}")
         return rows[:, where.k0 : where.k1]
+
+
+def _entry_of(given: AttentionStatistics, entry: int | None) -> tuple[AttentionStatistics, int]:
+    """Return the statistics of one entry of a batch, (B, H, T), and the number of entries."""
+    if entry is None:
+        return given, 1
+    parts, batch = {}, 1
+    for name, array in given._asdict().items():
+        rank = 3 if name in ("top_keys", "top_weights") else 2  # heads, tokens, and the largest weights of each
+        if array is not None:
+            parts[name], batch = take_entry(
+                as_array(array, name) if rank == 2 else np.asarray(array), entry, name, rank
+            )
+    return given._replace(**parts), batch
 
 
 def _rows(array: Array, name: str, trailing: int) -> Array:
