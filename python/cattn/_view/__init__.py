@@ -88,8 +88,8 @@ class AttentionView:
     def save(self, path: FilePath, title: str | None = None) -> None:
         """Write the view to one file of HTML, which any browser shows without a kernel and without a network.
 
-        Weights above 64 MiB are reduced: each cell is then the largest weight of a block, and the page says so. Save
-        fewer layers, or ``weights.astype(np.float16)``, to keep every weight.
+        Weights above 64 MiB are rounded to float16 or, if that is not enough, reduced: each cell is then the largest
+        weight of a block. The page says so. Save fewer layers to keep every weight.
 
         Parameters
         ----------
@@ -149,11 +149,17 @@ def view_attention(
     layers: Sequence[object] | None = None,
     entry: int | None = None,
     title: str | None = None,
+    query: ArrayLike | None = None,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    scale: float | None = None,
     weights_of: WeightsOf | None = None,
 ) -> AttentionView:
     """Show attention weights, or their statistics, to look at with pointer and keyboard.
 
-    All heads are shown small, and one of them large. A token under the pointer shows the keys that it looks at and the
+    All heads are shown small, and one of them large: as a map, as lines between two copies of the text, or step by
+    step, from scores to output, with temperature and dropout to move. The view opens at the sharpest head and its
+    largest weight off the diagonal. A token under the pointer shows the keys that it looks at and the
     queries that look at it, coloured in the text. Two heads can be compared. The page shows the numbers of the array,
     exactly; zeros, as of hidden keys, and scores of -inf stay blank, and NaN is red.
 
@@ -176,6 +182,11 @@ def view_attention(
         there are several. Four axes without `entry` are layers.
     title : str, optional
         A heading above the view, and the title of a saved page.
+    query, key, value : array_like, optional
+        What the weights were computed from, of the same layers and heads. With query and key the form "step by step"
+        shows the scores and, for the marked key, the product of each dimension, with value the output.
+    scale : float, optional
+        The factor of the scores, for query and key. Default 1 / sqrt(head_dim).
     weights_of : callable, optional
         For statistics: ``weights_of(layer, head, queries)``, with two ints and a slice, returns the weights of these
         queries over all keys, shape (len, T_k). It is called in the kernel where the reader zooms in on 256 tokens or
@@ -222,14 +233,19 @@ def view_attention(
         raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be a str, got {type(title).__name__}")
+    operands = {"query": query, "key": key, "value": value}
     if isinstance(given, AttentionStatistics):
+        passed = [name for name, array in operands.items() if array is not None]
+        if passed:
+            raise TypeError(f"{passed[0]} is for weights: statistics show no single scores")
         if weights_of is not None and not callable(weights_of):
             raise TypeError(f"weights_of must be callable, got {type(weights_of).__name__}")
         return _titled(Statistics(given, tokens, query_tokens, layers, weights_of, entry), title)
     if weights_of is not None:
         raise TypeError("weights_of is for statistics: weights are given already")
-    one_call = isinstance(weights, AttentionOutput)
-    return _titled(Weights(given, tokens, query_tokens, layers, entry, one_call), title)
+    contents = Weights(given, tokens, query_tokens, layers, entry, isinstance(weights, AttentionOutput))
+    contents.add_operands(operands, entry, scale)
+    return _titled(contents, title)
 
 
 def _titled(contents: Weights | Statistics, title: str | None) -> AttentionView:

@@ -122,21 +122,94 @@ class Weights:
             "high": high,
         }
         self.scale = "linear" if seqlen_k <= 32 or low < 0 else "log"
+        self.operands: dict[str, Array] = {}
+        self.operand_scale: float | None = None
+
+    def add_operands(self, given: dict[str, Any], entry: int | None, scale: float | None) -> None:
+        """Keep queries, keys and values for the page, (L, H, T, D) in float32 or float64."""
+        n_layers, heads, seqlen_q, seqlen_k = self.shape
+        for name, obj in given.items():
+            if obj is None:
+                continue
+            array = as_array(obj, name)
+            if n_layers == 1 or entry is not None:
+                array, _ = take_entry(array, entry, name)
+            array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+            length = seqlen_q if name == "query" else seqlen_k
+            fits = array.ndim == 4 and array.shape[0] == n_layers and array.shape[2] == length
+            if not fits or array.shape[1] == 0 or heads % array.shape[1]:
+                wanted = (*((n_layers,) if n_layers > 1 else ()), heads, length, "D")
+                text = "(" + ", ".join(map(str, wanted)) + ")"
+                raise ValueError(f"{name} must have shape {text}, as the weights, got {np.shape(obj)}")
+            self.operands[name] = array.astype(np.float64 if array.dtype == np.float64 else np.float32)
+        if {"query", "key"} <= self.operands.keys():
+            widths = self.operands["query"].shape[-1], self.operands["key"].shape[-1]
+            if widths[0] != widths[1]:
+                raise ValueError(f"query and key must have one head_dim, got {widths[0]} and {widths[1]}")
+        self.operand_scale = None if scale is None else float(scale)
 
     def __repr__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
-    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
-        """Return the description and at most so many bytes."""
+    def interesting(self) -> tuple[list[int], int, int]:
+        """Return the sharpest head, [layer, head], and query and key of its largest weight off the diagonal.
+
+        The sharpest head has the largest mean of the largest weights of each query. Query and key are -1, the last
+        ones, where all weights lie on the diagonal.
+        """
+        best, where = -np.inf, [0, 0]
+        for i, layer in enumerate(self.layers):
+            with np.errstate(invalid="ignore", over="ignore"):
+                means = layer.max(axis=-1).astype(np.float64).mean(axis=-1)
+            head = int(np.argmax(np.nan_to_num(means, nan=-np.inf)))
+            if means[head] > best:
+                best, where = float(means[head]), [i, head]
+        seqlen_q, offset = self.shape[2], self.info["offset"]
+        middle = seqlen_q // 2 if seqlen_q > 2 else 0  # the first queries see few keys
+        rows = self.layers[where[0]][where[1], middle:].astype(np.float32)
+        rows[~np.isfinite(rows)] = 0
+        at = np.arange(len(rows))
+        rows[at, np.minimum(at + middle + offset, rows.shape[1] - 1)] = 0
+        if not rows.any():
+            return where, -1, -1
+        query, key = np.unravel_index(int(np.argmax(rows)), rows.shape)
+        return where, int(query) + middle, int(key)
+
+    def pack(self, most: int, *, rounds: bool = False) -> tuple[dict[str, Any], bytes]:
+        """Return the description and at most so many bytes of weights.
+
+        What is too large is rounded to float16, if that may be and is enough, or reduced in blocks.
+        """
         n_layers, heads, seqlen_q, seqlen_k = self.shape
+        dtype = self.dtype
+        whole = n_layers * heads * seqlen_q * seqlen_k
+        largest = max(-self.info["low"], self.info["high"])
+        if rounds and dtype.itemsize > 2 and whole * dtype.itemsize > most >= 2 * whole and largest < 65504:
+            dtype = np.dtype(np.float16)
 
         def size(block: int) -> int:
             cells = -(-seqlen_q // block) * -(-seqlen_k // block)
-            return int(n_layers * heads * cells * self.dtype.itemsize)
+            return int(n_layers * heads * cells * dtype.itemsize)
 
         block = _smallest_block(size, most)
-        data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(self.dtype)) for layer in self.layers)
-        return {**self.info, "block": block}, data
+        data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(dtype)) for layer in self.layers)
+        info = {**self.info, "block": block, "dtype": dtype.name, "bytes": len(data)}
+        info["rounded"] = "float16" if dtype != self.dtype else ""
+        return info, data + self._pack_operands(info, len(data), most)
+
+    def _pack_operands(self, info: dict[str, Any], start: int, most: int) -> bytes:
+        """Return the bytes of queries, keys and values, and describe them in `info`."""
+        if not self.operands or sum(array.nbytes for array in self.operands.values()) > most:
+            return b""
+        data = bytes(-start % 8)
+        described: dict[str, Any] = {"scale": self.operand_scale}
+        for name, array in self.operands.items():
+            part = to_bytes(array)
+            place = {"start": start + len(data), "bytes": len(part), "dtype": array.dtype.name}
+            described[name] = {**place, "heads": array.shape[1], "width": array.shape[-1]}
+            data += part + bytes(-len(part) % 8)
+        info["operands"] = described
+        return data
 
     def window(self, where: Rectangle) -> Array:
         """Return a part of a head's matrix."""
@@ -254,7 +327,11 @@ class Statistics:
     def __repr__(self) -> str:
         return ", ".join(f"{name}=<{summary(array)}>" for name, array in self.fields.items())
 
-    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
+    def interesting(self) -> tuple[list[int], int, int]:
+        """Return the head, query and key to open at: the first head and the last token."""
+        return [0, 0], -1, -1
+
+    def pack(self, most: int, *, rounds: bool = False) -> tuple[dict[str, Any], bytes]:
         """Return the description and about so many bytes; the keys of the largest weights only if they fit."""
 
         def size(block: int) -> int:
