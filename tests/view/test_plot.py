@@ -93,6 +93,7 @@ def test_one_entry_of_a_batch_is_drawn_and_named() -> None:
 
 
 def test_given_axes_are_used() -> None:
+    plt.close("all")
     figure, grid = plt.subplots(2, 2)
     axes = cattn.plot_attention(causal_weights(4), ax=grid, titles=list("abcd"), annotate=False, vmax=0.5, label="w")
     assert all(a is b for a, b in zip(axes, grid.ravel(), strict=True))
