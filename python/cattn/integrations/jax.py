@@ -14,13 +14,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import cattn
 from cattn import _cattn
 from cattn._input.names import with_hints
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise ImportError(f"cattn.integrations.jax needs JAX: pip install 'cattn[jax]' ({error})") from error
 
 from ._jax_static import check_static, read_seed, read_window, refuse_derivatives
 
