@@ -79,6 +79,30 @@ INLINE void keep_sum(vf *sum) { (void)sum; }
 INLINE void products_end(void) {}
 #endif
 
+/* Pairs are consecutive bfloat16 in memory. */
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+INLINE vu swapped(vu pairs) { return vu_xor(vu_shl16(pairs), vu_shr16(pairs)); }
+INLINE uint32_t swapped_pair(uint32_t pair) { return pair << 16 | pair >> 16; }
+#else
+INLINE vu swapped(vu pairs) { return pairs; }
+INLINE uint32_t swapped_pair(uint32_t pair) { return pair; }
+#endif
+INLINE uint32_t load_pair(const uint16_t *p) {
+    uint32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return swapped_pair(pair);
+}
+INLINE vu load_pair_vector(const uint16_t *p) {
+    real pairs[LANES];
+    memcpy(pairs, p, sizeof pairs);
+    return swapped(vu_of_vf(vf_loadu(pairs)));
+}
+INLINE void store_pairs(uint16_t *p, vu pairs) {
+    real stored[LANES];
+    vf_storeu(stored, vf_of_vu(swapped(pairs)));
+    memcpy(p, stored, sizeof stored);
+}
+
 /* Pairs of elements that are bfloat16 already. */
 INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
 
@@ -91,6 +115,12 @@ INLINE vf rounded_bf16(vf v) {
 }
 INLINE vh vh_rounded(vf v) { return vh_bf16(with_one_nan(flushed(v))); }
 INLINE vu vf_paired(vf even, vf odd) { return joined(rounded_bf16(even), rounded_bf16(odd)); }
+INLINE vu vu_rounded(vf low, vf high) {
+    uint16_t halves[2 * LANES];
+    vh_storeu(halves, vh_rounded(low));
+    vh_storeu(halves + LANES, vh_rounded(high));
+    return load_pair_vector(halves);
+}
 #endif
 
 /* n <= LANES elements, rounded. */
@@ -134,23 +164,18 @@ INLINE void round_row_to(const struct cattn_matrix *matrix, int64_t r, int64_t n
 }
 
 /* LANES pairs: n <= 2 * LANES elements from index i on, rounded; the other ones are 0. */
-INLINE vf load_pairs(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int n) {
+INLINE vu load_pairs(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int n) {
     uint16_t halves[2 * LANES] = {0};
-    real pairs[LANES];
+    if (storage == CATTN_STORED_PLAIN && stride == 1 && n == 2 * LANES)
+        return vu_rounded(vf_loadu((const real *)base + i), vf_loadu((const real *)base + i + LANES));
+    if (storage == CATTN_STORED_BF16 && stride == 1 && n == 2 * LANES)
+        return load_pair_vector((const uint16_t *)base + i);
     if (storage == CATTN_STORED_BF16 && stride == 1)
         memcpy(halves, (const uint16_t *)base + i, (size_t)n * sizeof *halves);
     else
         round_to(storage, base, i, stride, n, halves);
-    memcpy(pairs, halves, sizeof pairs);
-    return vf_loadu(pairs);
+    return load_pair_vector(halves);
 }
-
-INLINE uint32_t load_pair(const uint16_t *p) {
-    uint32_t pair;
-    memcpy(&pair, p, sizeof pair);
-    return pair;
-}
-INLINE vu load_pair_vector(const uint16_t *p) { return vu_of_vf(vf_loadu((const void *)p)); }
 
 INLINE int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
@@ -188,16 +213,17 @@ INLINE void keep_tile(int mr, int nr, vf sum[MR][NR]) {
 static void pack_query_tile(struct cattn_rows *rows) {
     const int64_t depth = rows->call.head_dim, n_pairs = pairs_of(depth), col = rows->call.query_col;
     for (int r0 = 0; r0 < rows->n_rows; r0 += LANES) {
-        real *panel = (real *)rows->scratch.packed_query + (r0 / PANEL) * n_pairs * PANEL + r0 % PANEL;
+        uint16_t *panel = (uint16_t *)rows->scratch.packed_query + 2 * (r0 / PANEL * n_pairs * PANEL + r0 % PANEL);
         for (int64_t p = 0; p < n_pairs; p += LANES) {
             const int n = (int)min64(2 * LANES, depth - 2 * p);
             vf v[LANES];
             for (int i = 0; i < LANES; i++)
-                v[i] = r0 + i < rows->n_rows ? load_pairs(rows->call.storage, rows->query[r0 + i], 2 * p * col, col, n)
-                                             : vf_set1(0);
+                v[i] = r0 + i < rows->n_rows
+                           ? vf_of_vu(load_pairs(rows->call.storage, rows->query[r0 + i], 2 * p * col, col, n))
+                           : vf_set1(0);
             vf_transpose(v);
             for (int i = 0; i < min64(LANES, n_pairs - p); i++)
-                vf_storeu(panel + (p + i) * PANEL, v[i]);
+                store_pairs(panel + 2 * (p + i) * PANEL, vu_of_vf(v[i]));
         }
     }
 }
@@ -236,16 +262,15 @@ INLINE void pair_values(const struct cattn_matrix *value, enum cattn_storage sto
         uint16_t *pair = to + k / 2 * to_row;
         int64_t c = 0;
         for (; k + 1 < end && c + LANES <= d_v; c += LANES)
-            vf_storeu((void *)(pair + 2 * c), vf_of_vu(paired_values(storage, values_at(value, storage, k, c, LANES),
-                                                                     values_at(value, storage, k + 1, c, LANES))));
+            store_pairs(pair + 2 * c, paired_values(storage, values_at(value, storage, k, c, LANES),
+                                                    values_at(value, storage, k + 1, c, LANES)));
         for (; c < d_v; c += LANES) {
             const int n = (int)min64(LANES, d_v - c);
             const vf odd = k + 1 < end ? values_at(value, storage, k + 1, c, n) : vf_set1(0);
-            vf_storeu((void *)(pair + 2 * c),
-                      vf_of_vu(paired_values(storage, values_at(value, storage, k, c, n), odd)));
+            store_pairs(pair + 2 * c, paired_values(storage, values_at(value, storage, k, c, n), odd));
         }
         for (; c % PANEL != 0; c += LANES)
-            vf_storeu((void *)(pair + 2 * c), vf_set1(0));
+            store_pairs(pair + 2 * c, vu_set1(0));
     }
 }
 
@@ -349,15 +374,16 @@ static void pack_query_rows(struct cattn_rows *rows) {
 /* LANES keys, of which n exist, by LANES pairs of columns from d on: kt[i] holds the i-th pair of all keys. */
 INLINE void key_pairs(const struct cattn_matrix *key, int n, int64_t d, int n_cols, vf kt[LANES]) {
     int64_t at = d;
-    if (key->storage == CATTN_STORED_BF16 && n == LANES && n_cols == 2 * LANES && LANES > 1) {
+    const bool whole = n == LANES && n_cols == 2 * LANES && LANES > 1;
+    if (whole && (key->storage == CATTN_STORED_BF16 || key->storage == CATTN_STORED_PLAIN)) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++, at += key->row) {
             OPAQUE(at);
-            kt[i] = vf_loadu((const void *)((const uint16_t *)key->first + at));
+            kt[i] = vf_of_vu(load_pairs(key->storage, key->first, at, 1, 2 * LANES));
         }
     } else {
         for (int i = 0; i < LANES; i++, at += key->row)
-            kt[i] = i < n ? load_pairs(key->storage, key->first, at, 1, n_cols) : vf_set1(0);
+            kt[i] = i < n ? vf_of_vu(load_pairs(key->storage, key->first, at, 1, n_cols)) : vf_set1(0);
     }
     vf_transpose(kt);
 }

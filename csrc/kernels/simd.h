@@ -50,8 +50,8 @@
  *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
  *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
  *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. With HAS_PAIR_DOT
- *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as that instruction
- * does
+ *   vu_rounded(low, high)                 pairs of the elements of low, then of high
+ *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary

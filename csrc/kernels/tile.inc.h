@@ -277,7 +277,7 @@ INLINE void store_weights(real *score, int k, bool paired, const vf w[CATTN_SUM_
 #ifdef BF16_PRODUCTS
     if (paired) {
         UNROLLED(c, CATTN_SUM_CHAINS / 2)
-            vf_storeu(score + (k / 2 + c) * CATTN_TILE_ROWS, vf_of_vu(vf_paired(w[2 * c], w[2 * c + 1])));
+            store_pairs((void *)(score + (k / 2 + c) * CATTN_TILE_ROWS), vf_paired(w[2 * c], w[2 * c + 1]));
         return;
     }
 #endif
@@ -394,7 +394,7 @@ static void pair_weights(const struct tile *t, const struct extent *e, int r) {
         }
     for (int k = begin; k < end; k += 2) {
         const real *w = score + k * CATTN_TILE_ROWS;
-        vf_storeu(score + k / 2 * CATTN_TILE_ROWS, vf_of_vu(vf_paired(vf_loadu(w), vf_loadu(w + CATTN_TILE_ROWS))));
+        store_pairs((void *)(score + k / 2 * CATTN_TILE_ROWS), vf_paired(vf_loadu(w), vf_loadu(w + CATTN_TILE_ROWS)));
     }
 #else
     (void)t, (void)e, (void)r;
