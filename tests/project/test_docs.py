@@ -99,7 +99,8 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 
 @pytest.mark.promise("documentation")
-def test_the_readme_runs() -> None:
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes a page
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
