@@ -12,6 +12,7 @@ array([[1.  , 0.  ],
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
+from ._input.pairs import BlockMask, Quantized
 from ._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
@@ -64,6 +65,7 @@ __all__ = [
     "AttentionOutput",
     "AttentionStatistics",
     "AttentionView",
+    "BlockMask",
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
@@ -73,6 +75,7 @@ __all__ = [
     "Linear",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "Quantized",
     "SelfAttention_v1",
     "SelfAttention_v2",
     "TorchGenerator",
