@@ -70,6 +70,23 @@ def jax_or_none() -> Any:
     return jax
 
 
+def matrix_products(dtype: str, flops: float) -> Calls:
+    """Return the matrix products of the libraries: of square matrices, with at most so many flops."""
+    n = product_size(flops)
+    a, b = (np.random.default_rng(seed).standard_normal((n, n)).astype(dtype) for seed in range(2))
+    calls: Calls = {"numpy": lambda: a @ b, "cattn": lambda: cattn.functional.linear(a, b)}
+    torch = torch_or_none()
+    if torch is not None:
+        ours = [torch.from_numpy(array) for array in (a, b)]
+        calls["torch"] = lambda: torch.mm(*ours)
+    return calls
+
+
+def product_size(flops: float) -> int:
+    """Return the rows of square matrices whose product has at most so many flops: a multiple of 16."""
+    return max(16, int((flops / 2) ** (1 / 3)) // 16 * 16)
+
+
 def as_tensor(torch: Any, array: Array) -> Any:
     """Return a tensor on the array's memory; NumPy and PyTorch exchange bfloat16 as integers."""
     if array.dtype.name == "bfloat16":

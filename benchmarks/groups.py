@@ -91,7 +91,7 @@ def prefill_case(dtype: str, shape: tuple[int, ...], targets: dict[str, float], 
         return attention_calls(*arrays, matrix=tokens <= 4096, causal=keys is None)
 
     facts = {"dtype": dtype, "shape": shape, "T": tokens, "keys": keys}
-    return Case(f"{dtype} {shape}{all_visible(keys)}", calls, dtype, flops, targets, facts)
+    return Case(f"{dtype} {shape}{all_visible(keys)}", calls, dtype, flops, targets, facts, beside_products=True)
 
 
 def all_visible(keys: int | None) -> str:
