@@ -74,9 +74,9 @@ def _card(path: Path, stale: set[str]) -> str:
     sentence = re.split(r"(?<=[.:])\s", rest.strip().partition("\n\n")[0])[0].rstrip(":") + "."
     sentence = sentence.replace("..", ".")
     lines = [f":::{{grid-item-card}} {title}", f":link: {path.stem}", ":link-type: doc"]
-    pictures = (
+    pictures = (  # a view is the best one
         output["data"]["image/png"]
-        for cell in cells
+        for cell in sorted(cells, key=lambda cell: "live_view" not in cell["metadata"])
         for output in cell.get("outputs", ())
         if "image/png" in output.get("data", ())
     )

@@ -19,6 +19,12 @@ SENTENCES = {
 }
 HEADS = [(3, 1), (0, 2), (1, 8), (2, 7)]  # of the first page: (layer, head); it names their habits in this order
 
+SIX = ["Your", "journey", "starts", "with", "one", "step"]
+WORDS_OF_THE_CHAPTER = [
+    [0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64], [0.22, 0.58, 0.33], [0.77, 0.25, 0.10],
+    [0.05, 0.80, 0.55],
+]  # fmt: skip
+
 TEXT = "the cat sat on the mat . the dog sat on the rug . the cat saw the dog . the dog saw the cat ."
 WORDS = ("cat", "dog", "mouse", "fox", "owl", "horse", "child")
 DEEDS = ("saw", "heard", "met", "followed", "fed")
@@ -84,9 +90,31 @@ def write_trained(folder: Path) -> None:
     every.save(folder / "minilm.html", title="All heads of all-MiniLM-L6-v2")
 
 
+def write_chapter(folder: Path) -> None:
+    """Save the views of notebooks 1, 1b and 2, with the numbers that these compute."""
+    inputs = np.array(WORDS_OF_THE_CHAPTER, np.float32)
+    draw = cattn.TorchGenerator(123)
+    query, key, value = (inputs @ draw.rand(3, 2) for _ in range(3))
+    operands = {"query": query, "key": key, "value": value}
+    one = cattn.view_attention(cattn.attention_weights(query, key), SIX, **operands)
+    one.save(folder / "six_tokens.html", title="One head, step by step")
+
+    layer = cattn.MultiHeadAttention(3, 8, context_length=6, dropout=0.0, num_heads=4, rng=123)
+    layer.W_query.weight *= 10
+    four = cattn.view_attention(layer(inputs, return_weights=True)[1], SIX)
+    four.save(folder / "four_heads.html", title="Four heads of a layer")
+
+    layer = cattn.SelfAttention_v2(3, 2, rng=789)
+    query, key = layer.W_query(inputs), layer.W_key(inputs)
+    masks = np.stack([np.tri(6, dtype=bool), np.tri(6, k=1, dtype=bool)])
+    leak = cattn.view_attention(np.stack([cattn.attention_weights(query, key, mask) for mask in masks]), SIX)
+    leak.save(folder / "leak.html", title="A right mask, and one that leaks")
+
+
 def write(folder: Path) -> None:
     """Save the views."""
     write_trained(folder)
+    write_chapter(folder)
     tokens = TEXT.split()
     weights = cattn.attention_weights(**made_by_hand(tokens))
     cattn.view_attention(weights, tokens).save(folder / "heads.html", title="Four heads made by hand")
