@@ -1,7 +1,7 @@
 """Configuration of the documentation site. ``nox -s docs`` builds it.
 
-The build needs cattn with its extra "docs", and no network. The API reference comes from the docstrings. The gallery
-shows the notebooks of ``examples/`` with their committed outputs.
+The build needs cattn and the packages of the group "docs", and no network. The API reference comes from the docstrings.
+The gallery shows the notebooks of ``examples/`` with their committed outputs.
 """
 
 import inspect
