@@ -102,7 +102,7 @@ def zig() -> Path:
     """Return the program of the package ziglang."""
     spec = importlib.util.find_spec("ziglang")
     if not spec or not spec.origin:
-        raise WheelError("the package ziglang is missing: pip install 'cattn[wheels]'")
+        raise WheelError("the package ziglang is missing: pip install --group wheels")
     return Path(spec.origin).with_name("zig")
 
 
