@@ -246,7 +246,9 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
  * what owns them. */
 static PyObject *take_cache(PyObject **args) {
     if (!PyObject_HasAttrString(args[ARG_key], "_attended_by")) {
-        PyErr_SetString(PyExc_TypeError, "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
+        PyErr_SetString(
+            PyExc_TypeError,
+            "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
         return NULL;
     }
     PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "O", args[ARG_query]);

@@ -492,8 +492,8 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
     return parse_arrays(call, args) && parse_sizes(call) && parse_heads(call, args[ARG_enable_gqa]) &&
            parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) && parse_scale(call, args[ARG_scale]) &&
-           parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask]) &&
-           parse_ranges(call, args) && parse_score_options(call, args) &&
+           parse_masks(call, args) && parse_block_mask(call, args[ARG_block_mask]) && parse_ranges(call, args) &&
+           parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);
 }
