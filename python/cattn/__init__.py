@@ -12,7 +12,13 @@ array([[1.  , 0.  ],
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
-from ._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from ._input.types import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionStatistics,
+    AttentionTangents,
+    CausalAlignmentWarning,
+)
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
@@ -20,6 +26,8 @@ from .cache import KVCache
 from .functional import (
     Explanation,
     attention_backward,
+    attention_jvp,
+    attention_jvp_backward,
     attention_statistics,
     attention_weights,
     causal_attention,
@@ -63,6 +71,7 @@ __all__ = [
     "AttentionGradients",
     "AttentionOutput",
     "AttentionStatistics",
+    "AttentionTangents",
     "AttentionView",
     "CausalAlignmentWarning",
     "CausalAttention",
@@ -78,6 +87,8 @@ __all__ = [
     "TorchGenerator",
     "__version__",
     "attention_backward",
+    "attention_jvp",
+    "attention_jvp_backward",
     "attention_rollout",
     "attention_statistics",
     "attention_weights",
