@@ -141,11 +141,11 @@ def attention_jvp(  # type: ignore[empty-body]
     >>> small = 1e-6
     >>> moved = cattn.scaled_dot_product_attention(x + small * x, x, x)
     >>> ((moved - result.out) / small).round(4)
-    array([[ 0.1563, -0.1563],
-           [-0.1563,  0.1563]])
+    array([[ 0.1564, -0.1564],
+           [-0.1564,  0.1564]])
     >>> cattn.attention_jvp(x, x, x, query_tangent=x).out_tangent.round(4)
-    array([[ 0.1563, -0.1563],
-           [-0.1563,  0.1563]])
+    array([[ 0.1564, -0.1564],
+           [-0.1564,  0.1564]])
     """
 
 
