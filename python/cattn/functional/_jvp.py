@@ -203,10 +203,14 @@ def attention_jvp_backward(  # type: ignore[empty-body]
         Keys.
     value : array_like, shape (..., T_k, d_v)
         Values.
-    out, out_tangent : array_like, shape (..., T_q, d_v)
-        The results of `attention_jvp`.
-    lse, lse_tangent : array_like, shape (..., T_q)
-        The same (``return_lse=True``). A float64 lse makes the gradients of float32 and halves more exact.
+    out : array_like, shape (..., T_q, d_v)
+        This and the next three are the results of `attention_jvp` with ``return_lse=True``.
+    lse : array_like, shape (..., T_q)
+        The log-sum-exp. float64 makes the gradients of float32 and halves more exact.
+    out_tangent : array_like, shape (..., T_q, d_v)
+        The derivative of the output.
+    lse_tangent : array_like, shape (..., T_q)
+        The derivative of the log-sum-exp.
     query_tangent, key_tangent, value_tangent : array_like, optional
         The direction. None is 0, and costs nothing.
     attn_mask : array_like, optional
