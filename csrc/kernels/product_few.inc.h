@@ -29,7 +29,7 @@ struct few_chains {
  * the rows of B are packed, with zeros up to the end of the last chain. */
 struct few_rows {
     struct cattn_matrix a;
-    int n_a;
+    int n_a, n_b;
     const real *b;
     int64_t b_row;
     int first_b; /* in `chains` */
@@ -39,6 +39,9 @@ struct few_rows {
 /* Adds n terms from column d on, at most one for each chain, of `beside` rows of A with the indices `row`. */
 INLINE void add_few_terms(int together, int beside, const struct few_rows *few, const int64_t *row, int64_t d, int n,
                           vf chain[MOST_BESIDE][MOST_TOGETHER * CHAIN_VECTORS]) {
+    const real *row_b[MOST_TOGETHER];
+    UNROLLED(b, together)
+        row_b[b] = few->b + min64(b, few->n_b - 1) * few->b_row; /* the last row again, as in A */
     UNROLLED(v, CHAIN_VECTORS) {
         const int width = n == CHAINS ? LANES : (int)max64(0, min64(LANES, n - v * LANES));
         const int64_t at = d + v * LANES;
@@ -47,8 +50,7 @@ INLINE void add_few_terms(int together, int beside, const struct few_rows *few, 
             if (cattn_is_quantized(few->a.storage))
                 a = scaled(&few->a, a, row[i], 0, LANES);
             UNROLLED(b, together)
-                chain[i][v * together + b] =
-                    vf_fma(a, vf_loadu(few->b + b * few->b_row + at), chain[i][v * together + b]);
+                chain[i][v * together + b] = vf_fma(a, vf_loadu(row_b[b] + at), chain[i][v * together + b]);
         }
     }
 }
@@ -86,7 +88,7 @@ INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int 
     few.a.storage = storage;
     few.a.scale_col = 0;
     for (; few.first_b < n_b; few.first_b += MOST_TOGETHER, few.b += MOST_TOGETHER * few.b_row) {
-        const int left = n_b - few.first_b;
+        const int left = few.n_b = n_b - few.first_b;
         if (left == 1)
             sum_few_together(1, &few, n);
         else if (left == 2)

@@ -199,6 +199,16 @@ def test_rows_alone_have_the_bits_of_any_batch(seed: int) -> None:
         assert_same_bits(linear(x[first:last], weight), y[first:last])
 
 
+@pytest.mark.parametrize("rows", range(2, 9))
+@pytest.mark.parametrize("columns", [100_000, 4_000_000])
+def test_long_sums_of_few_rows_read_nothing_beyond_them(columns: int, rows: int, rng: np.random.Generator) -> None:
+    """A row past the last one would lie far after the packed rows, where no memory needs to be."""
+    x, weight = rng.integers(-8, 9, (rows, columns)).astype(np.float32), np.ones((1, columns), np.float32)
+    with cattn.num_threads(1):
+        result = linear(x, weight)
+    np.testing.assert_array_equal(result[:, 0], x.sum(1, dtype=np.float64))
+
+
 def test_products_of_batches(dtype: type, rng: np.random.Generator) -> None:
     """The private product, which serves PyTorch's bmm."""
     a, b = rng.standard_normal((3, 20, 70)).astype(dtype), rng.standard_normal((3, 70, 40)).astype(dtype)
