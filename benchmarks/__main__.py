@@ -1,8 +1,8 @@
 """python -m benchmarks [group ...]: measure, print, keep the results, draw.
 
 A group is a set of rows of one kind; all groups run by default, and "scaling", which fits a model of the time to a grid
-of sizes. By name only: "train_gpt" runs examples/train_gpt.py, "report" prints the README's table from the kept results
-(with --into FILE, writes it there).
+of sizes. By name only: "train_gpt" runs examples/train_gpt.py, "report" prints the table of docs/performance.md
+from the kept results (with --into FILE, writes it there).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results: kept as JSON, printed, as the README's table, and as pictures."""
+"""Results: kept as JSON, printed, as a table of the site, and as pictures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def agreement(before: Path, now: Path, groups: list[str]) -> str:
 
 
 def markdown(folder: Path) -> str:
-    """Return the table of the README: prefill against the best peer of each row, PyTorch and NumPy."""
+    """Return the table of docs/performance.md: prefill against the best peer of each row, PyTorch and NumPy."""
     kept = load(folder, "prefill")
     if kept is None:
         raise FileNotFoundError(f"no {folder / 'prefill.json'}: run `python -m benchmarks prefill` first")

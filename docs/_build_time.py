@@ -27,9 +27,9 @@ VIEWS = HERE / "_views"
 HEADER = """\
 # Examples
 
-These notebooks run from top to bottom. They are shown with their committed outputs. Their sources are in `examples/`,
-and `pip install 'cattn[examples]'` installs the packages that they need. Notebooks 2, 3 and 6 also need PyTorch:
-`pip install 'cattn[examples,torch]'`.
+These notebooks run from top to bottom. They are shown with their committed outputs. Their sources are in `examples/` of
+a clone of the repository, in which `pip install '.[examples]'` installs the packages that they need. Notebooks 2, 3 and
+6 also need PyTorch: `pip install '.[examples,torch]'`.
 """
 
 
@@ -47,7 +47,7 @@ def write_pages(*_: Any) -> None:
     _write(GALLERY / "index.md", "\n".join([HEADER, gallery, "", toctree]) if notebooks else HEADER)
 
     GENERATED.mkdir(parents=True, exist_ok=True)
-    for name in ("attend", "plot"):
+    for name in command.COMMANDS:
         text = io.StringIO()
         with mock.patch.dict(os.environ, COLUMNS="90", NO_COLOR="1"), contextlib.redirect_stdout(text):
             command.main([name, "--help"])

@@ -244,6 +244,6 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
 
 /* The public function has no is_causal: without an offset the last query sees every key. */
 PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **args) {
-    args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->lower_right : state->upper_left;
+    args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->unnamed_corner : state->upper_left;
     return cattn_body_scaled_dot_product_attention(state, args);
 }

@@ -102,6 +102,7 @@ struct cattn_signature {
     O(torch_stream)                                                                                                    \
     O(upper_left)                                                                                                      \
     O(lower_right)                                                                                                     \
+    O(unnamed_corner)                                                                                                  \
     O(neg_inf)                                                                                                         \
     O(renormalize)                                                                                                     \
     O(none)                                                                                                            \

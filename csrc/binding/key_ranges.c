@@ -52,6 +52,8 @@ static bool settle_numbers(struct binding_state *state, PyArrayObject **numbers,
 static bool parse_alignment(struct binding_state *state, PyObject *is_causal, struct cattn_range_args *args) {
     if (is_causal == Py_False || is_causal == Py_True) {
         args->is_causal = args->bare = is_causal == Py_True;
+    } else if (is_causal == state->unnamed_corner) { /* of causal_attention */
+        args->is_causal = args->lower_right = args->bare = true;
     } else if (cattn_arg_is(is_causal, state->upper_left)) {
         args->is_causal = true;
     } else if (cattn_arg_is(is_causal, state->lower_right)) {
@@ -81,7 +83,9 @@ static bool parse_window(PyObject *window_size, struct cattn_range_args *args) {
     if (window_size == Py_None)
         return true;
     if (!PyTuple_Check(window_size) && !PyList_Check(window_size))
-        return cattn_error_type("window_size", "(left, right), the keys seen before and after a query's own",
+        return cattn_error_type("window_size",
+                                "(left, right), the keys seen before and after a query's own: (n - 1, 0) for n keys "
+                                "up to the query's own",
                                 window_size);
     PyObject *sides = PySequence_Tuple(window_size);
     if (sides == NULL)
@@ -126,11 +130,23 @@ void cattn_ranges_clear(struct cattn_range_args *args) {
     Py_CLEAR(args->first_keys);
 }
 
-/* The alignment is ambiguous if T_q and T_k differ and no argument gives the position of a query. */
-static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args, npy_intp seqlen_q,
-                           npy_intp seqlen_k) {
+/* The alignment is ambiguous if T_q and T_k differ and no argument gives the position of a query. causal_attention,
+ * whose last query sees every key, leaves the first queries without keys if there are more of them. */
+static bool warn_alignment(struct binding_state *state, const struct cattn_range_args *args,
+                           const struct cattn_range_sizes *sizes) {
+    const npy_intp seqlen_q = sizes->seqlen_q, seqlen_k = sizes->seqlen_k;
     if (!args->bare || seqlen_q == seqlen_k)
         return true;
+    if (args->lower_right) {
+        if (seqlen_q < seqlen_k || seqlen_k == 0 || sizes->query_lengths != Py_None || sizes->key_lengths != Py_None)
+            return true;
+        return PyErr_WarnFormat(state->causal_alignment_warning, 1,
+                                "with %zd queries and %zd keys the last query stands at the last key, and the first "
+                                "%zd queries see no key: their rows are 0. Are query and key swapped? Give "
+                                "query_offset=%zd to silence this warning",
+                                (Py_ssize_t)seqlen_q, (Py_ssize_t)seqlen_k, (Py_ssize_t)(seqlen_q - seqlen_k),
+                                (Py_ssize_t)(seqlen_k - seqlen_q)) == 0;
+    }
     if (!args->is_causal)
         return PyErr_WarnFormat(state->causal_alignment_warning, 1,
                                 "window_size with %zd queries and %zd keys is counted from key i of query i; give "
@@ -170,5 +186,5 @@ bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *a
                         &args->first_keys, &ranges->first_keys) &&
            settle_numbers(state, &args->offsets, "query_offset", -CATTN_MAX_OFFSET, CATTN_MAX_OFFSET, sizes,
                           &ranges->offsets) &&
-           warn_alignment(state, args, sizes->seqlen_q, sizes->seqlen_k);
+           warn_alignment(state, args, sizes);
 }

@@ -146,16 +146,18 @@ def __getattr__(name: str) -> Any:
     """Import the modules, views, scores of heads and quantize that take time at their first use."""
     import importlib
 
-    if name in ("reference", "testing"):
+    if name in ("integrations", "reference", "testing"):
         return importlib.import_module(f".{name}", __name__)
     if name in _LATER:
         found = globals()[name] = getattr(importlib.import_module(_LATER[name], __name__), name)
         found.__module__ = __name__  # as above
         return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._input.names import no_attribute
+
+    raise no_attribute(name)
 
 
 def __dir__() -> list[str]:
     """List the public names and modules, also those that are imported at their first use."""
     special = [name for name in globals() if name.startswith("__")]
-    return sorted({*__all__, *special, "cache", "functional", "nn", "random"})
+    return sorted({*__all__, *special, "cache", "functional", "integrations", "nn", "random"})

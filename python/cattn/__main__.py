@@ -1,4 +1,4 @@
-"""``python -m cattn``: a walk through causal attention, and commands: ``attend`` and ``plot`` on files, ``info``.
+"""``python -m cattn``: a walk through causal attention, and commands on files: ``attend``, ``view`` and others.
 
 Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or input files, 130 interrupted.
 """
@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 
 import cattn
-from cattn._cli import attend, info, machine, plot, walk
+from cattn._cli import attend, example, info, machine, plot, statistics, view, walk
 from cattn._cli.files import InputError
 from cattn._cli.messages import finish, tell
+
+COMMANDS = {"example": example, "attend": attend, "view": view, "statistics": statistics, "plot": plot}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,8 +25,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cattn {cattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     helps = {
+        example: "the six tokens of the walk as files, to try the other commands",
         attend: "attention of arrays in .npy, .npz or .safetensors files",
-        plot: "heat maps of the attention weights in a file",
+        view: "the attention weights in a file as a page of HTML to look at",
+        statistics: "what heads look at, from queries and keys, without their weights",
+        plot: "the attention weights in a file as heat maps, drawn by matplotlib",
     }
     for command, text in helps.items():
         command.add_arguments(
@@ -44,11 +49,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "attend":
-        options.inputs += [argument for argument in rest if not argument.startswith("-")]
-        rest = [argument for argument in rest if argument.startswith("-")]
+        options.inputs += [argument for argument in rest if argument == "-" or not argument.startswith("-")]
+        rest = [argument for argument in rest if argument not in options.inputs]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_close(rest, parser, options.command)}")
     return options
+
+
+def _close(rest: Sequence[str], parser: argparse.ArgumentParser, command: str | None) -> str:
+    """Return the options that misspelt ones look like, as a question, or ""."""
+    import difflib  # imported here, because only errors need it
+
+    used = parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command is not None:
+            used = action.choices[command]
+    known = [option for action in used._actions for option in action.option_strings]
+    near = [difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7) for word in rest]
+    found = [word for words in near for word in words]
+    return f": did you mean {' '.join(found)}?" if found else ""
 
 
 def _is_closed_pipe(error: BaseException) -> bool:
@@ -63,10 +82,8 @@ def _run(arguments: Sequence[str]) -> int:
         options = _parse(attend.complete_causal(arguments))
     except SystemExit as stop:  # argparse has printed the message
         return stop.code if isinstance(stop.code, int) else 2
-    if options.command == "attend":
-        attend.run(options)
-    elif options.command == "plot":
-        plot.run(options)
+    if options.command in COMMANDS:
+        COMMANDS[options.command].run(options)
     elif options.command == "info":
         info.run()
     else:

@@ -36,6 +36,7 @@ def plot_attention(
     ax: Axes | ArrayLike | None = None,
     *,
     query_tokens: Sequence[str] | None = None,
+    entry: int | None = None,
     titles: str | Sequence[str] | None = None,
     annotate: bool | None = None,
     cmap: str | Colormap = "Blues",
@@ -50,14 +51,17 @@ def plot_attention(
     Parameters
     ----------
     weights : array_like, shape (T_q, T_k) or (H, T_q, T_k), or AttentionOutput
-        Attention weights, or scores; of an `AttentionOutput`, its weights. With more than three axes, the first must
-        have length 1. All heads share one scale of colours, which starts at 0 or at the smallest negative number.
+        Attention weights, or scores; of an `AttentionOutput`, its weights. With more than three axes, `entry` is drawn.
+        All heads share one scale of colours, which starts at 0 or at the smallest negative number.
     tokens : sequence of str, optional
         The T_k tokens, written along both axes. With T_q < T_k the queries are the last T_q of them.
     ax : matplotlib.axes.Axes, or array of them, optional
         Where to draw, one for each head. A new figure by default.
     query_tokens : sequence of str, optional
         The T_q tokens of the vertical axis, if they differ from `tokens`.
+    entry : int, optional
+        The entry of the batch, where the weights have more than three axes. Default 0, and the titles say so if there
+        are several.
     titles : str, or sequence of str, optional
         Title of each panel. Several heads are called "head 0", "head 1" and so on by default.
     annotate : bool, optional
@@ -81,8 +85,8 @@ def plot_attention(
     TypeError
         weights are not numbers, tokens is one str, or ax is not an Axes.
     ValueError
-        weights does not have two or three axes, or has no element; tokens, titles or ax has another length; or vmax is
-        not finite.
+        weights has fewer than two axes, or no element, or not this entry; tokens, titles or ax has another length; or
+        vmax is not finite.
 
     See Also
     --------
@@ -103,11 +107,12 @@ def plot_attention(
     given: Any = weights.weights if isinstance(weights, AttentionOutput) else weights
     if given is None and weights is not None:
         raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
-    panels = _panels(given)
+    panels, batch = _panels(given, entry)
     heads, seqlen_q, seqlen_k = panels.shape
     one = np.ndim(given) == 2
+    batch_words = f"entry {0 if entry is None else entry} of {batch}" if batch > 1 else ""
     key_labels, query_labels = token_labels(tokens, query_tokens, seqlen_q, seqlen_k)
-    names = _titles(titles, heads, one)
+    names = _titles(titles, heads, one, batch_words)
     mpl = _matplotlib()
     colours = mpl.colormaps.get_cmap(cmap).with_extremes(bad="0.94")
     axes = _axes(ax, panels.shape)
@@ -145,21 +150,28 @@ def _matplotlib() -> ModuleType:
     return mpl
 
 
-def _panels(weights: ArrayLike) -> NDArray[Any]:
-    """Return the weights as (heads, T_q, T_k)."""
+def take_entry(array: NDArray[Any], entry: int | None, name: str, rank: int = 3) -> tuple[NDArray[Any], int]:
+    """Return one entry of a batch, of the last `rank` axes, and the number of entries."""
+    lead = array.shape[:-rank] if array.ndim > rank else ()
+    count = math.prod(lead)
+    if entry is not None and not isinstance(entry, (int, np.integer)):
+        raise TypeError(f"entry must be an int, got {type(entry).__name__}")
+    index = 0 if entry is None else int(entry)
+    if not 0 <= index < max(count, 1):
+        raise ValueError(f"entry must be from 0 to {count - 1} for {name} of shape {array.shape}, got {index}")
+    return (array[np.unravel_index(index, lead)] if lead and count else array), count
+
+
+def _panels(weights: ArrayLike, entry: int | None) -> tuple[NDArray[Any], int]:
+    """Return the weights as (heads, T_q, T_k), and the number of entries of the batch."""
     array = as_array(weights, "weights")
     if array.ndim < 2:
         raise ValueError(f"weights must have shape (T_q, T_k) or (H, T_q, T_k), got {array.shape}")
-    while array.ndim > 3 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim > 3:
-        raise ValueError(
-            f"weights must have shape (T_q, T_k) or (H, T_q, T_k), got {array.shape}: take weights[0] of the batch"
-        )
     if array.size == 0:
         raise ValueError(f"weights must not be empty, got shape {array.shape}")
+    array, batch = take_entry(array, entry, "weights")
     panels = array.reshape((-1, *array.shape[-2:]))
-    return panels.astype(np.float32) if is_bfloat16(array.dtype) else panels  # matplotlib has no bfloat16
+    return (panels.astype(np.float32) if is_bfloat16(array.dtype) else panels), batch  # matplotlib has no bfloat16
 
 
 def as_text(label: str) -> str:
@@ -192,9 +204,9 @@ def token_labels(tokens: Labels, query_tokens: Labels, seqlen_q: int, seqlen_k: 
     return keys, None if keys is None else keys[seqlen_k - seqlen_q :]
 
 
-def _titles(titles: str | Sequence[str] | None, heads: int, one: bool) -> list[str]:
+def _titles(titles: str | Sequence[str] | None, heads: int, one: bool, batch: str) -> list[str]:
     if titles is None:
-        return [""] if one else [f"head {h}" for h in range(heads)]
+        return [""] if one else [", ".join([*([batch] if batch else []), f"head {h}"]) for h in range(heads)]
     if not isinstance(titles, Iterable):
         raise TypeError(f"titles must be a str or a sequence of them, got {type(titles).__name__}")
     names = [as_text(str(title)) for title in ([titles] if isinstance(titles, str) else titles)]

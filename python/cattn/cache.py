@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ._input.arrays import as_array, as_integers, is_quantized, read_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
+from ._input.fp_mode import in_default_mode
 from ._input.names import with_hints
 from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
 
@@ -215,15 +216,16 @@ class KVCache:
         Parameters
         ----------
         key, value : array_like, shape ``(*batch_shape, num_kv_heads, T, head_dim)``, or v_head_dim for value
-            In the cache's dtype or a narrower one. A cache of int8 or float8_e4m3fn takes any dtype of floats.
+            In the cache's dtype or a narrower one. A cache of float16 or bfloat16 rounds wider floats, and one of int8
+            or float8_e4m3fn quantizes any.
 
         Raises
         ------
         TypeError
             The dtype of the cache cannot hold the dtype of the arguments.
         ValueError
-            The shape is wrong, there are more tokens than fit, or a number to quantize is not finite. The cache is
-            unchanged then.
+            The shape is wrong, there are more tokens than fit, a number to quantize is not finite, or one to round is
+            beyond the range of the cache's dtype. The cache is unchanged then.
         """
         key, value = self._checked(key, "key", self.head_dim), self._checked(value, "value", self.v_head_dim)
         count = key.shape[-2]
@@ -257,8 +259,9 @@ class KVCache:
             )
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether floats of this dtype can be appended."""
-        return self._quantizes or np.can_cast(dtype, self.dtype, "safe")
+        """Return whether floats of this dtype can be appended: halves take wider floats, as int8 does."""
+        rounds = self.dtype.itemsize == 2 < dtype.itemsize
+        return self._quantizes or rounds or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
         given = read_array(array, name)
@@ -279,6 +282,17 @@ class KVCache:
                 f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
                 f"or make the cache with dtype={str(result.dtype)!r}"
             )
+        return (
+            result if self._quantizes or result.dtype.itemsize <= self.dtype.itemsize else self._rounded(result, name)
+        )
+
+    @in_default_mode
+    def _rounded(self, array: Array, name: str) -> Array:
+        """Round once to the halves that the cache holds."""
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            result = array.astype(self.dtype)
+        if not np.array_equal(np.isfinite(result), np.isfinite(array)):
+            raise ValueError(f"{name} holds numbers beyond the range of {self.dtype}, which the cache holds")
         return result
 
     def truncate(self, n: int | ArrayLike) -> None:

@@ -4,7 +4,10 @@ wrong_calls.py has a row for each rule. This file has arrays and tensors in the 
 and calls that the fuzzer found.
 """
 
+import operator
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -232,3 +235,57 @@ def test_a_wrong_rng_is_refused_with_or_without_dropout(rng: Any, dropout_p: flo
     x = np.ones((2, 2))
     with pytest.raises(TypeError, match="rng must be None, an int"):
         cattn.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p, rng=rng)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("sdpa", "cattn.scaled_dot_product_attention"),
+        ("attention", "cattn.scaled_dot_product_attention"),
+        ("MultiheadAttention", "cattn.MultiHeadAttention"),
+        ("diagnose", "cattn.testing.diagnose"),
+        ("heatmap", "cattn.plot_attention"),
+    ],
+)
+def test_names_of_other_libraries_get_the_right_one(name: str, right: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': did you mean {right}?"):
+        getattr(cattn, name)
+    assert operator.attrgetter(right.removeprefix("cattn."))(cattn)
+
+
+def test_an_unknown_name_gets_no_hint() -> None:
+    with pytest.raises(AttributeError, match=r"module 'cattn' has no attribute 'qwerty'$"):
+        _ = cattn.qwerty
+    with pytest.raises(AttributeError, match="has no attribute 'tensorflow'; it has dask, jax"):
+        _ = cattn.integrations.tensorflow
+
+
+@pytest.mark.parametrize(("module", "library"), [("torch", "PyTorch"), ("jax", "JAX"), ("dask", "dask")])
+def test_a_missing_library_is_named_with_its_extra(module: str, library: str) -> None:
+    code = f"import sys, cattn; sys.modules['{module}'] = None; cattn.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"cattn.integrations.{module} needs {library}: pip install 'cattn[{module}]'" in done.stderr
+
+
+def test_arguments_of_other_meanings_get_the_right_one() -> None:
+    x = np.zeros((2, 3, 4))
+    with pytest.raises(TypeError, match=r"'num_heads': heads are an axis of the arrays, \(B, num_heads, T, head_dim\)"):
+        cattn.causal_attention(x, x, x, num_heads=2)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"'layout': arrays are \(B, H, T, head_dim\): pass x\.swapaxes\(1, 2\)"):
+        cattn.causal_attention(x, x, x, layout="bthd")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"window_size must be \(left, right\).*\(n - 1, 0\) for n keys.*, got int"):
+        cattn.causal_attention(x, x, x, window_size=3)  # type: ignore[arg-type]
+
+
+def test_the_cure_for_a_masked_key_is_a_mask_of_its_keys() -> None:
+    rng = np.random.default_rng(0)
+    query, value = rng.standard_normal((2, 4, 3))
+    key = np.ma.masked_array(rng.standard_normal((4, 3)), [[False] * 3, [True] * 3, [False] * 3, [False] * 3])
+    with pytest.raises(TypeError, match="key is a masked array") as caught:
+        cattn.scaled_dot_product_attention(query, key, value)
+    cure = re.search(r"attn_mask=(.*?) \(True", str(caught.value))
+    assert cure is not None
+    mask = eval(cure[1], {"np": np, "key": key})
+    assert mask.shape == (1, 4)
+    weights = cattn.attention_weights(query, key.data, mask)
+    assert (weights[:, 1] == 0).all()

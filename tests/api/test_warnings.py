@@ -44,11 +44,21 @@ def test_is_causal_true_warns_if_the_lengths_differ(name: str, caught: list[warn
     assert {w.filename for w in caught} == {__file__}, "the warning points to the caller's line"
 
 
-def test_causal_attention_never_warns(caught: list[warnings.WarningMessage]) -> None:
+def test_causal_attention_warns_of_queries_without_keys(caught: list[warnings.WarningMessage]) -> None:
     for q, k in ((2, 3), (3, 2), (3, 3), (1, 0)):
-        cattn.causal_attention(np.ones((q, 2)), np.ones((k, 2)), np.ones((k, 2)))
+        if q <= k:
+            cattn.causal_attention(np.ones((q, 2)), np.ones((k, 2)), np.ones((k, 2)))
         cattn.causal_attention(np.ones((q, 2)), np.ones((k, 2)), np.ones((k, 2)), query_offset=1)
+    long, short = np.ones((3, 2)), np.ones((2, 2))
+    cattn.causal_attention(long, short, short, query_seq_lengths=2)
+    cattn.scaled_dot_product_attention(long, short, short, is_causal="lower_right")
     assert caught == []
+    out = cattn.causal_attention(long, short, short)
+    assert not out[0].any()
+    assert "with 3 queries and 2 keys" in str(caught[0].message)
+    assert "the first 1 queries see no key" in str(caught[0].message)
+    assert "query_offset=-1" in str(caught[0].message)
+    assert caught[0].filename == __file__
 
 
 def test_a_float_mask_of_zeros_and_ones_warns(dtype: Any, caught: list[warnings.WarningMessage]) -> None:

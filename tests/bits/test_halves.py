@@ -273,7 +273,7 @@ def test_varlen_and_merge_take_halves(half: np.dtype, rng: np.random.Generator) 
 
 
 def test_decoding_with_a_cache_of_halves_has_the_bits_of_one_pass(half: np.dtype, rng: np.random.Generator) -> None:
-    """Token by token; and the cache refuses another dtype."""
+    """Token by token."""
     call = inputs(rng, half, 300, 300)
     full = cattn.causal_attention(**call)
     cache = cattn.KVCache(2, 2, 300, 11, 19, dtype=half)
@@ -284,8 +284,23 @@ def test_decoding_with_a_cache_of_halves_has_the_bits_of_one_pass(half: np.dtype
         assert_same_bits(step, np.ascontiguousarray(full[here]))
     assert cache.dtype == half
     assert cattn.KVCache(1, 1, 1, 1, dtype=half.name).dtype == half
-    with pytest.raises(TypeError, match=r"key has dtype float32, the cache holds \w*float16: pass key\.astype\(cache"):
-        cattn.KVCache(1, 1, 1, 1, dtype=half).append(np.ones((1, 1, 1, 1), np.float32), np.ones((1, 1, 1, 1), half))
+
+
+def test_caches_of_halves_round_wider_numbers_once(half: np.dtype, rng: np.random.Generator) -> None:
+    wide = rng.standard_normal((2, 1, 2, 5, 3)).astype(np.float32)
+    rounded, given = (cattn.KVCache(1, 2, 5, 3, dtype=half) for _ in range(2))
+    rounded.append(*wide)
+    given.append(*wide.astype(half))
+    assert_same_bits(rounded.k, given.k)
+    assert_same_bits(rounded.v, given.v)
+    rounded.truncate(0)
+    with pytest.raises(ValueError, match="value holds numbers beyond the range of"):
+        rounded.append(wide[0], np.full((1, 2, 5, 3), 1e39))
+    assert rounded.lengths == 0
+    infinite = np.full((1, 2, 5, 3), np.inf, np.float32)
+    rounded.append(infinite, infinite)  # is given, not made
+    with pytest.raises(TypeError, match=r"key has dtype float64, the cache holds float32: pass key\.astype\(cache"):
+        cattn.KVCache(1, 1, 1, 1).append(np.ones((1, 1, 1, 1)), np.ones((1, 1, 1, 1)))
 
 
 def test_layers_convert_halves_to_their_own_dtype(half: np.dtype, rng: np.random.Generator) -> None:

@@ -37,6 +37,6 @@ def test_public_objects_name_their_public_module() -> None:
 def test_completion_shows_public_names_only() -> None:
     for module in (cattn, cattn.nn, cattn.functional):
         shown = {name for name in dir(module) if not name.startswith("__")}
-        extra = {"cache", "functional", "nn", "random"} if module is cattn else set()
+        extra = {"cache", "functional", "integrations", "nn", "random"} if module is cattn else set()
         assert shown == {name for name in module.__all__ if name != "__version__"} | extra
         assert all(hasattr(module, name) for name in dir(module))

@@ -125,6 +125,20 @@ def test_every_naming_scheme_is_loaded(target: str, scheme: str, prefix: str) ->
     assert not any(np.shares_memory(a, b) for a, b in itertools.product(module.state_dict().values(), state.values()))
 
 
+def test_a_prefix_chooses_one_layer_of_a_model() -> None:
+    module = v2()
+    first, second = other(module), {key: value + 1 for key, value in other(module).items()}
+    layers = {"h.0.attn.": first, "h.1.attn.": second}
+    state = {prefix + key: value for prefix, layer in layers.items() for key, value in layer.items()}
+    for prefix, layer in layers.items():
+        assert module.load_state_dict(state, prefix=prefix) == ([], [])
+        assert_state(module, layer)
+    with pytest.raises(ValueError, match=r"'h.2.attn.' begins no name .*; its prefixes are 'h.0.attn.', 'h.1.attn.'"):
+        module.load_state_dict(state, prefix="h.2.attn.")
+    with pytest.raises(TypeError, match="prefix must be a str, got int"):
+        module.load_state_dict(state, prefix=0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("d_in", [6, 8])  # the layout of a square matrix is known by its name only
 def test_bare_matrices_are_transposed(d_in: int) -> None:
     for target in (v2, causal, lambda *sizes: mha(*sizes, bias=False)):
@@ -321,7 +335,7 @@ REFUSED: dict[str, tuple[Any, Callable[[Any], Any], list[str]]] = {
     "bare and not": (v2(), lambda m: but(m, W_query=ones(6, 8)), ["ambiguous: W_query.weight and W_query both"]),
     "fused and not": (v2(), lambda m: but(m, in_proj_weight=ones(24, 6)), ["both give the value weight"]),
     "heads and not": (v2(), lambda m: but(m, heads__0__W_key__weight=ones(8, 6)), ["both give the key weight"]),
-    "two layers": (v2(), twice, ["several modules, with the prefixes 'h.0.attn.', 'h.1.attn.'; pass the part"]),
+    "two layers": (v2(), twice, ["several modules, with the prefixes 'h.0.attn.', 'h.1.attn.'; pass the prefix"]),
     "square c_attn": (v2(24, 8), lambda m: {"c_attn.weight": ones(24, 24)},
         ["ambiguous: c_attn.weight has shape (24, 24)", "rename it to in_proj_weight"]),
     "c_proj alone": (mha(), lambda m: but(m, out_proj__weight=None, c_proj__weight=ones(8, 8)),

@@ -224,3 +224,8 @@ def test_other_names_are_refused_with_the_command_that_works(folder: Path, capsy
     assert "or q, k, v; or say which array to read: four.npz:NAME" in capsys.readouterr().err
     assert main(["attend", "q.npy", "k.npy", "v.npy", "--mask", "four.npz", "-o", "out.npy"]) == 2
     assert "has no array attn_mask; it has a, b, c, d. Name arrays attn_mask, or mask" in capsys.readouterr().err
+
+
+def test_a_misspelt_option_gets_the_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", "--casual", "--zzz"]) == 2
+    assert "unrecognized arguments: --casual --zzz: did you mean --causal?" in capsys.readouterr().err

@@ -107,8 +107,7 @@ WRONG: dict[str, tuple[Callable[[], object] | None, list[str], str]] = {
     "tokens": (None, ["--tokens", "too few"], r"tokens must name 6 tokens, got 2 \(weights: w\.npy\)"),
     "token file": (None, ["--tokens", "@none.txt"], "--tokens: none.txt: No such file"),
     "token bytes": (lambda: Path("t").write_bytes(b"\xff"), ["--query-tokens", "@t"], "--query-tokens: t: it is not"),
-    "entry": (None, ["--entry", "0"], "--entry needs weights of four dimensions"),
-    "no entry": (lambda: np.save("w.npy", causal_weights(2, 3)), [], r"--entry must be from 0 to 1 .* got none"),
+    "entry": (None, ["--entry", "1"], "--entry must be 0 for shape .*, which has no batch, got 1"),
     "far entry": (lambda: np.save("w.npy", causal_weights(2, 3)), ["--entry", "2"], "--entry must be .* got 2"),
     "heads of none": (None, ["--heads", "0"], "--heads must be numbers of heads of weights of three dimensions"),
     "far head": (lambda: np.save("w.npy", causal_weights(3)), ["--heads", "0,3"], "--heads .* from 0 to 2, got 0,3"),
@@ -146,8 +145,8 @@ def test_plot_refuses_names_that_no_picture_can_have(folder: Path, capsys: pytes
     np.save("w.png", np.eye(2))
     os.replace("w.png.npy", "w.png")
     for arguments, message in (
-        (["w.npy", "-o", "heat.txt"], "heat.txt: pictures end in .*, .png, "),
-        (["w.npy", "-o", "heat"], "heat: pictures end in "),
+        (["w.npy", "-o", "heat.txt"], "heat.txt: the name must end in .*, .png, "),
+        (["w.npy", "-o", "heat"], "heat: the name must end in "),
         (["w.npy", "-o", "none/heat.png"], "none/heat.png: there is no such directory"),
         (
             ["w.png", "-o", "w.png"],

@@ -415,3 +415,11 @@ grads = [jax.grad(lambda x: jnp.sin(f(x, x, x)).sum())(x) for f in (shards, dot_
 assert jnp.allclose(*grads, atol=1e-6)
 """
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True)
+
+
+def test_traced_arrays_in_numpys_function_are_sent_to_the_integration() -> None:
+    x = jax.numpy.ones((3, 4))
+    says = "query is traced by JAX, in jit, grad or vmap.*: use cattn.integrations.jax.dot_product_attention"
+    for traced in (jax.jit(cattn.causal_attention), jax.vmap(cattn.causal_attention)):
+        with pytest.raises(TypeError, match=says):
+            traced(x[None], x[None], x[None])

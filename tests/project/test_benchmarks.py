@@ -260,8 +260,8 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         report.write_into(page, table)
 
 
-def test_the_readme_has_the_marks() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_page_of_performance_has_the_marks() -> None:
+    text = (ROOT / "docs/performance.md").read_text("utf-8")
     assert text.index("<!-- benchmarks: begin -->") < text.index("<!-- benchmarks: end -->")
 
 

@@ -6,8 +6,10 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +99,31 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 
 @pytest.mark.promise("documentation")
-def test_the_readme_runs() -> None:
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes a page
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
     results = doctest.DocTestRunner(verbose=False).run(test)
     assert results.failed == 0
     assert results.attempted >= 8
-    assert len(text.splitlines()) <= 120, "the README is the first page, not the documentation"
+    assert len(text.splitlines()) <= 100, "the README is the first page, not the documentation"
+
+
+def test_the_readmes_numbers_are_the_measured_ones() -> None:
+    """Of causal attention, against the best peer of each row and against NumPy."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = json.loads((ROOT / "benchmarks/results/prefill.json").read_text("utf-8"))["rows"]
+    causal = [row for row in rows if row.get("keys") is None]
+    best = [row["ratios"][row["best_peer"]] for row in causal]
+    numpy = [row["ratios"]["numpy"] for row in causal if "numpy" in row["ratios"]]
+    assert f"is {min(best):.1f} to {max(best):.1f} times as fast as the best other library" in text
+    assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in text
+    peers = {name for row in causal for name in row["ratios"]}
+    assert f"Times of {['nine', 'ten', 'eleven'][len(peers) - 9]} other ways" in text
+    assert all(min(row["ratios"].values()) > 1 for row in causal)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert [name.rstrip("=>.0123456789") for name in project["dependencies"]] == ["numpy"]
 
 
 @pytest.mark.promise("documentation")

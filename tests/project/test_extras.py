@@ -63,7 +63,7 @@ def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(pa
     needed = imports(code) - packages("examples") - {script.stem for script in path.parent.glob("*.py")}
     assert needed <= {"torch", "transformers"}
     extras = "bf16,examples,transformers" if "transformers" in needed else "examples,torch"
-    assert (f"cattn[{extras}]" in "".join(cells[0]["source"])) == bool(needed)
+    assert (f"'.[{extras}]'" in "".join(cells[0]["source"])) == bool(needed)
 
 
 def test_the_extra_examples_does_not_bring_pytorch() -> None:

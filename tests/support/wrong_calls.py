@@ -111,7 +111,7 @@ def rows_for_dtypes(functions: tuple[str, ...], name: str, shape: tuple[int, ...
         (None, f"{name} must be an array of real numbers, got NoneType"),
         ({}, f"{name} must be an array of real numbers, got dict"),
         (Ragged(), f"{name} cannot be read as an array: no array in here"),
-        (np.ma.masked_array(ones(*shape), False), rf"{name} is a masked array .*{name}\.data,? and .*=~.*\.mask"),
+        (np.ma.masked_array(ones(*shape), False), rf"{name} is a masked array .*{name}\.data"),
     ]
     rows = [wrong_type(functions, says, **{name: array}) for array, says in wrong]
     ragged = [[1.0, 2.0], [3.0]]

@@ -82,7 +82,18 @@ def test_leading_dimensions_of_size_one_are_dropped() -> None:
     assert cattn.plot_attention(causal_weights(1)).shape == (1,)
 
 
+BATCH = np.linspace(0.1, 1, 2 * 3 * 3 * 3).reshape(2, 3, 3, 3)
+
+
+def test_one_entry_of_a_batch_is_drawn_and_named() -> None:
+    for entry in (None, 1):
+        axes = cattn.plot_attention(BATCH, entry=entry)
+        assert [ax.get_title() for ax in axes] == [f"entry {entry or 0} of 2, head {h}" for h in range(3)]
+        np.testing.assert_array_equal(drawn(axes[2]), BATCH[entry or 0, 2])
+
+
 def test_given_axes_are_used() -> None:
+    plt.close("all")
     figure, grid = plt.subplots(2, 2)
     axes = cattn.plot_attention(causal_weights(4), ax=grid, titles=list("abcd"), annotate=False, vmax=0.5, label="w")
     assert all(a is b for a, b in zip(axes, grid.ravel(), strict=True))
@@ -134,7 +145,9 @@ def test_lists_and_tensors_are_plotted() -> None:
     ("error", "message", "call"),
     [
         (ValueError, r"weights must have shape .* got \(3,\)", {"weights": np.ones(3)}),
-        (ValueError, r"got \(2, 4, 3, 3\): take weights\[0\]", {"weights": np.ones((2, 4, 3, 3))}),
+        (ValueError, "entry must be from 0 to 1 for weights of shape .*, got 2", {"weights": BATCH, "entry": 2}),
+        (ValueError, "entry must be from 0 to 0 for weights of shape .*, got 1", {"entry": 1}),
+        (TypeError, "entry must be an int, got str", {"weights": BATCH, "entry": "0"}),
         (ValueError, "weights must not be empty", {"weights": np.ones((0, 3))}),
         (TypeError, "weights", {"weights": [["a", "b"]]}),
         (TypeError, "tokens must be a sequence of str, got one str", {"tokens": "abc"}),

@@ -95,6 +95,38 @@ def test_the_weights_of_an_output_are_taken() -> None:
     assert repr(cattn.view_attention(result)) == "AttentionView(float32 (1, 2, 3, 3))"
 
 
+def test_one_entry_of_a_batch_is_shown_and_named() -> None:
+    batch = random(3, 2, 4, 4)  # three entries, two heads
+    output = cattn.AttentionOutput(batch, batch)
+    layers = random(5, 3, 2, 4, 4)
+    for given, entry, wanted in (
+        (output, None, batch[:1]),
+        (output, 2, batch[2:]),
+        (batch, 1, batch[1:2]),
+        (layers, 1, layers[:, 1]),
+        ([*layers], None, layers[:, 0]),
+        ([*layers], 2, layers[:, 2]),
+    ):
+        contents = cattn.view_attention(given, entry=entry)._contents
+        info, data = contents.pack(10000)
+        np.testing.assert_array_equal(unpack(info, data), wanted)
+        assert info["entry"] == f"entry {entry or 0} of 3"
+    assert cattn.view_attention(batch)._contents.info["entry"] == "", "four axes are layers"
+    found = cattn.attention_statistics(random(3, 2, 4, 8), random(3, 2, 4, 8), top_k=2)
+    shown = cattn.view_attention(found, entry=1)._contents
+    assert shown.shape == (1, 2)
+    np.testing.assert_array_equal(shown.fields["entropy"][0], found.entropy[1])
+
+
+def test_a_title_heads_the_view_and_names_the_page(tmp_path: Path) -> None:
+    view = cattn.view_attention(random(3, 3), title="My <model>")
+    assert view._contents.info["heading"] == "My <model>"
+    view.save(tmp_path / "file.html")
+    assert "<title>My &lt;model&gt;</title>" in (tmp_path / "file.html").read_text("utf-8")
+    view.save(tmp_path / "file.html", title="other")
+    assert "<title>other</title>" in (tmp_path / "file.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_large_weights_are_reduced_to_the_number_farthest_from_0(dtype: Any) -> None:
     weights = (random(2, 7, 5, dtype=np.float64) - 0.5).astype(dtype)
@@ -397,7 +429,7 @@ def test_the_widget_checks_the_chosen_heads() -> None:
         (
             {"weights": ones(2, 2, 2, 3, 3)},
             ValueError,
-            r"weights must have shape .*, got \(2, 2, 2, 3, 3\): take",
+            r"weights must have shape .*, got \(2, 2, 2, 3, 3\): choose",
         ),
         ({"weights": ones(2, 0, 3)}, ValueError, r"weights must not be empty, got shape \(2, 0, 3\)"),
         ({"weights": ones(0, 3, 3)}, ValueError, r"weights must not be empty, got shape \(0, 3, 3\)"),
@@ -407,7 +439,11 @@ def test_the_widget_checks_the_chosen_heads() -> None:
             ValueError,
             r"weights\[1\] must have the shape .* weights\[0\]",
         ),
-        ({"weights": [ones(2, 2, 3, 3)]}, ValueError, r"weights\[0\] must have shape .*: take one entry"),
+        ({"weights": [ones(2, 2, 3, 3)], "entry": 2}, ValueError, r"entry must be from 0 to 1 for weights\[0\] of"),
+        ({"title": 3}, TypeError, "title must be a str, got int"),
+        ({"query": ones(4, 2)}, ValueError, r"query must have shape \(1, 3, 'D'\)|query must have shape \(1, 3, D\)"),
+        ({"query": ones(3, 2), "key": ones(3, 4)}, ValueError, "query and key must have one head_dim, got 2 and 4"),
+        ({"weights": statistics(entropy=ones(2, 3)), "value": ones(3, 3)}, TypeError, "value is for weights: stat"),
         ({"weights": cattn.AttentionOutput(ones(3, 3))}, TypeError, "weights is an AttentionOutput without weights"),
         ({"tokens": ["a"]}, ValueError, "tokens must name 3 tokens, got 1"),
         ({"tokens": "abc"}, TypeError, "tokens must be a sequence of str, got one str"),

@@ -58,6 +58,12 @@ def weights_of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return cattn.attention_weights(x, x, is_causal=True).astype(dtype)
 
 
+@pytest.fixture
+def from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views open at the first head and the last token."""
+    monkeypatch.setattr(_view.Weights, "interesting", lambda _: ([0, 0], -1, -1))
+
+
 def frame(page: Any) -> None:
     """Wait until the page has drawn what the last event changed."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -134,7 +140,7 @@ def test_a_cell_under_the_pointer_is_named_with_its_weight(show: Open) -> None:
     assert {(q, k) for q in range(3) for k in range(3)} <= set(seen)
     for (q, k), now in seen.items():
         assert number(now.value, np.float32) == weights[0, q, k]
-        assert f"query “{TOKENS[q]}” ({q}) → key “{TOKENS[k]}” ({k}): {now.value}" in now.text
+        assert f"query “{TOKENS[q]}” ({q}) → key “{TOKENS[k]}” ({k}): {'hidden' if k > q else now.value}" in now.text
 
 
 def test_thumbnails_have_the_colours_of_the_scale(show: Open) -> None:
@@ -218,6 +224,7 @@ def test_a_click_pins_and_escape_lets_go(show: Open) -> None:
     assert "pinned" not in now.text
 
 
+@pytest.mark.usefixtures("from_the_first")
 def test_the_keyboard_reaches_everything(show: Open) -> None:
     weights = weights_of(2, 3, 6)
     page = show(cattn.view_attention(weights, TOKENS, layers=["first", "second"]))
@@ -255,6 +262,7 @@ def test_the_text_is_walked_by_arrow_keys(show: Open) -> None:
     assert page.locator(f"#{active}").get_attribute("data-at") == "1"
 
 
+@pytest.mark.usefixtures("from_the_first")
 def test_zoom_keeps_the_numbers(show: Open) -> None:
     weights = weights_of(1, 40)
     page = show(cattn.view_attention(weights))
@@ -332,7 +340,7 @@ def test_it_is_legible_and_fits(show: Open, theme: str, width: int) -> None:
     for at in range(6):
         chip(page, 1, at).hover()
         frame(page)
-        words = ".cattn-chip, .cattn-view button, .cattn-view h3, .cattn-view h4, .cattn-status, .cattn-row > span"
+        words = ".cattn-chip, .cattn-view button, .cattn-view h2, .cattn-view h3, .cattn-status, .cattn-row > span"
         assert min(page.locator(words).evaluate_all(CONTRAST)) >= 4.5  # WCAG AA
 
 
@@ -345,6 +353,7 @@ def test_the_theme_follows_the_page(show: Open) -> None:
     page.wait_for_selector(".cattn-view[data-theme='light']")
 
 
+@pytest.mark.usefixtures("from_the_first")
 def test_screen_readers_get_names(show: Open) -> None:
     page = show(cattn.view_attention(weights_of(2, 3, 6), TOKENS))
     assert page.get_by_role("grid", name="heads").get_by_role("gridcell").count() == 6
@@ -367,7 +376,96 @@ def test_tokens_are_text_and_never_code(show: Open) -> None:
     assert texts[8] == tokens[8]
 
 
+# ---- what it opens with, and the other forms -------------------------------------------------------------------------
+def test_it_opens_at_the_sharpest_head_and_its_largest_weight_off_the_diagonal(show: Open) -> None:
+    weights = np.stack([np.tril(np.full((6, 6), 0.2))] * 3).astype(np.float32)
+    weights[1, 4, 1] = weights[1, 3, 3] = 0.9
+    page = show(cattn.view_attention(weights, TOKENS, title="My <model>"))
+    assert page.locator(".cattn-title").inner_text() == "head 1"
+    now = status(page)
+    assert (now.query, now.key, now.value) == (4, 1, "0.9")
+    assert page.locator("h1").inner_text() == "My <model>"
+    assert page.locator(".cattn-hint").first.inner_text().startswith("Point at a token")
+
+
+def test_byte_pair_tokens_are_text(show: Open) -> None:
+    for tokens, shown in (
+        (["The", "Ġca", "fÃ©", "Ċ", "âĤ¬"], ["The", "·ca", "fé", "↵", "€"]),
+        (["▁The", "▁ca", "fé", "<0x0A>", "x"], ["·The", "·ca", "fé", "<0x0A>", "x"]),
+        (["The", "Ã©", "x", "y", "z"], ["The", "Ã©", "x", "y", "z"]),
+    ):
+        page = show(cattn.view_attention(weights_of(1, 5), tokens))
+        assert page.locator(".cattn-lane").first.locator("bdi").all_inner_texts() == shown
+
+
+def test_lines_join_the_tokens_that_look_at_each_other(show: Open) -> None:
+    weights = np.array([[1, 0, 0], [0.25, 0.75, 0], [0.002, 0.9, 0.098]], np.float32)
+    page = show(cattn.view_attention(weights, list("abc")))
+    page.get_by_role("button", name="lines").click()
+    assert page.locator(".cattn-lines line").count() == 5  # and not the one of 0.002
+    page.locator(".cattn-lines text[data-kind='query'][data-at='1']").click()
+    assert status(page).query == 1
+    assert page.locator(".cattn-lines .cattn-marked").all_text_contents() == ["b", "b"]
+
+
+def column(page: Any, at: int) -> list[str]:
+    return page.locator(".cattn-steps tbody tr").evaluate_all(f"rows => rows.map(row => row.cells[{at}].textContent)")
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_steps_lead_from_scores_to_the_output(show: Open, given: bool) -> None:
+    query, key, value = np.random.default_rng(1).standard_normal((3, 2, 6, 4))
+    weights = cattn.attention_weights(query, key, is_causal=True)
+    operands = {"query": query, "key": key, "value": value} if given else {}
+    page = show(cattn.view_attention(weights, TOKENS, **operands))
+    page.get_by_role("button", name="step by step").click()
+    page.get_by_role("gridcell", name="head 1").click()
+    chip(page, 1, 3).click()
+    frame(page)
+    exact = [f"{x:.3f}" for x in weights[1, 3, :4]]
+    assert column(page, 3) == [*exact, "hidden", "hidden"]
+    if given:
+        scores = query[1, 3] @ key[1].T / 2
+        assert column(page, 1) == [f"{x:.3f}" for x in scores]
+        assert column(page, 2)[4:] == ["−∞", "−∞"]
+        output = page.locator(".cattn-output p").last.inner_text().partition(": weights × values ")[2]
+        np.testing.assert_allclose([float(x) for x in output.split()], weights[1, 3] @ value[1], atol=6e-4)
+        products = page.locator(".cattn-products span").evaluate_all("nodes => nodes.map(node => node.title)")
+        np.testing.assert_allclose([float(x.split()[-1]) for x in products], query[1, 3] * key[1, 3], atol=6e-5)
+    page.get_by_label("temperature").fill("2")
+    hot = np.exp(np.log(weights[1, 3, :4]) / 2)
+    np.testing.assert_allclose([float(x) for x in column(page, 3)[:4]], hot / hot.sum(), atol=6e-4)
+    page.get_by_label("dropout").fill("0.5")
+    kept = [(float(a), b) for a, b in zip(column(page, 3)[:4], column(page, 4)[:4], strict=True)]
+    assert all(after == "dropped" or abs(float(after) - 2 * before) < 2e-3 for before, after in kept)
+
+
+def test_what_is_seen_can_be_saved(show: Open, tmp_path: Path) -> None:
+    page = show(cattn.view_attention(weights_of(2, 6), TOKENS))
+    for form in ("map", "lines"):
+        page.get_by_role("button", name=form).click()
+        for kind in ("PNG", "SVG"):
+            with page.expect_download() as download:
+                page.get_by_role("button", name=f"save as {kind}").click()
+            file = tmp_path / download.value.suggested_filename
+            download.value.save_as(file)
+            start = file.read_bytes()
+            assert start.startswith(b"\x89PNG" if kind == "PNG" else b"<svg")
+            assert kind == "PNG" or b">journey<" in start
+
+
+def test_a_large_file_is_rounded_and_says_so(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(2, 6)
+    monkeypatch.setattr(_view, "MOST_BYTES_SAVED", weights.nbytes // 2)
+    page = show(cattn.view_attention(weights, TOKENS))
+    page.get_by_role("gridcell", name="head 0").click()
+    chip(page, 1, 3).click()
+    assert "(rounded to float16)" in status(page).text
+    np.testing.assert_array_equal([np.float16(text) for text in chips(page, 0)], weights[0, 3].astype(np.float16))
+
+
 # ---- large weights ---------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("from_the_first")
 def test_reduced_weights_say_so(show: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weights_of(2, 50)
     monkeypatch.setattr(_view, "MOST_BYTES_SAVED", 2 * 25 * 25 * 4)
@@ -458,7 +556,7 @@ def test_strips_are_legible_and_fit(show: Open, theme: str, width: int) -> None:
     view = cattn.view_attention(statistics_of(4, 3, 60, top_k=3), list("abcdefghij" * 6))
     page = show(view, color_scheme=theme, viewport={"width": width, "height": 800})
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-    words = ".cattn-chip, .cattn-view button, .cattn-view select, .cattn-view h3, .cattn-view h4, .cattn-status"
+    words = ".cattn-chip, .cattn-view button, .cattn-view select, .cattn-view h2, .cattn-view h3, .cattn-status"
     assert min(page.locator(words).evaluate_all(CONTRAST)) >= 4.5
 
 

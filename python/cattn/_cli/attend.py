@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
   cattn attend qkv.safetensors -o out.safetensors       (needs pip install 'cattn[safetensors]')
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
   cattn attend qkv.npz -o out.npy --causal --window 255 0 --lengths 512,300
+  cattn attend - -o - --causal < qkv.npz > out.npy      (- is standard input or output; one output can go there)
 
 Shapes are as in cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
 dimensions on with heads on axis -3. Results are written to a temporary file next to the target and renamed when they
@@ -137,7 +137,7 @@ class _Job:
         files: dict[str, str] = {}
         if len(options.inputs) == 1:
             files = dict.fromkeys(("query", "key", "value"), options.inputs[0])
-            arrays = load_members(Path(options.inputs[0]), list(files))
+            arrays = load_members(options.inputs[0], list(files))
         elif len(options.inputs) == 3:
             files = dict(zip(("query", "key", "value"), options.inputs, strict=True))
             arrays = [load(spec, name) for name, spec in files.items()]
@@ -343,6 +343,7 @@ def run(options: argparse.Namespace) -> None:
         job = _Job(options)
         warnings.simplefilter("ignore", UserWarning)  # slices of a mask may look wrong
         files = {name: stack.enter_context(Output(path, name)) for name, path in targets.items() if path is not None}
+        to_pipe = any(file.piped for file in files.values())
         if len({file.target for file in files.values()}) < len(files):
             raise InputError("--output, --weights and --lse must be different files")
         if not options.force:
@@ -360,5 +361,5 @@ def run(options: argparse.Namespace) -> None:
         outputs.clear()
         del job  # Windows replaces no file that is mapped, and a result may replace an input
         commit(list(files.values()))
-    if not options.quiet:
+    if not (options.quiet or to_pipe):
         say(f"{options.output}: {shape} {dtype}{seed}, {time.perf_counter() - start:.2f} s")

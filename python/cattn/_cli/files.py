@@ -1,9 +1,14 @@
 """Arrays from .npy, .npz and .safetensors files; results written next to their target and renamed into place."""
 
+import atexit
 import contextlib
 import errno
+import functools
 import os
+import shutil
 import stat
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,8 +43,29 @@ class InputError(Exception):
     """An argument or input file cannot be used: exit code 2."""
 
 
+PIPE = "-"  # standard input, or standard output
+
+
+@functools.cache
+def _standard_input() -> Path:
+    """Copy what comes through the pipe to a temporary file, once, so that it can be mapped and read again."""
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None or sys.stdin.isatty():
+        raise InputError("-: standard input is not a pipe")
+    handle, name = tempfile.mkstemp(prefix="cattn-")
+    atexit.register(_forget, Path(name))
+    with open(handle, "wb") as copy:
+        shutil.copyfileobj(stream, copy)
+    return Path(name)
+
+
+def _forget(file: Path) -> None:
+    with contextlib.suppress(OSError):  # Windows deletes no file that is mapped
+        file.unlink(missing_ok=True)
+
+
 def load(spec: str, name: str) -> Array:
-    """Return the array that `spec` names: ``file.npy``, ``file.npz:name``, or an array of ``file.npz``.
+    """Return the array that `spec` names: ``file.npy``, ``file.npz:name``, or an array of ``file.npz``; - is a pipe.
 
     Without a name that is the member `name`, its short form, or the only member. ``.safetensors`` files are like
     ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever unpickled.
@@ -59,11 +85,12 @@ def load(spec: str, name: str) -> Array:
         raise InputError(str(error)) from error
 
 
-def load_members(file: Path, names: Sequence[str]) -> list[Array]:
+def load_members(spec: str, names: Sequence[str]) -> list[Array]:
     """Read the named arrays of a .npz or .safetensors file, under these names or their short forms."""
+    file = _standard_input() if spec == PIPE else Path(spec)
     if _kind(file) not in ARCHIVES:
         raise InputError(
-            f"{file} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
+            f"{spec} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
         )
     return _read(file, names, None)
 
@@ -93,7 +120,9 @@ def _read(file: Path, names: Sequence[str], member: str | None) -> list[Array]:
 
 
 def _split(spec: str) -> tuple[Path, str | None]:
-    """Split ``file.npz:name``."""
+    """Split ``file.npz:name``. A pipe becomes a temporary file."""
+    if spec == PIPE:
+        return _standard_input(), None
     for suffix in ARCHIVES:
         stem, colon, member = spec.rpartition(f"{suffix}:")
         if colon:
@@ -141,6 +170,9 @@ class Output:
         self.option = "--output" if name == "out" else f"--{name}"
         if not target:
             raise InputError(f"{self.option} must name a file, got ''")
+        self.piped = target == PIPE
+        if self.piped:
+            target = os.path.join(tempfile.gettempdir(), f"cattn-{os.getpid()}.npy")  # an .npy file goes down the pipe
         self.target = Path(os.path.realpath(target))  # replace the file that a link points to, not the link
         self.name = name
         self.array: Array | None = None
@@ -198,6 +230,11 @@ class Output:
 
     def replace(self, *, revocable: bool) -> None:
         """Put the finished file in its place. If revocable, `restore` can undo it."""
+        if self.piped:
+            with open(self._temporary, "rb") as stream:
+                shutil.copyfileobj(stream, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
         with errors_name(self.target):
             if revocable and self.target.exists():
                 former = temporary_beside(self.target)
@@ -212,6 +249,8 @@ class Output:
         """Undo `replace`, which may have failed."""
         if self._former is not None:
             os.replace(self._former, self.target)
+        elif self.piped:
+            return
         elif not self._temporary.exists():
             self.target.unlink(missing_ok=True)
 
@@ -253,7 +292,7 @@ def commit(outputs: Sequence[Output]) -> None:
         output.finish()
     revocable = len(outputs) > 1  # one file is replaced at once
     with contextlib.ExitStack() as undo:
-        for output in outputs:
+        for output in sorted(outputs, key=lambda output: output.piped):  # what went down a pipe does not come back
             if revocable:
                 undo.callback(output.restore)
             output.replace(revocable=revocable)

@@ -31,10 +31,13 @@ W_VALUE = np.array([[0.252569884, -0.14147827, -0.196181342], [0.519107401, -0.0
 
 NEXT = """\
 What to try next:
+  python -m cattn example    the six tokens as files, for the next three lines
   python -m cattn attend q.npy k.npy v.npy -o out.npy --causal --weights w.npy
-                             attention of your own arrays
-  python -m cattn plot w.npy -o heat.png
-                             the weights as a heat map
+                             attention of arrays in files
+  python -m cattn view w.npy -o attention.html --tokens @tokens.txt
+                             a page to look at; cattn.view_attention in Python
+  python -m cattn statistics q.npy k.npy --causal
+                             what heads look at, for texts of any length
   python -c "import cattn; help(cattn.causal_attention)"
                              the call that does it all
   examples/01_chapter.ipynb  this walk as a notebook, in the repository"""
@@ -44,7 +47,9 @@ def _table(numbers: NDArray[np.floating], *, header: bool = False, shade: bool =
     """Return a table with a row for each token and four digits; with `shade`, larger numbers on darker cells."""
     lines = [" " * 9 + "".join(f"{token:>9}" for token in TOKENS)] if header else []
     seen = np.isfinite(numbers) & (numbers != 0)  # the others are hidden or dropped
-    low, high = min(0.0, float(numbers[seen].min())), float(numbers[seen].max())
+    low, high = float(numbers[seen].min()), float(numbers[seen].max())
+    if 0 < low < high / 2:  # numbers that lie close to each other fill the whole range of colours
+        low = 0.0
     for token, row, visible in zip(TOKENS, numbers, seen, strict=True):
         cells = [f"{number:9.4f}" for number in row]
         if shade:
@@ -54,9 +59,14 @@ def _table(numbers: NDArray[np.floating], *, header: bool = False, shade: bool =
     return "\n".join(lines)
 
 
+def projections() -> tuple[Floats, Floats, Floats]:
+    """Return query, key and value of the six tokens."""
+    return INPUTS @ W_QUERY.T, INPUTS @ W_KEY.T, INPUTS @ W_VALUE.T
+
+
 def run() -> None:
     """Print the walk."""
-    query, key, value = INPUTS @ W_QUERY.T, INPUTS @ W_KEY.T, INPUTS @ W_VALUE.T
+    query, key, value = projections()
     scale = 1 / np.sqrt(key.shape[-1])
     scores = query @ key.T
     weights = cattn.attention_weights(query, key)
@@ -79,23 +89,19 @@ def run() -> None:
     print("\n2. Attention weights: softmax(scores / sqrt(2)), so that every row sums to 1")
     print(table(weights, header=True))
 
-    print("\n3. The future is hidden: a token sees itself and earlier ones.")
-    print("   a) Hidden scores become -inf, then the softmax of step 2 is taken")
+    print("\n3. The future is hidden: a token sees itself and earlier ones, and the scores")
+    print("   of later ones become -inf")
     print(table(np.where(visible, scores, -np.inf)))
-    print("   b) Hidden weights of step 2 become 0, then each row is divided by its")
-    print("      sum")
-    print(table(weights * visible))
 
-    difference = float(np.abs(by_fill - by_division).max())
-    print(f"\n4. The weights from a) and from b); the largest difference is {difference:.1e}")
-    print("   a)")
+    print("\n4. Causal attention weights: the softmax of step 2, of these scores")
     print(table(by_fill))
-    print("   b)")
-    print(table(by_division))
+    difference = float(np.abs(by_fill - by_division).max())
+    print("   Weights of step 2 that become 0, with each row divided by its sum, are the")
+    print(f"   same: the largest difference is {difference:.1e}")
 
     print("\n5. Dropout, while training: each weight is dropped with p = 0.5, or doubled")
-    print("   (rng=123)")
-    print(table(cattn.dropout(by_fill, 0.5, rng=123)))
+    print("   (the book's mask: rng=cattn.manual_seed(123))")
+    print(table(cattn.dropout(by_fill, 0.5, rng=cattn.TorchGenerator(123))))
 
     print("\n6. Context vectors: the visible values, weighted (no dropout). One call does")
     print("   steps 1 to 6, cattn.causal_attention(query, key, value):")

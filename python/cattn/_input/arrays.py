@@ -24,7 +24,12 @@ Array = NDArray[Any]
 _MASKS = ("attn_mask", "mask", "where", "bias")
 _MAY_BE_QUANTIZED = ("query", "key", "value")
 _MASK_ADVICE = {  # the argument that can take the mask of a numpy.ma array
-    **{x: f" and attn_mask=~{x}.mask as (..., T_q, T_k), True = keep" for x in ("query", "key", "value")},
+    # a key is hidden as a whole, with all its elements
+    **{
+        x: f" and attn_mask=~np.ma.getmaskarray({x}).any(axis=-1)[..., None, :] (True = keep), where a mask hides keys"
+        for x in ("key", "value")
+    },
+    "query": ", and leave out the rows of the result that belong to masked queries",
     "scores": " and mask=~scores.mask (True = keep)",
     "x": ", and to softmax where=~x.mask (True = keep)",
 }
@@ -101,6 +106,11 @@ def read_array(obj: Any, name: str) -> Array:
     except ValueError as error:  # nested lists of unequal lengths
         raise ValueError(f"{name} cannot be read as an array: {error}") from error
     except Exception as error:  # of the object's own methods
+        if type(obj).__module__.startswith("jax."):  # a tracer
+            raise TypeError(
+                f"{name} is traced by JAX, in jit, grad or vmap, where it has no numbers: "
+                "use cattn.integrations.jax.dot_product_attention"
+            ) from error
         how = "by DLPack" if dlpack_only else "as an array"
         raise TypeError(f"{name} cannot be read {how}: {error}") from error
 

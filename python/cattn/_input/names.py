@@ -102,6 +102,12 @@ for _right, _others in _OTHERS.items():
 # advice.
 _ALWAYS_CAUSAL = [("query", "causal_attention is always causal"), ("context_length", "the class is always causal")]
 _NO_MASK = [("cache", "the classes take no mask, but scaled_dot_product_attention does")]
+_HEADS_ARE_AN_AXIS = [
+    (
+        "query",
+        "heads are an axis of the arrays, (B, num_heads, T, head_dim); cattn.MultiHeadAttention splits them itself",
+    )
+]
 _ADVICE: dict[str, list[tuple[str, str]]] = {
     "temperature": [("query", "pass scale=1 / (temperature * head_dim**0.5)"), ("scale", "pass scale=1 / temperature")],
     "key_padding_mask": [
@@ -130,7 +136,40 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "deterministic": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
     "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
     "device": [("", "cattn computes on the CPU")],
+    "num_heads": _HEADS_ARE_AN_AXIS,
+    "n_heads": _HEADS_ARE_AN_AXIS,
+    "nhead": _HEADS_ARE_AN_AXIS,
+    "layout": [
+        ("query", "arrays are (B, H, T, head_dim): pass x.swapaxes(1, 2) of (B, T, H, head_dim), which copies nothing")
+    ],
 }
+
+# What people look for in the package itself: names of other libraries, and of the field.
+_ELSEWHERE = {
+    "scaled_dot_product_attention": "sdpa attention dot_product_attention flash_attention flash_attn_func attn",
+    "causal_attention": "causal_self_attention masked_attention",
+    "MultiHeadAttention": "MultiheadAttention multi_head_attention MHA",
+    "CausalAttention": "CausalSelfAttention",
+    "SelfAttention_v2": "SelfAttention self_attention",
+    "plot_attention": "plot plot_weights heatmap",
+    "view_attention": "view show_attention bertviz",
+    "attention_statistics": "statistics",
+    "causal_mask": "tril triu",
+    "KVCache": "Cache cache_ DynamicCache",
+    "testing.diagnose": "diagnose",
+    "testing.assert_attention_close": "assert_attention_close",
+    "functional.linear": "linear",
+    "functional.layer_norm": "layer_norm LayerNorm",
+}
+_NEAR = {other.lower(): right for right, others in _ELSEWHERE.items() for other in others.split()}
+
+
+def no_attribute(name: str) -> AttributeError:
+    """Return the error for a name that the package lacks, with the name of cattn where it is known under another."""
+    right = _NEAR.get(name.lower())
+    hint = "" if right is None or right == name else f": did you mean cattn.{right}?"
+    return AttributeError(f"module 'cattn' has no attribute {name!r}{hint}")
+
 
 _UNKNOWN = re.compile(r"(?P<text>.* got an unexpected keyword argument '(?P<name>.*?)')")
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from .._input.names import with_hints
 from .._input.types import AttentionOutput, AttentionStatistics
+from .._plot import as_text
 from ..nn._files import FilePath, replacing
 from ._contents import Statistics, Weights, WeightsOf
 from ._page import page, picture
@@ -74,31 +75,31 @@ class AttentionView:
             self._widget = AttentionWidget(self._contents, MOST_BYTES_SENT)
         return self._widget
 
-    def to_html(self, title: str = "attention") -> str:
+    def to_html(self, title: str | None = None) -> str:
         """Return the view as one page of HTML that fetches nothing, as `save` writes it.
 
         Parameters
         ----------
-        title : str
-            The title of the page.
+        title : str, optional
+            The title of the page. The view's own by default.
         """
-        return page(self._contents, title, MOST_BYTES_SAVED)
+        return page(self._contents, title or self._contents.info.get("heading") or "attention", MOST_BYTES_SAVED)
 
     def save(self, path: FilePath, title: str | None = None) -> None:
         """Write the view to one file of HTML, which any browser shows without a kernel and without a network.
 
-        Weights above 64 MiB are reduced: each cell is then the largest weight of a block, and the page says so. Save
-        fewer layers, or ``weights.astype(np.float16)``, to keep every weight.
+        Weights above 64 MiB are rounded to float16 or, if that is not enough, reduced: each cell is then the largest
+        weight of a block. The page says so. Save fewer layers to keep every weight.
 
         Parameters
         ----------
         path : str or os.PathLike
             The file. An existing one is replaced when the new one is complete.
         title : str, optional
-            The title of the page. The name of the file by default.
+            The title of the page. The view's own by default, or the name of the file.
         """
         target = Path(os.path.realpath(path))
-        text = self.to_html(target.stem if title is None else title)
+        text = self.to_html(title or self._contents.info.get("heading") or target.stem)
         with replacing(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
@@ -146,27 +147,46 @@ def view_attention(
     *,
     query_tokens: Sequence[str] | None = None,
     layers: Sequence[object] | None = None,
+    entry: int | None = None,
+    title: str | None = None,
+    query: ArrayLike | None = None,
+    key: ArrayLike | None = None,
+    value: ArrayLike | None = None,
+    scale: float | None = None,
     weights_of: WeightsOf | None = None,
 ) -> AttentionView:
     """Show attention weights, or their statistics, to look at with pointer and keyboard.
 
-    All heads are shown small, and one of them large. A token under the pointer shows the keys that it looks at and the
+    All heads are shown small, and one of them large: as a map, as lines between two copies of the text, or step by
+    step, from scores to output, with temperature and dropout to move. The view opens at the sharpest head and its
+    largest weight off the diagonal. A token under the pointer shows the keys that it looks at and the
     queries that look at it, coloured in the text. Two heads can be compared. The page shows the numbers of the array,
     exactly; zeros, as of hidden keys, and scores of -inf stay blank, and NaN is red.
 
     Parameters
     ----------
     weights : array_like, AttentionOutput, sequence of arrays, or AttentionStatistics
-        Weights of shape (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k), in any dtype that cattn takes; further axes must
-        have length 1. Of an `AttentionOutput`, its weights. A sequence has the weights of one layer each, such as the
-        ``attentions`` of a model of transformers. Negative numbers, as of scores, get a scale of two colours.
-        Statistics, of shape (T,), (H, T) or (L, H, T), are shown as strips along the text.
+        Weights of shape (T_q, T_k), (H, T_q, T_k) or (L, H, T_q, T_k), in any dtype that cattn takes. Of an
+        `AttentionOutput`, its weights, whose first axes are a batch. A sequence has the weights of one layer each,
+        such as the ``attentions`` of a model of transformers. Negative numbers, as of scores, get a scale of two
+        colours. Statistics, of shape (T,), (H, T) or (L, H, T), are shown as strips along the text.
     tokens : sequence of str, optional
         The T_k tokens. With T_q < T_k the queries are the last T_q of them.
     query_tokens : sequence of str, optional
         The T_q tokens of the queries, if they differ from `tokens`.
     layers : sequence, optional
         Names of the L layers. Their indices by default.
+    entry : int, optional
+        The entry of the batch that is shown: of weights (B, H, T_q, T_k), of an `AttentionOutput`, of a sequence of
+        such layers, or of (L, B, H, T_q, T_k). Default 0 where the weights can only be a batch, and the view says so if
+        there are several. Four axes without `entry` are layers.
+    title : str, optional
+        A heading above the view, and the title of a saved page.
+    query, key, value : array_like, optional
+        What the weights were computed from, of the same layers and heads. With query and key the form "step by step"
+        shows the scores and, for the marked key, the product of each dimension, with value the output.
+    scale : float, optional
+        The factor of the scores, for query and key. Default 1 / sqrt(head_dim).
     weights_of : callable, optional
         For statistics: ``weights_of(layer, head, queries)``, with two ints and a slice, returns the weights of these
         queries over all keys, shape (len, T_k). It is called in the kernel where the reader zooms in on 256 tokens or
@@ -182,7 +202,8 @@ def view_attention(
     TypeError
         weights are not numbers, tokens is one str, or weights_of is not callable or given without statistics.
     ValueError
-        weights has another number of axes, or no element; or tokens, query_tokens or layers has another length.
+        weights has another number of axes, or no element, or not this entry; or tokens, query_tokens or layers has
+        another length.
 
     See Also
     --------
@@ -210,10 +231,24 @@ def view_attention(
     given: Any = weights.weights if isinstance(weights, AttentionOutput) else weights
     if given is None and weights is not None:
         raise TypeError("weights is an AttentionOutput without weights: make that call with return_weights=True")
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title must be a str, got {type(title).__name__}")
+    operands = {"query": query, "key": key, "value": value}
     if isinstance(given, AttentionStatistics):
+        passed = [name for name, array in operands.items() if array is not None]
+        if passed:
+            raise TypeError(f"{passed[0]} is for weights: statistics show no single scores")
         if weights_of is not None and not callable(weights_of):
             raise TypeError(f"weights_of must be callable, got {type(weights_of).__name__}")
-        return AttentionView(Statistics(given, tokens, query_tokens, layers, weights_of))
+        return _titled(Statistics(given, tokens, query_tokens, layers, weights_of, entry), title)
     if weights_of is not None:
         raise TypeError("weights_of is for statistics: weights are given already")
-    return AttentionView(Weights(given, tokens, query_tokens, layers))
+    contents = Weights(given, tokens, query_tokens, layers, entry, isinstance(weights, AttentionOutput))
+    contents.add_operands(operands, entry, scale)
+    return _titled(contents, title)
+
+
+def _titled(contents: Weights | Statistics, title: str | None) -> AttentionView:
+    """Return the view with a heading."""
+    contents.info["heading"] = "" if title is None else as_text(title)
+    return AttentionView(contents)

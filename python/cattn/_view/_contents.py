@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .._input.arrays import as_array, common_dtype, is_bfloat16
 from .._input.display import summary
 from .._input.types import AttentionStatistics
-from .._plot import strings, token_labels
+from .._plot import strings, take_entry, token_labels
 
 Array = NDArray[Any]
 WeightsOf = Callable[[int, int, slice], Any]
@@ -88,8 +88,10 @@ def _layer_names(layers: Sequence[object] | None, count: int) -> list[str] | Non
 class Weights:
     """Attention weights of layers and heads."""
 
-    def __init__(self, given: Any, tokens: Any, query_tokens: Any, layers: Any) -> None:
-        self.layers = _matrices(given)
+    def __init__(
+        self, given: Any, tokens: Any, query_tokens: Any, layers: Any, entry: int | None = None, one_call: bool = False
+    ) -> None:
+        self.layers, batch = _matrices(given, entry, one_call)
         self.dtype = common_dtype(self.layers, "weights")
         heads, seqlen_q, seqlen_k = self.layers[0].shape
         self.shape = (len(self.layers), heads, seqlen_q, seqlen_k)
@@ -105,6 +107,7 @@ class Weights:
         self.info: dict[str, Any] = {
             "kind": "weights",
             "title": "attention weights",
+            "entry": f"entry {0 if entry is None else int(entry)} of {batch}" if batch > 1 else "",
             "n_layers": len(self.layers),
             "heads": heads,
             "T_q": seqlen_q,
@@ -119,31 +122,109 @@ class Weights:
             "high": high,
         }
         self.scale = "linear" if seqlen_k <= 32 or low < 0 else "log"
+        self.operands: dict[str, Array] = {}
+        self.operand_scale: float | None = None
+
+    def add_operands(self, given: dict[str, Any], entry: int | None, scale: float | None) -> None:
+        """Keep queries, keys and values for the page, (L, H, T, D) in float32 or float64."""
+        n_layers, heads, seqlen_q, seqlen_k = self.shape
+        for name, obj in given.items():
+            if obj is None:
+                continue
+            array = as_array(obj, name)
+            if n_layers == 1 or entry is not None:
+                array, _ = take_entry(array, entry, name)
+            array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+            length = seqlen_q if name == "query" else seqlen_k
+            fits = array.ndim == 4 and array.shape[0] == n_layers and array.shape[2] == length
+            if not fits or array.shape[1] == 0 or heads % array.shape[1]:
+                wanted = (*((n_layers,) if n_layers > 1 else ()), heads, length, "D")
+                text = "(" + ", ".join(map(str, wanted)) + ")"
+                raise ValueError(f"{name} must have shape {text}, as the weights, got {np.shape(obj)}")
+            self.operands[name] = array.astype(np.float64 if array.dtype == np.float64 else np.float32)
+        if {"query", "key"} <= self.operands.keys():
+            widths = self.operands["query"].shape[-1], self.operands["key"].shape[-1]
+            if widths[0] != widths[1]:
+                raise ValueError(f"query and key must have one head_dim, got {widths[0]} and {widths[1]}")
+        self.operand_scale = None if scale is None else float(scale)
 
     def __repr__(self) -> str:
         return f"{self.dtype} {self.shape}"
 
-    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
-        """Return the description and at most so many bytes."""
+    def interesting(self) -> tuple[list[int], int, int]:
+        """Return the sharpest head, [layer, head], and query and key of its largest weight off the diagonal.
+
+        The sharpest head has the largest mean of the largest weights of each query. Query and key are -1, the last
+        ones, where all weights lie on the diagonal.
+        """
+        best, where = -np.inf, [0, 0]
+        for i, layer in enumerate(self.layers):
+            with np.errstate(invalid="ignore", over="ignore"):
+                means = layer.max(axis=-1).astype(np.float64).mean(axis=-1)
+            head = int(np.argmax(np.nan_to_num(means, nan=-np.inf)))
+            if means[head] > best:
+                best, where = float(means[head]), [i, head]
+        seqlen_q, offset = self.shape[2], self.info["offset"]
+        middle = seqlen_q // 2 if seqlen_q > 2 else 0  # the first queries see few keys
+        rows = self.layers[where[0]][where[1], middle:].astype(np.float32)
+        rows[~np.isfinite(rows)] = 0
+        at = np.arange(len(rows))
+        rows[at, np.minimum(at + middle + offset, rows.shape[1] - 1)] = 0
+        if not rows.any():
+            return where, -1, -1
+        query, key = np.unravel_index(int(np.argmax(rows)), rows.shape)
+        return where, int(query) + middle, int(key)
+
+    def pack(self, most: int, *, rounds: bool = False) -> tuple[dict[str, Any], bytes]:
+        """Return the description and at most so many bytes of weights.
+
+        What is too large is rounded to float16, if that may be and is enough, or reduced in blocks.
+        """
         n_layers, heads, seqlen_q, seqlen_k = self.shape
+        dtype = self.dtype
+        whole = n_layers * heads * seqlen_q * seqlen_k
+        largest = max(-self.info["low"], self.info["high"])
+        if rounds and dtype.itemsize > 2 and whole * dtype.itemsize > most >= 2 * whole and largest < 65504:
+            dtype = np.dtype(np.float16)
 
         def size(block: int) -> int:
             cells = -(-seqlen_q // block) * -(-seqlen_k // block)
-            return int(n_layers * heads * cells * self.dtype.itemsize)
+            return int(n_layers * heads * cells * dtype.itemsize)
 
         block = _smallest_block(size, most)
-        data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(self.dtype)) for layer in self.layers)
-        return {**self.info, "block": block}, data
+        data = b"".join(to_bytes(_largest_of_blocks(layer, block).astype(dtype)) for layer in self.layers)
+        info = {**self.info, "block": block, "dtype": dtype.name, "bytes": len(data)}
+        info["rounded"] = "float16" if dtype != self.dtype else ""
+        return info, data + self._pack_operands(info, len(data), most)
+
+    def _pack_operands(self, info: dict[str, Any], start: int, most: int) -> bytes:
+        """Return the bytes of queries, keys and values, and describe them in `info`."""
+        if not self.operands or sum(array.nbytes for array in self.operands.values()) > most:
+            return b""
+        data = bytes(-start % 8)
+        described: dict[str, Any] = {"scale": self.operand_scale}
+        for name, array in self.operands.items():
+            part = to_bytes(array)
+            place = {"start": start + len(data), "bytes": len(part), "dtype": array.dtype.name}
+            described[name] = {**place, "heads": array.shape[1], "width": array.shape[-1]}
+            data += part + bytes(-len(part) % 8)
+        info["operands"] = described
+        return data
 
     def window(self, where: Rectangle) -> Array:
         """Return a part of a head's matrix."""
         return self.layers[where.layer][where.head, where.q0 : where.q1, where.k0 : where.k1].astype(self.dtype)
 
 
-def _matrices(given: Any) -> list[Array]:
-    """Return the weights of each layer, (H, T_q, T_k)."""
+def _matrices(given: Any, entry: int | None, one_call: bool) -> tuple[list[Array], int]:
+    """Return the weights of each layer, (H, T_q, T_k), and the number of entries of the batch.
+
+    Four axes are layers, unless the weights are of one call, or an entry of a batch is asked for.
+    """
+    batch = 1
     if isinstance(given, (list, tuple)) and given and all(getattr(item, "ndim", 0) >= 3 for item in given):
-        layers = [_heads(as_array(item, f"weights[{i}]"), f"weights[{i}]") for i, item in enumerate(given)]
+        taken = [take_entry(as_array(item, f"weights[{i}]"), entry, f"weights[{i}]") for i, item in enumerate(given)]
+        layers, batch = [layer for layer, _ in taken], taken[0][1]
         for i, layer in enumerate(layers):
             if layer.shape != layers[0].shape:
                 raise ValueError(
@@ -153,18 +234,18 @@ def _matrices(given: Any) -> list[Array]:
         array = as_array(given, "weights")
         if array.ndim < 2:
             raise ValueError(f"weights must have shape {WEIGHTS}, got {array.shape}")
-        if array.ndim > 4:  # a batch of one, before the layers or after them
+        if one_call or (entry is not None and array.ndim <= 4):
+            array, batch = take_entry(array, entry, "weights")
+        elif array.ndim > 4 and entry is not None:  # (L, B, H, T_q, T_k)
+            taken = [take_entry(layer, entry, "weights[0]") for layer in array]
+            array, batch = np.stack([layer for layer, _ in taken]), taken[0][1]
+        elif array.ndim > 4:  # a batch of one, before the layers or after them
             array = array.reshape(_without_ones(array.shape, 4, "weights", WEIGHTS))
         layers = list(array) if array.ndim == 4 else [array if array.ndim == 3 else array[None]]
     if not layers or layers[0].size == 0:
         shape = layers[0].shape if layers else np.shape(given)
         raise ValueError(f"weights must not be empty, got shape {shape}")
-    return layers
-
-
-def _heads(array: Array, name: str) -> Array:
-    """Return one layer's weights, which may have a batch axis of length 1."""
-    return array.reshape(_without_ones(array.shape, 3, name, "(H, T_q, T_k) or (1, H, T_q, T_k)"))
+    return layers, batch
 
 
 def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> tuple[int, ...]:
@@ -172,7 +253,7 @@ def _without_ones(shape: tuple[int, ...], ndim: int, name: str, wanted: str) -> 
     sizes = list(shape)
     while len(sizes) > ndim:
         if 1 not in sizes[:-3]:
-            raise ValueError(f"{name} must have shape {wanted}, got {shape}: take one entry of the batch")
+            raise ValueError(f"{name} must have shape {wanted}, got {shape}: choose an entry of the batch by entry=")
         sizes.remove(1)
     return tuple(sizes)
 
@@ -181,9 +262,16 @@ class Statistics:
     """AttentionStatistics of layers and heads."""
 
     def __init__(
-        self, given: AttentionStatistics, tokens: Any, query_tokens: Any, layers: Any, weights_of: WeightsOf | None
+        self,
+        given: AttentionStatistics,
+        tokens: Any,
+        query_tokens: Any,
+        layers: Any,
+        weights_of: WeightsOf | None,
+        entry: int | None = None,
     ) -> None:
         self.weights_of = weights_of
+        given, batch = _entry_of(given, entry)
         self.fields: dict[str, Array] = {}
         for name in FIELDS:
             if getattr(given, name) is not None:
@@ -212,6 +300,7 @@ class Statistics:
         self.info: dict[str, Any] = {
             "kind": "statistics",
             "title": "attention statistics",
+            "entry": f"entry {entry} of {batch}" if batch > 1 else "",
             "n_layers": self.shape[0],
             "heads": self.shape[1],
             "T_q": seqlen_q,
@@ -238,7 +327,11 @@ class Statistics:
     def __repr__(self) -> str:
         return ", ".join(f"{name}=<{summary(array)}>" for name, array in self.fields.items())
 
-    def pack(self, most: int) -> tuple[dict[str, Any], bytes]:
+    def interesting(self) -> tuple[list[int], int, int]:
+        """Return the head, query and key to open at: the first head and the last token."""
+        return [0, 0], -1, -1
+
+    def pack(self, most: int, *, rounds: bool = False) -> tuple[dict[str, Any], bytes]:
         """Return the description and about so many bytes; the keys of the largest weights only if they fit."""
 
         def size(block: int) -> int:
@@ -278,6 +371,20 @@ class Statistics:
         if rows.shape != wanted:
             raise ValueError(f"weights_of(...) must return the shape (queries, T_k) = {wanted}, got {rows.shape}")
         return rows[:, where.k0 : where.k1]
+
+
+def _entry_of(given: AttentionStatistics, entry: int | None) -> tuple[AttentionStatistics, int]:
+    """Return the statistics of one entry of a batch, (B, H, T), and the number of entries."""
+    if entry is None:
+        return given, 1
+    parts, batch = {}, 1
+    for name, array in given._asdict().items():
+        rank = 3 if name in ("top_keys", "top_weights") else 2  # heads, tokens, and the largest weights of each
+        if array is not None:
+            parts[name], batch = take_entry(
+                as_array(array, name) if rank == 2 else np.asarray(array), entry, name, rank
+            )
+    return given._replace(**parts), batch
 
 
 def _rows(array: Array, name: str, trailing: int) -> Array:

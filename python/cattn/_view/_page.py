@@ -19,7 +19,7 @@ from ._contents import FIELDS, Statistics, Weights, _largest_of_blocks
 
 # In the order in which their classes build on each other.
 SCRIPTS = (
-    *("numbers", "colours", "grids", "page", "heatmap", "text", "strips"),
+    *("numbers", "colours", "grids", "page", "heatmap", "text", "strips", "forms"),
     *("view", "weights", "statistics", "main"),
 )
 PIXELS_PER_INCH = 80  # of the picture on a page
@@ -42,10 +42,11 @@ PAGE = """\
 :root {{ color-scheme: light dark; }}
 body {{ margin: 0; padding: 12px; background: Canvas; color: CanvasText; }}
 @media (max-width: 500px) {{ body {{ padding: 6px; }} }}
+.unseen {{ position: absolute; width: 1px; height: 1px; margin: 0; overflow: hidden; clip-path: inset(50%); }}
 {style}</style>
 </head>
 <body>
-<main id="view"></main>
+{heading}<main id="view"></main>
 <noscript>This page draws attention weights by a script, which this browser does not run.</noscript>
 <script type="application/json" id="state">{state}</script>
 <script type="text/plain" id="weights">{weights}</script>
@@ -76,15 +77,17 @@ def style() -> str:
 
 def first_state(contents: Weights | Statistics) -> dict[str, Any]:
     """Return the traits that a view starts with, besides its contents."""
-    return {"heads": [[0, 0]], "query": -1, "key": -1, "scale": contents.scale}
+    head, query, key = contents.interesting()
+    return {"heads": [head], "query": query, "key": key, "scale": contents.scale}
 
 
 def page(contents: Weights | Statistics, title: str, most: int) -> str:
     """Return a page that needs no other file and no kernel."""
-    info, data = contents.pack(most)
+    info, data = contents.pack(most, rounds=True)
     state = json.dumps({"info": info, **first_state(contents)}, ensure_ascii=False)
     return PAGE.format(
         title=escape(as_text(title)),
+        heading="" if info.get("heading") else f'<h1 class="unseen">{escape(as_text(title))}</h1>\n',
         style=style(),
         state=state.replace("<", "\\u003c"),  # a token must not end the script
         weights=base64.b64encode(zlib.compress(data, level=1)).decode("ascii"),  # half of causal weights are zeros

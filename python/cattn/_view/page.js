@@ -15,6 +15,26 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// Tokens of byte-pair encodings as the text that they stand for: GPT-2 writes each byte as a letter, SentencePiece a
+// space as ▁.
+function readable(tokens) {
+  if (!tokens) return tokens;
+  if (tokens.some((token) => /[ĠĊ]/.test(token))) {
+    const bytes = new Map();
+    let next = 256;
+    for (let byte = 0; byte < 256; byte++) {
+      const plain = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
+      bytes.set(String.fromCodePoint(plain ? byte : next++), byte);
+    }
+    const decoder = new TextDecoder();
+    return tokens.map((token) => {
+      const found = [...token].map((letter) => bytes.get(letter));
+      return found.includes(undefined) ? token : decoder.decode(Uint8Array.from(found));
+    });
+  }
+  return tokens.some((token) => token.startsWith("▁")) ? tokens.map((token) => token.replace(/▁/g, " ")) : tokens;
+}
+
 // Makes the white space of a token visible.
 function visible(token) {
   if (token === "") return "∅";

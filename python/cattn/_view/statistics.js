@@ -40,7 +40,7 @@ class StatisticsView extends View {
     const toKey = (k, how) => this.point(this.at.q, k, how);
     this.largest = new Largest("looks at most", toKey);
     this.range = make("span", { class: "cattn-where" });
-    this.title = make("h3", { class: "cattn-title" });
+    this.title = make("h2", { class: "cattn-title" });
     this.hint = make("p", { class: "cattn-hint" });
     this.near = make("div", { class: "cattn-columns cattn-near" },
       make("div", { class: "cattn-large" }, this.map.element),
@@ -92,7 +92,7 @@ class StatisticsView extends View {
     this.list = make("div", {
       role: "listbox", class: "cattn-rows", "aria-label": "heads", onkeydown: (event) => this.pressRow(event),
     }, ...this.rows);
-    return make("div", { class: "cattn-overview", hidden: layers * heads === 1 }, make("h4", {}, words), this.list);
+    return make("div", { class: "cattn-overview", hidden: layers * heads === 1 }, make("h3", {}, words), this.list);
   }
 
   pressRow(event) {

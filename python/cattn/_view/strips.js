@@ -67,7 +67,7 @@ class Strip {
     this.over = make("canvas", { class: "cattn-over", "aria-hidden": "true" });
     const plot = make("div", { class: "cattn-plot" }, this.base, this.over);
     this.element = make("section", { class: "cattn-strip", "data-field": series.name },
-      make("header", {}, make("h4", {}, series.title), this.value), plot);
+      make("header", {}, make("h3", {}, series.title), this.value), plot);
     const position = (x) => {
       const part = Math.min(Math.max((x - GUTTER) / this.width, 0), 1 - 1e-9);
       return this.from + part * (this.to - this.from);

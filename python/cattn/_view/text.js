@@ -7,7 +7,7 @@ let lanes = 0;
 
 class Lane {
   constructor({ point }) {
-    this.title = make("h4", { id: `cattn-${unique}-${++lanes}` });
+    this.title = make("h3", { id: `cattn-${unique}-${++lanes}` });
     this.text = make("div", { class: "cattn-text", role: "listbox", tabindex: "0", "aria-labelledby": this.title.id });
     this.element = make("section", { class: "cattn-lane" }, this.title, this.text);
     this.point = point;

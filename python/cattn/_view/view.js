@@ -5,7 +5,8 @@ let views = 0;
 class View {
   constructor(model, element) {
     this.model = model;
-    this.info = model.get("info");
+    const info = model.get("info");
+    this.info = { ...info, tokens: readable(info.tokens), query_tokens: readable(info.query_tokens) };
     this.number = ++views;
     this.kernel = new Kernel(model, Boolean(this.info.kernel));
     this.root = make("div", { class: "cattn-view", role: "group", "aria-label": this.info.title });
@@ -18,6 +19,8 @@ class View {
     this.listen("change:query", () => this.follow());
     this.listen("change:key", () => this.follow());
     element.append(this.root);
+    const words = [this.info.heading, this.info.entry].filter(Boolean).join(", ");
+    if (words) this.root.append(make(this.info.heading ? "h1" : "p", {}, words));
     this.status = make("output", { class: "cattn-status", "aria-live": "polite" });
   }
 

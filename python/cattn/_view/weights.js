@@ -9,7 +9,7 @@ class WeightsView extends View {
     const { n_layers: layers, heads, T_q, T_k } = this.info;
     this.whole = { q0: 0, q1: T_q, k0: 0, k1: T_k };
     this.window = { ...this.whole };
-    this.data = numbersOf(this.bytes, this.info.dtype);
+    this.data = numbersOf(this.bytes.slice(0, this.info.bytes ?? this.bytes.length), this.info.dtype);
     this.cellsOfHead = Math.ceil(T_q / this.info.block) * Math.ceil(T_k / this.info.block);
     this.details = new Map(); // exact parts of heads that came from the kernel
     this.map = new HeatMap({
@@ -23,27 +23,130 @@ class WeightsView extends View {
     const owner = (k) => (this.info.shared && k >= this.info.offset ? k - this.info.offset : this.at.q);
     const pointQuery = (q, how) => this.point(q, partner(q), how);
     const pointKey = (k, how) => this.point(owner(k), k, how);
+    this.lines = new Lines({ point: (kind, at, how) => (kind === "query" ? pointQuery(at, how) : pointKey(at, how)) });
+    this.steps = new Steps({ point: (k, how) => this.point(this.at.q, k, how) });
+    this.form = "map";
     this.keyLane = new Lane({ point: pointKey });
     this.queryLane = new Lane({ point: pointQuery });
     this.largest = [new Largest("looks at most", pointKey), new Largest("is looked at most by", pointQuery)];
-    this.title = make("h3", { class: "cattn-title" });
+    this.title = make("h2", { class: "cattn-title" });
     this.compare = make("button", {
       type: "button", class: "cattn-compare", "aria-pressed": "false", onclick: () => this.toggleCompare(),
     }, "Compare two heads");
     const many = layers * heads > 1;
     this.root.append(
-      make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null),
+      make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null, this.formButtons(),
+        this.fileButtons()),
+      make("p", { class: "cattn-hint" }, "Point at a token or a cell to see its weights; a click holds it. Drag over the map, "
+        + "or press + and −, to zoom. Arrow keys move."),
       make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" },
         many ? this.makeHeads() : null,
         make("div", { class: "cattn-large" },
           make("header", {}, this.title, this.zoomButtons((factor) => this.map.zoomBy(factor))),
-          this.status, this.map.element),
+          this.status, this.map.element, this.lines.element, this.steps.element),
         make("div", { class: "cattn-texts" }, this.keyLane.element, this.queryLane.element,
           make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element)))),
     );
     this.root.addEventListener("keydown", (event) => event.key === "Escape" && this.escape(event));
     this.follow();
     this.start();
+  }
+
+  // ---- forms ----
+  formButtons() {
+    const button = (form, text) =>
+      make("button", { type: "button", "data-form": form, onclick: () => this.setForm(form) }, text);
+    this.forms = [button("map", "map"), button("lines", "lines"), button("steps", "step by step")];
+    this.forms[0].setAttribute("aria-pressed", "true");
+    return make("span", { class: "cattn-group", role: "group", "aria-label": "form" }, ...this.forms);
+  }
+
+  setForm(form) {
+    this.form = form;
+    for (const button of this.forms) button.setAttribute("aria-pressed", String(button.dataset.form === form));
+    for (const [name, part] of Object.entries({ map: this.map, lines: this.lines, steps: this.steps })) {
+      part.element.hidden = name !== form;
+    }
+    this.showHead();
+  }
+
+  fileButtons() {
+    const button = (kind) => make("button", {
+      type: "button", "data-file": kind, title: `save what is shown as ${kind}`, "aria-label": `save as ${kind}`, onclick: () => this.saveFile(kind),
+    }, kind);
+    return make("span", { class: "cattn-group", role: "group", "aria-label": "save" }, button("PNG"), button("SVG"));
+  }
+
+  // The map or the lines as a file: SVG has a rectangle for each cell of the map.
+  saveFile(kind) {
+    const name = this.headName(this.chosen[0]).replace(/\W+/g, "-") || "weights";
+    if (kind === "PNG" && this.form === "map") return offer(this.map.base.toDataURL("image/png"), `${name}.png`);
+    const lines = this.form === "lines" && this.lines.drawn;
+    const picture = lines ? this.lines.picture.cloneNode(true) : this.mapAsSvg();
+    for (const node of picture.querySelectorAll("text")) {
+      node.setAttribute("fill", this.style(node.classList.contains("cattn-side") ? "--cattn-faint" : "--cattn-ink"));
+      node.setAttribute("font-family", "sans-serif");
+      node.setAttribute("font-size", "11");
+    }
+    for (const node of picture.querySelectorAll("line[stroke^='var']")) node.setAttribute("stroke", this.style("--cattn-line"));
+    const [width, height] = picture.getAttribute("viewBox").split(" ").slice(2);
+    picture.setAttribute("width", width);
+    picture.setAttribute("height", height);
+    const url = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(picture))}`;
+    if (kind === "SVG") return offer(url, `${name}.svg`);
+    const image = new Image();
+    image.onload = () => {
+      const canvas = make("canvas", { width: 2 * width, height: 2 * height });
+      canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
+      offer(canvas.toDataURL("image/png"), `${name}.png`);
+    };
+    image.src = url;
+  }
+
+  mapAsSvg() {
+    const { q0, q1, k0, k1 } = this.window;
+    const [rows, columns] = [Math.min(q1 - q0, 256), Math.min(k1 - k0, 256)];
+    const numbers = this.current.picture(this.window, rows, columns);
+    const cell = Math.max(2, Math.min(24, Math.floor(640 / Math.max(rows, columns))));
+    const named = cell >= 10;
+    const [left, top] = named ? [100, 100] : [4, 4];
+    const parts = Array.from(numbers, (x, i) => draw("rect", {
+      x: left + (i % columns) * cell, y: top + Math.floor(i / columns) * cell, width: cell, height: cell,
+      fill: this.shownScale.css[this.shownScale.level(x)],
+    }));
+    const text = (words, x, y, attributes) => {
+      const node = draw("text", { x, y, ...attributes });
+      node.textContent = words;
+      return node;
+    };
+    for (let q = 0; named && q < rows; q++) {
+      parts.push(text(this.queryName(q0 + q), left - 6, top + (q + 0.7) * cell, { "text-anchor": "end" }));
+    }
+    for (let k = 0; named && k < columns; k++) {
+      const [x, y] = [left + (k + 0.6) * cell, top - 6];
+      parts.push(text(this.keyName(k0 + k), x, y, { transform: `rotate(-45 ${x} ${y})` }));
+    }
+    const size = [left + columns * cell + (named ? 60 : 4), top + rows * cell + 4];
+    return draw("svg", { viewBox: `0 0 ${size.join(" ")}` }, ...parts);
+  }
+
+  // Query, keys and values of the head, where they were given: functions from positions to rows.
+  vectors() {
+    const operands = this.info.operands;
+    if (!operands || this.parts) return null;
+    const [layer, head] = this.chosen[0];
+    const rows = (name, length) => {
+      const found = operands[name];
+      if (!found) return null;
+      this.numbers ||= {};
+      const bytes = () => this.bytes.slice(found.start, found.start + found.bytes);
+      this.numbers[name] ||= numbersOf(bytes(), found.dtype);
+      const start = (layer * found.heads + Math.floor((head * found.heads) / this.info.heads)) * length * found.width;
+      return (i) => Array.from(this.numbers[name].subarray(start + i * found.width, start + (i + 1) * found.width));
+    };
+    const { T_q, T_k } = this.info;
+    const [query, key, value] = [rows("query", T_q), rows("key", T_k), rows("value", T_k)];
+    return { query: query && key ? query(this.at.q) : null, key, value, scale: operands.scale };
   }
 
   // ---- heads ----
@@ -75,7 +178,7 @@ class WeightsView extends View {
     }, top, ...rows);
     this.heads.style.setProperty("--cattn-heads", heads);
     const words = layers === 1 ? `${heads} heads` : `${layers} layers (down) of ${heads} heads (across)`;
-    return make("div", { class: "cattn-overview" }, make("h4", {}, words), this.heads);
+    return make("div", { class: "cattn-overview" }, make("h3", {}, words), this.heads);
   }
 
   pressHead(event) {
@@ -221,6 +324,7 @@ class WeightsView extends View {
       + "Arrow keys move, plus and minus zoom, Escape goes back to the heads.");
     const { current: grid, whole, window, names, shownScale: scale } = this;
     this.map.set({ grid, whole, window, names, scale });
+    if (this.form === "lines") this.lines.set({ grid, window, names, scale });
     const small = (size) => size <= MOST_TOKENS;
     const { T_q, T_k } = this.info;
     this.queryLane.build((q) => this.queryName(q), ...(small(T_q) ? [0, T_q] : this.part(window.q0, window.q1)));
@@ -263,6 +367,7 @@ class WeightsView extends View {
     const { T_q, T_k } = this.info;
     const [grid, scale] = [this.current, this.shownScale];
     this.map.mark(q, k);
+    if (this.form === "lines") this.lines.mark(q, k);
     this.root.classList.toggle("cattn-pinned", this.pinned);
     const row = (key) => (key >= grid.k0 && key < grid.k1 && q >= grid.q0 && q < grid.q1 ? grid.at(q, key) : undefined);
     const column = (query) =>
@@ -273,6 +378,14 @@ class WeightsView extends View {
     this.keyLane.paint(row, scale, k, (x) => this.text(x));
     this.queryLane.paint(column, scale, q, (x) => this.text(x));
     this.showStatus(query, key, row(k));
+    if (this.form === "steps") {
+      const { k0, k1 } = T_k <= MOST_TOKENS ? { k0: 0, k1: T_k } : this.window;
+      const numbers = Array.from({ length: k1 - k0 }, (_, i) => row(k0 + i) ?? 0);
+      this.steps.set({
+        query, at: q, key: k, row: numbers, from: k0, name: (i) => this.keyName(i), vectors: this.vectors(), scale,
+        negative: this.info.low < 0,
+      });
+    }
     const pairs = (size, value) =>
       Array.from({ length: size }, (_, i) => [i, value(i)]).filter(([, x]) => x !== undefined);
     const lists = [[T_k, row, (i) => this.keyName(i)], [T_q, column, (i) => this.queryName(i)]];
@@ -293,8 +406,11 @@ class WeightsView extends View {
       words = this.parts.map((part) => exactText(part.at(q, k), part.dtype)).join(" − ") + " = ";
     }
     if (known && block > 1) words = `in ${block} × ${block} cells the largest is `;
-    const number = make("b", {}, known ? this.text(x) : "…");
+    const isHidden = known && !this.parts && (x === 0 || x === -Infinity);
+    const short = known && this.parts ? String(Number(x.toPrecision(4))) : known ? this.text(x) : "…";
+    const number = make("b", {}, isHidden ? "hidden" : short);
+    const rounded = this.info.rounded && known && !isHidden ? ` (rounded to ${this.info.rounded})` : "";
     Object.assign(this.status.dataset, { query: q, key: k, value: known ? this.text(x) : "", block });
-    this.status.replaceChildren(`query ${query} → key ${key}: ${words}`, number, this.pinned ? " · pinned" : "");
+    this.status.replaceChildren(`query ${query} → key ${key}: ${words}`, number, rounded, this.pinned ? " · pinned" : "");
   }
 }

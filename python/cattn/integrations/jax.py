@@ -9,13 +9,17 @@ import math
 import operator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import cattn
 from cattn import _cattn
 from cattn._input.names import with_hints
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise ImportError(f"cattn.integrations.jax needs JAX: pip install 'cattn[jax]' ({error})") from error
 
 from ._jax_derivatives import compute
 from ._jax_passes import Arrays, Options, compute_dtype, quantized_names
@@ -317,7 +321,7 @@ def dot_product_attention(
     ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
 
     The output and the residual are differentiable twice in query, key, value, bias and sinks, in reverse mode, in
-    forward mode (``jax.jvp``), and in one over the other (``jax.hessian``); with quantized arrays once, in reverse mode.
+    forward mode (``jax.jvp``), and in one over the other (``jax.hessian``); with quantized arrays once, by ``grad``.
     JAX's own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The
     context `cattn.num_threads` has no effect, because JAX computes on threads of its own.
 

@@ -244,7 +244,9 @@ class Module:
         """
         return {name: np.asarray(getattr(owner, attribute)) for name, owner, attribute in self._slots()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadResult:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, prefix: str | None = None
+    ) -> LoadResult:
         """Load the parameters from a state dict of cattn, of PyTorch, or in another naming scheme.
 
         Parameters
@@ -256,6 +258,9 @@ class Module:
             of separate heads (heads.0.W_query). Causal masks among them are ignored.
         strict : bool
             If False, parameters without an array keep their values, and arrays without a parameter are ignored.
+        prefix : str, optional
+            Only names that start with it are read: ``"transformer.h.0.attn."`` chooses one layer of a model. By default
+            all are, and they must belong to one module.
 
         Returns
         -------
@@ -290,7 +295,7 @@ class Module:
         """
         from ._state_dict import match  # imported here, as _files below, because few programs need it
 
-        new, result = match(state_dict, self.state_dict(), strict=strict, what=repr(self))
+        new, result = match(state_dict, self.state_dict(), strict=strict, what=repr(self), prefix=prefix)
         for slots in self._tied():
             for array in (new[slot.name] for slot in slots if slot.name in new):
                 for slot in slots:
@@ -316,7 +321,7 @@ class Module:
 
         save_arrays(path, self.state_dict())
 
-    def load(self, path: FilePath, strict: bool = True) -> LoadResult:
+    def load(self, path: FilePath, strict: bool = True, *, prefix: str | None = None) -> LoadResult:
         """Load the parameters from a ``.npz`` or ``.safetensors`` file.
 
         Parameters
@@ -324,6 +329,8 @@ class Module:
         path : path-like
             The file, with names in any scheme that `load_state_dict` knows.
         strict : bool
+            As in `load_state_dict`.
+        prefix : str, optional
             As in `load_state_dict`.
 
         Returns
@@ -342,6 +349,6 @@ class Module:
 
         arrays = load_arrays(path)
         try:
-            return self.load_state_dict(arrays, strict)
+            return self.load_state_dict(arrays, strict, prefix=prefix)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from error

@@ -190,7 +190,7 @@ class _Loader:
         if len(prefixes) > 1:
             shown = _listed(repr(prefix) for prefix in prefixes)
             raise self.error(
-                [f"ambiguous: the state holds several modules, with the prefixes {shown}; pass the part of one"]
+                [f"ambiguous: the state holds several modules, with the prefixes {shown}; pass the prefix of one"]
             )
         chosen = {key: name for key, name in parsed.items() if not prefixes or name.prefix == prefixes[0]}
         self.unexpected += [key for key in parsed if key not in chosen]
@@ -327,8 +327,22 @@ class _Loader:
         return ""
 
 
+def _part(state: Mapping[Any, Any], prefix: str | None) -> Mapping[str, Any]:
+    """Return the arrays whose names start with the prefix."""
+    if prefix is None:
+        return state
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a str, got {type(prefix).__name__}")
+    chosen = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(prefix)}
+    if not chosen:
+        starts = dict.fromkeys(name.prefix for key in state if isinstance(key, str) and (name := _parse(key)))
+        shown = _listed(map(repr, starts)) or "none of a known scheme"
+        raise ValueError(printable(f"prefix {prefix!r} begins no name of state_dict; its prefixes are {shown}"))
+    return chosen
+
+
 def match(
-    state: Mapping[str, Any], own: Mapping[str, Array], *, strict: bool, what: str
+    state: Mapping[str, Any], own: Mapping[str, Array], *, strict: bool, what: str, prefix: str | None = None
 ) -> tuple[dict[str, Array], LoadResult]:
     """Return new arrays for the parameters `own`, in their shapes and dtypes, and the missing and unexpected names.
 
@@ -336,7 +350,7 @@ def match(
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to arrays, got {type(state).__name__}")
-    loader = _Loader(own, state, what)
+    loader = _Loader(own, _part(state, prefix), what)
     loader.collect()
     new, missing = loader.results()
     # The names of the rest are known, but the class has no such parameter.

@@ -4,6 +4,11 @@ Memory is shared, not copied: cattn reads PyTorch's tensors in place, and its re
 `cattn.integrations.torch.nn` has the chapter's classes as PyTorch modules.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as _error:
+    raise ImportError(f"cattn.integrations.torch needs PyTorch: pip install 'cattn[torch]' ({_error})") from _error
+
 from . import _batching as _batching  # registers the rules of torch.vmap
 from . import nn
 from ._attention import scaled_dot_product_attention

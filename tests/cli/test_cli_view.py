@@ -1,0 +1,128 @@
+"""``python -m cattn example``, ``view`` and ``statistics``, and pipes."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import leftovers, save
+
+import cattn
+from cattn.__main__ import main
+from cattn._cli import walk
+
+
+def test_example_writes_files_that_the_other_commands_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["example"]) == 0
+    assert capsys.readouterr().out == ".: q.npy, k.npy, v.npy, tokens.txt\n"
+    for name, array in zip("qkv", walk.projections(), strict=True):
+        np.testing.assert_array_equal(np.load(f"{name}.npy"), array)
+    assert Path("tokens.txt").read_text("utf-8").split() == list(walk.TOKENS)
+    assert main(["example"]) == 2
+    assert "q.npy, k.npy, v.npy, tokens.txt in . would be replaced" in capsys.readouterr().err
+    assert main(["example", "--force", "--quiet"]) == 0
+    assert main(["example", "none"]) == 2
+    assert leftovers(folder) == []
+
+
+def test_view_writes_a_page_of_one_entry(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((2, 3, 6, 4), (2, 3, 6, 4), (2, 3, 6, 4))
+    assert (
+        main(["attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", "--causal", "--weights", "w.npy", "--quiet"]) == 0
+    )
+    assert main(["view", "w.npy", "-o", "a.html", "--entry", "1", "--tokens", "a b c d e <f>", "--title", "mine"]) == 0
+    assert capsys.readouterr().out == "a.html: entry 1 of 2, weights of shape (3, 6, 6)\n"
+    page = Path("a.html").read_text("utf-8")
+    assert "<title>mine, entry 1 of 2</title>" in page
+    assert "\\u003cf>" in page
+    assert main(["view", "w.npy", "-o", "b.html", "--layers", "--quiet"]) == 0
+    assert '"n_layers": 2' in Path("b.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["w.npy", "-o", "a.png"], "a.png: the name must end in .html"),
+        (["w.npy", "-o", "none/a.html"], "there is no such directory"),
+        (["w.npy", "-o", "a.html", "--entry", "3"], r"--entry must be from 0 to 1 for shape (2, 3, 6, 6), got 3"),
+        (["w.npy", "-o", "a.html", "--entry", "0", "--layers"], "--entry and --layers do not go together"),
+        (["w.npy", "-o", "a.html", "--tokens", "a"], "tokens must name 6 tokens, got 1 (weights: w.npy)"),
+    ],
+)
+def test_view_refuses_wrong_arguments(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    np.save("w.npy", np.full((2, 3, 6, 6), 1 / 6))
+    assert main(["view", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not Path("a.html").exists()
+
+
+def test_statistics_prints_a_line_for_each_head_and_writes_what_the_function_returns(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query, key, _ = save((2, 3, 6, 4), (2, 3, 6, 4), (1,))
+    found = cattn.attention_statistics(query[1], key[1], is_causal="lower_right", enable_gqa=True, top_k=2)
+    assert main(["statistics", "q.npy", "k.npy", "--causal", "--entry", "1", "--top-k", "2", "-o", "s.npz"]) == 0
+    *table, closing = capsys.readouterr().out.splitlines()
+    assert closing == "s.npz: entry 1 of 2, 6 queries, 6 keys"
+    assert table[0].split() == ["head", "entropy", "largest", "distance", "sink"]
+    assert [row.split()[1] for row in table[1:]] == [f"{x:.4f}" for x in found.entropy.mean(axis=-1, dtype=np.float64)]
+    kept = np.load("s.npz")
+    assert set(kept) == {name for name, array in found._asdict().items() if array is not None}
+    for name in kept:
+        np.testing.assert_array_equal(kept[name], getattr(found, name))
+    tokens = "a b c d e f"
+    assert main(["statistics", "q.npy", "k.npy", "-o", "s.html", "--tokens", tokens, "--quiet"]) == 0
+    assert '"kind": "statistics"' in Path("s.html").read_text("utf-8")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["q.npy"], "q.npy is a single array"),
+        (["q.npy", "k.npy", "q.npy"], "give query and key, or one file of both, got 3 files"),
+        (["q.npy", "k.npy", "-o", "-"], "the table goes to standard output"),
+        (["q.npy", "k.npy", "-o", "s.png"], "s.png: the name must end in .html, .npz, .safetensors"),
+        (["q.npy", "k.npy", "--scale", "nan"], "scale must be finite"),
+    ],
+)
+def test_statistics_refuses_wrong_arguments(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    save((6, 4), (6, 4), (1,))
+    assert main(["statistics", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def run(*words: str, given: bytes = b"") -> bytes:
+    command = [sys.executable, "-m", "cattn", *words]
+    done = subprocess.run(command, input=given, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stderr == b""
+    return done.stdout
+
+
+def test_arrays_pass_through_pipes(folder: Path) -> None:
+    query, key, value = save((3, 6, 4), (3, 6, 4), (3, 6, 2))
+    archive = io.BytesIO()
+    np.savez(archive, query=query, key=key, value=value)
+    out = np.load(io.BytesIO(run("attend", "-", "-o", "-", "--causal", given=archive.getvalue())))
+    np.testing.assert_array_equal(out, cattn.causal_attention(query, key, value))
+    weights = run(*["attend", "--weights", "-", "-o", "out.npy", "-", "--causal"], given=archive.getvalue())
+    np.testing.assert_array_equal(np.load("out.npy"), out)
+    page = run("view", "-", "-o", "-", given=weights).decode()
+    assert page.startswith("<!DOCTYPE html>")
+    pytest.importorskip("matplotlib")
+    assert run("plot", "-", "-o", "-", given=weights).startswith(b"\x89PNG")
+    assert set(os.listdir()) == {"q.npy", "k.npy", "v.npy", "out.npy"}
+
+
+def test_only_one_output_goes_down_the_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save((6, 4), (6, 4), (6, 4))
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "-", "--lse", "-"]) == 2
+    assert "--output, --weights and --lse must be different files" in capsys.readouterr().err
