@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -165,6 +166,50 @@ def test_derivatives_of_both_orders_pass_the_checks_of_pytorch(name: str) -> Non
 
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+def combination(seed: int) -> tuple[dict[str, Any], list[str]]:
+    """Return some of the options at once, and which of them have derivatives; for 5 queries and 6 keys."""
+    random = np.random.default_rng(seed)
+    each: dict[str, Any] = {
+        "is_causal": ["upper_left", "lower_right"][seed % 2],
+        "window_size": (int(random.integers(1, 4)), int(random.integers(0, 3))),
+        "softcap": 1.5,
+        "scale": -0.4,
+        "bias": tensor(*[(2, 5, 6), (1, 6), (2, 1, 1), (5, 1)][int(random.integers(4))], seed=seed),
+        "attn_mask": tensor(5, 6, seed=seed + 1),
+        "sinks": tensor(2, seed=seed + 2),
+        "alibi_slopes": tensor(2, seed=seed + 3).abs(),
+        "key_value_seq_lengths": torch.tensor([4, 6]),
+        "key_value_seq_starts": torch.tensor([1, 0]),
+        "dropout_p": 0.3,
+    }
+    found = {name: option for name, option in each.items() if random.random() < 0.35}
+    if seed % 3 == 0 and "attn_mask" in found:
+        found["attn_mask"] = found["attn_mask"] > -0.5
+    if "dropout_p" in found:
+        found["rng"] = seed
+    if "is_causal" not in found:
+        found["query_offset"] = 1
+    moving = [name for name in ("bias", "attn_mask", "sinks") if name in found and found[name].is_floating_point()]
+    return found, moving
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("seed", range(60))
+def test_derivatives_of_combined_options_pass_the_checks_of_pytorch(seed: int) -> None:
+    """In random directions."""
+    options, names = combination(seed)
+    inputs = [tensor(2, 2, 5, 3, seed=1), tensor(2, 1, 6, 3, seed=2), tensor(2, 1, 6, 2, seed=3)]
+    inputs = [x.clone().requires_grad_() for x in (*inputs, *(options[name] for name in names))]
+
+    def function(*given: Any) -> Any:
+        more = options | dict(zip(names, given[3:], strict=True))
+        result = attention(*given[:3], return_lse=True, enable_gqa=True, **more)
+        return result.out, result.lse.where(result.lse.isfinite(), 0)
+
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
