@@ -472,11 +472,8 @@ def quantized_calls(query: Array, key: Array, value: Array) -> CheckedCalls:
     out, attend = np.empty((*query.shape[:-1], value.shape[-1]), np.float32), cattn.scaled_dot_product_attention
     calls: Calls = {"float32": lambda: attend(query, key, value, out=out)}
     for name, dtype in (("cattn", "int8"), ("float8", "float8_e4m3fn")):
-        small_key, key_scale = cattn.quantize(key, dtype=dtype)
-        small_value, value_scale = cattn.quantize(value, dtype=dtype)
-        calls[name] = functools.partial(
-            attend, query, small_key, small_value, key_scale=key_scale, value_scale=value_scale, out=out
-        )
+        small_key, small_value = (cattn.quantize(array, dtype=dtype) for array in (key, value))
+        calls[name] = functools.partial(attend, query, small_key, small_value, out=out)
     halves = (array.astype(ml_dtypes.bfloat16) for array in (query, key, value))
     calls["bfloat16"] = functools.partial(attend, *halves)
     problem, left_out = Problem(query, key, value, causal=False), {}
@@ -503,7 +500,7 @@ def best_peer(ratios: dict[str, float], other_arithmetic: Collection[str] = ()) 
 def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = True, **options: Any) -> CheckedCalls:
     """Return attention, causal or over all keys, by cattn and by every peer that can compute it.
 
-    Without `matrix`, peers that keep the whole matrix of scores are left out. `options` are those of Problem.
+    Without `matrix`, peers that keep the whole matrix of scores are left out. `options` belong to Problem.
     """
     problem = Problem(query, key, value, **options)
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)

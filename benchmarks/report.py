@@ -99,7 +99,7 @@ def contestant(row: Row, name: str) -> str:
 
 
 def best(row: Row) -> str:
-    """Return the best peer, and those of fewer bits that take less time than it."""
+    """Return the best peer, and the peers of fewer bits that take less time."""
     name, ratios = row.get("best_peer"), row["ratios"]
     most = ratios[name] if name else math.inf
     others = [f"{other} {ratios[other]:.2f}x*" for other in row.get("other_arithmetic", ()) if ratios[other] < most]

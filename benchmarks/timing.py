@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated, or the caches would be those of the last peer
+LEAST = (
+    5e-3  # seconds of one measurement: shorter calls are repeated, or the caches would hold the data of the last peer
+)
 BUDGET = 2.5  # seconds for the rounds of one case in a lap, beyond the fewest rounds
 FEWEST, MOST = 2, 9  # rounds of one lap
 LAPS = 3, 16  # fewest and most

@@ -75,7 +75,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """Return all tables, those of float32 unfolded."""
+    """Return all tables, of which float32 is unfolded."""
     machine, rows = kept["machine"], kept["rows"]
     versions = ", ".join(f"{TITLES[peer]} {machine[peer]}" for peer in TITLES if peer in machine)
     lines = [f"Versions: {versions}; {machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']}.", ""]

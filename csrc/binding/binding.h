@@ -73,10 +73,9 @@ struct cattn_signature {
     H(as_key_indices)                                                                                                  \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
-    H(as_quantized)                                                                                                    \
-    H(as_scale)                                                                                                        \
     H(dequantized)                                                                                                     \
-    H(refuse_scale)                                                                                                    \
+    H(quantized_class)                                                                                                 \
+    H(block_mask_class)                                                                                                \
     H(cast)                                                                                                            \
     H(shares_memory)                                                                                                   \
     H(refuse_masked)                                                                                                   \
@@ -95,7 +94,7 @@ struct cattn_signature {
     H(make_explanation)
 
 /* Objects of the state that C makes itself: os.urandom and its argument, the type of torch_stream.c, and interned
- * strings that arguments are compared with. */
+ * strings: words that arguments are compared with, and names of attributes. */
 #define OWN_OBJECTS(O)                                                                                                 \
     O(urandom)                                                                                                         \
     O(eight)                                                                                                           \
@@ -106,6 +105,10 @@ struct cattn_signature {
     O(neg_inf)                                                                                                         \
     O(renormalize)                                                                                                     \
     O(none)                                                                                                            \
+    O(bits)                                                                                                            \
+    O(scale)                                                                                                           \
+    O(blocks)                                                                                                          \
+    O(size)                                                                                                            \
     O(tanh)
 
 struct binding_state {
@@ -144,6 +147,7 @@ PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_are_scales(PyObject *module, PyObject *object);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);
 PyObject *cattn_py_shown(PyObject *module, PyObject *object);
 PyObject *cattn_py_in_default_mode(PyObject *module, PyObject *args);

@@ -1,6 +1,7 @@
 /* tangents.c -- tangents of attention's inputs as arguments: each has the shape of its input; see tangents.h. */
 #include "tangents.h"
 #include "arrays.h"
+#include "quantized.h"
 
 static const char *const NAMES[CATTN_N_TANGENTS] = {"query_tangent", "key_tangent", "value_tangent", "bias_tangent",
                                                     "sinks_tangent"};
@@ -78,6 +79,13 @@ void cattn_tangents_clear(PyArrayObject **arrays) {
 }
 
 bool cattn_tangents_refuse(const struct cattn_call *call, PyObject *const *args) {
+    PyObject *const inputs[] = {args[ARG_key], args[ARG_value]};
+    for (int i = 0; i < 2; i++)
+        if (cattn_arg_is_quantized(call->state, inputs[i])) {
+            const char *name = cattn_operands[OPERAND_key + i].name;
+            PyErr_Format(PyExc_TypeError, "%s is quantized and has no tangent: pass cattn.dequantize(%s)", name, name);
+            return false;
+        }
     if (!call->params->dropout.enabled || PyIndex_Check(args[ARG_rng]))
         return true;
     PyErr_SetString(PyExc_ValueError, "rng must be the int that draws the dropout mask of every pass, which a result's "

@@ -12,6 +12,7 @@ array([[1.  , 0.  ],
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
+from ._input.pairs import BlockMask, Quantized
 from ._input.types import (
     AttentionGradients,
     AttentionOutput,
@@ -73,6 +74,7 @@ __all__ = [
     "AttentionStatistics",
     "AttentionTangents",
     "AttentionView",
+    "BlockMask",
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
@@ -82,6 +84,7 @@ __all__ = [
     "Linear",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "Quantized",
     "SelfAttention_v1",
     "SelfAttention_v2",
     "TorchGenerator",

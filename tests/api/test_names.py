@@ -119,6 +119,12 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.quantize, X), "dim", "did you mean 'axis'?"),
     (functools.partial(cattn.quantize, X), "quant_dtype", "did you mean 'dtype'?"),
     (functools.partial(cattn.dequantize, X), "scales", "did you mean 'scale'?"),
+    (attend, "key_scale", "pass key=cattn.Quantized(key, scale)"),
+    (attend, "v_descale", "pass value=cattn.Quantized(value, scale)"),
+    (functools.partial(cattn.Quantized, X), "scales", "did you mean 'scale'?"),
+    # blocks
+    (attend, "block_size", "pass block_mask=cattn.BlockMask(blocks, block_size)"),
+    (functools.partial(cattn.BlockMask, X), "block_size", "did you mean 'size'?"),
     (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips

@@ -117,9 +117,9 @@ OWN: dict[str, tuple[list[Any], dict[str, Any]]] = {
         },
     ),
     "one start": (inputs(), {"key_value_seq_starts": np.array(17), "is_causal": True, "query_offset": np.array(30)}),
-    "blocks": (inputs(kv_heads=K), {"block_mask": mask(B, N, 3, 4), "block_size": 16, "is_causal": True}),
-    "blocks of all entries and heads": (inputs(), {"block_mask": mask(6, 8), "block_size": 7, "sinks": normal(N)}),
-    "one block": (inputs(), {"block_mask": mask(1, 1), "block_size": 2**62, "mask": mask(T, S)}),
+    "blocks": (inputs(kv_heads=K), {"block_mask": (mask(B, N, 3, 4), 16), "is_causal": True}),
+    "blocks of all entries and heads": (inputs(), {"block_mask": (mask(6, 8), 7), "sinks": normal(N)}),
+    "one block": (inputs(), {"block_mask": (mask(1, 1), 2**62), "mask": mask(T, S)}),
     "no visible key": (inputs(), {"key_value_seq_lengths": np.array([0, S])}),
     "dropout": (inputs(kv_heads=K), {"dropout_p": 0.3, "dropout_key": 5, "is_causal": True}),
     "all is dropped": (inputs(), {"dropout_p": 1.0, "dropout_key": 5}),
@@ -166,7 +166,7 @@ def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def gradients(function: Callable[..., Any], name: str, dtype: str, *grads: Any) -> tuple[Any, Any, Any]:
     """Return the results and the gradients of the arrays and of the differentiable keywords.
 
-    The given gradients are that of the output and, if it is to be differentiated, that of the residual.
+    Gradients are given for the output and, if it is to be differentiated, for the residual.
     """
     arrays, wanted, rest = case(name, dtype)
     rest |= {"return_residual": True} if len(grads) == 2 else {}
@@ -213,7 +213,7 @@ def test_values_residuals_and_gradients_agree_with_jax(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["causal", "groups", "bias", "mask of keys", "window", "lengths"])
 def test_halves_agree_with_jax_in_float32(name: str, dtype: str) -> None:
-    """The inputs are those of the halves. Only results are rounded, and the output from which gradients are taken."""
+    """Only results are rounded, and the output from which gradients are taken, not the inputs."""
     step = float(jnp.finfo(dtype).eps)
     arrays, wanted, rest = case(name, dtype)
     widened = [x.astype(np.float32) for x in arrays]
@@ -251,6 +251,8 @@ def numpy_call(name: str, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     for key in ("query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts"):
         if key in options:
             options[key] = np.clip(options[key], 0, arrays[key != "query_seq_lengths"].shape[1])
+    if "block_mask" in options:
+        options["block_mask"] = cattn.BlockMask(*options["block_mask"])
     if options.get("is_causal") != "lower_right":
         options.setdefault("query_offset", 0)
     if "dropout_key" in options:

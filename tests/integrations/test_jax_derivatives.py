@@ -43,8 +43,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias of one number": ({"bias": normal(1, 1, 1, 1)}, {"is_causal": True}),
     "window and slopes": ({}, {"local_window_size": (2, 1), "alibi_slopes": np.array([0.5, 0.1, 0.2, 0.3])}),
     "lengths": ({}, {"query_seq_lengths": np.array([T, 2]), "key_value_seq_lengths": np.array([S, 0])}),
-    "blocks": ({}, {"block_mask": np.array([[True, False, True], [False, True, True], [True, True, False]]),
-                    "block_size": 2}),
+    "blocks": ({}, {"block_mask": (np.array([[True, False, True], [False, True, True], [True, True, False]]), 2)}),
 }  # fmt: skip
 
 
@@ -182,8 +181,8 @@ def loss(x: Any) -> Any:
 
 
 def of_quantized(x: Any) -> Any:
-    key = np.ones((1, 3, 2, 4), np.int8)
-    return attention(x, key, x, key_scale=np.ones((1, 3, 2, 1), np.float32)).sum()
+    key = cattn.Quantized(np.ones((1, 3, 2, 4), np.int8), np.ones((1, 3, 2, 1), np.float32))
+    return attention(x, key, x).sum()
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -55,9 +55,11 @@ def test_values_and_gradients_agree_with_pytorch(name: str) -> None:
 
 def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> tuple[Any, ...]:
     """Return the arguments of ``torch.ops.cattn.attention``, in their order."""
+    if "block_mask" in options:
+        options["block_mask"], options["block_size"] = options["block_mask"]
     seed = torch.tensor(-5) if options.get("dropout_p") else None
     names = ("query_offset", "query_seq_lengths", "key_value_seq_lengths", "key_value_seq_starts", "alibi_slopes")
-    arrays = [options.get(name) for name in (*names, "key_scale", "value_scale", "block_mask", "key_indices")]
+    arrays = [options.get(name) for name in (*names, "block_mask", "key_indices", "key_scale", "value_scale")]
     causal = "upper_left" if options.get("is_causal") else ""
     numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
     numbers += (*options.get("window_size", (-1, -1)), options.get("softcap"), options.get("block_size"))

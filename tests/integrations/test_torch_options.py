@@ -40,10 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks for each batch entry, groups inferred": {"sinks": tensor(B, H), "enable_gqa": None},
     "a list of keys for each query": {"key_indices": LISTS[:, None], "is_causal": "lower_right", "bias": tensor(T_k)},
     "a list of keys for all": {"key_indices": torch.tensor([3, -1, 0, 3], dtype=torch.int32), "sinks": tensor(H)},
-    "blocks of each head": {"block_mask": tensor(H, 3, 5) > -0.5, "block_size": 2, "is_causal": "lower_right"},
-    "blocks for all": {"block_mask": tensor(2, 1) < 0.5, "block_size": 5, "bias": tensor(T_q, T_k)},
-    "blocks and lists": {"block_mask": tensor(B, 1, 2, 3) > -1, "block_size": 4, "key_indices": LISTS[:, None]},
-    "one block": {"block_mask": torch.tensor([[True]]), "block_size": 2**63 - 1, "sinks": tensor(H)},
+    "blocks of each head": {"block_mask": (tensor(H, 3, 5) > -0.5, 2), "is_causal": "lower_right"},
+    "blocks for all": {"block_mask": (tensor(2, 1) < 0.5, 5), "bias": tensor(T_q, T_k)},
+    "blocks and lists": {"block_mask": (tensor(B, 1, 2, 3) > -1, 4), "key_indices": LISTS[:, None]},
+    "one block": {"block_mask": (torch.tensor([[True]]), 2**63 - 1), "sinks": tensor(H)},
     "dropout from a seed": {"dropout_p": 0.4, "rng": 2**64 - 3},
 }
 WITH_GRADIENT = ("attn_mask", "bias", "sinks")
@@ -66,6 +66,8 @@ def as_arrays(options: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: x.detach().numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     if arrays.get("is_causal") is True:
         arrays["is_causal"] = "upper_left"
+    if "block_mask" in arrays:
+        arrays["block_mask"] = cattn.BlockMask(*arrays["block_mask"])
     return arrays
 
 
@@ -309,13 +311,13 @@ def test_third_derivatives_are_an_error_that_names_the_operator(first: str) -> N
         second.square().sum().backward()
 
 
-@pytest.mark.parametrize("name", ["key_indices", "key_scale"])
+@pytest.mark.parametrize("name", ["key_indices", "a quantized key"])
 def test_second_derivatives_that_are_not_there_are_an_error(name: str) -> None:
     (x,) = tensors((1, 2, 4, 3))
     options: dict[str, Any] = {"key_indices": torch.zeros(4, 2, dtype=torch.int64)}
     key, value = x, x
-    if name == "key_scale":
-        key, options = torch.ones(1, 2, 4, 3, dtype=torch.int8), {"key_scale": torch.ones(1)}
+    if name == "a quantized key":
+        key, options = (torch.ones(1, 2, 4, 3, dtype=torch.int8), torch.ones(1)), {}
         x, value = (tensor(1, 2, 4, 3).float().requires_grad_() for _ in range(2))
     out = attention(x, key, value, **options)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -418,10 +420,11 @@ def test_wrong_options_are_refused_by_name() -> None:
     x = torch.ones(2, 3, 4)
     array: Any = np.ones(3)
     for name in ("bias", "sinks", "alibi_slopes", "attn_mask", "block_mask", "key_indices"):
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got ndarray"):
-            attention(x, x, x, **{name: array})
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got (ndarray|list)"):
+            attention(x, x, x, **{name: ([True], 2) if name == "block_mask" else array})
+        meta: Any = torch.ones(3, device="meta")
         with pytest.raises(ValueError, match=f"{name} is on meta, cattn computes on the CPU"):
-            attention(x, x, x, **{name: torch.ones(3, device="meta")})
+            attention(x, x, x, **{name: (meta, 2) if name == "block_mask" else meta})
     with pytest.raises(ValueError, match="sinks has shape"):
         attention(x, x, x, sinks=torch.ones(7))
     with pytest.raises(ValueError, match="softcap"):
@@ -429,15 +432,17 @@ def test_wrong_options_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="key_value_seq_lengths"):
         attention(x, x, x, key_value_seq_lengths=torch.tensor([0.5, 1.0]))
     blocks = torch.ones(1, 1, dtype=torch.bool)
-    assert torch.equal(attention(x, x, x, block_mask=blocks, block_size=np.int32(5)), attention(x, x, x))
+    assert torch.equal(attention(x, x, x, block_mask=(blocks, np.int32(5))), attention(x, x, x))
     for call in (attention, torch.vmap(lambda *given, **options: attention(*given, **options), (0, 0, 0))):
-        with pytest.raises(ValueError, match="block_mask needs block_size"):
+        with pytest.raises(
+            TypeError, match=r"block_mask must be a cattn.BlockMask or a pair \(blocks, size\), got Tensor"
+        ):
             call(x, x, x, block_mask=blocks)
         for size, error in ((0, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)):
-            with pytest.raises(error, match="block_size must be"):
-                call(x, x, x, block_mask=blocks, block_size=size)
+            with pytest.raises(error, match=r"(block_mask\.)?size must be"):
+                call(x, x, x, block_mask=(blocks, size))
     with pytest.raises(TypeError, match="block_mask has dtype float32"):
-        attention(x, x, x, block_mask=blocks.float(), block_size=3)
+        attention(x, x, x, block_mask=(blocks.float(), 3))
     with pytest.raises(TypeError, match="window_size"):
         attention(x, x, x, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):

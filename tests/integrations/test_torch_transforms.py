@@ -146,7 +146,7 @@ GRADIENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "boolean mask, slopes": ({"attn_mask": tensor(5, 6) > 0, "alibi_slopes": tensor(2).abs()}, ()),
     "dropout": ({"dropout_p": 0.3, "rng": 7}, ()),
     "lengths": ({"key_value_seq_lengths": torch.tensor([4]), "key_value_seq_starts": torch.tensor([1])}, ()),
-    "blocks": ({"block_mask": tensor(3, 3) > 0, "block_size": 2, "sinks": tensor(2)}, ("sinks",)),
+    "blocks": ({"block_mask": (tensor(3, 3) > 0, 2), "sinks": tensor(2)}, ("sinks",)),
 }
 
 

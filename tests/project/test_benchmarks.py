@@ -298,7 +298,7 @@ def test_the_exact_result(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("default")  # those of the peers are not ours
+@pytest.mark.filterwarnings("default")  # warnings of the peers are not ours
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n.startswith("torch ") else n for n in contestants.PEERS]
 )

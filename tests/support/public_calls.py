@@ -117,8 +117,7 @@ def _decode_quantized(dtype: str) -> object:
     cache = cache.fork()
     offset = cache.query_offset()
     cache.append(KEY[:, :, 40:42], VALUE[:, :, 40:42])
-    scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
-    return cattn.causal_attention(QUERY[:, :, :2], cache.k, cache.v, query_offset=offset, **scales), cache.lengths
+    return cattn.causal_attention(QUERY[:, :, :2], cache.k, cache.v, query_offset=offset), cache.lengths
 
 
 def _draw_all() -> object:
@@ -169,7 +168,7 @@ CALLS: dict[str, Call] = {
         key_value_seq_lengths=LENGTHS[:, 0], key_value_seq_starts=LENGTHS[::-1, 0] // 9,
     ),
     "blocks": lambda: _attend(
-        QUERY, KEY, VALUE, block_mask=np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, block_size=16,
+        QUERY, KEY, VALUE, block_mask=cattn.BlockMask(np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, 16),
     ),
     "lists of keys": lambda: _attend(
         QUERY, KEY, VALUE, MASK, bias=BIAS, sinks=SINKS, key_indices=LISTS, is_causal="upper_left", threads=2,
@@ -256,8 +255,8 @@ CALLS: dict[str, Call] = {
     "KVCache, int8": lambda: _decode_quantized("int8"),
     "KVCache, float8_e4m3fn": lambda: _decode_quantized("float8_e4m3fn"),
     "quantize": lambda: [a for axis in (-1, -2) for a in cattn.quantize(KEY, axis)],
-    "quantize, float8_e4m3fn": lambda: cattn.quantize(BFLOAT16, dtype="float8_e4m3fn")[1],
-    "dequantize": lambda: cattn.dequantize(cattn.quantize(KEY)[0], 0.5),
+    "quantize, float8_e4m3fn": lambda: cattn.quantize(BFLOAT16, dtype="float8_e4m3fn").scale,
+    "dequantize": lambda: cattn.dequantize(cattn.quantize(KEY).values, 0.5),
     "set_num_threads": _set_threads,
     "show_config": lambda: sorted(cattn.show_config("dicts")),
     # layers

@@ -102,7 +102,7 @@ def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_hea
 def test_block_masks_agree_with_the_reference(block_size: int, rng: np.random.Generator) -> None:
     call = qkv(rng, np.float64, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
     blocks = rng.random((3, -(-130 // block_size), -(-250 // block_size))) < 0.4
-    call |= {"block_mask": blocks, "block_size": block_size, "bias": rng.standard_normal((130, 250)), "softcap": 2.0}
+    call |= {"block_mask": cattn.BlockMask(blocks, block_size), "bias": rng.standard_normal((130, 250)), "softcap": 2.0}
     check_tangents(call, direction(call), 1e-12)
 
 
@@ -257,7 +257,7 @@ def test_hidden_keys_and_their_tangents_have_no_influence(name: str, poison: flo
         "causal": {"is_causal": True, "query_offset": 120},
         "lengths": {"key_value_seq_lengths": 200},
         "starts": {"key_value_seq_lengths": 200, "key_value_seq_starts": 30},
-        "block mask": {"block_mask": np.arange(23)[None] < 20, "block_size": 10},
+        "block mask": {"block_mask": cattn.BlockMask(np.arange(23)[None] < 20, 10)},
         "softcap": {"softcap": 2.0, "attn_mask": visible},
     }.get(name, {"attn_mask": visible})
     tangents = direction(call)
@@ -319,7 +319,8 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "out alone": ({"out": X}, ValueError, "out is given without lse: pass both results of the forward pass"),
     "lse alone": ({"lse": X[:, 0]}, ValueError, "lse is given without out: pass both"),
     "lists": ({"key_indices": [[0]]}, TypeError, "'key_indices': pass a boolean attn_mask of the listed keys"),
-    "quantized": ({"key_scale": 1.0}, TypeError, "'key_scale': quantized keys have no tangents"),
+    "quantized key": ({"key": cattn.quantize(X)}, TypeError, r"key is quantized .* pass cattn\.dequantize\(key\)"),
+    "quantized value": ({"value": cattn.quantize(X)}, TypeError, r"value is quantized and has no tangent"),
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def run(
 
 
 def epoch() -> str:
-    """Return SOURCE_DATE_EPOCH: that of the environment, or the date of the last commit."""
+    """Return SOURCE_DATE_EPOCH of the environment, or the date of the last commit."""
     return os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct").strip()
 
 

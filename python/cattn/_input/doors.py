@@ -43,7 +43,6 @@ _PACKED = {
     "attn_mask": _NO_COMMON_SCORES,
     "bias": _NO_COMMON_SCORES,
     "block_mask": _NO_COMMON_SCORES,
-    "block_size": _NO_COMMON_SCORES,
     "key_indices": _NO_COMMON_SCORES,
     "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
     "query_offset": "alignment says where the queries of a sequence stand",
@@ -54,7 +53,6 @@ _PACKED = {
 _PACKED_OWN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k alignment"
 _STATISTICS = {
     "value": _NO_VALUE,
-    "value_scale": _NO_VALUE,
     "dropout_p": _NO_DROPOUT,
     "rng": _NO_DROPOUT,
     "return_weights": "call attention_weights for it",
@@ -67,8 +65,6 @@ _STATISTICS_OWN = "statistics top_k observation_window"
 _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), _ONLY_GRADIENTS)
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
 _TANGENTS = {
-    "key_scale": "quantized keys have no tangents: dequantize them",
-    "value_scale": "quantized values have no tangents: dequantize them",
     "key_indices": "pass a boolean attn_mask of the listed keys",
     "return_weights": "call attention_weights for them",
     "return_dropout_mask": "the mask is the mask of scaled_dot_product_attention with the same rng",
@@ -85,8 +81,7 @@ DOORS: dict[str, Door] = {
     "attention_weights": Door(
         {
             "value": _NO_VALUE,
-            "value_scale": _NO_VALUE,
-            "return_weights": "the weights are what is returned",
+                    "return_weights": "the weights are what is returned",
             "return_lse": _NOTHING_RETURNED,
             "return_dropout_mask": "pass stage='dropout' for the weights after dropout",
         },
@@ -144,8 +139,8 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "key_scale", "value_scale",
-                "block_mask", "block_size", "key_indices", "rng", "return_weights", "return_lse",
+                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks",
+                "block_mask", "key_indices", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_KERAS,
@@ -157,7 +152,7 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
-                "sinks", "key_scale", "value_scale", "block_mask", "block_size", "key_indices", "rng", "return_lse",
+                "sinks", "block_mask", "key_indices", "rng", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,
@@ -174,8 +169,8 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("block_mask", "block_size", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
-        own="help threads force quiet",
+        dict.fromkeys(("block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",
             "key": "inputs",

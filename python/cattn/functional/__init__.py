@@ -6,7 +6,7 @@ array([-0.152, -0.105,  1.215])
 """
 
 from .. import _cattn
-from .._input import arrays, quantized, rng
+from .._input import arrays, pairs, quantized, rng
 from .._input.types import (
     AttentionGradients,
     AttentionOutput,
@@ -80,10 +80,9 @@ _cattn._register_helpers(
     read_integers=arrays.read_integers,
     as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,
-    as_quantized=quantized.as_quantized,
-    as_scale=quantized.as_scale,
     dequantized=quantized.dequantized,
-    refuse_scale=quantized.refuse_scale,
+    quantized_class=pairs.Quantized,
+    block_mask_class=pairs.BlockMask,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,

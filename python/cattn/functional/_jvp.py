@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numpy.typing import ArrayLike
 
+from .._input.pairs import BlockMask
 from .._input.types import RNG, Alignment, AttentionGradients, AttentionTangents, LseDType, Window
 from ._signature import implemented_in_c
 
@@ -33,8 +34,7 @@ def attention_jvp(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     rng: RNG = None,
     bias_tangent: ArrayLike | None = None,
     sinks_tangent: ArrayLike | None = None,
@@ -89,10 +89,8 @@ def attention_jvp(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, which has no tangent, and one extra logit.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     rng : int
         Seed of the dropout mask. Ignored without dropout.
     bias_tangent : array_like, optional
@@ -177,8 +175,7 @@ def attention_jvp_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     rng: RNG = None,
     bias_tangent: ArrayLike | None = None,
     sinks_tangent: ArrayLike | None = None,
@@ -245,10 +242,8 @@ def attention_jvp_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, which has no tangent, and one extra logit.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     rng : int
         Seed of the dropout mask. Ignored without dropout.
     bias_tangent : array_like, optional

@@ -16,18 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax_inputs import Arrays, compute_dtype, quantized_names
 from ._jax_linear import call_linear
-from ._jax_passes import (
-    ARGUMENTS,
-    RESULTS,
-    Arrays,
-    Options,
-    Pass,
-    call_pass,
-    compute_dtype,
-    gradient_shapes,
-    quantized_names,
-)
+from ._jax_passes import ARGUMENTS, RESULTS, Options, Pass, call_pass, gradient_shapes
 
 _INPUTS = ("query", "key", "value", "bias", "sinks")  # what has gradients
 _GIVEN = {"out": "grad_out", "residual": "grad_residual"}  # the gradients of results

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,13 +16,15 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
+from cattn._input.pairs import BlockMask, Quantized
+
+from ._jax_inputs import Arrays, compute_dtype
 
 # The operands of the foreign functions, in the order of csrc/xla/call.h. The attribute `present` says by its bits which
 # of them a call has.
 ARGUMENTS, RESULTS = _cattn._xla_operands()
 BIT = {name: 1 << i for i, name in enumerate((*ARGUMENTS, *RESULTS))}
 
-Arrays = Mapping[str, Any]
 Pass = Literal["forward", "backward", "jvp", "jvp_backward"]
 
 
@@ -134,15 +136,12 @@ def _numpy_options(options: Options, operands: Arrays) -> dict[str, Any]:
     numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
     if numbers["query_offset"] is None and not options.lower_right:
         numbers["query_offset"] = 0
-    scales = {f"{name}_scale": _heads_first(operands, f"{name}_scale")[0] for name in quantized_names(operands)}
     words = operands.get("dropout_seed")
     return {
         **counts,
-        **scales,
         **numbers,
         "attn_mask": operands.get("attn_mask"),
-        "block_mask": operands.get("block_mask"),
-        "block_size": options.block_size or None,
+        "block_mask": BlockMask(operands["block_mask"], options.block_size) if "block_mask" in operands else None,
         "is_causal": "lower_right" if options.lower_right else False,
         "window_size": (options.left, options.right),
         "scale": options.scale,
@@ -153,17 +152,14 @@ def _numpy_options(options: Options, operands: Arrays) -> dict[str, Any]:
     }
 
 
-def compute_dtype(dtype: Any) -> np.dtype[Any]:
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def quantized_names(operands: Arrays) -> list[str]:
-    """Return which of key and value have scales."""
-    return [name for name in ("key", "value") if f"{name}_scale" in operands]
-
-
 def _heads_first(operands: Arrays, *names: str) -> list[Any]:
-    return [operands[name].swapaxes(1, 2) for name in names]
+    """Return NumPy's arrays as cattn takes them, those with a scale as Quantized."""
+    found = [operands[name].swapaxes(1, 2) for name in names]
+    scales = [operands.get(f"{name}_scale") for name in names]
+    return [
+        a if scale is None else Quantized._of_argument(a, scale.swapaxes(1, 2), name)
+        for name, a, scale in zip(names, found, scales, strict=True)
+    ]
 
 
 def _forward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:

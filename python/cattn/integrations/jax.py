@@ -14,6 +14,7 @@ import numpy as np
 import cattn
 from cattn import _cattn
 from cattn._input.names import with_hints
+from cattn._input.pairs import BlockMask, Quantized, split_blocks
 
 try:
     import jax
@@ -22,178 +23,31 @@ except ImportError as error:
     raise ImportError(f"cattn.integrations.jax needs JAX: pip install 'cattn[jax]' ({error})") from error
 
 from ._jax_derivatives import compute
-from ._jax_passes import Arrays, Options, compute_dtype, quantized_names
+from ._jax_inputs import READERS, Arrays, as_array, compute_dtype, read_blocks, read_inputs
+from ._jax_passes import Options
 from ._jax_static import check_static, read_seed, read_window
 
 __all__ = ["dot_product_attention"]
 
-_FLOATS = (np.float16, jnp.bfloat16, np.float32, np.float64)
-_QUANTIZED = (np.int8, jnp.float8_e4m3fn)
+jax.tree_util.register_pytree_node(
+    Quantized, lambda pair: (tuple(pair), None), lambda _, leaves: Quantized._of_leaves(*leaves)
+)
+jax.tree_util.register_pytree_node(
+    BlockMask, lambda pair: ((pair.blocks,), pair.size), lambda size, leaves: BlockMask._of_leaves(leaves[0], size)
+)
 
 # One compiled function for each set of options and shapes also serves calls outside of jit.
 _compiled = jax.jit(compute, static_argnums=0)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-def _shape_error(name: str, wanted: str, shape: tuple[int, ...]) -> ValueError:
-    return ValueError(f"{name} must have shape {wanted}, got {shape}")
-
-
-def _as_array(obj: Any, name: str) -> Any:
-    try:
-        return jnp.asarray(obj)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array, got {type(obj).__name__}: {error}") from error
-
-
-def _check_dtype(array: Any, name: str, scale: Any) -> None:
-    if scale is not None:
-        if array.dtype not in _QUANTIZED:
-            raise TypeError(
-                f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn"
-            )
-    elif array.dtype not in _FLOATS:
-        hint = "" if name == "query" else f"; with {name}_scale also int8 or float8_e4m3fn"
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{hint}")
-
-
-def _read_scale(obj: Any, name: str, quantized: Any) -> Any:
-    """Return the scales of key or value in float32, with four axes."""
-    array = _as_array(obj, name)
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, quantized.shape, strict=True)):
-        raise ValueError(
-            f"{name} has shape {array.shape}, which does not broadcast to the shape of {name.removesuffix('_scale')} "
-            f"{quantized.shape}"
-        )
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(shape).astype(np.float32)
-
-
-def _widen(arrays: dict[str, Any]) -> None:
-    """Compute halves in float32 beside quantized arrays. Beside float64, those become float64 themselves."""
-    wide = arrays["query"].dtype == np.float64
-    for name in ("query", "key", "value"):
-        scale = arrays.get(f"{name}_scale")
-        if scale is None:
-            arrays[name] = arrays[name].astype(compute_dtype(arrays[name].dtype))
-        elif wide:
-            product = arrays[name].astype(np.float32) * arrays.pop(f"{name}_scale")
-            arrays[name] = jax.lax.stop_gradient(product.astype(np.float64))
-
-
-def _read_inputs(query: Any, key: Any, value: Any, key_scale: Any = None, value_scale: Any = None) -> dict[str, Any]:
-    """Return the arrays with four axes each: query, key, value and the scales that there are."""
-    arrays = {}
-    for name, obj, scale in (("query", query, None), ("key", key, key_scale), ("value", value, value_scale)):
-        array = _as_array(obj, name)
-        if array.ndim not in (3, 4):
-            axes = "T, N, H" if name == "query" else "S, K, H"
-            raise _shape_error(name, f"(B, {axes}) or ({axes})", array.shape)
-        _check_dtype(array, name, scale)
-        arrays[name] = array if array.ndim == 4 else array[None]
-        if scale is not None:
-            arrays[name] = jax.lax.stop_gradient(arrays[name])
-            arrays[f"{name}_scale"] = _read_scale(scale, f"{name}_scale", arrays[name])
-    wanted = arrays["query"]
-    for name in ("key", "value"):
-        if f"{name}_scale" not in arrays and arrays[name].dtype != wanted.dtype:
-            raise TypeError(f"{name} must have the dtype of query, {wanted.dtype}, got {arrays[name].dtype}")
-        if arrays[name].shape[0] != wanted.shape[0]:
-            raise ValueError(
-                f"{name} must have the batch size of query, {wanted.shape[0]}, got {arrays[name].shape[0]}"
-            )
-    heads, (_, seqlen_k, kv_heads, head_dim) = wanted.shape[2], arrays["key"].shape
-    if head_dim != wanted.shape[3]:
-        raise ValueError(f"key must have the head_dim of query, {wanted.shape[3]}, got {head_dim}")
-    if arrays["value"].shape[1:3] != (seqlen_k, kv_heads):
-        raise ValueError(
-            f"value must have the tokens and heads of key, {(seqlen_k, kv_heads)}, got {arrays['value'].shape[1:3]}"
-        )
-    if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"query must have a multiple of the {kv_heads} heads of key, got {heads}")
-    if quantized_names(arrays):
-        _widen(arrays)
-    return arrays
-
-
-def _read_scores(obj: Any, name: str, inputs: Arrays) -> Any:
-    """Return mask or bias with four axes."""
-    name = "mask" if name == "attn_mask" else name
-    array = _as_array(obj, name)
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, seqlen_q, inputs["key"].shape[1])
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
-    if name == "mask" and array.dtype != bool:
-        raise TypeError(
-            f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
-            "pass mask.astype(bool); pass numbers that are to be added to the scores as bias"
-        )
-    if name == "bias" and array.dtype == bool:
-        raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
-    dtype = bool if name == "mask" else compute_dtype(inputs["query"].dtype)
-    return array.reshape(shape).astype(dtype)
-
-
-def _read_blocks(obj: Any, size: int, inputs: Arrays) -> Any:
-    """Return block_mask with four axes."""
-    array = _as_array(obj, "block_mask")
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, -(-seqlen_q // size), -(-inputs["key"].shape[1] // size))
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, number) for own, number in zip(shape, full, strict=True)):
-        raise ValueError(
-            f"block_mask has shape {array.shape}, which does not broadcast to the blocks of block_size={size}, {full}"
-        )
-    if array.dtype != bool:
-        raise TypeError(
-            f"block_mask must be bool (True = visible), got {array.dtype}: for zeros and ones pass "
-            "block_mask.astype(bool)"
-        )
-    return array.reshape(shape)
-
-
-def _read_integers(obj: Any, name: str, inputs: Arrays) -> Any:
-    """Return a number for each batch entry, or one for all, as int32."""
-    array, batch = _as_array(obj, name), inputs["query"].shape[0]
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
-    if array.shape not in ((), (1,), (batch,)):
-        raise _shape_error(name, f"(B,) = ({batch},) or ()", array.shape)
-    given, wanted = jnp.iinfo(array.dtype), np.iinfo(np.int32)
-    if given.max > wanted.max:
-        array = jnp.clip(array, max(given.min, wanted.min), wanted.max)
-    return array.reshape(-1).astype(np.int32)
-
-
-def _read_heads(obj: Any, name: str, inputs: Arrays) -> Any:
-    """Return a number for each query head, with or without the batch, as two axes."""
-    array = _as_array(obj, name)
-    batch, _, heads, _ = inputs["query"].shape
-    if array.shape not in ((heads,), (1, heads), (batch, heads)):
-        raise _shape_error(name, f"(N,) = ({heads},) or (B, N) = {(batch, heads)}", array.shape)
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(-1, heads).astype(compute_dtype(inputs["query"].dtype))
-
-
-# What reads an array of a kind of csrc/call/operands.h.
-_READERS = {
-    "MASK": _read_scores, "COMPUTED": _read_scores, "OFFSETS": _read_integers, "QUERY_COUNTS": _read_integers,
-    "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads,
-}  # fmt: skip
-
-
 def _read_options(
     inputs: Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
-    has_blocks: bool, block_size: Any,
+    block_size: Any,
 ) -> Options:  # fmt: skip
     check_static(
         scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual,
-        block_size=block_size,
+        **{"block_mask.size": block_size},
     )  # fmt: skip
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
@@ -206,8 +60,8 @@ def _read_options(
             numbers[name] = number.item()
     # cattn checks the numbers, with its own messages, on a call of no rows
     rows = np.empty((1, query.shape[3]), compute_dtype(query.dtype))
-    blocks = np.ones((1, 1), bool) if has_blocks else None
-    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, block_size=block_size, **numbers)
+    blocks = None if block_size is None else BlockMask._of_argument(True, block_size)
+    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, **numbers)
     left, right = read_window(window, causal=bool(is_causal))
     return Options(
         scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
@@ -240,10 +94,7 @@ def dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    key_scale: Any = None,
-    value_scale: Any = None,
     block_mask: Any = None,
-    block_size: int | None = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
 ) -> Any:
@@ -254,10 +105,14 @@ def dot_product_attention(
     query : array, shape (B, T, N, H) or (T, N, H)
         Queries of float16, bfloat16, float32 or float64. Key and value have the same dtype. Halves are computed in
         float32.
-    key : array, shape (B, S, K, H) or (S, K, H)
-        Keys. N is a multiple of K: query head n reads the key-value head ``n // (N // K)``.
-    value : array, shape (B, S, K, D) or (S, K, D)
-        Values. D may differ from H.
+    key : array, shape (B, S, K, H) or (S, K, H), Quantized, or (array, array)
+        Keys. N is a multiple of K: query head n reads the key-value head ``n // (N // K)``. A `cattn.Quantized`, which
+        is a pytree, or a pair of arrays of JAX ``(values, scale)``: values of int8 or float8_e4m3fn, whose elements
+        are the products with their scales, in float32. A scale broadcasts to the values: (B, S, K, 1) has one for each
+        token and head, (1, 1, K, H) one for each column. They are constants: their gradient is 0. Halves of the other
+        arrays are then computed in float32, and the output is rounded.
+    value : array, shape (B, S, K, D) or (S, K, D), Quantized, or (array, array)
+        Values. D may differ from H. They may be quantized, too.
     bias : array, optional
         Added to the scaled scores. Broadcasts to (B, N, T, S).
     mask : array of bool, optional
@@ -292,16 +147,9 @@ def dot_product_attention(
         Slopes of ALiBi. They are constants: their gradient is 0.
     sinks : array, shape (N,) or (B, N), optional
         One extra logit for each query head, which enters the denominator only.
-    key_scale, value_scale : array, optional
-        Scales of a quantized key or value, of int8 or float8_e4m3fn: its elements are the products with its scales, in
-        float32. Broadcasts to the shape of key or value: (B, S, K, 1) has one for each token and head, (1, 1, K, H) one
-        for each column. Positive and finite, from 2**-100 to 2**100. They are constants, as are the quantized arrays:
-        their gradient is 0. Halves of the other arrays are then computed in float32, and the output is rounded.
-    block_mask : array of bool, optional
-        True where all pairs of a block of queries and keys are visible; hidden blocks take no time. Broadcasts to
-        (B, N, ceil(T / block_size), ceil(S / block_size)).
-    block_size : int, optional
-        Number of queries and of keys of a block, known when the call is traced. Needed with block_mask.
+    block_mask : BlockMask or (array of bool, int), optional
+        True where all pairs of a block of queries and keys are visible; hidden blocks take no time. The blocks
+        broadcast to (B, N, ceil(T / size), ceil(S / size)). The size must be known when the call is traced.
     dropout_p : float
         Probability that a weight is dropped.
     dropout_key : key of jax.random, optional
@@ -337,9 +185,11 @@ def dot_product_attention(
     >>> jax.grad(lambda x: dot_product_attention(x, x, x).sum())(x).shape
     (1, 3, 1, 3)
     """
-    operands = _read_inputs(query, key, value, key_scale, value_scale)
+    operands = read_inputs(query, key, value)
+    is_quantized = any(isinstance(given, (Quantized, tuple)) for given in (key, value))
+    blocks, block_size = split_blocks(block_mask)
     options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual,
-                            block_mask is not None, block_size)  # fmt: skip
+                            block_size)  # fmt: skip
     if options.lower_right and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
     given: dict[str, Any] = {
@@ -349,15 +199,15 @@ def dot_product_attention(
     }  # fmt: skip
     for name, _, kind, _, _ in _cattn._operands():
         if given.get(name) is not None:
-            operands[name] = _READERS[kind](given[name], name, operands)
+            operands[name] = READERS[kind](given[name], name, operands)
     if block_mask is not None:
-        operands["block_mask"] = _read_blocks(block_mask, options.block_size, operands)
+        operands["block_mask"] = read_blocks(blocks, options.block_size, operands)
     if options.dropout_p > 0:
         operands["dropout_seed"] = read_seed(dropout_key, options.dropout_p)
     found = _compiled(options, operands)
     out = found["out"]
-    if key_scale is not None or value_scale is not None:
-        out = out.astype(_as_array(query, "query").dtype)
+    if is_quantized:
+        out = out.astype(as_array(query, "query").dtype)
     residual = found["residual"].astype(out.dtype) if options.return_residual else None
     if jnp.ndim(query) == 3:
         out, residual = out[0], None if residual is None else residual[0]

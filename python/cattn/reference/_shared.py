@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cattn._input.pairs import Quantized, Stored
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
@@ -22,9 +24,9 @@ def boolean(mask: ArrayLike, name: str) -> Bools:
     return array
 
 
-def dequantized(array: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
-    """Return the numbers of an array: with scales the products in float32, else itself."""
-    return np.asarray(array) if scale is None else np.asarray(array).astype(np.float32) * np.asarray(scale, np.float32)
+def plain(stored: Stored) -> NDArray[Any]:
+    """Return the numbers of an array: of a quantized one the products, in float32."""
+    return stored.values.astype(np.float32) * stored.scale if isinstance(stored, Quantized) else np.asarray(stored)
 
 
 def probability(p: float, name: str) -> float:

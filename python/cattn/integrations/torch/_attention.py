@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._input.pairs import BlockMask, Quantized
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
-from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, write_options
+from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
 from ._quantized import read_quantized
 from ._second import attend_transformed
 from ._tensors import (
@@ -45,10 +46,7 @@ class _Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    key_scale: Tensor | None
-    value_scale: Tensor | None
-    block_mask: Tensor | None
-    block_size: int | None
+    block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
     rng: int | torch.Generator | None
 
@@ -133,8 +131,8 @@ def _check_others(others: dict[str, Any]) -> None:
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantized | tuple[Tensor, Tensor],
+    value: Tensor | Quantized | tuple[Tensor, Tensor],
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -148,8 +146,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantized | tuple[Tensor, Tensor],
+    value: Tensor | Quantized | tuple[Tensor, Tensor],
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -162,8 +160,8 @@ def scaled_dot_product_attention(
 ) -> Any: ...
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
@@ -179,10 +177,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    block_mask: Tensor | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | tuple[Tensor, int] | None = None,
     key_indices: Tensor | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
@@ -195,10 +190,13 @@ def scaled_dot_product_attention(
     query : Tensor, shape (..., T_q, head_dim)
         Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
         dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
-    key : Tensor, shape (..., T_k, head_dim)
-        Keys.
-    value : Tensor, shape (..., T_k, d_v)
-        Values.
+    key : Tensor, shape (..., T_k, head_dim), Quantized, or (Tensor, Tensor)
+        Keys. A `cattn.Quantized`, or a pair of tensors ``(values, scale)``: values of ``torch.int8`` or
+        ``torch.float8_e4m3fn``, whose elements are the products with their scales in float32. A scale broadcasts to the
+        values: (..., T_k, 1) has one for each token. Halves of the other tensors are then computed in float32, and the
+        output is rounded. Quantized tensors and scales have no gradient.
+    value : Tensor, shape (..., T_k, d_v), Quantized, or (Tensor, Tensor)
+        Values. They may be quantized, too.
     attn_mask : Tensor, optional
         Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
@@ -235,16 +233,9 @@ def scaled_dot_product_attention(
         The slope of ALiBi for each query head. It has no gradient.
     sinks : Tensor, shape (H,) or (..., H), optional
         One extra logit for each query head.
-    key_scale, value_scale : Tensor, optional
-        Scales of a key or value of ``torch.int8`` or ``torch.float8_e4m3fn``, whose elements are the products with them
-        in float32. Broadcasts to the shape of key or value: (..., T_k, 1) has one for each token. Positive and finite,
-        from 2**-100 to 2**100. Halves of the other tensors are then computed in float32, and the output is rounded.
-        Quantized tensors and scales have no gradient.
-    block_mask : Tensor of bool, optional
-        Which blocks of queries and keys are visible; hidden blocks take no time. Broadcasts to
-        (..., ceil(T_q / block_size), ceil(T_k / block_size)).
-    block_size : int, optional
-        Number of queries and of keys of a block; needed with block_mask.
+    block_mask : BlockMask or (Tensor of bool, int), optional
+        Which blocks of queries and keys are visible; hidden blocks take no time. The blocks broadcast to
+        (..., ceil(T_q / size), ceil(T_k / size)).
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
     rng : int or torch.Generator, optional
@@ -286,6 +277,12 @@ def scaled_dot_product_attention(
     >>> result.weights.sum(-1) < 1
     tensor([True, True, True])
     """
+    key_scale = value_scale = None
+    scaled = not isinstance(key, Tensor) or not isinstance(value, Tensor)
+    if scaled:
+        check_tensor(query, "query")
+        dtype = dtype_of(query)
+        query, key, value, key_scale, value_scale = read_quantized(query, key, value)
     alignment = _read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
@@ -293,11 +290,7 @@ def scaled_dot_product_attention(
         attn_mask, alignment = read_causal_bias(attn_mask, query, key)
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
-    scaled = key_scale is not None or value_scale is not None
-    if scaled:
-        check_tensor(query, "query")
-        dtype = dtype_of(query)
-        query, key, value, key_scale, value_scale = read_quantized(query, key, value, key_scale, value_scale)
+    blocks, block_size = read_block_mask(block_mask)
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
         nobody_watches()
@@ -307,13 +300,13 @@ def scaled_dot_product_attention(
         and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
-        and (block_mask is None or is_readable(block_mask))
+        and (blocks is None or is_readable(blocks))
         and (key_indices is None or is_readable(key_indices))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        others |= {"block_mask": block_mask, "key_indices": key_indices}
+        others |= {"block_mask": blocks, "key_indices": key_indices}
         if not scaled:
             _check_inputs(query, key, value)
             query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
@@ -339,7 +332,7 @@ def scaled_dot_product_attention(
         "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
-        "value_scale": value_scale, "block_mask": block_mask, "block_size": block_size, "key_indices": key_indices,
+        "value_scale": value_scale, "block_mask": blocks, "block_size": block_size, "key_indices": key_indices,
         "rng": seed,
     }  # fmt: skip
     if not direct:

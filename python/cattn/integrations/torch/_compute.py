@@ -64,10 +64,20 @@ def recorded(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
+def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
+    """Return a key or value as cattn's functions take it."""
+    scale = options.get(f"{name}_scale")
+    return as_array(tensor) if scale is None else cattn.Quantized._of_argument(as_array(tensor), scale, name)
+
+
 def _with_extras(
     options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
+    if options.keys() & {"key_scale", "value_scale", "block_mask"}:
+        options = {name: x for name, x in options.items() if name not in ("key_scale", "value_scale")}
+        blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
+        options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)
     if attn_mask is not None:
         options = {**options, "attn_mask": as_array(attn_mask)}
     if bias is not None:
@@ -85,7 +95,7 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
     query, key, value, attn_mask, bias, sinks = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
-    arrays = as_array(query), as_array(key), as_array(value)
+    arrays = as_array(query), _stored(key, "key", options), _stored(value, "value", options)
     options = _with_extras(options, attn_mask, bias, sinks)
     out = None
     if tokens_first(query):
@@ -183,7 +193,8 @@ def _backward_of_output(
     if grad_lse is not None:
         options = {**options, "grad_lse": as_array(grad_lse)}
     grads = cattn.attention_backward(
-        as_array(grad_out), as_array(query), as_array(key), as_array(value), as_array(out), as_array(lse),
+        as_array(grad_out), as_array(query), _stored(key, "key", options), _stored(value, "value", options),
+        as_array(out), as_array(lse),
         **_with_extras(options, attn_mask, bias, sinks),
     )  # fmt: skip
     return _as_gradients(grads, operands, out.dtype)
@@ -235,10 +246,11 @@ def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
 
 def _without_scales(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options without those that second derivatives do not have; an error if one is used."""
-    for name in ("key_scale", "value_scale", "key_indices"):
+    refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
+    for name, what in refused.items():
         if options.get(name) is not None:
-            raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {name}")
-    return {name: x for name, x in options.items() if name not in ("key_scale", "value_scale", "key_indices")}
+            raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {what}")
+    return {name: x for name, x in options.items() if name not in refused}
 
 
 def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]:

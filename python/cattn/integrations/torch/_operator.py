@@ -12,6 +12,7 @@ from torch._library.autograd import make_autograd_impl
 
 from cattn import _cattn
 
+from ..._input.pairs import split_blocks
 from ._compute import backward, empty_output, forward, recorded, row_shape
 from ._tensors import (
     as_array,
@@ -19,6 +20,7 @@ from ._tensors import (
     check_class,
     is_batched_gradient,
     nobody_watches,
+    of_read_only,
     untracked,
 )
 
@@ -116,21 +118,21 @@ def _write_window(window: Any, name: str) -> tuple[Any, ...]:
     return tuple(-1 if side is None else side for side in window)
 
 
-def _write_count(size: Any, name: str) -> tuple[Any, ...]:
-    """Return a number of queries and keys, which may be None."""
-    if size is None:
-        return (None,)
+def read_block_mask(block_mask: Any) -> tuple[Tensor | None, Any]:
+    """Return the blocks as a tensor, and their size, as the operators take them."""
+    blocks, size = split_blocks(block_mask)
+    if blocks is None:
+        return None, None
     if isinstance(size, bool) or not isinstance(size, (int, np.integer, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        raise TypeError(f"block_mask.size must be an int, got {type(size).__name__}")
     if size > 2**63 - 1:  # the error of cattn's own function; it checks the rest
-        raise ValueError(f"{name} must be at most {2**63 - 1}, got {size}")
-    return (size,)
+        raise ValueError(f"block_mask.size must be at most {2**63 - 1}, got {size}")
+    return of_read_only(blocks) if isinstance(blocks, np.ndarray) else blocks, size
 
 
 _WRITERS: dict[str, Callable[[Any, str], tuple[Any, ...]]] = {
     "ALIGNMENT": lambda alignment, name: (alignment or "",),
     "WINDOW": _write_window,
-    "COUNT": _write_count,
 }
 
 

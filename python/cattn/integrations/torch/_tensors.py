@@ -51,6 +51,23 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
     return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
 
 
+def of_read_only(array: NDArray[Any]) -> Tensor:
+    """Return a tensor on an array's memory, to read. PyTorch has no read-only tensors, and warns of such arrays."""
+    eighths = array.dtype.name == "float8_e4m3fn"
+    numbers = array.view(np.uint8) if eighths else array
+    tensor = torch.from_numpy(np.asarray(_Writable(numbers)))
+    return tensor.view(torch.float8_e4m3fn) if eighths else tensor
+
+
+class _Writable:
+    """An array's memory for ``numpy.asarray``, as if it might be written to."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+        self.array = array  # keeps the memory
+
+
 def is_plain(tensor: Any) -> bool:
     """Return whether this is a tensor of PyTorch's own classes, whose memory holds its numbers."""
     return type(tensor) in PLAIN
