@@ -77,7 +77,7 @@ numpydoc_validation_checks = {
 # of cattn.testing.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
-    r"^cattn\.(Attention(Gradients|Output|Statistics)|CausalAlignmentWarning|Explanation|HeadScores)$",
+    r"^cattn\.(Attention(Gradients|Output|Statistics|Tangents)|CausalAlignmentWarning|Explanation|HeadScores)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
     r"^cattn\.testing\.(Mistake|Report)$",

@@ -41,7 +41,7 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
 }
 
 /* return_lse: whether, or the dtype. Every other object means its truth, as for the other flags. */
-static bool parse_return_lse(struct cattn_call *call, PyObject *object) {
+bool cattn_call_parse_return_lse(struct cattn_call *call, PyObject *object) {
     if (object == Py_True || (!PyType_Check(object) && !PyArray_DescrCheck(object)))
         return cattn_arg_flag(object, "return_lse", &call->wants[LSE]);
     PyArray_Descr *descr = NULL;
@@ -188,7 +188,7 @@ static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cat
     const bool weights_only = stage < CATTN_STAGE_OUT;
     call->wants[OUT] = !weights_only;
     if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
-        (args[ARG_return_lse] != Py_False && !parse_return_lse(call, args[ARG_return_lse])) ||
+        (args[ARG_return_lse] != Py_False && !cattn_call_parse_return_lse(call, args[ARG_return_lse])) ||
         !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call->wants[DROPOUT_MASK]))
         return false;
     call->as_tuple = !weights_only && (call->wants[WEIGHTS] || call->wants[LSE] || call->wants[DROPOUT_MASK]);

@@ -27,6 +27,8 @@ enum cattn_entry_point {
     CATTN_ATTENTION_WEIGHTS,
     CATTN_VARLEN_ATTENTION,
     CATTN_ATTENTION_BACKWARD,
+    CATTN_ATTENTION_JVP,
+    CATTN_ATTENTION_JVP_BACKWARD,
     CATTN_VARLEN_ATTENTION_BACKWARD,
     CATTN_ATTENTION_STATISTICS,
     CATTN_VARLEN_ATTENTION_STATISTICS,
@@ -82,6 +84,7 @@ struct cattn_signature {
     /* cattn._input.types */                                                                                           \
     H(attention_output)                                                                                                \
     H(attention_gradients)                                                                                             \
+    H(attention_tangents)                                                                                              \
     H(make_statistics)                                                                                                 \
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
@@ -129,11 +132,11 @@ static inline struct binding_state *cattn_state(PyObject *module) {
  */
 typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
 cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
-    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
-    cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
-    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm,
-    cattn_body_layer_norm, cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward,
-    cattn_body_linear;
+    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_attention_jvp,
+    cattn_body_attention_jvp_backward, cattn_body_varlen_attention_backward, cattn_body_attention_statistics,
+    cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax, cattn_body_masked_softmax,
+    cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm, cattn_body_layer_norm,
+    cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward, cattn_body_linear;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}

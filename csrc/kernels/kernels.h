@@ -111,7 +111,8 @@ struct cattn_row_scratch {
     uint8_t *drop_bits;   /* the bits of all rows, from a serial stream; NULL: use Philox */
     void *packed_query;   /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
     void *score;          /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
-    void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in the backward pass */
+    void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in second passes */
+    void *cap_curvature;  /* the second derivative; NULL except for gradients with tangents */
     void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
     void *key_copy;    /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
     void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
@@ -206,6 +207,9 @@ struct cattn_backward {
     void *grad_bias_keys;                 /* the sums of dS over the rows are added */
     void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
 };
+
+struct cattn_jvp; /* both in tangents.h */
+struct cattn_jvp_backward;
 
 /* Statistics of the attention weights of a block of queries. The rows have an lse in float64, and no output. A driver
  * calls
@@ -383,6 +387,14 @@ struct cattn_kernels {
     /* the sum over the rows of (weight of the sink) * delta */
     double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);
+    void (*jvp_begin)(struct cattn_jvp *j);
+    void (*jvp_block)(struct cattn_jvp *j, int64_t k0, int64_t k1);
+    void (*jvp_finish)(struct cattn_jvp *j);
+    void (*jvp_backward_begin)(struct cattn_jvp_backward *b);
+    void (*jvp_backward_scores)(struct cattn_jvp_backward *b, int64_t k0, int64_t k1);
+    void (*jvp_backward_query)(struct cattn_jvp_backward *b, int64_t k0, int64_t k1);
+    void (*jvp_backward_keys)(struct cattn_jvp_backward *b, int64_t k0, int64_t k1);
+    double (*jvp_backward_sink)(struct cattn_jvp_backward *b);
     void (*statistics_begin)(struct cattn_statistics *s);
     void (*statistics_block)(struct cattn_statistics *s, int64_t k0, int64_t k1);
     void (*statistics_add)(const struct cattn_statistics *s, int64_t k0);

@@ -3,6 +3,7 @@
  * blank lines keep clang-format from sorting across them.
  */
 #include "kernels.h"
+#include "tangents.h"
 
 #include "arithmetic.inc.h"
 #include "exp.inc.h"
@@ -28,8 +29,14 @@
 
 #include "weights.inc.h"
 
+#include "second_pass.inc.h"
+
 #include "backward.inc.h"
 #include "statistics.inc.h"
+
+#include "jvp.inc.h"
+
+#include "jvp_backward.inc.h"
 
 #include "activation.inc.h"
 #include "norm.inc.h"
@@ -74,6 +81,14 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .backward_sees = backward_sees,
     .backward_sink = backward_sink,
     .backward_finish = backward_finish,
+    .jvp_begin = jvp_begin,
+    .jvp_block = jvp_block,
+    .jvp_finish = jvp_finish,
+    .jvp_backward_begin = jvp_backward_begin,
+    .jvp_backward_scores = jvp_backward_scores,
+    .jvp_backward_query = jvp_backward_query,
+    .jvp_backward_keys = jvp_backward_keys,
+    .jvp_backward_sink = jvp_backward_sink,
     .statistics_begin = statistics_begin,
     .statistics_block = statistics_block,
     .statistics_add = statistics_add,

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
 from ._input.pairs import BlockMask, Quantized
-from ._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from ._input.types import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionStatistics,
+    AttentionTangents,
+    CausalAlignmentWarning,
+)
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
@@ -21,6 +27,8 @@ from .cache import KVCache
 from .functional import (
     Explanation,
     attention_backward,
+    attention_jvp,
+    attention_jvp_backward,
     attention_statistics,
     attention_weights,
     causal_attention,
@@ -64,6 +72,7 @@ __all__ = [
     "AttentionGradients",
     "AttentionOutput",
     "AttentionStatistics",
+    "AttentionTangents",
     "AttentionView",
     "BlockMask",
     "CausalAlignmentWarning",
@@ -81,6 +90,8 @@ __all__ = [
     "TorchGenerator",
     "__version__",
     "attention_backward",
+    "attention_jvp",
+    "attention_jvp_backward",
     "attention_rollout",
     "attention_statistics",
     "attention_weights",

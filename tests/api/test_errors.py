@@ -79,6 +79,7 @@ def test_every_public_function_is_in_the_table() -> None:
     in_their_own_files |= {"sliding_window", "varlen_attention", "explain", "head_scores", "attention_rollout"}
     in_their_own_files |= {"attention_statistics", "varlen_attention_statistics", "view_attention"}
     in_their_own_files |= {"attention_backward", "varlen_attention_backward", "softmax_backward", "dropout_backward"}
+    in_their_own_files |= {"attention_jvp", "attention_jvp_backward"}
     in_their_own_files |= {"rms_norm_backward", "layer_norm_backward", "gelu_backward", "silu_backward"}
     in_their_own_files |= {"quantize", "dequantize", "linear", "linear_backward"}
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - in_their_own_files

@@ -86,6 +86,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.attention_weights, X, X), "until", "did you mean 'stage'?"),
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    (functools.partial(cattn.attention_jvp, X, X, X), "query_tangents", "did you mean 'query_tangent'?"),
+    (functools.partial(cattn.attention_jvp_backward, *[X] * 8), "bias_tangents", "did you mean 'bias_tangent'?"),
     (functools.partial(cattn.varlen_attention_backward, *[X] * 6), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.attention_statistics, X, X), "causal", "did you mean 'is_causal'?"),
     (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import cattn  # noqa: E402
+from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
 from support import paired  # noqa: E402
 
@@ -131,44 +131,13 @@ def test_sinks_may_be_minus_infinity() -> None:
     assert bits(attention(X, X, X, sinks=np.full(4, -np.inf, np.float32))) == bits(attention(X, X, X))
 
 
-@pytest.mark.parametrize("foreign", [True, False])
-def test_second_derivatives_are_an_error_of_our_own(monkeypatch: pytest.MonkeyPatch, foreign: bool) -> None:
-    """In every way to ask for them, of every result and argument; what is held constant is no argument of them."""
-    if not foreign:
-        monkeypatch.setattr(bridge, "_is_foreign", lambda: False)
-    bridge._compiled.clear_cache()
-    x, bias = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 1, 3, 3), np.float32)
-
-    def loss(x: Any) -> Any:
-        return attention(x, x, x).sum()
-
-    def residual(x: Any) -> Any:
-        return attention(x, x, x, return_residual=True)[1].sum()
-
-    ways: list[Callable[[], Any]] = [
-        lambda: jax.hessian(loss)(x),
-        lambda: jax.jit(jax.hessian(residual))(x),
-        lambda: jax.hessian(lambda bias: attention(x, x, x, bias).sum())(bias),
-        lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
-        lambda: jax.jvp(jax.grad(loss), (x,), (x,)),
-        lambda: jax.vjp(lambda scale: jax.vjp(loss, x)[1](scale)[0], np.float32(1))[1](x),
-        lambda: jax.vmap(jax.hessian(jax.checkpoint(loss)))(x[None]),
-    ]
-    for way in ways:
-        with pytest.raises(NotImplementedError, match=r"^cattn's dot_product_attention has no second derivatives"):
-            way()
-    once = jax.grad(lambda x: jax.grad(loss)(jax.lax.stop_gradient(x)).sum() + loss(x))(x)
-    np.testing.assert_array_equal(once, jax.grad(loss)(x))
-    bridge._compiled.clear_cache()
-
-
 # ---- the foreign functions themselves --------------------------------------------------------------------------------
 def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **changes: Any) -> Any:
     """Call a target with attributes that may be wrong."""
     attributes: dict[str, Any] = {
         "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
         "right": np.int64(-1), "lower_right": np.int64(0), "block_size": np.int64(0),
-        "present": np.int64(sum(bridge._BIT[name] for name in (*operands, *results))),
+        "present": np.int64(sum(_jax_passes.BIT[name] for name in (*operands, *results))),
     }  # fmt: skip
     attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
     call = jax.ffi.ffi_call(f"cattn_attention_{which}", [jax.ShapeDtypeStruct(*x) for x in results.values()])
@@ -177,7 +146,7 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
 
 def present(*names: str) -> np.int64:
     """Return the attribute of a call with query, key, value and these operands."""
-    return np.int64(sum(bridge._BIT[name] for name in ("query", "key", "value", *names)))
+    return np.int64(sum(_jax_passes.BIT[name] for name in ("query", "key", "value", *names)))
 
 
 QKV = {"query": X, "key": X, "value": X}
@@ -186,6 +155,8 @@ BLOCKS = np.ones((1, 1, 3, 3), bool)
 OUT = {"out": (X.shape, np.float32)}
 SAVED = {**QKV, "forward_out": X, "forward_lse": np.zeros((2, 6, 4, 2), np.uint32), "grad_out": X}
 GRADS = {f"grad_{name}": (X.shape, np.float32) for name in QKV}
+RESULTS = {name: SAVED[name] for name in ("forward_out", "forward_lse")}
+MOVED = {"out_tangent": (X.shape, np.float32), "lse_tangent": ((2, 6, 4), np.float32)}
 FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "no scale": ("forward", QKV, OUT, {"scale": None}, "8 attributes expected, got 7"),
     "another attribute": ("forward", QKV, OUT, {"scale": None, "factor": np.float64(1)}, "attribute factor is unknown"),
@@ -238,6 +209,15 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
                                "block_mask has element type 11"),
     "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
                                "there are no sinks for grad_sinks"),
+    "tangent without bias": ("jvp", {**QKV, **RESULTS, "bias_tangent": np.ones((2, 4, 6, 6), np.float32)}, MOVED, {},
+                             "there is no bias for its tangent"),
+    "tangent without results": ("jvp", {**QKV, "query_tangent": X}, MOVED, {}, "lacks operands or has too many"),
+    "tangent of another size": ("jvp", {**QKV, **RESULTS, "key_tangent": X[:, :5]}, MOVED, {},
+                                "key_tangent has size 5 on axis 1, wanted 6"),
+    "tangent of a quantized key": ("jvp", {**QKV, "key": BYTES, "key_scale": ONE, **RESULTS}, MOVED, {},
+                                   "lacks operands or has too many"),
+    "no tangent of the output": ("jvp_backward", {**SAVED, "query_tangent": X}, GRADS, {},
+                                 "lacks operands or has too many"),
 }  # fmt: skip
 
 
@@ -253,6 +233,8 @@ def test_right_frames_are_none() -> None:
     (out,) = foreign("forward", QKV, OUT)
     assert bits(out) == bits(attention(X, X, X, scale=1.0))
     assert len(foreign("backward", SAVED, GRADS)) == 3
+    (along, _) = foreign("jvp", {**QKV, **RESULTS, "query_tangent": X}, MOVED)
+    assert along.shape == X.shape
 
 
 def swapped(x: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import cattn
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
 from support import as_tuple, paired  # noqa: E402
 
@@ -42,7 +43,7 @@ def wide(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bridge, "_is_foreign", lambda: False)
+    monkeypatch.setattr(_jax_passes, "is_foreign", lambda: False)
     bridge._compiled.clear_cache()
     yield
     bridge._compiled.clear_cache()

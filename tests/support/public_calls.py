@@ -79,6 +79,19 @@ def _differentiate(*, threads: int, **options: Any) -> object:
         return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, merged=True, **options)
 
 
+def _derive(*, threads: int, **options: Any) -> cattn.AttentionTangents:
+    with _path_and_threads("auto", threads):
+        return cattn.attention_jvp(QUERY, KEY, VALUE, QUERY, KEY, VALUE, return_lse=True, attn_mask=MASK, **options)
+
+
+def _derive_twice(*, threads: int, **options: Any) -> object:
+    out, out_tangent, lse, lse_tangent = _derive(threads=threads, **options)
+    with _path_and_threads("auto", threads):
+        return cattn.attention_jvp_backward(
+            out, QUERY, KEY, VALUE, out, lse, out_tangent, lse_tangent, QUERY, KEY, VALUE, attn_mask=MASK, **options
+        )
+
+
 def _in_threads(threads: int, function: Any, *arrays: np.ndarray, **options: Any) -> object:
     with _path_and_threads("auto", threads):
         return function(*arrays, **options)
@@ -187,6 +200,11 @@ CALLS: dict[str, Call] = {
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
     "attention_backward, lists of keys": lambda: _differentiate(threads=3, bias=BIAS, sinks=SINKS, key_indices=LISTS),
     "attention_backward, a list of keys": lambda: _differentiate(threads=1, attn_mask=MASK, key_indices=LISTS[0]),
+    "attention_jvp": lambda: _derive(threads=1, bias=BIAS, bias_tangent=BIAS, sinks=SINKS, sinks_tangent=SINKS),
+    "attention_jvp, threads": lambda: _derive(threads=3, dropout_p=0.3, rng=5, softcap=2.0),
+    "attention_jvp, half": lambda: cattn.attention_jvp(HALF, HALF, HALF, HALF, HALF, HALF, return_lse=True),
+    "attention_jvp_backward": lambda: _derive_twice(threads=1, bias=BIAS, bias_tangent=BIAS, sinks=SINKS),
+    "attention_jvp_backward, threads": lambda: _derive_twice(threads=3, dropout_p=0.3, rng=5, softcap=2.0),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
     # statistics
     "attention_statistics": lambda: cattn.attention_statistics(QUERY, KEY, MASK, bias=BIAS, sinks=SINKS, top_k=3),

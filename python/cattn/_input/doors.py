@@ -64,6 +64,12 @@ _STATISTICS = {
 _STATISTICS_OWN = "statistics top_k observation_window"
 _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), _ONLY_GRADIENTS)
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
+_TANGENTS = {
+    "key_indices": "pass a boolean attn_mask of the listed keys",
+    "return_weights": "call attention_weights for them",
+    "return_dropout_mask": "the mask is the mask of scaled_dot_product_attention with the same rng",
+}
+_TANGENTS_OWN = "query_tangent key_tangent value_tangent bias_tangent sinks_tangent lse"
 _NO_WHOLE_ROWS = "no task holds a whole row of weights"
 _NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
 _NOT_IN_ONNX = "the operator has no such input or attribute"
@@ -82,6 +88,11 @@ DOORS: dict[str, Door] = {
         own="stage",
     ),
     "attention_backward": Door(_GRADIENTS, own=_GRADIENTS_OWN),
+    "attention_jvp": Door(_TANGENTS, own=_TANGENTS_OWN),
+    "attention_jvp_backward": Door(
+        _TANGENTS | {"return_lse": _ONLY_GRADIENTS},
+        own=f"{_TANGENTS_OWN} grad_out_tangent grad_lse_tangent out_tangent lse_tangent",
+    ),
     "attention_statistics": Door(_STATISTICS, own=_STATISTICS_OWN),
     "varlen_attention": Door(
         _PACKED | {"return_weights": _NO_COMMON_SCORES, "return_dropout_mask": _NO_COMMON_SCORES}, own=_PACKED_OWN

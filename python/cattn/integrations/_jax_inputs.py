@@ -84,6 +84,7 @@ def read_inputs(query: Any, key: Any, value: Any) -> dict[str, Any]:
         _check_dtype(array, name, scale)
         arrays[name] = array if array.ndim == 4 else array[None]
         if scale is not None:
+            arrays[name] = jax.lax.stop_gradient(arrays[name])
             arrays[f"{name}_scale"] = _read_scale(scale, f"{name}.scale", arrays[name])
     wanted = arrays["query"]
     for name in ("key", "value"):

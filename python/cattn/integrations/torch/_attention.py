@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
 from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
 from ._quantized import read_quantized
+from ._second import attend_transformed
 from ._tensors import (
     DTYPES,
     as_array,
@@ -21,6 +23,7 @@ from ._tensors import (
     dtype_of,
     is_causal_bias,
     is_readable,
+    is_transformed,
     nobody_watches,
     read_causal_bias,
 )
@@ -80,6 +83,32 @@ def _as_positions(value: Any, name: str) -> Any:
 def _own_array(tensor: Tensor) -> Any:
     """Return a copy of a tensor, for the backward pass must find the numbers of the forward pass."""
     return as_array(tensor).copy()
+
+
+def _is_any_transformed(operands: Sequence[Tensor], *others: Tensor | None) -> bool:
+    """Return whether ``torch.func`` or forward mode differentiates one of the operands."""
+    for tensor in others:
+        if tensor is not None and is_transformed(tensor):
+            raise NotImplementedError("alibi_slopes and scales have no derivatives: pass them by another argument")
+    return any(map(is_transformed, operands))
+
+
+def _is_followed(mask: Tensor, gradients: bool, transformed: bool) -> bool:
+    """Return whether a mask may have derivatives."""
+    return mask.is_floating_point() if transformed else gradients and mask.requires_grad
+
+
+def _weights(operands: tuple[Tensor | None, ...], options: dict[str, Any]) -> Tensor:
+    """Return the weights before dropout as the output for the unit matrix, which has all derivatives."""
+    query, key, value, *rest = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    if options["key_indices"] is not None:
+        raise NotImplementedError("return_weights and key_indices do not go together under torch.func")
+    size = key.shape[-2]
+    unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
+    without = write_options(options | {"dropout_p": 0.0, "rng": None, "value_scale": None})
+    results: tuple[Tensor, Tensor] = attend_transformed(query, key, unit, *rest, *without)
+    return results[0]
 
 
 def _check_inputs(query: Any, key: Any, value: Any) -> None:
@@ -223,7 +252,7 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
-        For second derivatives, in forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and
+        For third derivatives, forward mode over forward mode, second derivatives of weights and with key_indices, and
         for alibi_slopes, scales or quantized tensors that require a gradient.
 
     Notes
@@ -231,9 +260,9 @@ def scaled_dot_product_attention(
     `cattn.set_num_threads` sets the number of threads. Gradients have the same bits for any number of them.
 
     Without gradients the function reads the tensors and calls `cattn.scaled_dot_product_attention` at once. With
-    gradients it is a ``torch.autograd.Function``. Where PyTorch compiles, traces or transforms, it is the custom
-    operator ``torch.ops.cattn.attention``. ``torch.vmap`` makes one call of the whole batch, except for dropout with
-    ``randomness="same"``.
+    gradients it is a ``torch.autograd.Function``, and so under ``torch.func`` and in forward mode. Where PyTorch
+    compiles or traces, it is the custom operator ``torch.ops.cattn.attention``. ``torch.vmap`` makes one call of the
+    whole batch, except for dropout with ``randomness="same"``.
 
     Examples
     --------
@@ -284,6 +313,7 @@ def scaled_dot_product_attention(
         _check_others(others)
         attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
         bias = None if bias is None else bias.to(dtype_of(bias))
+    transformed = not direct and _is_any_transformed((query, key, value, *extras), alibi_slopes, key_scale, value_scale)
     gradients = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -292,7 +322,7 @@ def scaled_dot_product_attention(
     )
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")
-    if gradients and bias is not None and attn_mask is not None and attn_mask.requires_grad:
+    if bias is not None and attn_mask is not None and _is_followed(attn_mask, gradients, transformed):
         bias = attn_mask + bias  # both have the gradient of their sum
         attn_mask = None
     operands = (query, key, value, attn_mask, bias, sinks)
@@ -308,7 +338,12 @@ def scaled_dot_product_attention(
     if not direct:
         for name in POSITIONS:
             options[name] = _as_positions(options[name], name)
-        out, lse, weights = attention_operator(*operands, *write_options(options), return_weights)
+        written = write_options(options)
+        if transformed:
+            out, lse = attend_transformed(*operands, *written)
+            weights = _weights(operands, options) if return_weights else None
+        else:
+            out, lse, weights = attention_operator(*operands, *written, return_weights)
     else:
         read = _own_array if gradients else as_array
         options = {
