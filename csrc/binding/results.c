@@ -2,12 +2,12 @@
 #include "results.h"
 #include "arrays.h"
 
-static bool has_rows_only(enum cattn_result which) {
+static bool has_rows_only(int which) {
     return which == CATTN_GRAD_LSE || which == CATTN_FORWARD_LSE || which == CATTN_LSE_TANGENT;
 }
 
 /* The type that the core takes. */
-static int type_of(const struct cattn_results *results, const struct cattn_call *call, enum cattn_result which) {
+static int type_of(const struct cattn_results *results, const struct cattn_call *call, int which) {
     switch (which) {
     case CATTN_FORWARD_LSE:
     case CATTN_LSE_TANGENT:
@@ -21,7 +21,7 @@ static int type_of(const struct cattn_results *results, const struct cattn_call 
 
 /* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case, and out of
  * halves float32. The core takes grad_lse in float64 only. */
-static bool widen(struct cattn_results *results, struct cattn_call *call, enum cattn_result which, const char *name) {
+static bool widen(struct cattn_results *results, struct cattn_call *call, int which, const char *name) {
     PyArrayObject **array = &results->arrays[which];
     if (which == CATTN_GRAD_LSE)
         return cattn_arg_widen(call->state, array, NPY_DOUBLE);
@@ -45,8 +45,8 @@ static bool widen(struct cattn_results *results, struct cattn_call *call, enum c
     return false;
 }
 
-bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, enum cattn_result which,
-                        PyObject *object, const char *name, struct cattn_tensor *tensor) {
+bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, int which, PyObject *object,
+                        const char *name, struct cattn_tensor *tensor) {
     const bool rows_only = has_rows_only(which);
     const char *const whose = rows_only ? "the log-sum-exp" : "the output";
     npy_intp dims[NPY_MAXDIMS];

@@ -4,7 +4,7 @@
 
 #include "attention_args.h"
 
-enum cattn_result {
+enum {
     CATTN_GRAD_OUT,
     CATTN_GRAD_LSE,
     CATTN_FORWARD_OUT,
@@ -20,8 +20,8 @@ struct cattn_results {
 };
 
 /* Checks and converts one of them, after cattn_call_parse; fills in its tensor. */
-bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, enum cattn_result which,
-                        PyObject *object, const char *name, struct cattn_tensor *tensor);
+bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, int which, PyObject *object,
+                        const char *name, struct cattn_tensor *tensor);
 void cattn_results_clear(struct cattn_results *results);
 
 #endif

@@ -141,10 +141,11 @@ static void jvp_block(struct cattn_jvp *j, int64_t k0, int64_t k1) {
     tile_scores(&t);
     score_tangents(&t, &j->tangents);
     for (int v = 0; v < t.n_vectors; v++) {
-        real *pair[2] = {(real *)planes.of[0] + v * LANES, (real *)planes.of[1] + v * LANES};
         weigh_tangents(j, &t.vector[v], v * LANES);
-        if (j->scores.drop.enabled)
+        if (j->scores.drop.enabled) {
+            real *pair[2] = {(real *)planes.of[0] + v * LANES, (real *)planes.of[1] + v * LANES};
             each_philox_bits(&t, &t.vector[v], v * LANES, drop_pair, pair);
+        }
     }
     zero_unseen(&t, &planes);
     if (!j->values.call.d_v)

@@ -34,7 +34,7 @@ struct lanes_to_derive {
 /* One vector of queries and one key: replaces the score by the weight of dV, the product dO' V^T by dS, and the tangent
  * by dS'. */
 INLINE void derive(struct lanes_to_derive *lanes, int k, bool dropping, vm drop_bits) {
-    const int64_t at = k * CATTN_TILE_ROWS;
+    const int at = k * CATTN_TILE_ROWS;
     const vf zero = vf_set1(0), s = vf_loadu(lanes->score + at);
     const vm hidden = vf_eq(s, vf_set1(NEG_INF));
     const vf p = vf_select(hidden, zero, weight_of(s, lanes->lse));
