@@ -94,9 +94,9 @@ def shares() -> Any:
 
 def draw_logo() -> None:
     """Draw a triangle of six rows, whose colours are weights."""
-    cells = []
+    cells, colours = [], np.rint(255 * plt.get_cmap("Blues")(0.3 + 0.6 * shares()))
     for row, column in np.argwhere(np.tri(6)):
-        red, green, blue, _ = np.rint(255 * np.array(plt.get_cmap("Blues")(0.3 + 0.6 * shares()[row, column])))
+        red, green, blue, _ = colours[row, column]
         colour = f"#{int(red):02x}{int(green):02x}{int(blue):02x}"
         cells.append(f'<rect x="{10 * column + 2}" y="{10 * row + 2}" width="9" height="9" rx="1.5" fill="{colour}"/>')
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 63 63">'

@@ -37,11 +37,7 @@ static bool widen(struct cattn_results *results, struct cattn_call *call, int wh
     const bool is_half_of_plain = which == CATTN_OUT_TANGENT && own == call->stored_type;
     if ((own == NPY_FLOAT && wanted == NPY_DOUBLE) || is_half_of_plain)
         return cattn_arg_widen(call->state, array, wanted);
-    PyArray_Descr *descr = PyArray_DescrFromType(wanted);
-    if (descr != NULL)
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S, the forward pass gives %S: pass %s.astype('%S')", name,
-                     PyArray_DESCR(*array), descr, name, descr);
-    Py_XDECREF((PyObject *)descr);
+    cattn_arg_wrong_type(*array, name, "the forward pass gives", wanted);
     return false;
 }
 

@@ -25,11 +25,7 @@ static bool convert(struct cattn_call *call, PyArrayObject **array, const char *
         return true;
     if (from_any || wanted == NPY_DOUBLE || (wanted == NPY_FLOAT && own != NPY_DOUBLE))
         return cattn_arg_widen(call->state, array, wanted);
-    PyArray_Descr *descr = PyArray_DescrFromType(wanted);
-    if (descr != NULL)
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S, its input %S: pass %s.astype('%S')", name,
-                     PyArray_DESCR(*array), descr, name, descr);
-    Py_XDECREF((PyObject *)descr);
+    cattn_arg_wrong_type(*array, name, "its input", wanted);
     return false;
 }
 

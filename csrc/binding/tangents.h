@@ -11,7 +11,8 @@ enum { QUERY_TANGENT, KEY_TANGENT, VALUE_TANGENT, BIAS_TANGENT, SINKS_TANGENT, C
 bool cattn_tangents_take(struct cattn_call *call, PyObject *const *objects, PyArrayObject **arrays,
                          struct cattn_tangents *tangents);
 void cattn_tangents_clear(PyArrayObject **arrays);
-/* An error for what tangents do not come with. */
+/* An error for arguments that have no derivatives here: quantized keys and values, and a dropout mask that is not
+ * drawn again from an int. */
 bool cattn_tangents_refuse(const struct cattn_call *call, PyObject *const *args);
 
 #endif

@@ -22,6 +22,7 @@
 struct backward_job {
     const struct cattn_backward_params *params;
     const struct cattn_kernels *kernels;
+    const struct cattn_backward_steps *steps; /* of attention's gradients, or of its derivative's */
     struct cattn_backward_plan plan;
     struct cattn_call_shape scores, grads, keys; /* what the rows of each view share */
     struct cattn_tangent_calls tangent_calls;    /* the same, if of_tangents */
@@ -48,16 +49,13 @@ static struct step find_step(const struct backward_job *job, int64_t unit, int64
 
 /* ---- from tensors to a step ---- */
 
-/* The view for grad_out V^T: plain products, since the masks were applied to the scores. */
+/* The view for grad_out V^T. */
 static struct cattn_call_shape call_of_grads(const struct cattn_backward_params *params,
                                              const struct cattn_call_shape *scores) {
-    struct cattn_call_shape call = *scores;
+    struct cattn_call_shape call = cattn_call_of_products(scores);
     call.query_col = params->grad_out.col;
     call.head_dim = scores->d_v;
     call.score_options.scale = scores->keep_scale;
-    call.score_options.softcap = 0;
-    call.has_slopes = call.has_block_mask = false;
-    call.fully_ranged = true;
     return call;
 }
 
@@ -242,11 +240,8 @@ static bool run_block(const struct backward_job *job, struct step *step, struct 
                       struct cattn_range keys, int64_t key_block, struct cattn_worker *worker) {
     const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
     const bool sees = cattn_rows_see_block(&b->scores, keys, k0, k1);
-    struct cattn_jvp_backward *j = job->params->of_tangents ? (struct cattn_jvp_backward *)b : NULL;
-    if (sees && j)
-        job->kernels->jvp_backward_scores(j, k0, k1);
-    else if (sees)
-        job->kernels->backward_scores(b, k0, k1);
+    if (sees)
+        job->steps->scores(b, k0, k1);
     if (job->params->grad_bias.data) {
         const int64_t end = b->scores.first_key + k0 + CATTN_BLOCK_KEYS; /* of the block's columns */
         if (job->plan.shares_bias && !take_columns(job, step, end, worker))
@@ -256,18 +251,14 @@ static bool run_block(const struct backward_job *job, struct step *step, struct 
         if (job->plan.shares_bias)
             pass_columns(job, step, end);
     }
-    /* backward_query overwrites dS, so it comes after backward_bias */
-    if (sees && j)
-        job->kernels->jvp_backward_query(j, k0, k1);
-    else if (sees)
-        job->kernels->backward_query(b, k0, k1);
+    /* steps->query overwrites dS, so it comes after backward_bias */
+    if (sees)
+        job->steps->query(b, k0, k1);
     const int64_t place = place_of_keys(job, step, key_block);
     if (!wait_for_ticket(job, place, step->index, worker))
         return false;
-    if (sees && j)
-        job->kernels->jvp_backward_keys(j, k0, k1);
-    else if (sees)
-        job->kernels->backward_keys(b, k0, k1);
+    if (sees)
+        job->steps->keys(b, k0, k1);
     pass_ticket(job, place);
     return true;
 }
@@ -295,12 +286,8 @@ static bool run_step(const struct backward_job *job, struct step *step, int64_t 
         return false;
     const bool has_rows = b->scores.n_rows > 0;
     struct cattn_range keys = {0, 0};
-    struct cattn_jvp_backward *j = job->params->of_tangents ? (struct cattn_jvp_backward *)b : NULL;
     if (has_rows) {
-        if (j)
-            job->kernels->jvp_backward_begin(j);
-        else
-            job->kernels->backward_begin(b);
+        job->steps->begin(b);
         keys = cattn_rows_keys(&b->scores);
     }
     for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++)
@@ -311,7 +298,7 @@ static bool run_step(const struct backward_job *job, struct step *step, int64_t 
     if (job->misfits)
         check_fit(job, step, b);
     if (job->sinks)
-        job->sinks[place_of_step(job, step)] = j ? job->kernels->jvp_backward_sink(j) : job->kernels->backward_sink(b);
+        job->sinks[place_of_step(job, step)] = job->steps->sink(b);
     job->kernels->backward_finish(b);
     return true;
 }
@@ -401,6 +388,7 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
     CATTN_CHECK(backward, params);
     const struct cattn_attention_params *p = &params->forward;
     struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype)};
+    job.steps = params->of_tangents ? &job.kernels->jvp_backward : &job.kernels->backward;
     job.plan = cattn_backward_plan(params, job.kernels);
     cattn_call_shape_fill(p, &job.scores);
     job.grads = call_of_grads(params, &job.scores);

@@ -3,18 +3,9 @@
 
 #include "plan.h"
 
-/* Plain products, since the masks were applied to the scores. */
-static struct cattn_call_shape call_of_products(const struct cattn_call_shape *scores) {
-    struct cattn_call_shape call = *scores;
-    call.score_options.softcap = 0;
-    call.has_slopes = call.has_block_mask = false;
-    call.fully_ranged = true;
-    return call;
-}
-
 void cattn_tangent_calls_fill(const struct cattn_call_shape *scores, const struct cattn_tangents *tangents,
                               struct cattn_tangent_calls *calls) {
-    calls->query = calls->key = call_of_products(scores);
+    calls->query = calls->key = cattn_call_of_products(scores);
     calls->query.query_col = tangents->query.data ? tangents->query.col : 0;
 }
 

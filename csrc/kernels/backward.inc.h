@@ -56,15 +56,8 @@ static void backward_begin(struct cattn_backward *b) {
                  b->fit.delta_magnitude);
     if (b->has_grad_lse)
         subtract_grad_lse(b);
-    /* up to whole vectors and whole groups of P V, which are read too */
-    const int padded = (int)max64(cattn_round_up(b->scores.n_rows, LANES), cattn_round_up(b->scores.n_rows, MR));
-    for (int r = 0; r < padded; r++) {
-        split_lse(&b->scores, &b->lse, r);
-        ((real *)b->bias_sum)[r] = 0;
-        ((real *)b->keys.scratch.alpha)[r] = 1;
-    }
-    if (b->keys.call.acc_cols)
-        memset(b->keys.scratch.acc, 0, (size_t)padded * (size_t)b->keys.call.acc_cols * sizeof(real));
+    const int padded = sums_begin(&b->scores, &b->lse, &b->keys);
+    memset(b->bias_sum, 0, (size_t)padded * sizeof(real));
 }
 
 /* Scores, products dO V^T, lse and delta of LANES rows, and the block's parts of the sums in struct cattn_fit. */

@@ -123,14 +123,8 @@ INLINE void drop_pair(void *context, int k, vm drop_bits) {
 static void jvp_begin(struct cattn_jvp *j) {
     pack_query_tile(&j->scores);
     score_tangents_begin(&j->tangents);
-    const int padded = (int)max64(cattn_round_up(j->scores.n_rows, LANES), cattn_round_up(j->scores.n_rows, MR));
-    for (int r = 0; r < padded; r++) {
-        split_lse(&j->scores, &j->lse, r);
-        ((real *)j->mean)[r] = 0;
-        ((real *)j->values.scratch.alpha)[r] = 1;
-    }
-    if (j->values.call.acc_cols)
-        memset(j->values.scratch.acc, 0, (size_t)padded * (size_t)j->values.call.acc_cols * sizeof(real));
+    const int padded = sums_begin(&j->scores, &j->lse, &j->values);
+    memset(j->mean, 0, (size_t)padded * sizeof(real));
 }
 
 static void jvp_block(struct cattn_jvp *j, int64_t k0, int64_t k1) {

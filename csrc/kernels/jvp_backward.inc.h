@@ -11,8 +11,11 @@
  * kernels.
  */
 
-static void jvp_backward_begin(struct cattn_jvp_backward *j) {
-    struct cattn_backward *b = &j->backward;
+/* The whole struct, of which a driver passes the first member. */
+INLINE struct cattn_jvp_backward *of_second_order(struct cattn_backward *b) { return (struct cattn_jvp_backward *)b; }
+
+static void jvp_backward_begin(struct cattn_backward *b) {
+    struct cattn_jvp_backward *j = of_second_order(b);
     backward_begin(b);
     score_tangents_begin(&j->tangents);
     if (j->tangents.has_query)
@@ -91,8 +94,8 @@ static void derive_lanes(const struct tile *t, struct cattn_jvp_backward *j, con
     add_doubles(b->fit.magnitudes + r, lanes.magnitudes);
 }
 
-static void jvp_backward_scores(struct cattn_jvp_backward *j, int64_t k0, int64_t k1) {
-    struct cattn_backward *b = &j->backward;
+static void jvp_backward_scores(struct cattn_backward *b, int64_t k0, int64_t k1) {
+    struct cattn_jvp_backward *j = of_second_order(b);
     const struct planes planes = {{b->scores.scratch.score, b->grads.scratch.score, j->tangents.tangent}, 3};
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
@@ -124,8 +127,8 @@ static void uncap(const struct tile *t, const struct cattn_jvp_backward *j) {
         }
 }
 
-static void jvp_backward_query(struct cattn_jvp_backward *j, int64_t k0, int64_t k1) {
-    struct cattn_backward *b = &j->backward;
+static void jvp_backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
+    struct cattn_jvp_backward *j = of_second_order(b);
     struct tile t;
     if (!tile_begin(&t, &b->scores, k0, k1))
         return;
@@ -138,11 +141,11 @@ static void jvp_backward_query(struct cattn_jvp_backward *j, int64_t k0, int64_t
         add_values(&t, &j->keys);
 }
 
-static void jvp_backward_keys(struct cattn_jvp_backward *j, int64_t k0, int64_t k1) {
-    const struct cattn_backward *b = &j->backward;
+static void jvp_backward_keys(struct cattn_backward *b, int64_t k0, int64_t k1) {
+    const struct cattn_jvp_backward *j = of_second_order(b);
     struct tile t;
-    backward_keys(&j->backward, k0, k1);
-    if (!j->tangents.has_query || !tile_begin(&t, &j->backward.scores, k0, k1))
+    backward_keys(b, k0, k1);
+    if (!j->tangents.has_query || !tile_begin(&t, &b->scores, k0, k1))
         return;
     const struct query_sum key = {.weights = j->tangents.tangent,
                                   .rows = j->query_rows,
@@ -156,17 +159,17 @@ static void jvp_backward_keys(struct cattn_jvp_backward *j, int64_t k0, int64_t 
 
 /* The sum over the rows of the sink's weight times (sink' - mean) delta + delta'. Where no key is visible, the lse is
  * the sink itself. */
-static double jvp_backward_sink(struct cattn_jvp_backward *j) {
-    const struct cattn_rows *rows = &j->backward.scores;
+static double jvp_backward_sink(struct cattn_backward *b) {
+    const struct cattn_jvp_backward *j = of_second_order(b);
+    const struct cattn_rows *rows = &b->scores;
     real sum = 0;
     for (int r = 0; r < rows->n_rows; r++) {
         const real sink = (real)rows->per_row->sink[r], moved = j->tangents.has_sink ? (real)j->tangents.sink[r] : 0;
         if (is_neg_inf(sink) || !row_sees_any_key(rows, r))
             continue;
         const vf centred = vf_set1(moved) - vf_set1(((const real *)j->mean)[r]);
-        const vf change =
-            vf_fma(centred, vf_set1(((const real *)j->backward.delta)[r]), vf_set1(((const real *)j->delta)[r]));
-        vf_storeu_n(&sum, vf_fma(vf_set1(weight_of_row(sink, &j->backward.lse, r)), change, vf_set1(sum)), 1);
+        const vf change = vf_fma(centred, vf_set1(((const real *)b->delta)[r]), vf_set1(((const real *)j->delta)[r]));
+        vf_storeu_n(&sum, vf_fma(vf_set1(weight_of_row(sink, &b->lse, r)), change, vf_set1(sum)), 1);
     }
     return (double)sum;
 }

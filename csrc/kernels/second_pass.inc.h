@@ -1,4 +1,4 @@
-/* second_pass.inc.h -- what the gradients and the passes with tangents share: sums of products over the columns of the
+/* second_pass.inc.h -- shared by the gradients and the passes with tangents: sums of products over the columns of the
  * output, and the zeros of hidden pairs in arrays [key][query].
  */
 
@@ -57,6 +57,19 @@ static void sum_products(const struct cattn_rows *grads, void *const *out, enum 
         add_doubles(total + r, SUM_TREE(sum));
         add_doubles(magnitude + r, magnitudes);
     }
+}
+
+/* Prepares the lse of the rows, and the accumulators of a view's sums. Returns the number of rows up to whole vectors
+ * and whole groups of P V, which are read too. */
+static int sums_begin(const struct cattn_rows *rows, const struct cattn_split_lse *lse, const struct cattn_rows *view) {
+    const int padded = (int)max64(cattn_round_up(rows->n_rows, LANES), cattn_round_up(rows->n_rows, MR));
+    for (int r = 0; r < padded; r++) {
+        split_lse(rows, lse, r);
+        ((real *)view->scratch.alpha)[r] = 1;
+    }
+    if (view->call.acc_cols)
+        memset(view->scratch.acc, 0, (size_t)padded * (size_t)view->call.acc_cols * sizeof(real));
+    return padded;
 }
 
 /* Adds the products of a view's weights and values to its accumulators. Overwrites the copy of other rows. */

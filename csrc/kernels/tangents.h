@@ -37,8 +37,8 @@ struct cattn_jvp {
     void *lse_tangent[CATTN_TILE_ROWS]; /* in the table's own type; the first is NULL if nobody wants them */
 };
 
-/* The gradients of that derivative. A driver calls the functions of the gradients (struct cattn_backward), with those
- * of jvp_backward_* that there are in their place. Beside the views of `backward`, `grads` has grad_out and the
+/* The gradients of that derivative. A driver calls the functions of the gradients (struct cattn_backward), with the
+ * steps `jvp_backward` in place of `backward`. Beside the views of `backward`, `grads` has grad_out and the
  * tangents of the values, and `keys` has gradients of the score tangents as weights and the tangents of the keys as
  * values. */
 struct cattn_jvp_backward {

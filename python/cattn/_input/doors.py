@@ -81,7 +81,7 @@ DOORS: dict[str, Door] = {
     "attention_weights": Door(
         {
             "value": _NO_VALUE,
-                    "return_weights": "the weights are what is returned",
+            "return_weights": "the weights are what is returned",
             "return_lse": _NOTHING_RETURNED,
             "return_dropout_mask": "pass stage='dropout' for the weights after dropout",
         },

@@ -44,6 +44,7 @@ class _Pair:
     """A pair that does not change: it unpacks, is compared by identity, and is checked again when it is unpickled."""
 
     __slots__ = ("__weakref__",)
+    _members: tuple[str, str]
 
     def _set(self, **fields: Any) -> Self:
         for name, field in fields.items():
@@ -57,7 +58,7 @@ class _Pair:
         raise AttributeError(f"a {type(self).__name__} does not change: make another one")
 
     def __iter__(self) -> Iterator[Any]:
-        raise NotImplementedError
+        return (getattr(self, name) for name in self._members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self)
@@ -131,6 +132,7 @@ class Quantized(_Pair):
     scale: NDArray[np.float32]
     _bits: Array | None  # what C reads: int8, or float8_e4m3fn as uint8; None if nothing was checked
 
+    _members = ("values", "scale")
     _instead = "only key and value of attention and weight of linear may be one: pass cattn.dequantize of it"
 
     @with_hints
@@ -186,9 +188,6 @@ class Quantized(_Pair):
     def nbytes(self) -> int:
         """The bytes of values and scale."""
         return self.values.nbytes + self.scale.nbytes
-
-    def __iter__(self) -> Iterator[Array]:
-        return iter((self.values, self.scale))
 
     def __repr__(self) -> str:
         return f"Quantized({self.dtype} {self.shape}, scale {self.scale.dtype} {tuple(self.scale.shape)})"
@@ -254,6 +253,7 @@ class BlockMask(_Pair):
     blocks: NDArray[np.bool_]
     size: int
 
+    _members = ("blocks", "size")
     _instead = "it is an argument of its own: pass block_mask"
 
     @with_hints
@@ -273,9 +273,6 @@ class BlockMask(_Pair):
     def _of_leaves(cls, blocks: Any, size: int) -> BlockMask:
         """Return one of an object of another library. Nothing is checked before a function of cattn reads it."""
         return cls.__new__(cls)._set(blocks=blocks, size=size)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.blocks, self.size))
 
     def __repr__(self) -> str:
         return f"BlockMask({self.blocks.dtype} {tuple(self.blocks.shape)}, size={self.size})"

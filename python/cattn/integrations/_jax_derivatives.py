@@ -18,11 +18,9 @@ import numpy as np
 
 from ._jax_inputs import Arrays, compute_dtype, quantized_names
 from ._jax_linear import call_linear
-from ._jax_passes import ARGUMENTS, RESULTS, Options, Pass, call_pass, gradient_shapes
+from ._jax_passes import ARGUMENTS, INPUTS, RESULTS, TANGENTS, Options, Pass, call_pass, gradient_shapes
 
-_INPUTS = ("query", "key", "value", "bias", "sinks")  # what has gradients
 _GIVEN = {"out": "grad_out", "residual": "grad_residual"}  # the gradients of results
-_TANGENTS = tuple(f"{name}_tangent" for name in _INPUTS)
 
 _Rule = Callable[[Options, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
 
@@ -82,7 +80,7 @@ def _pick(arrays: Arrays, names: Sequence[str]) -> dict[str, Any]:
 
 def _inputs(at: Arrays) -> dict[str, Any]:
     """Return the operands of the forward pass and its results."""
-    others = (*_GIVEN.values(), *_TANGENTS, "forward_out_tangent", "forward_lse_tangent")
+    others = (*_GIVEN.values(), *TANGENTS, "forward_out_tangent", "forward_lse_tangent")
     return {name: array for name, array in at.items() if name not in others}
 
 
@@ -124,7 +122,7 @@ def _sum_to(gradient: Any, wanted: Any) -> Any:
 
 def _as_own(gradients: Arrays, shapes: Arrays) -> dict[str, Any]:
     """Return gradients in the shapes and dtypes of their arguments."""
-    return {name: _sum_to(gradients[f"grad_{name}"], shapes[name]) for name in _INPUTS if name in shapes}
+    return {name: _sum_to(gradients[f"grad_{name}"], shapes[name]) for name in INPUTS if name in shapes}
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ def _derive_forward(options: Options, operands: Arrays, moving: Arrays, shapes: 
     def transpose(at: Arrays, given: Arrays, shapes: Arrays) -> Arrays:
         return _as_own(_backward(options, at, given, gradient_shapes(at, list(shapes))), shapes)
 
-    return found, call_linear(derive, transpose, at, _pick(moving, _INPUTS), results)
+    return found, call_linear(derive, transpose, at, _pick(moving, INPUTS), results)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -159,7 +157,7 @@ def _derive_backward(options: Options, operands: Arrays, moving: Arrays, shapes:
 
     def derive(at: Arrays, along: Arrays, shapes: Arrays) -> Arrays:
         parts = []
-        inputs, given = _pick(along, _INPUTS), _given(along)
+        inputs, given = _pick(along, INPUTS), _given(along)
         if inputs:
             moved = {f"forward_{name}": x for name, x in _jvp(options, at, inputs).items()}
             parts.append(_jvp_backward(options, {**at, **moved}, _given(at), inputs, shapes))
@@ -173,13 +171,13 @@ def _derive_backward(options: Options, operands: Arrays, moving: Arrays, shapes:
         at = _broadcast_to(along, at)
         moved = _jvp(options, at, along)
         results = {"grad_out": moved["out_tangent"], "grad_residual": moved["lse_tangent"]}
-        if any(name in shapes for name in _INPUTS):
+        if any(name in shapes for name in INPUTS):
             at |= {f"forward_{name}": x for name, x in moved.items()}
             second = _jvp_backward(options, at, _given(at), along, gradient_shapes(at, list(shapes)))
             results |= _as_own(second, shapes)
         return {name: results[name].astype(shape.dtype) for name, shape in shapes.items()}
 
-    return found, call_linear(derive, transpose, operands, _pick(moving, (*_INPUTS, *_GIVEN.values())), shapes)
+    return found, call_linear(derive, transpose, operands, _pick(moving, (*INPUTS, *_GIVEN.values())), shapes)
 
 
 # ---- the derivative in a direction -----------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ def _derive_jvp(options: Options, operands: Arrays, moving: Arrays, shapes: Arra
     at = {**operands, **{f"forward_{name}": x for name, x in found.items()}}
 
     def derive(at: Arrays, along: Arrays, shapes: Arrays) -> Arrays:
-        if any(name in along for name in _INPUTS):
+        if any(name in along for name in INPUTS):
             _refuse(
                 "forward mode over forward mode (jax.jacfwd of jax.jacfwd, jax.jvp of jax.jvp): take jax.hessian for "
                 "second derivatives; it has no third derivatives"
@@ -198,17 +196,17 @@ def _derive_jvp(options: Options, operands: Arrays, moving: Arrays, shapes: Arra
     def transpose(at: Arrays, gradients: Arrays, shapes: Arrays) -> Arrays:
         given = {"out" if name == "out_tangent" else "residual": x for name, x in gradients.items()}
         results = {}
-        if any(name in shapes for name in _INPUTS):
-            along = {name: at[f"{name}_tangent"] for name in _INPUTS if f"{name}_tangent" in at}
+        if any(name in shapes for name in INPUTS):
+            along = {name: at[f"{name}_tangent"] for name in INPUTS if f"{name}_tangent" in at}
             wanted = gradient_shapes(at, list(shapes))
             results = _as_own(_jvp_backward(options, at, given, along, wanted), shapes)
-        tangents = {name: shapes[f"{name}_tangent"] for name in _INPUTS if f"{name}_tangent" in shapes}
+        tangents = {name: shapes[f"{name}_tangent"] for name in INPUTS if f"{name}_tangent" in shapes}
         if tangents:
             first = _as_own(_backward(options, at, given, gradient_shapes(at, list(tangents))), tangents)
             results |= {f"{name}_tangent": x for name, x in first.items()}
         return results
 
-    return found, call_linear(derive, transpose, at, _pick(moving, (*_INPUTS, *_TANGENTS)), shapes)
+    return found, call_linear(derive, transpose, at, _pick(moving, (*INPUTS, *TANGENTS)), shapes)
 
 
 def _refuse_third(options: Options, operands: Arrays, moving: Arrays, shapes: Arrays) -> NoReturn:

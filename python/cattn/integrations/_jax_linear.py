@@ -24,7 +24,7 @@ class Linear:
     """A linear function, with the names of its arrays in the order in which JAX has them."""
 
     function: Function
-    transpose: Function  # from the cotangents of results to those of arguments
+    transpose: Function  # from the cotangents of the results to the cotangents of the arguments
     residuals: tuple[str, ...]
     arguments: tuple[str, ...]
     results: Mapping[str, jax.ShapeDtypeStruct]
@@ -137,9 +137,8 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, linear: Linear) -> Any
     def spread(x: Any, dim: Any) -> Any:
         return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
-    axes = [None if dim is None else dim for dim in dims[:n]]
     arguments = [spread(x, dim) for x, dim in zip(arrays[n:], dims[n:], strict=True)]
-    found = linear.batched(axes, size).bind([*arrays[:n], *arguments])
+    found = linear.batched(dims[:n], size).bind([*arrays[:n], *arguments])
     return found, [0] * len(found)
 
 

@@ -25,6 +25,9 @@ from ._jax_inputs import Arrays, compute_dtype
 ARGUMENTS, RESULTS = _cattn._xla_operands()
 BIT = {name: 1 << i for i, name in enumerate((*ARGUMENTS, *RESULTS))}
 
+INPUTS = ("query", "key", "value", "bias", "sinks")  # each has a gradient and may have a tangent
+TANGENTS = tuple(f"{name}_tangent" for name in INPUTS)
+
 Pass = Literal["forward", "backward", "jvp", "jvp_backward"]
 
 
@@ -185,21 +188,28 @@ def _results_python(operands: Arrays) -> dict[str, Any]:
     return {"out": operands["forward_out"].swapaxes(1, 2), "lse": lse}
 
 
-def _backward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
-    grad_out, query, key, value = _heads_first(operands, "grad_out", "query", "key", "value")
-    grad_lse = operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
-    grads = cattn.attention_backward(
-        grad_out, query, key, value, **_results_python(operands), grad_lse=grad_lse,
-        **_numpy_options(options, operands),
-    )  # fmt: skip
+def _grad_lse(operands: Arrays) -> Any:
+    return operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
+
+
+def _gradients(grads: cattn.AttentionGradients, shapes: Arrays) -> dict[str, Any]:
+    """Return the gradients in JAX's layout, with bias and sinks where they are wanted."""
     found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
     return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
 
 
+def _backward_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
+    grad_out, query, key, value = _heads_first(operands, "grad_out", "query", "key", "value")
+    grads = cattn.attention_backward(
+        grad_out, query, key, value, **_results_python(operands), grad_lse=_grad_lse(operands),
+        **_numpy_options(options, operands),
+    )  # fmt: skip
+    return _gradients(grads, shapes)
+
+
 def _tangents_python(operands: Arrays) -> dict[str, Any]:
-    names = [f"{name}_tangent" for name in ("query", "key", "value", "bias", "sinks")]
-    inputs = {name: operands[name].swapaxes(1, 2) for name in names[:3] if name in operands}
-    return inputs | {name: operands[name] for name in names[3:] if name in operands}
+    inputs = {name: operands[name].swapaxes(1, 2) for name in TANGENTS[:3] if name in operands}
+    return inputs | {name: operands[name] for name in TANGENTS[3:] if name in operands}
 
 
 def _jvp_python(options: Options, operands: Arrays, shapes: Arrays) -> dict[str, Any]:
@@ -215,14 +225,12 @@ def _jvp_backward_python(options: Options, operands: Arrays, shapes: Arrays) -> 
     grad_out, query, key, value, out_tangent = _heads_first(
         operands, "grad_out", "query", "key", "value", "forward_out_tangent"
     )
-    grad_lse = operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
     grads = cattn.attention_jvp_backward(
         grad_out, query, key, value, **_results_python(operands), out_tangent=out_tangent,
-        lse_tangent=operands["forward_lse_tangent"].swapaxes(1, 2), grad_lse_tangent=grad_lse,
+        lse_tangent=operands["forward_lse_tangent"].swapaxes(1, 2), grad_lse_tangent=_grad_lse(operands),
         **_tangents_python(operands), **_numpy_options(options, operands),
     )  # fmt: skip
-    found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
-    return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
+    return _gradients(grads, shapes)
 
 
 _PASSES: dict[Pass, Callable[[Options, Arrays, Arrays], dict[str, Any]]] = {

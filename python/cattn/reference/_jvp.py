@@ -25,7 +25,6 @@ class _Linearized(NamedTuple):
     lse: Floats
     factor: Floats  # of the dropout: 0, or 1 / (1 - p)
     visible: Bools  # without scores of -inf
-    sink_weight: Floats | None
     raw: Floats  # tangents of the scaled products
     slope: Floats  # derivative of the softcap
     curvature: Floats  # its second derivative
@@ -35,9 +34,15 @@ class _Linearized(NamedTuple):
 
 
 def _products(problem: Problem, inputs: Inputs, options: dict[str, Any]) -> Problem:
-    """Return the problem of tangents, whose products are scaled as those of `problem`."""
+    """Return the problem of tangents, with the scale of `problem`."""
     kept = {name: options[name] for name in ("enable_gqa", "key_indices") if name in options}
     return score(inputs, scale=problem.scale, **kept)
+
+
+def _sink_weights(sinks: ArrayLike, lse: Floats) -> Floats:
+    """Return the weight of the sink in each row."""
+    sink = np.asarray(sinks, np.float64)[..., None]
+    return np.where(sink == -np.inf, 0.0, np.exp(sink - lse))
 
 
 def _linearize(
@@ -79,14 +84,10 @@ def _linearize(
     visible = problem.visible & (problem.scores != -np.inf)  # a score of -inf has weight 0, and keeps it
     tangent = np.where(visible, tangent, 0.0)
     mean = np.where(visible, weights * tangent, 0.0).sum(axis=-1)
-    sink_weight = None
-    if sinks is not None:
-        sink = np.asarray(sinks, np.float64)[..., None]
-        sink_weight = np.where(sink == -np.inf, 0.0, np.exp(sink - lse))
-        if sinks_tangent is not None:
-            mean = mean + sink_weight * np.asarray(sinks_tangent, np.float64)[..., None]
+    if sinks is not None and sinks_tangent is not None:
+        mean = mean + _sink_weights(sinks, lse) * np.asarray(sinks_tangent, np.float64)[..., None]
     moved = None if value_tangent is None else _products(problem, (query, key, value_tangent), options).value
-    return _Linearized(problem, weights, lse, factor, visible, sink_weight, raw, slope, curvature, tangent, mean, moved)
+    return _Linearized(problem, weights, lse, factor, visible, raw, slope, curvature, tangent, mean, moved)
 
 
 @quiet
@@ -241,8 +242,7 @@ def attention_jvp_backward(
     if additive is not None and np.asarray(additive).dtype.kind == "f":
         of_bias = _sum_to(d_score[..., 0, :, :] if problem.one_head else d_score, np.shape(additive))
     if sinks is not None:
-        sink = np.asarray(sinks, np.float64)[..., None]
-        sink_weight = np.where(sink == -np.inf, 0.0, np.exp(sink - row_lse))
+        sink_weight = _sink_weights(sinks, row_lse)
         moved = np.zeros(1) if sinks_tangent is None else np.asarray(sinks_tangent, np.float64)[..., None]
         per_row = sink_weight * ((moved - mean) * delta + delta_tangent)
         per_row = np.where((sink_weight != 0) & problem.visible.any(axis=-1), per_row, 0.0)

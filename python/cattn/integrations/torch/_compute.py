@@ -207,7 +207,7 @@ def derive(
     attention_jvp: Any = cattn.attention_jvp  # does not see through **options
     result = attention_jvp(
         *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out), lse=as_array(lse),
-        **_with_extras(_without_scales(options), *operands[3:]),
+        **_with_extras(_of_second_order(options), *operands[3:]),
     )  # fmt: skip
     return as_tensor(result.out_tangent, out.dtype), as_tensor(result.lse_tangent).to(torch.float64)
 
@@ -226,7 +226,7 @@ def backward_of_derivative(
     """
     out, lse, out_tangent, lse_tangent = results
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    options = _without_scales(options)
+    options = _of_second_order(options)
     if grad_lse is not None:
         options["grad_lse_tangent"] = as_array(grad_lse)
     dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
@@ -244,8 +244,8 @@ def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
     return as_array(query), as_array(key), as_array(value)
 
 
-def _without_scales(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without those that second derivatives do not have; an error if one is used."""
+def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of passes with tangents; an error if there is one that they do not have."""
     refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
     for name, what in refused.items():
         if options.get(name) is not None:

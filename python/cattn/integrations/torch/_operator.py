@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,7 +189,12 @@ def backward_operator(*arguments: Any) -> Any:
     grad_out, grad_lse, grad_weights, out, lse = arguments[:N_OF_RESULTS]
     operands, rest = arguments[N_OF_RESULTS:][:N_OPERANDS], arguments[N_OF_RESULTS + N_OPERANDS :]
     grads = backward(grad_out, grad_lse, grad_weights, operands, out, lse, read_options(*rest))
-    return tuple(out.new_empty(0) if grad is None else grad for grad in grads)
+    return filled(grads, out)
+
+
+def filled(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients as operators do: an empty tensor is none."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @attention_operator.register_fake

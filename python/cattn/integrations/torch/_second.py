@@ -24,6 +24,7 @@ from ._operator import (
     OPTIONS_SCHEMA,
     attention_operator,
     backward_operator,
+    filled,
     guard,
     read_options,
     tensors_schema,
@@ -46,12 +47,7 @@ def _backward_of_derivative(*arguments: Any) -> tuple[Tensor, ...]:
     grad_out, grad_lse, *tangents = arguments[: N_OPERANDS + 2]
     results, rest = arguments[N_OPERANDS + 2 : N_OF_DERIVATIVE], arguments[N_OF_DERIVATIVE:]
     operands, options = rest[:N_OPERANDS], read_options(*rest[N_OPERANDS:])
-    return _filled(backward_of_derivative(grad_out, grad_lse, tangents, operands, results, options), results[0])
-
-
-def _filled(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients as operators do: an empty tensor is none."""
-    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+    return filled(backward_of_derivative(grad_out, grad_lse, tangents, operands, results, options), results[0])
 
 
 @torch.library.custom_op(
@@ -87,7 +83,7 @@ def _shapes_of_derivatives(*arguments: Any) -> tuple[Tensor, Tensor]:
 @jvp_backward_operator.register_fake
 def _shapes_of_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     out, operands = arguments[N_OPERANDS + 2], arguments[N_OF_DERIVATIVE:][:N_OPERANDS]
-    return _filled([x if _has_gradient(i, operands) else None for i, x in enumerate(operands)], out)
+    return filled([x if _has_gradient(i, operands) else None for i, x in enumerate(operands)], out)
 
 
 def _has_gradient(i: int, operands: Sequence[Tensor | None]) -> bool:
@@ -104,7 +100,7 @@ def _refuse_weights(grad_weights: Tensor | None) -> None:
 
 
 def _given(grads: Sequence[Tensor | None], operands: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return cotangents of gradients, or tangents; None for those of empty tensors, which stand for no gradient."""
+    """Return cotangents of gradients, or tangents. An empty tensor is no gradient, and becomes None."""
     pairs = enumerate(zip(grads, operands, strict=True))
     return [g if operand is not None and _has_gradient(i, operands) else None for i, (g, operand) in pairs]
 
@@ -221,11 +217,21 @@ def differentiate_product(
     return result
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    n = N_OF_RESULTS + N_OPERANDS + N_ARRAYS
-    ctx.save_for_backward(*inputs[:n])
-    ctx.numbers = inputs[n:]
+# ---- what a context keeps: tensors, and the numbers after them -------------------------------------------------------
+N_OF_BACKWARD = N_OF_RESULTS + N_OPERANDS + N_ARRAYS
+N_OF_JVP_CALL = N_OF_JVP + N_OPERANDS + N_ARRAYS
+N_OF_PRODUCT = N_OF_DERIVATIVE + N_OPERANDS + N_ARRAYS
+
+
+def _keep(ctx: Any, n: int, arguments: Sequence[Any], results: Sequence[Tensor] = ()) -> None:
+    """Keep the results and the arguments, of which the first n are tensors or None."""
+    ctx.save_for_backward(*results, *arguments[:n])
+    ctx.numbers = arguments[n:]
     ctx.set_materialize_grads(False)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, N_OF_BACKWARD, inputs)
 
 
 def _differentiate(ctx: Any, *of_gradients: Tensor | None) -> tuple[Any, ...]:
@@ -236,10 +242,7 @@ def _differentiate(ctx: Any, *of_gradients: Tensor | None) -> tuple[Any, ...]:
 
 
 def _save_derivative(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    n = N_OF_JVP + N_OPERANDS + N_ARRAYS
-    ctx.save_for_backward(*output, *inputs[:n])
-    ctx.numbers = inputs[n:]
-    ctx.set_materialize_grads(False)
+    _keep(ctx, N_OF_JVP_CALL, inputs, output)
 
 
 def _differentiate_derivative(ctx: Any, *of_derivatives: Tensor | None) -> tuple[Any, ...]:
@@ -252,10 +255,7 @@ def _differentiate_derivative(ctx: Any, *of_derivatives: Tensor | None) -> tuple
 
 
 def _save_product(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    n = N_OF_DERIVATIVE + N_OPERANDS + N_ARRAYS
-    ctx.save_for_backward(*inputs[:n])
-    ctx.numbers = inputs[n:]
-    ctx.set_materialize_grads(False)
+    _keep(ctx, N_OF_PRODUCT, inputs)
 
 
 def _differentiate_product(ctx: Any, *of_gradients: Tensor | None) -> tuple[Any, ...]:
@@ -277,14 +277,13 @@ class _Transformed(torch.autograd.Function):
 
     generate_vmap_rule = True
     n_tensors: int  # of the arguments that are tensors or None
+    keeps_results = False
 
     @classmethod
-    def keep(cls, ctx: Any, arguments: Sequence[Any]) -> None:
-        n = cls.n_tensors
-        ctx.save_for_backward(*arguments[:n])
-        ctx.save_for_forward(*arguments[:n])
-        ctx.numbers = arguments[n:]
-        ctx.set_materialize_grads(False)
+    def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if cls.keeps_results else ()
+        _keep(ctx, cls.n_tensors, inputs, results)
+        ctx.save_for_forward(*results, *inputs[: cls.n_tensors])
 
 
 def _run(operator: Any, direct: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -303,18 +302,11 @@ class Attention(_Transformed):
     """The output and the log-sum-exp."""
 
     n_tensors = N_OPERANDS + N_ARRAYS
+    keeps_results = True
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return _run(lambda *given: attention_operator(*given, False)[:2], _attend, arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        n = Attention.n_tensors
-        ctx.save_for_backward(*output, *inputs[:n])
-        ctx.save_for_forward(*output, *inputs[:n])
-        ctx.numbers = inputs[n:]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *of_results: Any) -> Any:
@@ -339,7 +331,7 @@ def attend_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
 class Backward(_Transformed):
     """The gradients of the operands."""
 
-    n_tensors = N_OF_RESULTS + N_OPERANDS + N_ARRAYS
+    n_tensors = N_OF_BACKWARD
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -347,13 +339,9 @@ class Backward(_Transformed):
             operands, rest = given[N_OF_RESULTS:][:N_OPERANDS], given[N_OF_RESULTS + N_OPERANDS :]
             grad_out, grad_lse, grad_weights, out, lse = given[:N_OF_RESULTS]
             grads = backward(grad_out, grad_lse, grad_weights, operands, out, lse, read_options(*rest))
-            return _filled(grads, out)
+            return filled(grads, out)
 
         return _run(backward_operator, direct, arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        Backward.keep(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, *of_gradients: Any) -> Any:
@@ -382,19 +370,12 @@ class Backward(_Transformed):
 class Jvp(_Transformed):
     """The derivatives of the output and of the log-sum-exp."""
 
-    n_tensors = N_OF_JVP + N_OPERANDS + N_ARRAYS
+    n_tensors = N_OF_JVP_CALL
+    keeps_results = True
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return _run(jvp_operator, _derive, arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        n = Jvp.n_tensors
-        ctx.save_for_backward(*output, *inputs[:n])
-        ctx.save_for_forward(*output, *inputs[:n])
-        ctx.numbers = inputs[n:]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *of_derivatives: Any) -> Any:
@@ -416,15 +397,11 @@ class Jvp(_Transformed):
 class JvpBackward(_Transformed):
     """The gradients of the operands of `Jvp`."""
 
-    n_tensors = N_OF_DERIVATIVE + N_OPERANDS + N_ARRAYS
+    n_tensors = N_OF_PRODUCT
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return _run(jvp_backward_operator, _backward_of_derivative, arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        JvpBackward.keep(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, *of_gradients: Any) -> Any:
