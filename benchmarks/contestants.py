@@ -70,6 +70,23 @@ def jax_or_none() -> Any:
     return jax
 
 
+def matrix_products(dtype: str, flops: float) -> Calls:
+    """Return the matrix products of the libraries: of square matrices, with at most so many flops."""
+    n = product_size(flops)
+    a, b = (np.random.default_rng(seed).standard_normal((n, n)).astype(dtype) for seed in range(2))
+    calls: Calls = {"numpy": lambda: a @ b, "cattn": lambda: cattn.functional.linear(a, b)}
+    torch = torch_or_none()
+    if torch is not None:
+        ours = [torch.from_numpy(array) for array in (a, b)]
+        calls["torch"] = lambda: torch.mm(*ours)
+    return calls
+
+
+def product_size(flops: float) -> int:
+    """Return the rows of square matrices whose product has at most so many flops: a multiple of 16."""
+    return max(16, int((flops / 2) ** (1 / 3)) // 16 * 16)
+
+
 def as_tensor(torch: Any, array: Array) -> Any:
     """Return a tensor on the array's memory; NumPy and PyTorch exchange bfloat16 as integers."""
     if array.dtype.name == "bfloat16":
@@ -472,11 +489,8 @@ def quantized_calls(query: Array, key: Array, value: Array) -> CheckedCalls:
     out, attend = np.empty((*query.shape[:-1], value.shape[-1]), np.float32), cattn.scaled_dot_product_attention
     calls: Calls = {"float32": lambda: attend(query, key, value, out=out)}
     for name, dtype in (("cattn", "int8"), ("float8", "float8_e4m3fn")):
-        small_key, key_scale = cattn.quantize(key, dtype=dtype)
-        small_value, value_scale = cattn.quantize(value, dtype=dtype)
-        calls[name] = functools.partial(
-            attend, query, small_key, small_value, key_scale=key_scale, value_scale=value_scale, out=out
-        )
+        small_key, small_value = (cattn.quantize(array, dtype=dtype) for array in (key, value))
+        calls[name] = functools.partial(attend, query, small_key, small_value, out=out)
     halves = (array.astype(ml_dtypes.bfloat16) for array in (query, key, value))
     calls["bfloat16"] = functools.partial(attend, *halves)
     problem, left_out = Problem(query, key, value, causal=False), {}
@@ -503,7 +517,7 @@ def best_peer(ratios: dict[str, float], other_arithmetic: Collection[str] = ()) 
 def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = True, **options: Any) -> CheckedCalls:
     """Return attention, causal or over all keys, by cattn and by every peer that can compute it.
 
-    Without `matrix`, peers that keep the whole matrix of scores are left out. `options` are those of Problem.
+    Without `matrix`, peers that keep the whole matrix of scores are left out. `options` belong to Problem.
     """
     problem = Problem(query, key, value, **options)
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)

@@ -91,7 +91,7 @@ def prefill_case(dtype: str, shape: tuple[int, ...], targets: dict[str, float], 
         return attention_calls(*arrays, matrix=tokens <= 4096, causal=keys is None)
 
     facts = {"dtype": dtype, "shape": shape, "T": tokens, "keys": keys}
-    return Case(f"{dtype} {shape}{all_visible(keys)}", calls, dtype, flops, targets, facts)
+    return Case(f"{dtype} {shape}{all_visible(keys)}", calls, dtype, flops, targets, facts, beside_products=True)
 
 
 def all_visible(keys: int | None) -> str:
@@ -144,7 +144,7 @@ def dropout_fused(probe: Probe | None) -> Cases:
 
 
 def training(probe: Probe | None) -> Cases:
-    """Forward and backward pass of causal attention, one thread; flops count as 3.5 times those of the forward pass."""
+    """Forward and backward pass of causal attention, one thread; flops count as 3.5 forward passes."""
     torch = torch_or_none()
     for tokens, ratio in ((512, 2.6), (1024, 1.9), (2048, 1.5), (4096, 1.35)):
         for p in (0.0, 0.1):

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import cattn
 
-from .contestants import best_peer
+from .contestants import best_peer, matrix_products, product_size
 from .groups import GROUPS, KEEP_MEMORY
 from .machine import Probe, keep_memory
 from .timing import ENOUGH, SETTLED, SHORT, Case, Timing, interleave
 
 Found = TypeVar("Found")
+PRODUCT = "product of "  # before the name of a library whose matrix product is timed
 
 
 @dataclass
@@ -48,6 +49,9 @@ class Measured:
         probe = limits.get(case.limit or "")
         if probe is not None:
             contestants["limit"] = lambda: done.append(probe())
+        if case.beside_products:
+            products = matrix_products(case.facts["dtype"], case.work)
+            contestants |= {PRODUCT + name: call for name, call in products.items()}
         self.laps.append(interleave(contestants, rounds, self.quick))
         self.quick = self.laps[-1]["cattn"].quick
         self.limit_work = done[-1] if done else 0.0  # the same in every call
@@ -86,8 +90,9 @@ def row_of(case: Case, measured: Measured) -> dict[str, Any]:
     cattn = times["cattn"]
     row: dict[str, Any] = {"name": case.name, **case.facts, **measured.notes}
     row["laps"] = len(measured.laps)
-    row["seconds"] = {name: timing.kept() for name, timing in times.items() if name != "limit"}
-    row["ratios"] = {name: t.over(cattn) for name, t in times.items() if name not in ("cattn", "limit")}
+    calls = {name: timing for name, timing in times.items() if name != "limit" and not name.startswith(PRODUCT)}
+    row["seconds"] = {name: timing.kept() for name, timing in calls.items()}
+    row["ratios"] = {name: timing.over(cattn) for name, timing in calls.items() if name != "cattn"}
     row["best_peer"] = best_peer(row["ratios"], row.get("other_arithmetic", ()))
     if "limit" in times:
         work, limit = measured.limit_work, times["limit"]
@@ -98,10 +103,20 @@ def row_of(case: Case, measured: Measured) -> dict[str, Any]:
         row["limit"] = {"kind": case.limit, "per_second": per_second}
         row["percent"] = 100 * percent
     ours = cattn.median
+    if case.beside_products:
+        row["product"] = product_of(case, times)
     row["targets"] = {
         name: {"target": target, **judge(name, target, row, ours, case.work)} for name, target in case.targets.items()
     }
     return row
+
+
+def product_of(case: Case, times: dict[str, Timing]) -> dict[str, Any]:
+    """Return the library of the quickest matrix product, its flops in a second, and cattn's percentage of them."""
+    seconds = {name.removeprefix(PRODUCT): t.median for name, t in times.items() if name.startswith(PRODUCT)}
+    best = min(seconds, key=seconds.__getitem__)
+    per_second = 2.0 * product_size(case.work) ** 3 / seconds[best]
+    return {"best": best, "per_second": per_second, "percent": 100 * case.work / times["cattn"].median / per_second}
 
 
 def judge(name: str, target: float, row: dict[str, Any], ours: float, work: float = 0.0) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def line(row: Row) -> str:
         ours = row["seconds"]["cattn"]
         parts.append(f"{duration(ours['median']):>8} ±{ours['spread']:>4.0%} {ours['quiet']:>4.0%} quiet")
         parts.append(f"{row['percent']:>5.0f} %" if "percent" in row else " " * 7)
+        if "product" in row:
+            parts.append(f"{row['product']['percent']:.0f} % of {row['product']['best']}'s product")
         parts.append(best(row))
         lines.append("  ".join(contestant(row, name) for name in row["ratios"]))
         if "errors" in row:
@@ -99,7 +101,7 @@ def contestant(row: Row, name: str) -> str:
 
 
 def best(row: Row) -> str:
-    """Return the best peer, and those of fewer bits that take less time than it."""
+    """Return the best peer, and the peers of fewer bits that take less time."""
     name, ratios = row.get("best_peer"), row["ratios"]
     most = ratios[name] if name else math.inf
     others = [f"{other} {ratios[other]:.2f}x*" for other in row.get("other_arithmetic", ()) if ratios[other] < most]
@@ -139,22 +141,30 @@ def markdown(folder: Path) -> str:
     packages = {peer.package: peer.title.split()[0] for peer in PEERS.values() if peer.package in machine}
     versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
     shown = [name for name in ("torch", "numpy") if any(name in row["ratios"] for row in rows)]
-    titles = ["query", "time", "of the FMA peak", "best peer", *(PEERS[name].title for name in shown)]
+    titles = [
+        "query",
+        "time",
+        "of the FMA peak",
+        "of the best product",
+        "best peer",
+        *(PEERS[name].title for name in shown),
+    ]
     lines = [
         "Other libraries' time in units of cattn's, one thread, causal unless all keys are visible, medians of",
         f"interleaved rounds (`python -m benchmarks prefill`; {machine['cpu']}, {machine['instruction_set']} kernels,",
         f"{machine['date']}; {versions}):",
         "",
         "| " + " | ".join(titles) + " |",
-        "| --- | ---: | ---: | --- |" + " ---: |" * len(shown),
+        "| --- | ---: | ---: | ---: | --- |" + " ---: |" * len(shown),
     ]
     for row in rows:
         first = row.get("best_peer")
         best = f"{PEERS[first].title} {row['ratios'][first]:.2f}×" if first in PEERS else ""
         ratios = [f"{row['ratios'][name]:.1f}×" if name in row["ratios"] else "" for name in shown]
         share = f"{row['percent']:.0f} %" if "percent" in row else ""
+        product = f"{row['product']['percent']:.0f} % ({row['product']['best']})" if "product" in row else ""
         took = duration(row["seconds"]["cattn"]["median"])
-        lines.append("| " + " | ".join([row["name"], took, share, best, *ratios]) + " |")
+        lines.append("| " + " | ".join([row["name"], took, share, product, best, *ratios]) + " |")
     return "\n".join(lines) + "\n"
 
 

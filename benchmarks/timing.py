@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated, or the caches would be those of the last peer
+LEAST = 5e-3  # seconds of one measurement: shorter calls are repeated, or caches would hold the last peer's data
 BUDGET = 2.5  # seconds for the rounds of one case in a lap, beyond the fewest rounds
 FEWEST, MOST = 2, 9  # rounds of one lap
 LAPS = 3, 16  # fewest and most
@@ -78,6 +78,7 @@ class Case:
     # "percent" of the limit, "microseconds", "GF/s", "GB/s", "best peer", or a peer: the smallest ratio to it
     targets: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    beside_products: bool = False  # whether matrix products of as many flops are timed, too
 
 
 def _once(call: Callable[[], object], number: int) -> float:

@@ -132,6 +132,23 @@ struct cattn_attention_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
+/* A direction: tangents of the inputs, each with the sizes and the type of its tensor, or absent. The tangent of the
+ * bias belongs to the last of them. out and lse are the derivatives of the results in this direction. Neither quantized
+ * keys and values nor key_indices, packed sequences or dropout.torch come with it. */
+struct cattn_tangents {
+    struct cattn_tensor query, key, value, bias, sinks;
+    struct cattn_tensor out; /* stored as forward.out */
+    struct cattn_tensor lse; /* in the dtype of the computation */
+};
+
+/* The derivatives of attention's results in a direction; `tangents.lse` may be absent. out and lse of `forward` are
+ * computed first, unless `has_results`. */
+struct cattn_jvp_params {
+    bool has_results;
+    struct cattn_tangents tangents;
+    struct cattn_attention_params forward;
+};
+
 /* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
@@ -150,6 +167,9 @@ struct cattn_backward_params {
     struct cattn_misfit *misfit; /* receives the first row that does not fit; NULL: nothing is checked */
     enum cattn_bias_sum bias_sum;
     bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */
+    /* The gradients of a scalar function of the derivatives in the direction of `tangents`, of whose results grad_out
+     * and grad_lse are the gradients, with respect to the inputs. Both results are inputs. */
+    bool of_tangents;
     struct cattn_tensor grad_out;             /* (batch, head, row, col) */
     struct cattn_tensor grad_lse;             /* (batch, head, row), float64 whatever the dtype; or absent */
     struct cattn_tensor grad_query;           /* (batch, head, row, col) */
@@ -158,6 +178,7 @@ struct cattn_backward_params {
      * SUM_ROWS: (batch, head, col). SUM_COLS: (batch, head, row); no stride is 0 in either. */
     struct cattn_tensor grad_bias;
     struct cattn_tensor grad_sinks; /* (batch, head), or absent */
+    struct cattn_tangents tangents; /* read if of_tangents */
     struct cattn_attention_params forward;
 };
 
@@ -354,6 +375,7 @@ struct cattn_product_params {
 /* Each zeroes the scalars of a params struct and makes every tensor absent; the contents of the arrays are arbitrary.
  * The binding begins with it. */
 void cattn_clear_attention(struct cattn_attention_params *params);
+void cattn_clear_jvp(struct cattn_jvp_params *params);
 void cattn_clear_backward(struct cattn_backward_params *params);
 void cattn_clear_statistics(struct cattn_statistics_params *params);
 void cattn_clear_softmax(struct cattn_softmax_params *params);
@@ -374,7 +396,8 @@ bool cattn_attention_counts_fit(const struct cattn_attention_params *params);
 bool cattn_attention_path_fits(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_attention_backward(const struct cattn_backward_params *params);
-/* The same with key_indices: what the two functions above compute from the gathered keys of each query. */
+enum cattn_status cattn_attention_jvp(const struct cattn_jvp_params *params);
+/* The same with key_indices: what the first two functions compute from the gathered keys of each query. */
 enum cattn_status cattn_gathered_attention(const struct cattn_attention_params *params);
 enum cattn_status cattn_gathered_backward(const struct cattn_backward_params *params);
 /* Also computes the forward pass, as far as lse needs it. */

@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import os
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +25,15 @@ GENERATED = HERE / "api" / "generated"
 VIEWS = HERE / "_views"
 
 HEADER = """\
-# Examples
+# Notebooks
 
-These notebooks run from top to bottom. They are shown with their committed outputs. Their sources are in `examples/` of
-a clone of the repository, in which `pip install '.[examples]'` installs the packages that they need. Notebooks 2, 3 and
-6 also need PyTorch: `pip install '.[examples,torch]'`.
+They run from top to bottom, and are shown with their committed outputs. Their sources are in `examples/` of a clone of
+the repository, in which `pip install '.[examples]'` installs the packages that they need. The notebooks on masking,
+dropout and training also need PyTorch: `pip install '.[examples,torch]'`. [Exercises](../exercises.md) for a class are
+on one page.
 """
+LIVE = """\
+<iframe class="cattn-live" src="../_static/{name}.html" title="All heads of the model" loading="lazy"></iframe>"""
 
 
 def write_pages(*_: Any) -> None:
@@ -64,15 +67,16 @@ def _write(path: Path, text: str) -> None:
 
 
 def _card(path: Path, stale: set[str]) -> str:
-    """Copy a notebook and its first picture into the gallery; return a card with title, first paragraph and picture."""
-    shutil.copy2(path, GALLERY)
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    """Copy a notebook and its first picture into the gallery; return a card with title, first sentence and picture."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = notebook["cells"]
     title, _, rest = "".join(cells[0]["source"]).lstrip("# ").partition("\n")
-    paragraph = rest.strip().partition("\n\n")[0]
+    sentence = re.split(r"(?<=[.:])\s", rest.strip().partition("\n\n")[0])[0].rstrip(":") + "."
+    sentence = sentence.replace("..", ".")
     lines = [f":::{{grid-item-card}} {title}", f":link: {path.stem}", ":link-type: doc"]
-    pictures = (
+    pictures = (  # a view is the best one
         output["data"]["image/png"]
-        for cell in cells
+        for cell in sorted(cells, key=lambda cell: "live_view" not in cell["metadata"])
         for output in cell.get("outputs", ())
         if "image/png" in output.get("data", ())
     )
@@ -82,4 +86,9 @@ def _card(path: Path, stale: set[str]) -> str:
         thumbnail.write_bytes(base64.b64decode("".join(picture)))
         stale.discard(thumbnail.name)
         lines.append(f":img-top: {thumbnail.name}")
-    return "\n".join([*lines, "", paragraph, ":::"])
+    for cell in cells:  # a view is live on the site
+        if (name := cell["metadata"].get("live_view")) is not None:
+            html = {"text/html": LIVE.format(name=name), "text/plain": ""}
+            cell["outputs"] = [{"output_type": "display_data", "data": html, "metadata": {}}]
+    _write(GALLERY / path.name, json.dumps(notebook, ensure_ascii=False, indent=1) + "\n")
+    return "\n".join([*lines, "", sentence, ":::"])

@@ -1,7 +1,7 @@
 """Configuration of the documentation site. ``nox -s docs`` builds it.
 
-The build needs cattn with its extra "docs", and no network. The API reference comes from the docstrings. The gallery
-shows the notebooks of ``examples/`` with their committed outputs.
+The build needs cattn and the packages of the group "docs", and no network. The API reference comes from the docstrings.
+The gallery shows the notebooks of ``examples/`` with their committed outputs.
 """
 
 import inspect
@@ -41,6 +41,7 @@ templates_path = ["_templates"]
 nitpicky = True
 default_role = "py:obj"
 add_function_parentheses = False
+python_maximum_signature_line_length = 60  # longer signatures have one parameter a line
 toc_object_entries_show_parents = "hide"
 smartquotes = False  # "lower_right" in a docstring is code, so its quotes must stay straight
 highlight_language = "none"  # literal blocks in docstrings are formulas; Sphinx recognises examples by their >>>
@@ -76,7 +77,7 @@ numpydoc_validation_checks = {
 # of cattn.testing.
 numpydoc_validation_exclude = {
     r"^cattn\.reference",
-    r"^cattn\.(Attention(Gradients|Output|Statistics)|CausalAlignmentWarning|Explanation|HeadScores)$",
+    r"^cattn\.(Attention(Gradients|Output|Statistics|Tangents)|CausalAlignmentWarning|Explanation|HeadScores)$",
     r"^cattn\.integrations\.onnx\.Attention(Outputs)?$",
     r"^cattn\.integrations\.transformers\.AttentionMask$",
     r"^cattn\.testing\.(Mistake|Report)$",
@@ -88,6 +89,10 @@ html_math_renderer = "mathml"
 html_title = f"cattn {release}"
 html_static_path = ["_static", "_views"]  # the second is written by _build_time.py
 html_css_files = ["cattn.css"]
+html_js_files = ["cattn.js"]
+html_logo = html_favicon = "_static/logo.svg"
+html_baseurl = ""  # the address of the site; with it, links to its pages show the card
+pygments_dark_style = "github-dark"
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
@@ -103,9 +108,21 @@ def emphasise_parameters(app, what, name, obj, options, lines):
     lines[:] = [own.sub(r"*\1*", line) if own else line for line in lines]
 
 
+def edit_page(app, pagename, templatename, context, doctree):
+    """Let long names of headings break after underscores and points, and name the card for links to the page."""
+    heading = re.compile(r"<h[1-3]>(.*?)(?=<a class=\"headerlink\")", re.DOTALL)
+    if "body" in context:
+        context["body"] = heading.sub(lambda found: re.sub(r"([_.])(?=\w)", r"\1<wbr>", found[0]), context["body"])
+    if app.config.html_baseurl:
+        tags = {"og:title": context["title"], "og:image": f"{app.config.html_baseurl}_static/card.png"}
+        lines = (f'<meta property="{name}" content="{text}">' for name, text in tags.items())
+        context["metatags"] = context.get("metatags", "") + "\n".join(lines)
+
+
 def setup(app):
-    """Connect the hooks that edit docstrings and write the generated pages."""
+    """Connect the hooks that edit docstrings and pages, and write the generated pages."""
     app.connect("autodoc-process-docstring", emphasise_parameters, priority=900)
+    app.connect("html-page-context", edit_page)
     app.connect("config-inited", _build_time.write_pages)
     app.connect("viewcode-follow-imported", _source_links.find_module)
     _mathml.setup(app)

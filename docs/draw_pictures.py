@@ -1,4 +1,4 @@
-"""Draw the pictures of the first page and of docs/pictures.md into docs/_static.
+"""Draw the pictures of the site, its logo and its card for links into docs/_static.
 
 Run it after a change: python docs/draw_pictures.py. It needs cattn with its extra "plot".
 """
@@ -81,6 +81,43 @@ def main() -> None:
     )
 
     draw_statistics()
+    draw_logo()
+    draw_card()
+
+
+def shares() -> Any:
+    """Return six rows of causal weights, relative to the largest of their row."""
+    query, key = np.random.default_rng(7).standard_normal((2, 6, 4))
+    weights = cattn.attention_weights(query, key, is_causal=True)
+    return weights / weights.max(axis=-1, keepdims=True)
+
+
+def draw_logo() -> None:
+    """Draw a triangle of six rows, whose colours are weights."""
+    cells, colours = [], np.rint(255 * plt.get_cmap("Blues")(0.3 + 0.6 * shares()))
+    for row, column in np.argwhere(np.tri(6)):
+        red, green, blue, _ = colours[row, column]
+        colour = f"#{int(red):02x}{int(green):02x}{int(blue):02x}"
+        cells.append(f'<rect x="{10 * column + 2}" y="{10 * row + 2}" width="9" height="9" rx="1.5" fill="{colour}"/>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 63 63">'
+    (FOLDER / "logo.svg").write_text("\n".join([head, *cells, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def draw_card() -> None:
+    """Draw the picture that accompanies links to the site."""
+    figure = plt.figure(figsize=(12, 6.3), dpi=100, facecolor="white")
+    triangle = figure.add_axes((0.04, 0.12, 0.4, 0.76))
+    triangle.imshow(np.ma.masked_where(np.tri(6) == 0, 0.3 + 0.6 * shares()), cmap="Blues", vmin=0, vmax=1)
+    triangle.set_xticks(np.arange(7) - 0.5, [""] * 7)
+    triangle.set_yticks(np.arange(7) - 0.5, [""] * 7)
+    triangle.grid(color="white", linewidth=8)
+    triangle.tick_params(length=0)
+    triangle.spines[:].set_visible(False)
+    figure.text(0.48, 0.6, "cattn", size=76, weight="bold", color="#08306b")
+    figure.text(0.485, 0.47, "Attention for NumPy, in C", size=28, color="#333333")
+    figure.text(0.485, 0.36, "fast · shows you the weights\nthe same bits every time", size=22, va="top")
+    figure.savefig(FOLDER / "card.png")
+    plt.close(figure)
 
 
 def draw_statistics() -> None:

@@ -92,7 +92,7 @@ class Shapes:
         if data.chance(5):
             size = 1 + data.below(20)
             blocks = self.make(-(-self.T_q // size), -(-self.T_k // size), dtype=np.float32) > 0
-            call |= {"block_mask": blocks, "block_size": size}
+            call["block_mask"] = cattn.BlockMask(blocks, size)
         if data.chance(3):
             call |= {"dropout_p": 0.5, "rng": self.rng()}
         return call

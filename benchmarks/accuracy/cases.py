@@ -57,7 +57,7 @@ class Case:
 
 # ---- functions of one number ---------------------------------------------------------------------------------------
 def elementwise(dtype: Any) -> Iterator[Case]:
-    """Return exp, tanh and log: those of the kernels, NumPy, PyTorch and JAX."""
+    """Return exp, tanh and log of the kernels, NumPy, PyTorch and JAX."""
     lowest = LOWEST[np.dtype(dtype).name]
 
     def below_zero(rng: np.random.Generator) -> Array:

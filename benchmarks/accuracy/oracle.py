@@ -1,11 +1,11 @@
 """The exact values, and the errors of a result.
 
 The oracle is the textbook's formula in a wider type. For float64 that is NumPy's long double, with 64 bits of
-significand on x86 and 113 elsewhere: its errors are at least 2048 times smaller than those of the formula in float64.
+significand on x86 and 113 elsewhere: its errors are at least 2048 times smaller than in float64.
 For float32 and halves, float64 is wide enough to add up matrix products. `check` compares long double with mpmath in
 60 digits.
 
-Errors have two units. ULP is the spacing of the dtype at the exact value (below the normal numbers, that of the
+Errors have two units. ULP is the spacing of the dtype at the exact value (below the normal numbers, the spacing of the
 subnormals). It suits functions and sums of positive numbers. The terms of attention's outputs and gradients cancel: a
 sum may be a thousand times smaller than its terms, and its error in ULP would measure the cancellation, not the
 computation. There the unit is eps times the RMS of the whole result.

@@ -75,7 +75,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """Return all tables, those of float32 unfolded."""
+    """Return all tables, folded."""
     machine, rows = kept["machine"], kept["rows"]
     versions = ", ".join(f"{TITLES[peer]} {machine[peer]}" for peer in TITLES if peer in machine)
     lines = [f"Versions: {versions}; {machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']}.", ""]
@@ -87,10 +87,7 @@ def markdown(kept: dict[str, Any]) -> str:
         lines += [f"### {title}", "", "RMS / largest error.", ""]
         for dtype in dict.fromkeys(row["dtype"] for row in rows if row["group"] == group):
             part = [row for row in rows if (row["group"], row["dtype"]) == (group, dtype)]
-            if dtype == "float32":
-                lines += ["float32:", "", *table(part), ""]
-            else:
-                lines += [f":::{{dropdown}} {dtype}", *table(part), ":::", ""]
+            lines += [f":::{{dropdown}} {dtype}", *table(part), ":::", ""]
     judged = [row for row in rows if ratios(row)]
     for dtype in dict.fromkeys(row["dtype"] for row in judged):
         part = [row for row in judged if row["dtype"] == dtype]

@@ -116,6 +116,14 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
+void cattn_arg_wrong_type(PyArrayObject *array, const char *name, const char *wanted_by, int wanted) {
+    PyArray_Descr *descr = PyArray_DescrFromType(wanted);
+    if (descr != NULL)
+        PyErr_Format(PyExc_TypeError, "%s has dtype %S, %s %S: pass %s.astype('%S')", name, PyArray_DESCR(array),
+                     wanted_by, descr, name, descr);
+    Py_XDECREF((PyObject *)descr);
+}
+
 /* Always false. */
 static bool error_changed(const char *names) {
     PyErr_Format(PyExc_ValueError, "%s: an array got another dtype or other strides while the call read the others",

@@ -21,6 +21,8 @@ bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
 PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
+/* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
+void cattn_arg_wrong_type(PyArrayObject *array, const char *name, const char *wanted_by, int wanted);
 /* From NumPy's type number of such arrays to the core's types. */
 enum cattn_dtype cattn_arg_dtype(int type);
 enum cattn_storage cattn_arg_storage(int type);

@@ -41,7 +41,7 @@ static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given)
 }
 
 /* return_lse: whether, or the dtype. Every other object means its truth, as for the other flags. */
-static bool parse_return_lse(struct cattn_call *call, PyObject *object) {
+bool cattn_call_parse_return_lse(struct cattn_call *call, PyObject *object) {
     if (object == Py_True || (!PyType_Check(object) && !PyArray_DescrCheck(object)))
         return cattn_arg_flag(object, "return_lse", &call->wants[LSE]);
     PyArray_Descr *descr = NULL;
@@ -188,7 +188,7 @@ static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cat
     const bool weights_only = stage < CATTN_STAGE_OUT;
     call->wants[OUT] = !weights_only;
     if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
-        (args[ARG_return_lse] != Py_False && !parse_return_lse(call, args[ARG_return_lse])) ||
+        (args[ARG_return_lse] != Py_False && !cattn_call_parse_return_lse(call, args[ARG_return_lse])) ||
         !cattn_arg_flag(args[ARG_return_dropout_mask], "return_dropout_mask", &call->wants[DROPOUT_MASK]))
         return false;
     call->as_tuple = !weights_only && (call->wants[WEIGHTS] || call->wants[LSE] || call->wants[DROPOUT_MASK]);
@@ -242,8 +242,35 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
     return cattn_attend(state, args, CATTN_STAGE_OUT, NULL);
 }
 
+/* Puts the keys and values of a KVCache, given as key, and the offset that its lengths mean in their places. Returns
+ * what owns them. */
+static PyObject *take_cache(PyObject **args) {
+    if (!PyObject_HasAttrString(args[ARG_key], "_attended_by")) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
+        return NULL;
+    }
+    PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "O", args[ARG_query]);
+    PyObject *key, *value, *offset;
+    if (parts == NULL || !PyArg_ParseTuple(parts, "OOO", &key, &value, &offset)) {
+        Py_XDECREF(parts);
+        return NULL;
+    }
+    args[ARG_key] = key;
+    args[ARG_value] = value;
+    if (args[ARG_query_offset] == Py_None)
+        args[ARG_query_offset] = offset;
+    return parts;
+}
+
 /* The public function has no is_causal: without an offset the last query sees every key. */
 PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **args) {
+    PyObject *cached = NULL;
+    if (args[ARG_value] == Py_None && (cached = take_cache(args)) == NULL)
+        return NULL;
     args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->unnamed_corner : state->upper_left;
-    return cattn_body_scaled_dot_product_attention(state, args);
+    PyObject *result = cattn_body_scaled_dot_product_attention(state, args);
+    Py_XDECREF(cached);
+    return result;
 }

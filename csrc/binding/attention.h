@@ -29,6 +29,8 @@ PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct 
  * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
                     const void *params, struct cattn_draw *draw);
+/* return_lse: whether the log-sum-exp is wanted, or its dtype. */
+bool cattn_call_parse_return_lse(struct cattn_call *call, PyObject *object);
 /* Releases the objects that the call owns. */
 void cattn_call_clear(struct cattn_call *call);
 

@@ -13,6 +13,7 @@ _Static_assert(OPERAND_query == 0 && OPERAND_key == 1 && OPERAND_value == 2, "lo
 
 static const char *name_of(int operand) { return cattn_operands[operand].name; }
 static int scale_of(int input) { return input == OPERAND_key ? OPERAND_key_scale : OPERAND_value_scale; }
+static const char *scale_name(int input) { return input == OPERAND_key ? "key.scale" : "value.scale"; }
 
 /* ---- shapes ---- */
 
@@ -49,26 +50,21 @@ int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims) {
     return nd - 1;
 }
 
-/* Takes query, key and value in their own types, and scales. `quantized` receives the storage of those that have one.
- */
+/* Takes query, key and value in their own types, and the scales of a cattn.Quantized, whose storage `quantized`
+ * receives. */
 static bool take_arrays(struct cattn_call *call, PyObject *const *args, enum cattn_storage *quantized) {
     PyObject *const arrays[] = {args[ARG_query], args[ARG_key], args[ARG_value]};
-    PyObject *const scales[] = {Py_None, args[ARG_key_scale], args[ARG_value_scale]};
     for (int i = OPERAND_query; i <= OPERAND_value; i++) {
         if (arrays[i] == NULL)
             continue;
-        if (scales[i] == Py_None) {
-            call->inputs[i] = cattn_arg_floats(call->state, arrays[i], name_of(i));
-        } else {
+        PyArrayObject **array = &call->inputs[i];
+        if (i != OPERAND_query && cattn_arg_is_quantized(call->state, arrays[i])) {
             PyArrayObject **scale = &call->inputs[scale_of(i)];
-            call->inputs[i] = cattn_arg_quantized(call->state, arrays[i], name_of(i), &quantized[i]);
-            *scale =
-                call->inputs[i] != NULL ? cattn_arg_scale_array(call->state, scales[i], name_of(scale_of(i))) : NULL;
-            if (*scale == NULL)
+            if (!cattn_arg_take_quantized(call->state, arrays[i], name_of(i), array, scale, &quantized[i]))
                 return false;
-        }
-        if (call->inputs[i] == NULL)
+        } else if ((*array = cattn_arg_floats(call->state, arrays[i], name_of(i))) == NULL) {
             return false;
+        }
     }
     return true;
 }
@@ -82,7 +78,7 @@ static bool check_unchanged(const struct cattn_call *call, const enum cattn_stor
         const int own = !is_quantized ? type : quantized[i] == CATTN_STORED_I8 ? NPY_BYTE : NPY_UBYTE;
         PyArrayObject *scale = i == OPERAND_query ? NULL : call->inputs[scale_of(i)];
         if (!cattn_arg_unchanged(call->inputs[i], own, names) ||
-            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, name_of(scale_of(i)))))
+            (is_quantized && !cattn_arg_unchanged(scale, NPY_FLOAT, scale_name(i))))
             return false;
     }
     return true;
@@ -111,7 +107,7 @@ static bool promote_arrays(struct cattn_call *call, enum cattn_storage *quantize
         if (!quantized[i] && *array != NULL && !cattn_arg_widen(call->state, array, type))
             return false;
         if (quantized[i] && type == NPY_DOUBLE &&
-            !cattn_arg_dequantize(call->state, array, name_of(i), call->inputs[scale_of(i)], name_of(scale_of(i))))
+            !cattn_arg_dequantize(call->state, array, name_of(i), call->inputs[scale_of(i)], scale_name(i)))
             return false;
     }
     call->stored_type = type;
@@ -176,7 +172,7 @@ static bool round_input(PyArrayObject **input) {
 /* Gradients are computed in float32, from the numbers that the forward pass has multiplied. */
 static bool round_inputs(struct cattn_call *call) {
     if (call->params->quantized_key || call->params->quantized_value) {
-        PyErr_SetString(PyExc_ValueError, "compute_dtype='bfloat16' has no gradients beside key_scale or value_scale");
+        PyErr_SetString(PyExc_ValueError, "compute_dtype='bfloat16' has no gradients of a Quantized key or value");
         return false;
     }
     for (int i = OPERAND_query; i <= OPERAND_value && call->stored_type == NPY_FLOAT; i++)
@@ -277,7 +273,7 @@ static bool parse_heads(struct cattn_call *call, PyObject *enable_gqa) {
 /* The scales of a quantized key or value, whose shape they broadcast to. */
 static bool fill_scale(struct cattn_call *call, int i) {
     PyArrayObject *scale = call->inputs[scale_of(i)];
-    if (!cattn_arg_scale_fits(scale, name_of(scale_of(i)), call->inputs[i], name_of(i)))
+    if (!cattn_arg_scale_fits(scale, scale_name(i), call->inputs[i], name_of(i)))
         return false;
     cattn_call_view(call, scale, cattn_operand_view(call->params, scale_of(i)));
     return true;
@@ -396,18 +392,36 @@ static bool parse_masks(struct cattn_call *call, PyObject *const *args) {
 
 static npy_intp ceil_div(int64_t n, int64_t d) { return (npy_intp)(n / d + (n % d != 0)); }
 
-/* block_mask: a boolean mask with an element for each block of block_size queries by block_size keys. */
-static bool parse_block_mask(struct cattn_call *call, PyObject *mask, PyObject *size) {
+/* The size of the blocks of a cattn.BlockMask. */
+static bool parse_block_size(const struct binding_state *state, PyObject *mask, int64_t *to) {
+    PyObject *size = PyObject_GetAttr(mask, state->size);
+    const bool parsed = size != NULL && cattn_arg_count(size, "block_mask.size", 1, INT64_MAX, to);
+    Py_XDECREF(size);
+    return parsed;
+}
+
+/* The blocks of a cattn.BlockMask, which broadcast to dims. */
+static PyArrayObject *parse_blocks(struct cattn_call *call, PyObject *mask, const npy_intp *dims) {
+    const struct cattn_attention_params *params = call->params;
+    char meaning[160];
+    PyOS_snprintf(meaning, sizeof meaning, "the blocks of size=%lld for T_q=%lld and T_k=%lld,",
+                  (long long)params->block_size, (long long)params->seqlen_q, (long long)params->seqlen_k);
+    PyObject *blocks = PyObject_GetAttr(mask, call->state->blocks);
+    if (blocks == NULL)
+        return NULL;
+    PyArrayObject *array = cattn_arg_bool_mask(call->state, blocks, "block_mask", call->nd, dims, meaning);
+    Py_DECREF(blocks);
+    return array;
+}
+
+/* block_mask: a cattn.BlockMask, a boolean mask with an element for each block of `size` queries by `size` keys. */
+static bool parse_block_mask(struct cattn_call *call, PyObject *mask) {
     struct cattn_attention_params *params = call->params;
-    if (mask == Py_None && size == Py_None)
+    if (mask == Py_None)
         return true;
-    if (mask == Py_None || size == Py_None) {
-        PyErr_SetString(PyExc_ValueError,
-                        size == Py_None ? "block_mask needs block_size, the number of queries and of keys of a block"
-                                        : "block_size is given without a block_mask");
-        return false;
-    }
-    if (!cattn_arg_count(size, "block_size", 1, INT64_MAX, &params->block_size))
+    if ((PyObject *)Py_TYPE(mask) != call->state->block_mask_class)
+        return cattn_error_type("block_mask", "a cattn.BlockMask(blocks, size) or None", mask);
+    if (!parse_block_size(call->state, mask, &params->block_size))
         return false;
     /* larger blocks are the same as one block; the core multiplies sizes by numbers of blocks */
     const int64_t longest = params->seqlen_q > params->seqlen_k ? params->seqlen_q : params->seqlen_k;
@@ -417,11 +431,7 @@ static bool parse_block_mask(struct cattn_call *call, PyObject *mask, PyObject *
     memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
     dims[call->nd - 2] = ceil_div(params->seqlen_q, params->block_size);
     dims[call->nd - 1] = ceil_div(params->seqlen_k, params->block_size);
-    char meaning[160];
-    PyOS_snprintf(meaning, sizeof meaning, "the blocks of block_size=%lld for T_q=%lld and T_k=%lld,",
-                  (long long)params->block_size, (long long)params->seqlen_q, (long long)params->seqlen_k);
-    PyArrayObject *blocks = call->inputs[OPERAND_block_mask] =
-        cattn_arg_bool_mask(call->state, mask, "block_mask", call->nd, dims, meaning);
+    PyArrayObject *blocks = call->inputs[OPERAND_block_mask] = parse_blocks(call, mask, dims);
     if (blocks == NULL)
         return false;
     cattn_tensor_from(&params->block_mask, blocks, call->n_batch_dims, call->axes);
@@ -530,7 +540,7 @@ bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     return parse_arrays(call, args) && parse_compute_dtype(call, args[ARG_compute_dtype]) && parse_sizes(call) &&
            parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) &&
            parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
-           parse_block_mask(call, args[ARG_block_mask], args[ARG_block_size]) && parse_ranges(call, args) &&
+           parse_block_mask(call, args[ARG_block_mask]) && parse_ranges(call, args) &&
            parse_score_options(call, args) &&
            cattn_dropout_spec_from(args[ARG_dropout_p], "dropout_p", &call->params->dropout) &&
            parse_key_indices(call, args[ARG_key_indices]) && check_key_indices(call);

@@ -8,76 +8,23 @@
 #include "attention.h"
 #include "error.h"
 #include "numbers.h"
+#include "results.h"
 #include "rng.h"
+#include "tangents.h"
 
-enum { GRAD_OUT, GRAD_LSE, FORWARD_OUT, FORWARD_LSE, N_GIVEN };
 enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
 
 struct backward {
     struct cattn_call call;
     struct cattn_backward_params params;
-    PyArrayObject *given[N_GIVEN];         /* owned, or NULL */
-    PyArrayObject *gradients[N_GRADIENTS]; /* owned, or NULL: no such argument */
+    struct cattn_results results;
+    PyArrayObject *tangents[CATTN_N_TANGENTS]; /* owned, or NULL */
+    PyArrayObject *gradients[N_GRADIENTS];     /* owned, or NULL: no such argument */
     struct cattn_misfit misfit;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS]; /* of the call */
     npy_intp bias_dims[NPY_MAXDIMS];
 };
-
-/* ---- the results of the forward pass, and their gradients ---- */
-
-static bool has_rows_only(int i) { return i == GRAD_LSE || i == FORWARD_LSE; }
-
-/* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case, and out of
- * halves float32. The core takes grad_lse in float64 only. */
-static bool widen(struct backward *b, int i, const char *name) {
-    if (i == GRAD_LSE)
-        return cattn_arg_widen(b->call.state, &b->given[i], NPY_DOUBLE);
-    const struct cattn_call *call = &b->call;
-    const int own = PyArray_TYPE(b->given[i]), wanted = i == FORWARD_LSE ? call->compute_type : call->stored_type;
-    if (i == FORWARD_LSE)
-        call->params->double_lse = own == NPY_DOUBLE || wanted == NPY_DOUBLE;
-    if (own == wanted || (i == FORWARD_LSE && own == NPY_DOUBLE))
-        return true;
-    if (i == FORWARD_OUT && own == call->compute_type) {
-        b->params.plain_out = true;
-        return true;
-    }
-    if (own == NPY_FLOAT && wanted == NPY_DOUBLE)
-        return cattn_arg_widen(call->state, &b->given[i], wanted);
-    PyArray_Descr *descr = PyArray_DescrFromType(wanted);
-    if (descr != NULL)
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S, the forward pass gives %S: pass %s.astype('%S')", name,
-                     PyArray_DESCR(b->given[i]), descr, name, descr);
-    Py_XDECREF((PyObject *)descr);
-    return false;
-}
-
-static bool parse_given(struct backward *b, int i, PyObject *object) {
-    static const char *const names[] = {"grad_out", "grad_lse", "out", "lse"};
-    static const char *const whose[] = {"the output", "the log-sum-exp", "the output", "the log-sum-exp"};
-    struct cattn_call *call = &b->call;
-    struct cattn_tensor *const tensors[] = {&b->params.grad_out, &b->params.grad_lse, &b->params.forward.out,
-                                            &b->params.forward.lse};
-    npy_intp dims[NPY_MAXDIMS];
-    PyArrayObject *array = b->given[i] = cattn_arg_floats(call->state, object, names[i]);
-    if (array == NULL)
-        return false;
-    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-    dims[call->nd - 1] = (npy_intp)call->params->d_v;
-    const int nd = cattn_call_shape(call, has_rows_only(i) ? call->nd - 1 : call->nd, dims);
-    /* the shape again: a conversion may have run Python code, which might change the array */
-    if (!cattn_check_shape(array, names[i], whose[i], nd, dims) || !widen(b, i, names[i]) ||
-        !cattn_check_shape(b->given[i], names[i], whose[i], nd, dims))
-        return false;
-    if (has_rows_only(i))
-        cattn_tensor_from(tensors[i], b->given[i], call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
-    else
-        cattn_call_view(call, b->given[i], tensors[i]);
-    if (call->params->d_v == 1 && !has_rows_only(i))
-        tensors[i]->col = 1;
-    return true;
-}
 
 /* ---- gradients ---- */
 
@@ -259,9 +206,37 @@ static PyObject *build_result(const struct backward *b) {
     return result;
 }
 
+/* What one of the two functions takes besides attention's options. */
+struct given {
+    const char *const *names;
+    PyObject *results[CATTN_N_RESULTS]; /* NULL: there is no such argument */
+    PyObject *merged;                   /* or NULL */
+    PyObject *const *tangents;          /* or NULL */
+};
+
+static bool parse(struct backward *b, PyObject *const *args, const struct given *given) {
+    bool merged = false;
+    if (!cattn_call_parse(&b->call, args) || !check_rng(b, args[ARG_rng]) ||
+        (given->merged != NULL && !cattn_arg_bool(given->merged, "merged", &merged)))
+        return false;
+    b->misfit.found = false;
+    b->params.misfit = merged ? NULL : &b->misfit;
+    struct cattn_tensor *const tensors[] = {&b->params.grad_out,    &b->params.grad_lse,     &b->params.forward.out,
+                                            &b->params.forward.lse, &b->params.tangents.out, &b->params.tangents.lse};
+    for (int i = 0; i < CATTN_N_RESULTS; i++) {
+        if (given->results[i] != NULL && (i != CATTN_GRAD_LSE || given->results[i] != Py_None) &&
+            !cattn_results_take(&b->results, &b->call, i, given->results[i], given->names[i], tensors[i]))
+            return false;
+    }
+    b->params.plain_out = b->results.plain_out;
+    b->params.of_tangents = given->tangents != NULL;
+    return given->tangents == NULL ||
+           (cattn_tangents_refuse(&b->call, args) &&
+            cattn_tangents_take(&b->call, given->tangents, b->tangents, &b->params.tangents));
+}
+
 static PyObject *differentiate(struct backward *b, struct binding_state *state, PyObject *const *args,
-                               struct cattn_packed *packed) {
-    PyObject *const given[N_GIVEN] = {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse]};
+                               struct cattn_packed *packed, const struct given *given) {
     PyObject *result = NULL;
     cattn_clear_backward(&b->params);
     b->call = (struct cattn_call){.state = state,
@@ -270,39 +245,51 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
                                   .bias_dims = b->bias_dims,
                                   .packed = packed,
                                   .rounds_inputs = true};
-    memset(b->given, 0, sizeof b->given);
+    b->results = (struct cattn_results){.plain_out = false};
+    memset(b->tangents, 0, sizeof b->tangents);
     memset(b->gradients, 0, sizeof b->gradients);
     cattn_draw_clear(&b->draw);
-    bool merged;
-    if (!cattn_call_parse(&b->call, args) || !check_rng(b, args[ARG_rng]) ||
-        !cattn_arg_bool(args[ARG_merged], "merged", &merged))
-        goto done;
-    b->misfit.found = false;
-    b->params.misfit = merged ? NULL : &b->misfit;
-    for (int i = 0; i < N_GIVEN; i++) {
-        if ((i != GRAD_LSE || given[i] != Py_None) && !parse_given(b, i, given[i]))
-            goto done;
-    }
-    if (make_gradients(b) && cattn_call_begin(&b->call) && run(b, args[ARG_rng]) && check_misfit(b))
+    if (parse(b, args, given) && make_gradients(b) && cattn_call_begin(&b->call) && run(b, args[ARG_rng]) &&
+        check_misfit(b))
         result = build_result(b);
-done:
     cattn_call_clear(&b->call);
-    for (int i = 0; i < N_GIVEN; i++)
-        Py_XDECREF((PyObject *)b->given[i]);
+    cattn_results_clear(&b->results);
+    cattn_tangents_clear(b->tangents);
     for (int i = 0; i < N_GRADIENTS; i++)
         Py_XDECREF((PyObject *)b->gradients[i]);
     return cattn_draw_end(&b->draw, result);
 }
 
-PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
+static PyObject *differentiate_given(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed,
+                                     const struct given *given) {
     struct backward *b = PyMem_Malloc(sizeof *b); /* too large for a small stack beside the frames of the core */
     if (b == NULL)
         return PyErr_NoMemory();
-    PyObject *result = differentiate(b, state, args, packed);
+    PyObject *result = differentiate(b, state, args, packed, given);
     PyMem_Free(b);
     return result;
 }
 
+PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
+    static const char *const names[] = {"grad_out", "grad_lse", "out", "lse"};
+    const struct given given = {names,
+                                {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse], NULL, NULL},
+                                args[ARG_merged],
+                                NULL};
+    return differentiate_given(state, args, packed, &given);
+}
+
 PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
     return cattn_differentiate(state, args, NULL);
+}
+
+PyObject *cattn_body_attention_jvp_backward(struct binding_state *state, PyObject **args) {
+    static const char *const names[] = {"grad_out_tangent", "grad_lse_tangent", "out", "lse",
+                                        "out_tangent",      "lse_tangent"};
+    const struct given given = {names,
+                                {args[ARG_grad_out_tangent], args[ARG_grad_lse_tangent], args[ARG_out],
+                                 args[ARG_jvp_lse], args[ARG_out_tangent], args[ARG_lse_tangent]},
+                                NULL,
+                                args + ARG_query_tangent};
+    return differentiate_given(state, args, NULL, &given);
 }

@@ -27,6 +27,8 @@ enum cattn_entry_point {
     CATTN_ATTENTION_WEIGHTS,
     CATTN_VARLEN_ATTENTION,
     CATTN_ATTENTION_BACKWARD,
+    CATTN_ATTENTION_JVP,
+    CATTN_ATTENTION_JVP_BACKWARD,
     CATTN_VARLEN_ATTENTION_BACKWARD,
     CATTN_ATTENTION_STATISTICS,
     CATTN_VARLEN_ATTENTION_STATISTICS,
@@ -71,10 +73,9 @@ struct cattn_signature {
     H(as_key_indices)                                                                                                  \
     H(as_head_numbers)                                                                                                 \
     H(as_positions)                                                                                                    \
-    H(as_quantized)                                                                                                    \
-    H(as_scale)                                                                                                        \
     H(dequantized)                                                                                                     \
-    H(refuse_scale)                                                                                                    \
+    H(quantized_class)                                                                                                 \
+    H(block_mask_class)                                                                                                \
     H(cast)                                                                                                            \
     H(shares_memory)                                                                                                   \
     H(refuse_masked)                                                                                                   \
@@ -83,6 +84,7 @@ struct cattn_signature {
     /* cattn._input.types */                                                                                           \
     H(attention_output)                                                                                                \
     H(attention_gradients)                                                                                             \
+    H(attention_tangents)                                                                                              \
     H(make_statistics)                                                                                                 \
     H(causal_alignment_warning)                                                                                        \
     /* cattn.functional: the steps of an entry point before and after its call of the core */                          \
@@ -92,7 +94,7 @@ struct cattn_signature {
     H(make_explanation)
 
 /* Objects of the state that C makes itself: os.urandom and its argument, the type of torch_stream.c, and interned
- * strings that arguments are compared with. */
+ * strings: words that arguments are compared with, and names of attributes. */
 #define OWN_OBJECTS(O)                                                                                                 \
     O(urandom)                                                                                                         \
     O(eight)                                                                                                           \
@@ -103,6 +105,10 @@ struct cattn_signature {
     O(neg_inf)                                                                                                         \
     O(renormalize)                                                                                                     \
     O(none)                                                                                                            \
+    O(bits)                                                                                                            \
+    O(scale)                                                                                                           \
+    O(blocks)                                                                                                          \
+    O(size)                                                                                                            \
     O(tanh)
 
 struct binding_state {
@@ -126,11 +132,11 @@ static inline struct binding_state *cattn_state(PyObject *module) {
  */
 typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
 cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
-    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_varlen_attention_backward,
-    cattn_body_attention_statistics, cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax,
-    cattn_body_masked_softmax, cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm,
-    cattn_body_layer_norm, cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward,
-    cattn_body_linear;
+    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_attention_jvp,
+    cattn_body_attention_jvp_backward, cattn_body_varlen_attention_backward, cattn_body_attention_statistics,
+    cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax, cattn_body_masked_softmax,
+    cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm, cattn_body_layer_norm,
+    cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward, cattn_body_linear;
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
@@ -141,6 +147,7 @@ PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+PyObject *cattn_py_are_scales(PyObject *module, PyObject *object);
 PyObject *cattn_py_probability(PyObject *module, PyObject *args);
 PyObject *cattn_py_shown(PyObject *module, PyObject *object);
 PyObject *cattn_py_in_default_mode(PyObject *module, PyObject *args);

@@ -26,22 +26,17 @@ static int result_type(const struct call *call, const char *names) {
     return cattn_arg_common_type(call->state, counted, 3, names);
 }
 
-static bool parse_weight(struct call *call, PyObject *weight, PyObject *scale) {
-    if (scale == Py_None) {
-        /* int8 is no type of numbers here, but it would be converted to one */
-        if (PyArray_Check(weight) && PyArray_TYPE((PyArrayObject *)weight) == NPY_BYTE) {
-            PyErr_SetString(PyExc_TypeError,
-                            "weight has dtype int8 and no scale: pass weight_scale, of cattn.quantize, or "
-                            "weight.astype(np.float32) if its elements are the numbers");
-            return false;
-        }
-        return (call->inputs[WEIGHT] = cattn_arg_floats(call->state, weight, "weight")) != NULL;
-    }
-    call->inputs[WEIGHT] = cattn_arg_quantized(call->state, weight, "weight", &call->quantized);
-    if (call->inputs[WEIGHT] == NULL)
+static bool parse_weight(struct call *call, PyObject *weight) {
+    PyArrayObject **array = &call->inputs[WEIGHT];
+    if (cattn_arg_is_quantized(call->state, weight))
+        return cattn_arg_take_quantized(call->state, weight, "weight", array, &call->inputs[SCALE], &call->quantized);
+    /* int8 is no type of numbers here, but it would be converted to one */
+    if (PyArray_Check(weight) && PyArray_TYPE((PyArrayObject *)weight) == NPY_BYTE) {
+        PyErr_SetString(PyExc_TypeError, "weight has dtype int8 and no scale: pass cattn.Quantized(weight, scale), or "
+                                         "weight.astype(np.float32) if its elements are the numbers");
         return false;
-    call->inputs[SCALE] = cattn_arg_scale_array(call->state, scale, "weight_scale");
-    return call->inputs[SCALE] != NULL;
+    }
+    return (*array = cattn_arg_floats(call->state, weight, "weight")) != NULL;
 }
 
 /* ValueError unless the array has this shape; `meaning` explains it. */
@@ -78,7 +73,7 @@ static bool check_shapes(struct call *call) {
         return false;
     }
     call->dims[call->nd - 1] = n;
-    if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight_scale", weight, "weight"))
+    if (call->inputs[SCALE] != NULL && !cattn_arg_scale_fits(call->inputs[SCALE], "weight.scale", weight, "weight"))
         return false;
     return call->inputs[BIAS] == NULL ||
            check_dims(call->inputs[BIAS], "bias", 1, &n, "one number for each row of weight");
@@ -95,7 +90,7 @@ static bool check_unchanged(const struct call *call, const int types[N_INPUTS]) 
                                                                     : NPY_UBYTE,
                                "weight") &&
            cattn_arg_unchanged(call->inputs[BIAS], types[BIAS], "bias") &&
-           (!scaled || cattn_arg_unchanged(call->inputs[SCALE], NPY_FLOAT, "weight_scale"));
+           (!scaled || cattn_arg_unchanged(call->inputs[SCALE], NPY_FLOAT, "weight.scale"));
 }
 
 /* All that is not stored as it may be is converted: everything to float64 if one array is, and the bias. */
@@ -115,7 +110,7 @@ static bool convert(struct call *call) {
         types[i] = type;
     }
     if (type == NPY_DOUBLE && call->inputs[SCALE] != NULL) {
-        if (!cattn_arg_dequantize(call->state, &call->inputs[WEIGHT], "weight", call->inputs[SCALE], "weight_scale"))
+        if (!cattn_arg_dequantize(call->state, &call->inputs[WEIGHT], "weight", call->inputs[SCALE], "weight.scale"))
             return false;
         Py_CLEAR(call->inputs[SCALE]);
         types[WEIGHT] = type;
@@ -252,7 +247,7 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
     PyObject *result = NULL;
     PyObject *bias = args[LINEAR_bias];
     if ((call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
-        !parse_weight(&call, args[LINEAR_weight], args[LINEAR_weight_scale]) ||
+        !parse_weight(&call, args[LINEAR_weight]) ||
         (bias != Py_None && (call.inputs[BIAS] = cattn_arg_floats(state, bias, "bias")) == NULL))
         goto done;
     call.type = result_type(&call, "x, weight and bias");

@@ -24,6 +24,10 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&
            (state->renormalize = PyUnicode_InternFromString("renormalize")) != NULL &&
            (state->none = PyUnicode_InternFromString("none")) != NULL &&
+           (state->bits = PyUnicode_InternFromString("_bits")) != NULL &&
+           (state->scale = PyUnicode_InternFromString("scale")) != NULL &&
+           (state->blocks = PyUnicode_InternFromString("blocks")) != NULL &&
+           (state->size = PyUnicode_InternFromString("size")) != NULL &&
            (state->tanh = PyUnicode_InternFromString("tanh")) != NULL &&
            (state->torch_stream = cattn_torch_type(module)) != NULL;
 }
@@ -128,6 +132,7 @@ static PyMethodDef methods[] = {
     CATTN_FASTCALL("_product", cattn_py_product),
     CATTN_FASTCALL("layer_norm_backward", cattn_py_layer_norm_backward),
     CATTN_FASTCALL("_store", cattn_py_store),
+    {"_are_scales", cattn_py_are_scales, METH_O, NULL},
     {"_probability", cattn_py_probability, METH_VARARGS, NULL},
     {"_shown", cattn_py_shown, METH_O, NULL},
     {"_in_default_mode", cattn_py_in_default_mode, METH_VARARGS, NULL},

@@ -1,19 +1,7 @@
-/* quantized.c -- arguments of quantized keys and values; see quantized.h. */
+/* quantized.c -- arguments that may be a cattn.Quantized; see quantized.h. */
 #include "quantized.h"
 
-PyArrayObject *cattn_arg_quantized(struct binding_state *state, PyObject *object, const char *name,
-                                   enum cattn_storage *storage) {
-    if (PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_BYTE) {
-        *storage = CATTN_STORED_I8;
-        Py_INCREF(object);
-        return (PyArrayObject *)object;
-    }
-    /* int8, or the bits of float8_e4m3fn as uint8 */
-    PyArrayObject *array = cattn_arg_helped(state->as_quantized, object, name);
-    if (array != NULL)
-        *storage = PyArray_TYPE(array) == NPY_BYTE ? CATTN_STORED_I8 : CATTN_STORED_F8;
-    return array;
-}
+#include <assert.h>
 
 /* Whether n numbers, `stride` bytes apart, may be scales. */
 static bool are_scales(const char *data, npy_intp n, npy_intp stride) {
@@ -37,18 +25,10 @@ static bool all_are_scales(PyArrayObject *array) {
     return true;
 }
 
-PyArrayObject *cattn_arg_scale_array(struct binding_state *state, PyObject *object, const char *name) {
-    const bool ready = PyArray_CheckExact(object) && PyArray_TYPE((PyArrayObject *)object) == NPY_FLOAT;
-    PyArrayObject *scale =
-        ready ? cattn_arg_floats(state, object, name) : cattn_arg_helped(state->as_scale, object, name);
-    if (scale == NULL || all_are_scales(scale))
-        return scale;
-    PyObject *unused = PyObject_CallFunction(state->refuse_scale, "Os", (PyObject *)scale, name);
-    if (unused != NULL) /* another thread has changed the array meanwhile */
-        PyErr_Format(PyExc_ValueError, "%s must be between 2**-100 and 2**100", name);
-    Py_XDECREF(unused);
-    Py_DECREF((PyObject *)scale);
-    return NULL;
+PyObject *cattn_py_are_scales(PyObject *Py_UNUSED(module), PyObject *object) {
+    if (!PyArray_CheckExact(object) || !cattn_arg_unchanged((PyArrayObject *)object, NPY_FLOAT, "scale"))
+        return PyErr_Occurred() != NULL ? NULL : PyErr_Format(PyExc_TypeError, "_are_scales() takes an array");
+    return PyBool_FromLong(all_are_scales((PyArrayObject *)object));
 }
 
 /* Whether the scale has one number for each row of the array, but lacks the last axis. */
@@ -77,5 +57,50 @@ bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, co
         return false;
     Py_DECREF((PyObject *)*array);
     *array = (PyArrayObject *)wide;
+    return true;
+}
+
+/* ---- cattn.Quantized ---- */
+
+/* Takes the arrays of a checked object. *array stays NULL, without an exception, if the object was not checked. */
+static bool take_pair(const struct binding_state *state, PyObject *object, PyArrayObject **array,
+                      PyArrayObject **scale) {
+    PyObject *bits = PyObject_GetAttr(object, state->bits);
+    PyObject *factors = bits != NULL ? PyObject_GetAttr(object, state->scale) : NULL;
+    const bool found = factors != NULL, checked = found && PyArray_CheckExact(bits) && PyArray_CheckExact(factors);
+    *array = checked ? (PyArrayObject *)Py_NewRef(bits) : NULL;
+    *scale = checked ? (PyArrayObject *)Py_NewRef(factors) : NULL;
+    Py_XDECREF(bits);
+    Py_XDECREF(factors);
+    return found;
+}
+
+/* An object that another library made, of its own arrays: its two members, checked. */
+static bool take_unchecked(const struct binding_state *state, PyObject *object, PyArrayObject **array,
+                           PyArrayObject **scale) {
+    PyObject *pair = PySequence_Tuple(object), *made = NULL;
+    if (pair != NULL)
+        made = PyObject_CallObject(state->quantized_class, pair);
+    Py_XDECREF(pair);
+    const bool taken = made != NULL && take_pair(state, made, array, scale);
+    Py_XDECREF(made);
+    return taken;
+}
+
+bool cattn_arg_is_quantized(const struct binding_state *state, PyObject *object) {
+    return (PyObject *)Py_TYPE(object) == state->quantized_class;
+}
+
+bool cattn_arg_take_quantized(const struct binding_state *state, PyObject *object, const char *name,
+                              PyArrayObject **array, PyArrayObject **scale, enum cattn_storage *storage) {
+    if (!take_pair(state, object, array, scale) || (*array == NULL && !take_unchecked(state, object, array, scale)))
+        return false;
+    const int type = PyArray_TYPE(*array);
+    *storage = type == NPY_BYTE ? CATTN_STORED_I8 : CATTN_STORED_F8;
+    /* The constructor has looked at every scale. Only the array objects may have been given other shapes and dtypes. */
+    if (!cattn_arg_unchanged(*array, type == NPY_BYTE ? NPY_BYTE : NPY_UBYTE, name) ||
+        !cattn_arg_unchanged(*scale, NPY_FLOAT, name))
+        return false;
+    assert(all_are_scales(*scale));
     return true;
 }

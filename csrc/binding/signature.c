@@ -18,6 +18,8 @@
     E(CATTN_ATTENTION_WEIGHTS, attention_weights, WEIGHTS_ARGUMENTS)                                                   \
     E(CATTN_VARLEN_ATTENTION, varlen_attention, VARLEN_ARGUMENTS)                                                      \
     E(CATTN_ATTENTION_BACKWARD, attention_backward, BACKWARD_ARGUMENTS)                                                \
+    E(CATTN_ATTENTION_JVP, attention_jvp, JVP_ARGUMENTS)                                                               \
+    E(CATTN_ATTENTION_JVP_BACKWARD, attention_jvp_backward, JVP_BACKWARD_ARGUMENTS)                                    \
     E(CATTN_VARLEN_ATTENTION_BACKWARD, varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                           \
     E(CATTN_ATTENTION_STATISTICS, attention_statistics, STATISTICS_ARGUMENTS)                                          \
     E(CATTN_VARLEN_ATTENTION_STATISTICS, varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                     \

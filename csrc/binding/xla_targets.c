@@ -14,7 +14,8 @@ static bool add_target(PyObject *targets, const char *name, cattn_xla_handler *h
 PyObject *cattn_py_xla_targets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     PyObject *targets = PyDict_New();
     if (targets != NULL &&
-        (!add_target(targets, "forward", cattn_xla_forward) || !add_target(targets, "backward", cattn_xla_backward)))
+        (!add_target(targets, "forward", cattn_xla_forward) || !add_target(targets, "backward", cattn_xla_backward) ||
+         !add_target(targets, "jvp", cattn_xla_jvp) || !add_target(targets, "jvp_backward", cattn_xla_jvp_backward)))
         Py_CLEAR(targets);
     return targets;
 }

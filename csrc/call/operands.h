@@ -32,10 +32,7 @@
     NUMBER(softcap, REAL)                                                                                              \
     OPERAND(alibi_slopes, "N", SLOPES, BROADCASTS, IN_ALL, slopes)                                                     \
     OPERAND(sinks, "N", LOGITS, BROADCASTS, IN_ALL, sinks)                                                             \
-    OPERAND(key_scale, "KSH", SCALES, BROADCASTS, IN_ALL, key_scale)                                                   \
-    OPERAND(value_scale, "KSD", SCALES, BROADCASTS, IN_ALL & ~IN_STATISTICS, value_scale)                              \
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
-    NUMBER(block_size, COUNT)                                                                                          \
     OPERAND(key_indices, "NTL", LISTS, BROADCASTS, IN_DENSE, key_indices)                                              \
     NUMBER(compute_dtype, PRODUCTS)                                                                                    \
     NUMBER(rng, SEED)                                                                                                  \
@@ -44,10 +41,16 @@
     WISH(return_dropout_mask)                                                                                          \
     WISH(out)
 
-/* One of the three lists alone. */
+/* Parts of arguments that are objects in Python: of key and value as cattn.Quantized, and of block_mask. */
+#define ATTENTION_PARTS(OPERAND, NUMBER)                                                                               \
+    OPERAND(key_scale, "KSH", SCALES, BROADCASTS, IN_ALL, key_scale)                                                   \
+    OPERAND(value_scale, "KSD", SCALES, BROADCASTS, IN_ALL & ~IN_STATISTICS, value_scale)                              \
+    NUMBER(block_size, COUNT)
+
+/* One of the lists alone, with its parts. */
 #define NO_OPTION(...)
-#define ATTENTION_OPERANDS(O) ATTENTION_OPTIONS(O, NO_OPTION, NO_OPTION)
-#define ATTENTION_NUMBERS(N) ATTENTION_OPTIONS(NO_OPTION, N, NO_OPTION)
+#define ATTENTION_OPERANDS(O) ATTENTION_OPTIONS(O, NO_OPTION, NO_OPTION) ATTENTION_PARTS(O, NO_OPTION)
+#define ATTENTION_NUMBERS(N) ATTENTION_OPTIONS(NO_OPTION, N, NO_OPTION) ATTENTION_PARTS(NO_OPTION, N)
 #define ATTENTION_WISHES(W) ATTENTION_OPTIONS(NO_OPTION, NO_OPTION, W)
 
 /* What an array holds. STORED, and KEYS and VALUES unless they are quantized, have the storage of the call; COMPUTED,

@@ -16,13 +16,16 @@
 #include "parallel.h"
 #include "plan.h"
 #include "strides.h"
+#include "tangents.h"
 #include "tickets.h"
 
 struct backward_job {
     const struct cattn_backward_params *params;
     const struct cattn_kernels *kernels;
+    const struct cattn_backward_steps *steps; /* of attention's gradients, or of its derivative's */
     struct cattn_backward_plan plan;
     struct cattn_call_shape scores, grads, keys; /* what the rows of each view share */
+    struct cattn_tangent_calls tangent_calls;    /* the same, if of_tangents */
     struct cattn_tickets *tickets;               /* NULL: nobody has to wait */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
     double *sinks;                               /* [batch][head][block], or NULL */
@@ -46,16 +49,13 @@ static struct step find_step(const struct backward_job *job, int64_t unit, int64
 
 /* ---- from tensors to a step ---- */
 
-/* The view for grad_out V^T: plain products, since the masks were applied to the scores. */
+/* The view for grad_out V^T. */
 static struct cattn_call_shape call_of_grads(const struct cattn_backward_params *params,
                                              const struct cattn_call_shape *scores) {
-    struct cattn_call_shape call = *scores;
+    struct cattn_call_shape call = cattn_call_of_products(scores);
     call.query_col = params->grad_out.col;
     call.head_dim = scores->d_v;
     call.score_options.scale = scores->keep_scale;
-    call.score_options.softcap = 0;
-    call.has_slopes = call.has_block_mask = false;
-    call.fully_ranged = true;
     return call;
 }
 
@@ -65,19 +65,6 @@ static struct cattn_call_shape call_of_keys(const struct cattn_call_shape *score
     call.d_v = scores->head_dim;
     call.acc_cols = cattn_round_up(scores->head_dim, CATTN_PAD);
     return call;
-}
-
-static void set_up_view(struct cattn_rows *view, const struct cattn_call_shape *call, const struct cattn_rows *scores,
-                        const struct cattn_matrix *key, const struct cattn_matrix *value) {
-    view->call = *call;
-    view->n_rows = scores->n_rows;
-    view->ascending = scores->ascending;
-    view->first_key = scores->first_key;
-    view->n_keys = scores->n_keys;
-    if (key)
-        view->key = *key;
-    if (value)
-        view->value = *value;
 }
 
 static void set_up_bias(const struct cattn_backward_params *params, struct cattn_backward *b, const struct step *step) {
@@ -106,6 +93,26 @@ static void set_up_plain_out(const struct cattn_attention_params *p, struct catt
             p, &p->out, cattn_head_start(p, &p->out, step->batch, step->head) + (first_row + r) * p->out.row);
 }
 
+/* The derivatives whose gradients are computed, and what else these read. */
+static void set_up_tangents(const struct backward_job *job, const struct step *step, struct cattn_backward *b) {
+    const struct cattn_attention_params *p = &job->params->forward;
+    const struct cattn_tangents *tangents = &job->params->tangents;
+    const struct cattn_rows *rows = &b->scores;
+    struct cattn_jvp_backward *j = (struct cattn_jvp_backward *)b;
+    const struct cattn_place place = {step->batch, step->head, step->block * CATTN_TILE_ROWS};
+    cattn_score_tangents_fill(&j->tangents, p, tangents, &job->tangent_calls, rows, &place);
+    j->has_value = tangents->value.data;
+    const struct cattn_matrix value = cattn_tangent_matrix(p, &tangents->value, rows, &place),
+                              key = cattn_tangent_matrix(p, &tangents->key, rows, &place);
+    cattn_rows_view(&j->grads, &job->grads, rows, &value, NULL);
+    cattn_rows_view(&j->keys, &job->keys, rows, NULL, &key);
+    j->out_tangent_col = tangents->out.col;
+    for (int r = 0; r < rows->n_rows; r++) {
+        j->out_tangent[r] = cattn_tangent_row(p, &tangents->out, &place, r, !job->params->plain_out);
+        j->lse_tangent[r] = cattn_tangent_row(p, &tangents->lse, &place, r, false);
+    }
+}
+
 /* Sets n_rows to 0, and nothing else, for a step past the end of a packed sequence. */
 static struct cattn_backward *set_up(const struct backward_job *job, const struct step *step, void *memory) {
     const struct cattn_backward_params *params = job->params;
@@ -120,8 +127,8 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     b->out_storage = p->storage;
     if (params->plain_out)
         set_up_plain_out(p, b, step, first_row);
-    set_up_view(&b->grads, &job->grads, rows, &rows->value, NULL);
-    set_up_view(&b->keys, &job->keys, rows, NULL, &rows->key);
+    cattn_rows_view(&b->grads, &job->grads, rows, &rows->value, NULL);
+    cattn_rows_view(&b->keys, &job->keys, rows, NULL, &rows->key);
     set_up_bias(params, b, step);
     const struct cattn_tensor *query = &params->grad_query, *key = &params->grad_key, *value = &params->grad_value;
     const struct cattn_tensor *grad_out = &params->grad_out, *grad_lse = &params->grad_lse;
@@ -142,6 +149,8 @@ static struct cattn_backward *set_up(const struct backward_job *job, const struc
     b->grad_value = cattn_tensor_at(
         p, value, cattn_batch_start(p, value, step->batch) + kv_head * value->head + first_key * value->row);
     b->grad_value_row = value->row;
+    if (params->of_tangents)
+        set_up_tangents(job, step, b);
     return b;
 }
 
@@ -232,7 +241,7 @@ static bool run_block(const struct backward_job *job, struct step *step, struct 
     const int64_t k0 = key_block * CATTN_BLOCK_KEYS, k1 = cattn_block_end(k0, b->scores.n_keys);
     const bool sees = cattn_rows_see_block(&b->scores, keys, k0, k1);
     if (sees)
-        job->kernels->backward_scores(b, k0, k1);
+        job->steps->scores(b, k0, k1);
     if (job->params->grad_bias.data) {
         const int64_t end = b->scores.first_key + k0 + CATTN_BLOCK_KEYS; /* of the block's columns */
         if (job->plan.shares_bias && !take_columns(job, step, end, worker))
@@ -242,14 +251,14 @@ static bool run_block(const struct backward_job *job, struct step *step, struct 
         if (job->plan.shares_bias)
             pass_columns(job, step, end);
     }
-    /* backward_query overwrites dS, so it comes after backward_bias */
+    /* steps->query overwrites dS, so it comes after backward_bias */
     if (sees)
-        job->kernels->backward_query(b, k0, k1);
+        job->steps->query(b, k0, k1);
     const int64_t place = place_of_keys(job, step, key_block);
     if (!wait_for_ticket(job, place, step->index, worker))
         return false;
     if (sees)
-        job->kernels->backward_keys(b, k0, k1);
+        job->steps->keys(b, k0, k1);
     pass_ticket(job, place);
     return true;
 }
@@ -278,7 +287,7 @@ static bool run_step(const struct backward_job *job, struct step *step, int64_t 
     const bool has_rows = b->scores.n_rows > 0;
     struct cattn_range keys = {0, 0};
     if (has_rows) {
-        job->kernels->backward_begin(b);
+        job->steps->begin(b);
         keys = cattn_rows_keys(&b->scores);
     }
     for (int64_t key_block = 0; key_block < job->plan.n_key_blocks; key_block++)
@@ -289,7 +298,7 @@ static bool run_step(const struct backward_job *job, struct step *step, int64_t 
     if (job->misfits)
         check_fit(job, step, b);
     if (job->sinks)
-        job->sinks[place_of_step(job, step)] = job->kernels->backward_sink(b);
+        job->sinks[place_of_step(job, step)] = job->steps->sink(b);
     job->kernels->backward_finish(b);
     return true;
 }
@@ -379,10 +388,13 @@ enum cattn_status cattn_attention_backward(const struct cattn_backward_params *p
     CATTN_CHECK(backward, params);
     const struct cattn_attention_params *p = &params->forward;
     struct backward_job job = {.params = params, .kernels = cattn_kernels_for(p->dtype)};
+    job.steps = params->of_tangents ? &job.kernels->jvp_backward : &job.kernels->backward;
     job.plan = cattn_backward_plan(params, job.kernels);
     cattn_call_shape_fill(p, &job.scores);
     job.grads = call_of_grads(params, &job.scores);
     job.keys = call_of_keys(&job.scores);
+    if (params->of_tangents)
+        cattn_tangent_calls_fill(&job.scores, &params->tangents, &job.tangent_calls);
     if (job.plan.n_units * job.plan.steps_per_unit == 0)
         return CATTN_OK;
     if (!allocate(&job)) {

@@ -263,6 +263,27 @@ int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attentio
     return first + cattn_sequence_start(p, &p->query_starts, batch);
 }
 
+struct cattn_call_shape cattn_call_of_products(const struct cattn_call_shape *scores) {
+    struct cattn_call_shape call = *scores;
+    call.score_options.softcap = 0;
+    call.has_slopes = call.has_block_mask = false;
+    call.fully_ranged = true;
+    return call;
+}
+
+void cattn_rows_view(struct cattn_rows *view, const struct cattn_call_shape *call, const struct cattn_rows *rows,
+                     const struct cattn_matrix *key, const struct cattn_matrix *value) {
+    view->call = *call;
+    view->n_rows = rows->n_rows;
+    view->ascending = rows->ascending;
+    view->first_key = rows->first_key;
+    view->n_keys = rows->n_keys;
+    if (key)
+        view->key = *key;
+    if (value)
+        view->value = *value;
+}
+
 struct cattn_range cattn_rows_keys(const struct cattn_rows *rows) {
     const int64_t *lo = rows->per_row->lo, *hi = rows->per_row->hi;
     struct cattn_range all = {0, 0};

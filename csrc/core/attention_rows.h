@@ -42,6 +42,11 @@ void cattn_block_masks_of_head(struct cattn_per_row *per_row, const struct cattn
  */
 int64_t cattn_rows_of_block(struct cattn_rows *rows, const struct cattn_attention_params *p,
                             const struct cattn_call_shape *call, int64_t batch, int64_t head, int64_t block);
+/* The same call for a view that computes plain products, since the masks were applied to the scores. */
+struct cattn_call_shape cattn_call_of_products(const struct cattn_call_shape *scores);
+/* A view of these rows with other keys or values, unless these are NULL; its queries and scratch must be set. */
+void cattn_rows_view(struct cattn_rows *view, const struct cattn_call_shape *call, const struct cattn_rows *rows,
+                     const struct cattn_matrix *key, const struct cattn_matrix *value);
 /* Elements from a tensor's start to its part for one batch entry and head. */
 int64_t cattn_head_start(const struct cattn_attention_params *p, const struct cattn_tensor *tensor, int64_t batch,
                          int64_t head);

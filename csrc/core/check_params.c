@@ -7,6 +7,7 @@
                    #type " has no gap between its tensors")
 WHOLE_TENSORS(cattn_attention_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_backward_params, grad_out, forward);
+WHOLE_TENSORS(cattn_jvp_params, tangents.query, forward);
 WHOLE_TENSORS(cattn_statistics_params, rows, forward);
 WHOLE_TENSORS(cattn_softmax_params, ranges.offsets, batch_shape);
 WHOLE_TENSORS(cattn_softmax_backward_params, grad, batch_shape);
@@ -142,6 +143,28 @@ static void check_gradient(const struct cattn_tensor *tensor, size_t element, in
     assert(tensor->col == 1 || cols <= 1); /* NumPy gives an axis of one element any stride */
 }
 
+/* The tangents and their results; lse_present: the tangent of the lse must be there. */
+static void check_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *t, bool lse_present) {
+    const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
+    assert(!p->quantized_key && !p->quantized_value && !p->key_indices.data && !p->query_starts.data);
+    assert(!p->dropout.torch && p->out.data && p->lse.data);
+    check_aligned(&t->query, stored);
+    check_aligned(&t->key, stored);
+    check_aligned(&t->value, stored);
+    check_aligned(&t->bias, element);
+    check_aligned(&t->sinks, element);
+    check_present(&t->out, stored);
+    check_aligned(&t->lse, element);
+    assert(!t->bias.data || p->n_bias > 0);
+    assert(!t->sinks.data || p->sinks.data);
+    assert(t->lse.data || !lse_present);
+}
+
+void cattn_check_jvp(const struct cattn_jvp_params *params) {
+    cattn_check_attention(&params->forward);
+    check_tangents(&params->forward, &params->tangents, false);
+}
+
 void cattn_check_backward(const struct cattn_backward_params *params) {
     const struct cattn_attention_params *p = &params->forward;
     const size_t element = cattn_element_size(p->dtype);
@@ -151,6 +174,8 @@ void cattn_check_backward(const struct cattn_backward_params *params) {
     assert(p->out.data && p->lse.data && !p->weights.data && !p->dropout_mask.data);
     assert(!p->query_starts.data || !params->grad_bias.data);
     check_present(&params->grad_out, cattn_stored_size(p->dtype, p->storage));
+    if (params->of_tangents)
+        check_tangents(p, &params->tangents, true);
     check_aligned(&params->grad_lse, sizeof(double));
     if (p->n_batch * p->num_heads * p->seqlen_q * p->seqlen_k == 0)
         return; /* strides of empty arrays mean nothing */

@@ -13,6 +13,7 @@
 #define CATTN_CHECK(which, params) cattn_check_##which(params)
 void cattn_check_attention(const struct cattn_attention_params *params);
 void cattn_check_backward(const struct cattn_backward_params *params);
+void cattn_check_jvp(const struct cattn_jvp_params *params);
 void cattn_check_statistics(const struct cattn_statistics_params *params);
 void cattn_check_softmax(const struct cattn_softmax_params *params);
 void cattn_check_softmax_backward(const struct cattn_softmax_backward_params *params);

@@ -22,6 +22,11 @@ static __attribute__((noinline)) void clear(void *params, size_t tensors, size_t
 
 void cattn_clear_attention(struct cattn_attention_params *params) { CLEAR(params, ranges.offsets, batch_shape); }
 
+void cattn_clear_jvp(struct cattn_jvp_params *params) {
+    CLEAR(params, tangents.query, forward);
+    cattn_clear_attention(&params->forward);
+}
+
 void cattn_clear_backward(struct cattn_backward_params *params) {
     CLEAR(params, grad_out, forward);
     cattn_clear_attention(&params->forward);

@@ -117,7 +117,7 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
     s->packed_query = cattn_carve(arena, rows * depth * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
-    s->cap_derivative = NULL; /* only gradients need it */
+    s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
     s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
     /* pairs of bfloat16: keys without a gap at the end of a row, values in whole panels */

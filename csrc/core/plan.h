@@ -14,6 +14,7 @@
 
 #include "../cattn.h"
 #include "../kernels/kernels.h"
+#include "../kernels/tangents.h"
 
 /* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is
  * faster than the thread's scratch. Threads may have stacks of only 64 KiB, of which a call should leave a quarter. */
@@ -79,6 +80,25 @@ int cattn_plan_second_threads(const struct cattn_attention_params *params);
  * blocks across units. */
 bool cattn_plan_whole_units(int64_t n_units, int num_threads, bool ordered);
 void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena, size_t element);
+
+/* Whether the kernels copy rows of the tangents of keys or values. */
+bool cattn_plan_copies_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *tangents);
+/* The scratch of the tangents of scores; `scratch` has what their views share with the scores. */
+void cattn_plan_carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
+                               const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
+                               struct cattn_arena *arena);
+
+/* ---- the derivative in the direction of tangents: a task is one block of queries of one head ---- */
+
+struct cattn_jvp_plan {
+    int num_threads;
+    int64_t n_tasks, blocks_per_head, n_key_blocks;
+    size_t scratch_size;
+};
+
+struct cattn_jvp_plan cattn_jvp_plan(const struct cattn_jvp_params *params, const struct cattn_kernels *kernels);
+struct cattn_jvp *cattn_jvp_lay_out(const struct cattn_jvp_plan *plan, const struct cattn_jvp_params *params,
+                                    const struct cattn_kernels *kernels, void *memory);
 
 /* ---- gradients: a unit is the query heads of one key-value head, a step is one block of queries of one head ---- */
 

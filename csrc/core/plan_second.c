@@ -25,6 +25,82 @@ void cattn_plan_carve_lse(struct cattn_split_lse *lse, struct cattn_arena *arena
     lse->factor = cattn_carve(arena, CATTN_TILE_ROWS * element);
 }
 
+bool cattn_plan_copies_tangents(const struct cattn_attention_params *p, const struct cattn_tangents *tangents) {
+    return (tangents->key.data && cattn_plan_copies(p, &tangents->key, CATTN_STORED_PLAIN)) ||
+           (tangents->value.data && cattn_plan_copies(p, &tangents->value, CATTN_STORED_PLAIN));
+}
+
+void cattn_plan_carve_tangents(struct cattn_score_tangents *s, const struct cattn_attention_params *p,
+                               const struct cattn_tangents *tangents, const struct cattn_row_scratch *scratch,
+                               struct cattn_arena *arena) {
+    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    s->tangent = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
+    s->query.scratch = s->key.scratch = *scratch;
+    s->query.scratch.score = s->key.scratch.score = s->tangent;
+    s->query.scratch.cap_derivative = s->key.scratch.cap_derivative = NULL;
+    s->query.scratch.cap_curvature = s->key.scratch.cap_curvature = NULL;
+    if (tangents->query.data)
+        s->query.scratch.packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
+}
+
+/* ---- the derivative in the direction of tangents ---- */
+
+/* Sets the memory of `j`, or measures it. */
+static void lay_out_jvp(const struct cattn_jvp_params *params, const struct cattn_kernels *kernels, struct cattn_jvp *j,
+                        struct cattn_arena *arena) {
+    const struct cattn_attention_params *p = &params->forward;
+    const size_t size = cattn_element_size(p->dtype), rows = CATTN_TILE_ROWS;
+    const size_t depth = (size_t)(p->head_dim > p->d_v ? p->head_dim : p->d_v);
+    const size_t panel = (size_t)kernels->lanes * (size_t)kernels->nr, plane = rows * CATTN_BLOCK_KEYS * size;
+    const bool copies = cattn_plan_copies(p, &p->key, p->quantized_key) ||
+                        cattn_plan_copies(p, &p->value, p->quantized_value) ||
+                        cattn_plan_copies_tangents(p, &params->tangents);
+    struct cattn_row_scratch *s = &j->scores.scratch;
+    j->scores.per_row = j->values.per_row = j->value_tangents.per_row = cattn_plan_carve_per_row(arena, rows);
+    j->tangents.query.per_row = j->tangents.key.per_row = j->scores.per_row;
+    s->drop_bits = NULL;
+    s->packed_query = cattn_carve(arena, rows * (size_t)p->head_dim * size);
+    s->score = cattn_carve(arena, plane);
+    s->cap_derivative = p->score_options.softcap > 0 ? cattn_carve(arena, plane) : NULL;
+    s->cap_curvature = NULL;
+    s->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);
+    s->block_copy = cattn_carve(arena, copies ? CATTN_BLOCK_KEYS * depth * size : 0);
+    s->block_max = cattn_carve(arena, rows * size);
+    s->value_panel = cattn_carve(arena, CATTN_BLOCK_KEYS * panel * size);
+    s->alpha = cattn_carve(arena, rows * size);
+    s->acc = cattn_carve(arena, rows * (size_t)cattn_plan_acc_cols(p) * size);
+    cattn_plan_carve_tangents(&j->tangents, p, &params->tangents, s, arena);
+    j->values.scratch = j->value_tangents.scratch = *s;
+    j->value_tangents.scratch.score = j->tangents.tangent;
+    cattn_plan_carve_lse(&j->lse, arena, size);
+    j->mean = cattn_carve(arena, rows * size);
+}
+
+struct cattn_jvp *cattn_jvp_lay_out(const struct cattn_jvp_plan *plan, const struct cattn_jvp_params *params,
+                                    const struct cattn_kernels *kernels, void *memory) {
+    struct cattn_arena arena = cattn_arena(memory, plan->scratch_size, true);
+    struct cattn_jvp *j = cattn_carve(&arena, sizeof *j);
+    assert(j); /* for the analyzer: a task always has scratch */
+    lay_out_jvp(params, kernels, j, &arena);
+    j->scores.query = j->values.query = j->value_tangents.query = j->tangents.key.query = j->scores.per_row->query;
+    j->tangents.query.query = j->tangents.query_rows;
+    return j;
+}
+
+struct cattn_jvp_plan cattn_jvp_plan(const struct cattn_jvp_params *params, const struct cattn_kernels *kernels) {
+    const struct cattn_attention_params *p = &params->forward;
+    struct cattn_jvp_plan plan = {.num_threads = cattn_plan_second_threads(p)};
+    plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, CATTN_TILE_ROWS);
+    plan.n_tasks = p->n_batch * p->num_heads * plan.blocks_per_head;
+    plan.n_key_blocks = cattn_ceil_div(p->seqlen_k, CATTN_BLOCK_KEYS);
+    struct cattn_arena count = cattn_arena(NULL, 0, false);
+    struct cattn_jvp unused;
+    cattn_carve(&count, sizeof unused);
+    lay_out_jvp(params, kernels, &unused, &count);
+    plan.scratch_size = count.used;
+    return plan;
+}
+
 /* ---- statistics ---- */
 
 /* Sets the memory of `s`. As for the other plans, it is called without memory to measure it, and with memory to cut it.
@@ -36,7 +112,7 @@ static void lay_out(const struct cattn_statistics_params *params, const struct c
     struct cattn_row_scratch *scratch = &s->rows.scratch;
     s->rows.per_row = cattn_plan_carve_per_row(arena, rows);
     scratch->drop_bits = NULL;
-    scratch->cap_derivative = NULL;
+    scratch->cap_derivative = scratch->cap_curvature = NULL;
     scratch->packed_query = cattn_carve(arena, rows * depth * size);
     scratch->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     scratch->key_copy = cattn_carve(arena, (size_t)kernels->mr * depth * size);

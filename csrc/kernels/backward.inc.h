@@ -39,59 +39,6 @@ static void copy_rows(const struct cattn_rows *rows, real *to, int64_t cols) {
     memset(to, 0, (size_t)((padded - rows->n_rows) * cols) * sizeof(real));
 }
 
-/* The products grad_out * out of LANES rows from r on, for LANES columns from c on: v[i] holds column c + i. */
-INLINE void delta_products(const struct cattn_backward *b, int r, int64_t c, vf v[LANES]) {
-    const struct cattn_rows *rows = &b->scores, *grads = &b->grads;
-    const int64_t out_col = rows->call.out_col, grad_col = grads->call.query_col;
-    const int n = (int)max64(0, min64(LANES, rows->call.d_v - c));
-    if (rows->call.storage == CATTN_STORED_PLAIN && n == LANES && r + LANES <= rows->n_rows && out_col == 1 &&
-        grad_col == 1) {
-        UNROLLED(i, LANES)
-            v[i] =
-                vf_loadu((const real *)grads->query[r + i] + c) * vf_loadu((const real *)rows->per_row->out[r + i] + c);
-    } else {
-        for (int i = 0; i < LANES; i++) {
-            v[i] = vf_set1(0);
-            if (n > 0 && r + i < rows->n_rows)
-                v[i] = load_stored(rows->call.storage, grads->query[r + i], c * grad_col, grad_col, n) *
-                       load_stored(b->out_storage, rows->per_row->out[r + i], c * out_col, out_col, n);
-        }
-    }
-    vf_transpose(v);
-}
-
-/* Adds a vector to numbers in double. */
-INLINE void add_doubles(double *to, vf v) {
-    real numbers[LANES];
-    vf_storeu(numbers, v);
-    for (int i = 0; i < LANES; i++)
-        to[i] += (double)numbers[i];
-}
-
-/* delta: the rounded products grad_out * out, summed in eight chains by column and the tree. */
-static void sum_deltas(struct cattn_backward *b) {
-    /* at least CATTN_SUM_CHAINS columns a step, so that the chain of each column is a constant */
-    const int step = LANES > CATTN_SUM_CHAINS ? LANES : CATTN_SUM_CHAINS;
-    for (int r = 0; r < b->scores.n_rows; r += LANES) {
-        vf sum[CATTN_SUM_CHAINS], magnitudes = vf_set1(0);
-        UNROLLED(i, CATTN_SUM_CHAINS)
-            sum[i] = vf_set1(0);
-        for (int64_t c = 0; c < b->scores.call.d_v; c += step)
-#pragma GCC unroll 8
-            for (int part = 0; part < step; part += LANES) {
-                vf v[LANES];
-                delta_products(b, r, c + part, v);
-                UNROLLED(i, LANES) {
-                    sum[(part + i) % CATTN_SUM_CHAINS] = sum[(part + i) % CATTN_SUM_CHAINS] + v[i];
-                    magnitudes = magnitudes + vf_abs(v[i]);
-                }
-            }
-        vf_storeu((real *)b->delta + r, SUM_TREE(sum));
-        add_doubles(b->fit.delta + r, SUM_TREE(sum));
-        add_doubles(b->fit.delta_magnitude + r, magnitudes);
-    }
-}
-
 /* The derivative of the lse with respect to a score is the weight, so its gradient joins delta. Rounded once. */
 static void subtract_grad_lse(const struct cattn_backward *b) {
     real *delta = b->delta;
@@ -105,18 +52,12 @@ static void backward_begin(struct cattn_backward *b) {
     copy_rows(&b->scores, b->query_rows, b->query_cols);
     copy_rows(&b->grads, b->grad_rows, b->grad_cols);
     memset(&b->fit, 0, sizeof b->fit);
-    sum_deltas(b);
+    sum_products(&b->grads, b->scores.per_row->out, b->out_storage, b->scores.call.out_col, b->delta, b->fit.delta,
+                 b->fit.delta_magnitude);
     if (b->has_grad_lse)
         subtract_grad_lse(b);
-    /* up to whole vectors and whole groups of P V, which are read too */
-    const int padded = (int)max64(cattn_round_up(b->scores.n_rows, LANES), cattn_round_up(b->scores.n_rows, MR));
-    for (int r = 0; r < padded; r++) {
-        split_lse(&b->scores, &b->lse, r);
-        ((real *)b->bias_sum)[r] = 0;
-        ((real *)b->keys.scratch.alpha)[r] = 1;
-    }
-    if (b->keys.call.acc_cols)
-        memset(b->keys.scratch.acc, 0, (size_t)padded * (size_t)b->keys.call.acc_cols * sizeof(real));
+    const int padded = sums_begin(&b->scores, &b->lse, &b->keys);
+    memset(b->bias_sum, 0, (size_t)padded * sizeof(real));
 }
 
 /* Scores, products dO V^T, lse and delta of LANES rows, and the block's parts of the sums in struct cattn_fit. */
@@ -178,38 +119,12 @@ static void weigh_lanes(const struct tile *t, struct cattn_backward *b, const st
     add_doubles(b->fit.magnitudes + r, lanes.magnitudes);
 }
 
-/* Zeroes both arrays for LANES rows from r on and the keys begin .. end-1. */
-static void zero_lanes(const struct cattn_backward *b, int r, int begin, int end) {
-    for (int k = begin; k < end; k++) {
-        vf_storeu((real *)b->scores.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
-        vf_storeu((real *)b->grads.scratch.score + k * CATTN_TILE_ROWS + r, vf_set1(0));
-    }
-}
-
-/* Zeroes both arrays for LANES rows from r on and the chains of the extent that none of them sees. */
-static void zero_unseen_chains(const struct cattn_backward *b, const struct extent *e, int r) {
-    for (int k = e->begin, end; k < e->end; k = end) {
-        end = (int)min64(e->end, chain_run_end(e->chains, k));
-        if (!has_chain(e->chains, k))
-            zero_lanes(b, r, k, end);
-    }
-}
-
-/* Weights and dS of the block. Zeroes what micro-tiles and transpositions may read outside a vector's own extent. */
+/* Weights and dS of the block. */
 static void weigh_block(const struct tile *t, struct cattn_backward *b) {
-    const int step = MR > ROW_STEP ? MR : ROW_STEP;
-    const int begin = (int)max64(0, t->all.begin - step), end = (int)min64(CATTN_BLOCK_KEYS, t->all.end + step);
-    for (int v = 0; v < t->n_vectors; v++) {
-        const struct extent *e = &t->vector[v];
-        const int r = v * LANES;
-        weigh_lanes(t, b, e, r);
-        zero_unseen_chains(b, e, r);
-        zero_lanes(b, r, begin, e->begin == e->end ? end : e->begin);
-        if (e->begin < e->end)
-            zero_lanes(b, r, e->end, end);
-    }
-    for (int r = t->n_vectors * LANES; r < t->n_groups * MR; r += LANES)
-        zero_lanes(b, r, begin, end);
+    const struct planes planes = {{b->scores.scratch.score, b->grads.scratch.score}, 2};
+    for (int v = 0; v < t->n_vectors; v++)
+        weigh_lanes(t, b, &t->vector[v], v * LANES);
+    zero_unseen(t, &planes);
 }
 
 static void backward_scores(struct cattn_backward *b, int64_t k0, int64_t k1) {
@@ -297,12 +212,8 @@ static void backward_query(struct cattn_backward *b, int64_t k0, int64_t k1) {
                 const vf g = vf_loadu(grad), derivative = vf_loadu((const real *)b->scores.scratch.cap_derivative + at);
                 vf_storeu(grad, vf_select(vf_eq(g, vf_set1(0)), g, g * derivative));
             }
-    t.rows = &b->keys;
-    if (b->keys.call.d_v) {
-        /* overwrites the copy of V, which is not needed any more */
-        t.value = rows_of_block(&t, &b->keys.value, b->keys.call.d_v);
-        value_block(&t);
-    }
+    if (b->keys.call.d_v)
+        add_values(&t, &b->keys);
 }
 
 /* The operands of a sum over queries: to[key] += factor * sum over r of weights[key][r] * rows[r]. */

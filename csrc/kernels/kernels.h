@@ -111,7 +111,8 @@ struct cattn_row_scratch {
     uint8_t *drop_bits;   /* the bits of all rows, from a serial stream; NULL: use Philox */
     void *packed_query;   /* tile: panels [2 * lanes queries][head_dim]; rows: [row][head_dim] */
     void *score;          /* tile: [key][CATTN_TILE_ROWS]; rows: [row][CATTN_BLOCK_KEYS] */
-    void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in the backward pass */
+    void *cap_derivative; /* the derivative of softcap, laid out as score; NULL except in second passes */
+    void *cap_curvature;  /* the second derivative; NULL except for gradients with tangents */
     void *value_panel; /* tile: a panel [key][2 * lanes]; rows: a half block [key][d_v] of strided values or halves */
     void *key_copy;    /* tile: [micro-tile row][head_dim]; rows: [lane][head_dim] */
     void *block_copy;  /* tile: [key][head_dim], then [key][d_v], of strided keys and values or halves */
@@ -173,16 +174,16 @@ struct cattn_fit {
  * serve all products: `scores` has the queries and keys of the forward pass; `grads` has grad_out as queries and the
  * values as keys; `keys` has the gradients of the scores as weights and the keys as values. A driver calls
  *
- *     backward_begin            once
- *       backward_scores         for each key block: weights, and gradients dS of the biased scores
+ *     backward.begin            once
+ *       backward.scores         for each key block: weights, and gradients dS of the biased scores
  *       backward_bias           only if wanted: the gradient of the bias, from dS
- *       backward_query          turns dS into the gradients of the products Q K^T; adds to the gradient of the queries
- *       backward_keys           adds to the gradients of the keys and values
+ *       backward.query          turns dS into the gradients of the products Q K^T; adds to the gradient of the queries
+ *       backward.keys           adds to the gradients of the keys and values
  *     backward_sees             if the results of the forward pass are checked: what the check needs to know of a row
- *     backward_sink             only with sinks
+ *     backward.sink             only with sinks
  *     backward_finish           once: writes the gradient of the queries
  *
- * The driver fixes the order of backward_bias and backward_keys among blocks; it is part of the bit contract.
+ * The driver fixes the order of backward_bias and backward.keys among blocks; it is part of the bit contract.
  */
 struct cattn_backward {
     struct cattn_rows scores, grads, keys;
@@ -206,6 +207,18 @@ struct cattn_backward {
     void *grad_bias_keys;                 /* the sums of dS over the rows are added */
     void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
 };
+
+/* The functions that also the gradients of a derivative have (tangents.h), whose struct begins with this one. */
+struct cattn_backward_steps {
+    void (*begin)(struct cattn_backward *b);
+    void (*scores)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    void (*query)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    void (*keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    /* the sum over the rows of (weight of the sink) * delta, or what the derivative has in its place */
+    double (*sink)(struct cattn_backward *b);
+};
+
+struct cattn_jvp; /* in tangents.h */
 
 /* Statistics of the attention weights of a block of queries. The rows have an lse in float64, and no output. A driver
  * calls
@@ -373,16 +386,14 @@ struct cattn_kernels {
     void (*chunk_merge)(struct cattn_rows *rows);
     /* Reads the total. `weights` holds the scores until then. */
     void (*finish)(struct cattn_rows *rows);
-    void (*backward_begin)(struct cattn_backward *b);
-    void (*backward_scores)(struct cattn_backward *b, int64_t k0, int64_t k1);
+    struct cattn_backward_steps backward, jvp_backward;
     void (*backward_bias)(struct cattn_backward *b, int64_t k0, int64_t k1);
-    void (*backward_query)(struct cattn_backward *b, int64_t k0, int64_t k1);
-    void (*backward_keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
     /* whether row r sees a key; *sink_weight receives the weight of its sink, 0 without sinks */
     bool (*backward_sees)(const struct cattn_backward *b, int r, double *sink_weight);
-    /* the sum over the rows of (weight of the sink) * delta */
-    double (*backward_sink)(struct cattn_backward *b);
     void (*backward_finish)(struct cattn_backward *b);
+    void (*jvp_begin)(struct cattn_jvp *j);
+    void (*jvp_block)(struct cattn_jvp *j, int64_t k0, int64_t k1);
+    void (*jvp_finish)(struct cattn_jvp *j);
     void (*statistics_begin)(struct cattn_statistics *s);
     void (*statistics_block)(struct cattn_statistics *s, int64_t k0, int64_t k1);
     void (*statistics_add)(const struct cattn_statistics *s, int64_t k0);

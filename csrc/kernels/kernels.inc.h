@@ -4,6 +4,7 @@
  */
 #include "../fp_mode.h"
 #include "kernels.h"
+#include "tangents.h"
 
 #ifdef BF16_PRODUCTS /* a table of attention's forward pass only */
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -38,8 +39,14 @@
 #ifndef BF16_PRODUCTS
 #include "weights.inc.h"
 
+#include "second_pass.inc.h"
+
 #include "backward.inc.h"
 #include "statistics.inc.h"
+
+#include "jvp.inc.h"
+
+#include "jvp_backward.inc.h"
 
 #include "activation.inc.h"
 #include "norm.inc.h"
@@ -82,14 +89,14 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .widen_row = widen_row,
     .narrow_row = narrow_row,
 #ifndef BF16_PRODUCTS
-    .backward_begin = backward_begin,
-    .backward_scores = backward_scores,
+    .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
+    .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,
-    .backward_query = backward_query,
-    .backward_keys = backward_keys,
     .backward_sees = backward_sees,
-    .backward_sink = backward_sink,
     .backward_finish = backward_finish,
+    .jvp_begin = jvp_begin,
+    .jvp_block = jvp_block,
+    .jvp_finish = jvp_finish,
     .statistics_begin = statistics_begin,
     .statistics_block = statistics_block,
     .statistics_add = statistics_add,

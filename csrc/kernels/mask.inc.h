@@ -105,10 +105,13 @@ INLINE vf change_score(vf score, const struct cattn_score_options *options) {
     return cap_score(score, options->softcap);
 }
 
-/* The derivative of softcap, from the capped score. */
-NOINLINE vf cap_derivative(vf capped, double softcap) {
-    const vf t = vf_div(capped, vf_set1((real)softcap));
-    return vf_fma(-t, t, vf_set1(1));
+/* The derivative of softcap, from the capped score, to its place in the scratch; and the second one, if wanted. */
+NOINLINE void store_cap_derivatives(const struct cattn_rows *rows, int64_t at, vf capped) {
+    const vf cap = vf_set1((real)rows->call.score_options.softcap), t = vf_div(capped, cap);
+    const vf derivative = vf_fma(-t, t, vf_set1(1));
+    vf_storeu((real *)rows->scratch.cap_derivative + at, derivative);
+    if (rows->scratch.cap_curvature)
+        vf_storeu((real *)rows->scratch.cap_curvature + at, vf_div(vf_set1(-2) * t * derivative, cap));
 }
 
 /* ALiBi: score - slope * |query - key|. Both positions count from the block's first key, so that they are exact in

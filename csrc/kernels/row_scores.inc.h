@@ -11,6 +11,7 @@
 #define ROWS_FAR CATTN_HALF_BLOCK
 #define ROWS_MIDWAY (CATTN_HALF_BLOCK / 2)
 #define ROWS_NEAR ROW_STEP
+/* A table may define STREAM_AHEAD instead: one distance in bytes. */
 
 #ifndef BF16_PRODUCTS
 static void pack_query_rows(struct cattn_rows *rows) {
@@ -46,7 +47,12 @@ INLINE struct rows_ahead rows_ahead(const struct cattn_matrix *from, int64_t n_c
 }
 
 INLINE void prefetch_line(uintptr_t line, int64_t row) {
+#ifdef STREAM_AHEAD
+    (void)row;
+    prefetch(line, STREAM_AHEAD, 1);
+#else
     prefetch_thrice(line, ROWS_FAR * row, ROWS_MIDWAY * row, ROWS_NEAR * row, 1);
+#endif
 }
 
 /* Prefetches the next n bytes: whole lines, or less than one line. A row that starts inside a line spans one line more,

@@ -178,8 +178,7 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
                 acc[m][n] = change_score(acc[m][n], &rows->call.score_options);
         if (rows->scratch.cap_derivative) /* before slope and bias change the capped scores */
             for (int m = 0; m < mr; m++)
-                vf_storeu((real *)rows->scratch.cap_derivative + (k + m) * CATTN_TILE_ROWS + r,
-                          cap_derivative(acc[m][n], rows->call.score_options.softcap));
+                store_cap_derivatives(rows, (k + m) * CATTN_TILE_ROWS + r, acc[m][n]);
         if (rows->call.has_slopes)
             UNROLLED(m, mr)
                 acc[m][n] =

@@ -200,7 +200,9 @@ size_t cattn_xla_bytes(const struct xla_call *call, int operand) {
 
 /* The sizes of the call, from query, key, value and the first result. */
 static struct xla_error *take_sizes(struct xla_call *call) {
-    const int first_result = call->operands[XLA_out] != NULL ? XLA_out : XLA_grad_query;
+    const int first_result = call->operands[XLA_out] != NULL           ? XLA_out
+                             : call->operands[XLA_out_tangent] != NULL ? XLA_out_tangent
+                                                                       : XLA_grad_query;
     const int owners[] = {XLA_query, XLA_key, XLA_value, first_result};
     for (int i = 0; i < 4; i++) {
         const struct xla_buffer *buffer = call->operands[owners[i]];

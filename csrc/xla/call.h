@@ -5,7 +5,7 @@
 #include "../call/operands.h"
 #include "ffi.h"
 
-/* The operands of both handlers: the table of attention, whose order is the one here, and then these. A call has those
+/* The operands of the handlers: the table of attention, whose order is the one here, and then these. A call has those
  * that are the bits of its attribute `present`; cattn.integrations.jax reads the names from `_cattn._xla_operands`. The
  * letters are in call/operands.h. W is the two words of a number. XLA's order of the axes, with the batch and the
  * tokens in front, is a permutation of the letters (axes_of in call.c). vmap puts more axes before them: the leading
@@ -17,12 +17,21 @@
     OPERAND(forward_out, "NTD", STORED, EXACTLY, IN_XLA)                                                               \
     OPERAND(forward_lse, "NTW", WORDS, EXACTLY, IN_XLA)                                                                \
     OPERAND(grad_out, "NTD", STORED, EXACTLY, IN_XLA)                                                                  \
-    OPERAND(grad_residual, "NT", WIDENED, EXACTLY, IN_XLA)
+    OPERAND(grad_residual, "NT", WIDENED, EXACTLY, IN_XLA)                                                             \
+    OPERAND(query_tangent, "NTH", STORED, EXACTLY, IN_XLA)                                                             \
+    OPERAND(key_tangent, "KSH", STORED, EXACTLY, IN_XLA)                                                               \
+    OPERAND(value_tangent, "KSD", STORED, EXACTLY, IN_XLA)                                                             \
+    OPERAND(bias_tangent, "NTS", COMPUTED, BROADCASTS, IN_XLA)                                                         \
+    OPERAND(sinks_tangent, "N", COMPUTED, BROADCASTS, IN_XLA)                                                          \
+    OPERAND(forward_out_tangent, "NTD", STORED, EXACTLY, IN_XLA)                                                       \
+    OPERAND(forward_lse_tangent, "NT", COMPUTED, EXACTLY, IN_XLA)
 #define XLA_ARGUMENTS(OPERAND) ATTENTION_OPERANDS(OPERAND) XLA_OWN_ARGUMENTS(OPERAND)
 #define XLA_RESULTS(OPERAND)                                                                                           \
     OPERAND(out, "NTD", STORED, EXACTLY, IN_XLA)                                                                       \
     OPERAND(residual, "NT", COMPUTED, EXACTLY, IN_XLA)                                                                 \
     OPERAND(lse, "NTW", WORDS, EXACTLY, IN_XLA)                                                                        \
+    OPERAND(out_tangent, "NTD", STORED, EXACTLY, IN_XLA)                                                               \
+    OPERAND(lse_tangent, "NT", COMPUTED, EXACTLY, IN_XLA)                                                              \
     OPERAND(grad_query, "NTH", COMPUTED, EXACTLY, IN_XLA)                                                              \
     OPERAND(grad_key, "KSH", COMPUTED, EXACTLY, IN_XLA)                                                                \
     OPERAND(grad_value, "KSD", COMPUTED, EXACTLY, IN_XLA)                                                              \
@@ -34,7 +43,7 @@ enum { XLA_ARGUMENTS(XLA_INDEX) XLA_N_ARGUMENTS };
 enum { XLA_BEFORE_RESULTS = XLA_N_ARGUMENTS - 1, XLA_RESULTS(XLA_INDEX) XLA_N_OPERANDS };
 extern const char *const cattn_xla_operands[XLA_N_OPERANDS];
 
-/* The attributes of both handlers, in the order of their names: real numbers and integers. They are known when the
+/* The attributes of the handlers, in the order of their names: real numbers and integers. They are known when the
  * program is compiled; all else is an operand. */
 #define XLA_OPTIONS(REAL, INTEGER)                                                                                     \
     INTEGER(block_size) /* of block_mask, or 0 */                                                                      \

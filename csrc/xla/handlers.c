@@ -1,4 +1,4 @@
-/* handlers.c -- attention and its gradients as XLA calls them. See handlers.h.
+/* handlers.c -- attention and its derivatives as XLA calls them. See handlers.h.
  *
  * XLA's threads run this without the GIL: nothing here knows Python, and no signal stops a computation. XLA's mode may
  * flush subnormal numbers; the core computes in its own.
@@ -17,6 +17,10 @@
 #define ALL_INPUTS (BIT(dropout_seed) ATTENTION_OPERANDS(BIT_IN_XLA))
 #define FORWARD (INPUTS | BIT(out))
 #define BACKWARD (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(grad_out) | GRADIENTS)
+#define TANGENTS (BIT(query_tangent) | BIT(key_tangent) | BIT(value_tangent) | BIT(bias_tangent) | BIT(sinks_tangent))
+#define JVP (INPUTS | BIT(forward_out) | BIT(forward_lse) | BIT(out_tangent) | BIT(lse_tangent))
+#define JVP_BACKWARD (BACKWARD | BIT(forward_out_tangent) | BIT(forward_lse_tangent))
+#define PLAIN_INPUTS (ALL_INPUTS & ~(BIT(key_scale) | BIT(value_scale)))
 #define GRADIENTS (BIT(grad_query) | BIT(grad_key) | BIT(grad_value))
 
 /* ---- from the call to the params ---- */
@@ -120,7 +124,7 @@ static struct xla_error *run(const struct xla_call *call, struct cattn_backward_
     return error;
 }
 
-/* ---- the two passes ---- */
+/* ---- the passes ---- */
 
 static enum cattn_status compute_forward(const struct xla_call *call, int64_t index,
                                          struct cattn_backward_params *params) {
@@ -183,6 +187,50 @@ static struct xla_error *check_bias_gradient(const struct xla_call *call) {
     return fits ? NULL : cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "grad_bias has the wrong shape");
 }
 
+/* A tangent has the sizes of its input, but for axes that broadcast. */
+static struct xla_error *check_tangents(const struct xla_call *call) {
+    static const int pairs[][2] = {{XLA_bias_tangent, XLA_bias}, {XLA_sinks_tangent, XLA_sinks}};
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+        if (call->operands[pairs[i][0]] != NULL && call->operands[pairs[i][1]] == NULL)
+            return cattn_xla_fail(call->frame, XLA_INVALID_ARGUMENT, "there is no %s for its tangent",
+                                  cattn_xla_operands[pairs[i][1]]);
+    return NULL;
+}
+
+static void view_tangents(const struct xla_call *call, int64_t index, struct cattn_tangents *tangents) {
+    cattn_xla_view(call, XLA_query_tangent, index, &tangents->query);
+    cattn_xla_view(call, XLA_key_tangent, index, &tangents->key);
+    cattn_xla_view(call, XLA_value_tangent, index, &tangents->value);
+    cattn_xla_view(call, XLA_bias_tangent, index, &tangents->bias);
+    cattn_xla_view(call, XLA_sinks_tangent, index, &tangents->sinks);
+}
+
+static enum cattn_status compute_jvp(const struct xla_call *call, int64_t index, struct cattn_backward_params *params) {
+    struct cattn_jvp_params jvp;
+    cattn_clear_jvp(&jvp);
+    jvp.has_results = true;
+    jvp.forward = params->forward;
+    view_tangents(call, index, &jvp.tangents);
+    cattn_xla_view(call, XLA_out_tangent, index, &jvp.tangents.out);
+    cattn_xla_view(call, XLA_lse_tangent, index, &jvp.tangents.lse);
+    return cattn_attention_jvp(&jvp);
+}
+
+struct xla_error *cattn_xla_jvp(struct xla_frame *frame) {
+    if (cattn_xla_describe(frame))
+        return NULL;
+    struct xla_call call;
+    struct cattn_backward_params params;
+    cattn_clear_backward(&params);
+    struct xla_error *error = cattn_xla_parse(&call, frame, JVP, JVP | PLAIN_INPUTS | TANGENTS);
+    if (error == NULL)
+        error = check_tangents(&call);
+    if (error == NULL)
+        error = run(&call, &params, compute_jvp);
+    cattn_xla_clear(&call);
+    return error;
+}
+
 static enum cattn_status compute_backward(const struct xla_call *call, int64_t index,
                                           struct cattn_backward_params *params) {
     params->bias_sum = bias_sum(call);
@@ -194,17 +242,28 @@ static enum cattn_status compute_backward(const struct xla_call *call, int64_t i
     cattn_xla_view(call, XLA_grad_value, index, &params->grad_value);
     cattn_xla_view(call, XLA_grad_bias, index, &params->grad_bias);
     cattn_xla_view(call, XLA_grad_sinks, index, &params->grad_sinks);
+    if (params->of_tangents) {
+        view_tangents(call, index, &params->tangents);
+        cattn_xla_view(call, XLA_forward_out_tangent, index, &params->tangents.out);
+        cattn_xla_view(call, XLA_forward_lse_tangent, index, &params->tangents.lse);
+    }
     return cattn_attention_backward(params);
 }
 
-struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
+/* The gradients of attention, or of its derivative. */
+static struct xla_error *differentiate(struct xla_frame *frame, bool of_tangents) {
     if (cattn_xla_describe(frame))
         return NULL;
     struct xla_call call;
     struct cattn_backward_params params;
     cattn_clear_backward(&params);
+    params.of_tangents = of_tangents;
+    const uint64_t required = of_tangents ? JVP_BACKWARD : BACKWARD;
+    const uint64_t inputs = of_tangents ? PLAIN_INPUTS | TANGENTS : ALL_INPUTS;
     struct xla_error *error = cattn_xla_parse(
-        &call, frame, BACKWARD, BACKWARD | ALL_INPUTS | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
+        &call, frame, required, required | inputs | BIT(grad_residual) | BIT(grad_bias) | BIT(grad_sinks));
+    if (error == NULL)
+        error = check_tangents(&call);
     if (error == NULL)
         error = check_bias_gradient(&call);
     if (error == NULL && call.operands[XLA_grad_sinks] != NULL && call.operands[XLA_sinks] == NULL)
@@ -218,3 +277,6 @@ struct xla_error *cattn_xla_backward(struct xla_frame *frame) {
     cattn_xla_clear(&call);
     return error;
 }
+
+struct xla_error *cattn_xla_backward(struct xla_frame *frame) { return differentiate(frame, false); }
+struct xla_error *cattn_xla_jvp_backward(struct xla_frame *frame) { return differentiate(frame, true); }

@@ -12,7 +12,14 @@ array([[1.  , 0.  ],
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
-from ._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from ._input.pairs import BlockMask, Quantized
+from ._input.types import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionStatistics,
+    AttentionTangents,
+    CausalAlignmentWarning,
+)
 from ._plot import plot_attention
 from ._threads import get_num_threads, num_threads, set_num_threads
 from ._version import __version__
@@ -20,6 +27,8 @@ from .cache import KVCache
 from .functional import (
     Explanation,
     attention_backward,
+    attention_jvp,
+    attention_jvp_backward,
     attention_statistics,
     attention_weights,
     causal_attention,
@@ -63,7 +72,9 @@ __all__ = [
     "AttentionGradients",
     "AttentionOutput",
     "AttentionStatistics",
+    "AttentionTangents",
     "AttentionView",
+    "BlockMask",
     "CausalAlignmentWarning",
     "CausalAttention",
     "Dropout",
@@ -73,11 +84,14 @@ __all__ = [
     "Linear",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "Quantized",
     "SelfAttention_v1",
     "SelfAttention_v2",
     "TorchGenerator",
     "__version__",
     "attention_backward",
+    "attention_jvp",
+    "attention_jvp_backward",
     "attention_rollout",
     "attention_statistics",
     "attention_weights",

@@ -14,6 +14,7 @@ from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.fp_mode import in_default_mode
 from ._input.names import with_hints
+from ._input.pairs import Quantized
 from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
 
 __all__ = ["KVCache"]
@@ -84,12 +85,12 @@ class KVCache:
     -----
     After `truncate` with one length per sequence the lengths differ. `append` then writes after the end of each
     sequence, and `k` and `v` reach to the end of the longest. Shorter sequences hold old data after their end, which
-    ``query_offset=cache.lengths - T_q`` hides from the ``T_q`` queries appended last.
+    `causal_attention` of a query and the cache does not read; with `k` and `v` alone
+    ``query_offset=cache.lengths - T_q`` hides it from the ``T_q`` queries appended last.
 
-    With int8 or float8_e4m3fn pass the scales, ``key_scale=cache.k_scale, value_scale=cache.v_scale``: attention then
-    computes with the dequantized numbers. The scales of other caches are None, which these arguments take, too.
+    With int8 or float8_e4m3fn `k` and `v` are `Quantized`: attention computes with the dequantized numbers.
 
-    `keep` and `reorder` move tokens: take `k`, `v` and the scales again afterwards.
+    `keep` and `reorder` move tokens: take `k` and `v` again afterwards.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
@@ -105,7 +106,7 @@ class KVCache:
     >>> for t in range(3):
     ...     token = x[:, t : t + 1]
     ...     cache.append(token, token)
-    ...     steps.append(cattn.causal_attention(token, cache.k, cache.v, enable_gqa=True))
+    ...     steps.append(cattn.causal_attention(token, cache, enable_gqa=True))
     >>> cache
     KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype=float64, lengths=3)
     >>> full = cattn.causal_attention(x, x, x, enable_gqa=True)
@@ -116,8 +117,7 @@ class KVCache:
 
     >>> small = cattn.KVCache((), num_kv_heads=1, max_len=8, head_dim=2, dtype="int8")
     >>> small.append(x, x)
-    >>> scales = {"key_scale": small.k_scale, "value_scale": small.v_scale}
-    >>> step = cattn.causal_attention(x[:, 2:], small.k, small.v, enable_gqa=True, **scales)
+    >>> step = cattn.causal_attention(x[:, 2:], small, enable_gqa=True)
     >>> bool(abs(step - steps[2]).max() < 1e-7)
     True
     """
@@ -171,27 +171,27 @@ class KVCache:
         return (a for a in (self._k, self._v, self._k_scale, self._v_scale) if a is not None)
 
     @property
-    def k(self) -> Array:
-        """The keys so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, head_dim)``."""
-        return self._k[..., : self._longest, :]
+    def k(self) -> Array | Quantized:
+        """The keys so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, head_dim)``.
 
-    @property
-    def v(self) -> Array:
-        """The values so far: a view of shape ``(*batch_shape, num_kv_heads, longest length, v_head_dim)``."""
-        return self._v[..., : self._longest, :]
-
-    @property
-    def k_scale(self) -> NDArray[np.float32] | None:
-        """The scales of the keys: a view of shape ``(*batch_shape, num_kv_heads, longest length, 1)``.
-
-        None if the keys are not quantized. After the end of a shorter sequence the scales are old ones or 1.
+        Of a cache that quantizes it is a `Quantized`, whose scale has the shape ``(..., longest length, 1)``. After the
+        end of a shorter sequence its scales are old ones or 1.
         """
-        return None if self._k_scale is None else self._k_scale[..., : self._longest, :]
+        return self._filled(self._k, self._k_scale)
 
     @property
-    def v_scale(self) -> NDArray[np.float32] | None:
-        """The scales of the values, as `k_scale`."""
-        return None if self._v_scale is None else self._v_scale[..., : self._longest, :]
+    def v(self) -> Array | Quantized:
+        """The values so far, as `k`, with v_head_dim."""
+        return self._filled(self._v, self._v_scale)
+
+    def _filled(self, store: Array, scale: NDArray[np.float32] | None) -> Array | Quantized:
+        filled = store[..., : self._longest, :]
+        if scale is None:
+            return filled
+        filled_scale = scale[..., : self._longest, :]
+        filled.setflags(write=False)
+        filled_scale.setflags(write=False)
+        return Quantized._of_views(filled, filled_scale)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -209,6 +209,11 @@ class KVCache:
         Called before `append`, it is the `query_offset` of the queries that belong to the appended keys.
         """
         return self.lengths if self._ragged else self._longest
+
+    def _attended_by(self, query: ArrayLike) -> tuple[Any, Any, NDArray[np.int64] | None]:
+        """Return what causal_attention reads for queries of the last tokens: keys, values and a query_offset."""
+        shape = np.shape(query) if self._ragged else ()
+        return self.k, self.v, self._lengths - shape[-2] if len(shape) > 1 else None
 
     def append(self, key: ArrayLike, value: ArrayLike) -> None:
         """Write keys and values after the last token of each sequence.
@@ -528,8 +533,9 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale} if self._quantizes else {}
-        return public | {"k": self.k, "v": self.v, "lengths": self._lengths} | scales
+        names = ("k", "v", "k_scale", "v_scale") if self._quantizes else ("k", "v")
+        filled = (store[..., : self._longest, :] for store in self._stores())
+        return public | dict(zip(names, filled, strict=True)) | {"lengths": self._lengths}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         filled = ("k", "v", "k_scale", "v_scale")

@@ -100,8 +100,15 @@ def test_the_parameters_of_a_door_are_in_its_table_in_c(door: str) -> None:
 def test_a_kind_of_call_has_the_arrays_that_its_door_takes(call: str, door: str) -> None:
     given = parameters(door)
     spelled = DOORS[door].spelled if door in DOORS else {}
-    taken = {name: spelled.get(name, name) in given for name, *_ in _cattn._operands()}
-    assert taken == {name: call in calls for name, *_, calls in _cattn._operands()}
+    rows = [(name, calls) for name, _, kind, _, calls in _cattn._operands() if kind != "SCALES"]
+    assert {name: spelled.get(name, name) in given for name, _ in rows} == {name: call in calls for name, calls in rows}
+
+
+def test_scales_are_in_the_calls_of_their_arrays() -> None:
+    calls = {name: calls for name, *_, calls in _cattn._operands()}
+    assert {f"{name}_scale": calls[name] for name in ("key", "value")} == {
+        name: calls[name] for name, _, kind, *_ in _cattn._operands() if kind == "SCALES"
+    }
 
 
 def test_the_table_of_options_has_every_argument_of_attention() -> None:

@@ -1,6 +1,6 @@
 """Every error of every public function: its type and message, and that the call wrote and drew nothing before it.
 
-The calls are those of wrong_calls.py. This file also tests errors of user code, which pass through unchanged, and
+The calls come from wrong_calls.py. This file also tests errors of user code, which pass through unchanged, and
 wrong environment variables.
 """
 
@@ -79,6 +79,7 @@ def test_every_public_function_is_in_the_table() -> None:
     in_their_own_files |= {"sliding_window", "varlen_attention", "explain", "head_scores", "attention_rollout"}
     in_their_own_files |= {"attention_statistics", "varlen_attention_statistics", "view_attention"}
     in_their_own_files |= {"attention_backward", "varlen_attention_backward", "softmax_backward", "dropout_backward"}
+    in_their_own_files |= {"attention_jvp", "attention_jvp_backward"}
     in_their_own_files |= {"rms_norm_backward", "layer_norm_backward", "gelu_backward", "silu_backward"}
     in_their_own_files |= {"quantize", "dequantize", "linear", "linear_backward"}
     assert {function for function, _ in CASES} - {"num_threads"} == functions - without_errors - in_their_own_files
@@ -107,12 +108,10 @@ class Failing:
     __array__ = __bool__ = __float__ = __index__ = _fail
 
 
-@pytest.mark.parametrize(
-    "name", ["return_weights", "return_lse", "return_dropout_mask", "scale", "query", "block_size"]
-)
+@pytest.mark.parametrize("name", ["return_weights", "return_lse", "return_dropout_mask", "scale", "query"])
 def test_errors_of_an_objects_methods_are_the_cause_of_one_that_names_the_argument(name: str) -> None:
     x = ones(2, 2)
-    call = {"query": x, "key": x, "value": x} | ({"block_mask": ones(1, 1, dtype=bool)} if name == "block_size" else {})
+    call = {"query": x, "key": x, "value": x}
     with pytest.raises(TypeError, match=f"^{name} ") as error:
         cattn.scaled_dot_product_attention(**call | {name: Failing()})
     assert str(error.value.__cause__) == "its own words"

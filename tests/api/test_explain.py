@@ -52,7 +52,7 @@ def test_visible_pairs_and_key_blocks_are_those_of_the_mask(options: dict[str, A
     visible = ~np.isneginf(scores)
     assert plan.visible_pairs == visible.sum()
     assert plan.flops == 2 * visible.sum() * (64 + 32)
-    # A block of 96 queries visits the key blocks from that of its first visible key to that of its last one.
+    # A block of 96 queries visits the key blocks from the block of its first visible key to the block of its last one.
     visited = 0
     for head in visible[:, 0]:
         for first in range(0, 300, 96):

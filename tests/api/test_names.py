@@ -86,6 +86,8 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.attention_weights, X, X), "until", "did you mean 'stage'?"),
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
+    (functools.partial(cattn.attention_jvp, X, X, X), "query_tangents", "did you mean 'query_tangent'?"),
+    (functools.partial(cattn.attention_jvp_backward, *[X] * 8), "bias_tangents", "did you mean 'bias_tangent'?"),
     (functools.partial(cattn.varlen_attention_backward, *[X] * 6), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.attention_statistics, X, X), "causal", "did you mean 'is_causal'?"),
     (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
@@ -117,6 +119,12 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.quantize, X), "dim", "did you mean 'axis'?"),
     (functools.partial(cattn.quantize, X), "quant_dtype", "did you mean 'dtype'?"),
     (functools.partial(cattn.dequantize, X), "scales", "did you mean 'scale'?"),
+    (attend, "key_scale", "pass key=cattn.Quantized(key, scale)"),
+    (attend, "v_descale", "pass value=cattn.Quantized(value, scale)"),
+    (functools.partial(cattn.Quantized, X), "scales", "did you mean 'scale'?"),
+    # blocks
+    (attend, "block_size", "pass block_mask=cattn.BlockMask(blocks, block_size)"),
+    (functools.partial(cattn.BlockMask, X), "block_size", "did you mean 'size'?"),
     (functools.partial(cattn.view_attention, X), "labels", "did you mean 'tokens'?"),
     (cattn.AttentionView, "content", "did you mean 'contents'?"),
     # slips

@@ -208,6 +208,15 @@ def forward() -> dict[str, Any]:
     return {"grad_out": Q, "out": result.out, "lse": result.lse, "merged": True, **attention()}
 
 
+def tangents() -> dict[str, Any]:
+    return {"query_tangent": Q, "value_tangent": Q, **attention()}
+
+
+def derivatives() -> dict[str, Any]:
+    result = cattn.attention_jvp(**tangents(), return_lse=True)
+    return {"grad_out_tangent": Q, **result._asdict(), **tangents()}
+
+
 def packed() -> dict[str, Any]:
     return {"query": P, "key": P, "value": P, "cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES, "rng": 3}
 
@@ -236,6 +245,8 @@ CALLS: dict[str, Call] = {
     "attention_statistics": lambda: (cattn.attention_statistics, {"query": Q, "key": Q}),
     "explain": lambda: (cattn.explain, without(attention(), "rng")),
     "varlen_attention": lambda: (cattn.varlen_attention, packed()),
+    "attention_jvp": lambda: (cattn.attention_jvp, tangents()),
+    "attention_jvp_backward": lambda: (cattn.attention_jvp_backward, derivatives()),
     "varlen_attention_backward": lambda: (cattn.varlen_attention_backward, packed_backward()),
     "varlen_attention_statistics": lambda: (cattn.varlen_attention_statistics, without(packed(), "value", "rng")),
     "merge_attention": lambda: (cattn.merge_attention, {"outs": [X, X], "lses": [X[:, 0], X[:, 1]]}),
@@ -256,6 +267,9 @@ CALLS: dict[str, Call] = {
     "rms_norm_backward": lambda: (cattn.rms_norm_backward, {"grad_out": X, "x": X}),
     "quantize": lambda: (cattn.quantize, {"x": X}),
     "dequantize": lambda: (cattn.dequantize, {"x": X.astype(np.int8), "scale": 1.0}),
+    "dequantize, Quantized": lambda: (cattn.dequantize, {"x": cattn.quantize(X)}),
+    "Quantized": lambda: (cattn.Quantized, {"values": X.astype(np.int8), "scale": 1.0}),
+    "BlockMask": lambda: (cattn.BlockMask, {"blocks": X > 0, "size": 2}),
     "manual_seed": lambda: (cattn.manual_seed, {"seed": 3}),
     "set_num_threads": lambda: (cattn.set_num_threads, {"n": 2}),
     "num_threads": lambda: (cattn.num_threads, {"n": 2}),
@@ -276,7 +290,8 @@ CALLS: dict[str, Call] = {
 }  # fmt: skip
 # Results and warnings take any object. The views have tests of their own.
 OTHERS = {
-    "AttentionGradients", "AttentionOutput", "AttentionStatistics", "AttentionView", "CausalAlignmentWarning",
+    "AttentionGradients", "AttentionOutput", "AttentionStatistics", "AttentionTangents", "AttentionView",
+    "CausalAlignmentWarning",
     "Explanation", "HeadScores", "get_num_threads", "plot_attention", "view_attention",
 }  # fmt: skip
 

@@ -91,13 +91,15 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(attention) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
         "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
-        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, key_scale=None, value_scale=None, "
-        "block_mask=None, block_size=None, key_indices=None, rng=None, return_weights=False, return_lse=False, "
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
+        "block_mask=None, key_indices=None, compute_dtype=None, rng=None, return_weights=False, return_lse=False, "
         "return_dropout_mask=False, out=None)"
     )
     causal = inspect.signature(cattn.causal_attention)
     assert list(causal.parameters) == [p for p in attention.parameters if p != "is_causal"]
-    assert all(causal.parameters[p].default == attention.parameters[p].default for p in causal.parameters)
+    assert causal.parameters["value"].default is None  # of a call with a cache
+    others = [p for p in causal.parameters if p != "value"]
+    assert all(causal.parameters[p].default == attention.parameters[p].default for p in others)
     assert str(inspect.signature(cattn.masked_softmax)) == (
         "(scores, mask=None, *, axis=-1, is_causal=False, query_offset=None, scale=1.0, method='neg_inf', out=None)"
     )
@@ -108,25 +110,25 @@ def test_signatures_are_those_of_the_source() -> None:
     assert str(inspect.signature(cattn.attention_weights)) == (
         "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
         "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
-        "softcap=None, alibi_slopes=None, sinks=None, key_scale=None, block_mask=None, block_size=None, "
-        "key_indices=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
+        "softcap=None, alibi_slopes=None, sinks=None, block_mask=None, "
+        "key_indices=None, dropout_p=0.0, compute_dtype=None, rng=None, stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
         "is_causal=False, alignment=None, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
-        "sinks=None, key_scale=None, value_scale=None, rng=None, return_lse=False, out=None)"
+        "sinks=None, compute_dtype=None, rng=None, return_lse=False, out=None)"
     )
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
         "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "key_scale=None, value_scale=None, block_mask=None, block_size=None, key_indices=None, rng=None, "
+        "block_mask=None, key_indices=None, compute_dtype=None, rng=None, "
         "grad_lse=None, merged=False)"
     )
     assert str(inspect.signature(cattn.explain)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "
         "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
-        "window_size=(-1, -1), key_scale=None, value_scale=None, block_mask=None, block_size=None)"
+        "window_size=(-1, -1), block_mask=None)"
     )
     assert str(inspect.signature(cattn.causal_mask)) == (
         "(T_q, T_k=None, *, is_causal='lower_right', query_offset=None, window_size=(-1, -1))"
@@ -147,7 +149,7 @@ def test_signatures_are_those_of_the_source() -> None:
 
 
 def test_one_table_of_attention_arguments() -> None:
-    """Its names are documented, and those of options are in the types of the overloads."""
+    """Its names are documented, and the names of options are in the types of the overloads."""
     names = list(_cattn._arguments("scaled_dot_product_attention"))
     page = (ROOT / "docs/semantics.md").read_text("utf-8")
     assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
@@ -159,8 +161,7 @@ def test_one_table_of_attention_arguments() -> None:
 def test_every_form_of_attention_has_every_option(name: str) -> None:
     parameters = inspect.signature(find(name)).parameters
     attention = inspect.signature(cattn.scaled_dot_product_attention).parameters
-    of_values = ["value_scale"] if name == "attention_weights" else []
-    for option in sorted(AttentionOptions.__annotations__.keys() - set(of_values)):
+    for option in sorted(AttentionOptions.__annotations__):
         assert parameters[option].default == attention[option].default
 
 

@@ -297,7 +297,7 @@ def test_the_weights_of_an_object_are_found() -> None:
 
 
 def test_a_rank_alone_is_wrong() -> None:
-    """Axis 1 is that of the keys for (T, D) only."""
+    """Axis 1 is the axis of the keys for (T, D) only."""
     report = diagnose(lambda q, k, v: softmax(scores_of(q, k), axis=1) @ v, kind="full")
     assert names(report) == ["softmax_axis", "softmax_axis"]  # over the queries of (B, T, D), the heads of (B, H, T, D)
     assert any("ndim=" in note for note in report.notes)

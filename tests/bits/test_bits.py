@@ -1,6 +1,6 @@
 """A row of attention has the same bits on every path and kernel table, with any threads, batch, length and strides.
 
-The calls and the yardstick are those of bit_cases.py.
+The calls and the yardstick come from bit_cases.py.
 """
 
 import functools

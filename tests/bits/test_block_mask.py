@@ -1,4 +1,4 @@
-"""block_mask has the bits of the boolean attn_mask that it stands for."""
+"""block_mask has the bits of the boolean attn_mask in which each of its elements is repeated."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +27,8 @@ def expand(blocks: np.ndarray, size: int, T_q: int, T_k: int) -> np.ndarray:
 def with_mask(call: Call) -> Call:
     """Return the same call with a mask of single pairs in the place of the blocks."""
     call = dict(call)
-    blocks, size = np.atleast_2d(call.pop("block_mask")), call.pop("block_size")
-    mask = expand(blocks, size, call["query"].shape[-2], call["key"].shape[-2])
+    blocks, size = call.pop("block_mask")
+    mask = expand(np.atleast_2d(blocks), size, call["query"].shape[-2], call["key"].shape[-2])
     given = call.get("attn_mask")
     if given is None or given.dtype == bool:
         return call | {"attn_mask": mask if given is None else given & mask}
@@ -42,8 +42,8 @@ def attend(
     rng = np.random.default_rng([size, T_q, T_k])
     shapes = {"query": (2, heads, T_q, 5), "key": (2, 2, T_k, 5), "value": (2, 2, T_k, 19)}
     call: Call = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
-    blocks = rng.random((2, heads, -(-T_q // size), -(-T_k // size))) < p
-    return call | {"block_mask": blocks, "block_size": size} | options
+    blocks = options.pop("block_mask", rng.random((2, heads, -(-T_q // size), -(-T_k // size))) < p)
+    return call | {"block_mask": cattn.BlockMask(blocks, size)} | options
 
 
 def with_poison(call: Call, poison: float = NAN) -> Call:
@@ -98,8 +98,7 @@ CASES: dict[str, Callable[..., Call]] = {
 
 
 def build(name: str, **more: Any) -> Call:
-    call = CASES[name](**more)
-    return call | {"block_mask": np.asarray(call["block_mask"])}
+    return CASES[name](**more)
 
 
 @pytest.mark.promise("blocks")
@@ -189,11 +188,9 @@ def test_statistics_and_stages_have_the_bits_of_the_mask(name: str, isa: str) ->
 @given(calls(), st.sampled_from([1, 7, 16, 50, 64, 192]), st.integers(0, 2**32))
 def test_any_call(drawn: tuple[Call, type], size: int, seed: int) -> None:
     call, _ = drawn
-    for name in ("block_mask", "block_size"):
-        call.pop(name, None)
     T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
-    call |= {"block_mask": np.random.default_rng(seed).random((-(-T_q // size), -(-T_k // size))) < 0.4}
-    call |= {"block_size": size}
+    blocks = np.random.default_rng(seed).random((-(-T_q // size), -(-T_k // size))) < 0.4
+    call |= {"block_mask": cattn.BlockMask(blocks, size)}
     right = everything(**with_mask(call))
     for way, result in every_way(lambda: everything(**call), tiny=False):
         assert_same_bits(result, right, way)
@@ -214,12 +211,12 @@ def test_causal_attention_takes_it() -> None:
 def test_hidden_blocks_are_skipped() -> None:
     x = np.zeros((1, 2, 192 * 20, 8), np.float32)
     blocks = np.eye(20, dtype=bool)
-    plan = cattn.explain(x, x, x, block_mask=blocks, block_size=192)
+    plan = cattn.explain(x, x, x, block_mask=cattn.BlockMask(blocks, 192))
     assert (plan.key_blocks_visited, plan.key_blocks_skipped) == (2 * 40, 2 * 40 * 19)
     assert plan.visible_pairs == 2 * 20 * 192**2
-    causal = cattn.explain(x, x, x, block_mask=blocks, block_size=192, is_causal=True)
+    causal = cattn.explain(x, x, x, block_mask=cattn.BlockMask(blocks, 192), is_causal=True)
     assert (causal.key_blocks_visited, causal.visible_pairs) == (2 * 40, 2 * 20 * 192 * 193 // 2)
-    step = cattn.explain(x[:, :, :1], x, x, block_mask=blocks[-1:], block_size=192)
+    step = cattn.explain(x[:, :, :1], x, x, block_mask=cattn.BlockMask(blocks[-1:], 192))
     assert (step.path, step.visible_pairs) == ("rows", 2 * 192)
     assert step.key_blocks_visited == step.tasks
 
@@ -228,32 +225,24 @@ def test_larger_blocks_than_the_call() -> None:
     x = np.random.default_rng(0).standard_normal((2, 30, 8)).astype(np.float32)
     right = cattn.scaled_dot_product_attention(x, x, x)
     for size in (30, 31, 2**62, np.int64(2**62)):
-        assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, block_mask=[[True]], block_size=size), right, "")
-        assert not cattn.scaled_dot_product_attention(x, x, x, block_mask=False, block_size=size).any()
+        shown, hidden = cattn.BlockMask([[True]], int(size)), cattn.BlockMask(False, int(size))
+        assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, block_mask=shown), right, "")
+        assert not cattn.scaled_dot_product_attention(x, x, x, block_mask=hidden).any()
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("block_mask", "error", "message"),
     [
-        ({"block_mask": [[True]]}, ValueError,
-         "block_mask needs block_size, the number of queries and of keys of a block"),
-        ({"block_size": 64}, ValueError, "block_size is given without a block_mask"),
-        ({"block_mask": np.ones((5, 5)), "block_size": 64}, TypeError,
-         "block_mask has dtype float64; True = keep: it must be boolean"),
-        ({"block_mask": np.ones((5, 5), int), "block_size": 64}, TypeError, r"pass block_mask.astype\(bool\)"),
-        ({"block_mask": np.ones((4, 4), bool), "block_size": 64}, ValueError,
-         r"block_mask has shape \(4, 4\), which does not broadcast to the blocks of block_size=64 for T_q=300 and "
+        ([[True]], TypeError, r"block_mask must be a cattn.BlockMask\(blocks, size\) or None, got list"),
+        (([[True]], 64), TypeError, "got tuple"),
+        (cattn.BlockMask(np.ones((4, 4), bool), 64), ValueError,
+         r"block_mask has shape \(4, 4\), which does not broadcast to the blocks of size=64 for T_q=300 and "
          r"T_k=300, \(5, 5\)"),
-        ({"block_mask": np.ones((1, 1, 5, 5), bool), "block_size": 64}, ValueError, "does not broadcast"),
-        ({"block_mask": [[True]], "block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
-        ({"block_mask": [[True]], "block_size": -3}, ValueError, "block_size must be at least 1, got -3"),
-        ({"block_mask": [[True]], "block_size": True}, TypeError, "block_size must be an int, got bool"),
-        ({"block_mask": [[True]], "block_size": 64.0}, TypeError, "block_size must be an int, got float"),
-        ({"block_mask": [[True]], "block_size": (64, 64)}, TypeError, "block_size must be an int, got tuple"),
-        ({"block_mask": "x", "block_size": 64}, TypeError, "block_mask"),
+        (cattn.BlockMask(np.ones((1, 1, 5, 5), bool), 64), ValueError, "does not broadcast"),
     ],
 )  # fmt: skip
-def test_errors(options: Call, error: type[Exception], message: str) -> None:
+def test_errors(block_mask: Any, error: type[Exception], message: str) -> None:
+    options: Call = {"block_mask": block_mask}
     x = np.zeros((300, 8), np.float32)
     for call in (
         lambda: cattn.scaled_dot_product_attention(x, x, x, **options),
@@ -267,7 +256,26 @@ def test_errors(options: Call, error: type[Exception], message: str) -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "size", "error", "message"),
+    [
+        (np.ones((5, 5)), 64, TypeError, "blocks has dtype float64; True = keep: it must be boolean"),
+        (np.ones((5, 5), int), 64, TypeError, r"pass blocks.astype\(bool\)"),
+        ([[True]], 0, ValueError, "size must be at least 1, got 0"),
+        ([[True]], -3, ValueError, "size must be at least 1, got -3"),
+        ([[True]], 2**63, ValueError, "size must be at most 9223372036854775807"),
+        ([[True]], True, TypeError, "size must be an int, got bool"),
+        ([[True]], 64.0, TypeError, "size must be an int, got float"),
+        ([[True]], (64, 64), TypeError, "size must be an int, got tuple"),
+        ("x", 64, TypeError, "blocks has dtype <U1"),
+    ],
+)
+def test_what_is_no_block_mask(blocks: Any, size: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cattn.BlockMask(blocks, size)
+
+
 def test_packed_sequences_have_no_blocks() -> None:
     x = np.zeros((3, 1, 8), np.float32)
     with pytest.raises(TypeError, match="block_mask"):
-        cattn.varlen_attention(x, x, x, [0, 3], [0, 3], block_mask=[[True]], block_size=64)  # type: ignore[call-arg]
+        cattn.varlen_attention(x, x, x, [0, 3], [0, 3], block_mask=None)  # type: ignore[call-arg]

@@ -45,10 +45,11 @@ def with_heads(call: Call) -> Call:
     one_head = rank < 3 or (rank == 3 and not call.get("enable_gqa"))
     full, (T_q, T_k) = dict(call), (call["query"].shape[-2], call["key"].shape[-2])
     for name in ("key", "value"):
-        if f"{name}_scale" in call:
-            full[f"{name}_scale"] = np.broadcast_to(call[f"{name}_scale"], call[name].shape)
+        if isinstance(call[name], cattn.Quantized):
+            full[name] = call[name].values
+            full[f"{name}_scale"] = np.broadcast_to(call[name].scale, call[name].shape)
     if "block_mask" in call:
-        blocks, size = np.asarray(full.pop("block_mask")), full.pop("block_size")
+        blocks, size = full.pop("block_mask")
         full["blocks"] = repeat_blocks(blocks, size, T_q, T_k)
     names = [n for n in ("query", "key", "value", "key_scale", "value_scale", "attn_mask", "bias", "blocks",
                          "key_indices") if n in full]  # fmt: skip
@@ -89,8 +90,11 @@ def gathered_row(full: Call, at: tuple[int, ...]) -> tuple[Call, np.ndarray]:
     for name in ("attn_mask", "bias", "blocks"):
         if name in full:
             call[name] = full[name][at][None, keys]
+    for name in ("key", "value"):
+        if f"{name}_scale" in call:
+            call[name] = cattn.Quantized(call[name], call.pop(f"{name}_scale"))
     if "blocks" in call:
-        call |= {"block_mask": call.pop("blocks"), "block_size": 1}
+        call["block_mask"] = cattn.BlockMask(call.pop("blocks"), 1)
     if "sinks" in full:
         call["sinks"] = full["sinks"][entry][None]
     return call, places
@@ -123,7 +127,7 @@ def poisoned(call: Call) -> Call:
     unnamed = np.setdiff1d(np.arange(call["key"].shape[-2]), call["key_indices"])
     found = dict(call)
     for name in ("key", "value"):
-        if call[name].dtype != np.int8:
+        if not isinstance(call[name], cattn.Quantized):
             found[name] = call[name].copy()
             found[name][..., unnamed, :] = NAN
     return found
@@ -169,8 +173,9 @@ LARGE: dict[str, Call] = {
     "a list for each head": make(9, 5000, 4, 2, (4, 9, 1700), ml_dtypes.bfloat16, is_causal="lower_right"),
     "a list for each query": make(300, 5000, 8, 2, (2, 1, 300, 64), np.float32, key_value_seq_starts=[0, 4000]),
     "blocks": make(
-        200, 300, 4, 2, (200, 77), np.float32, block_mask=np.random.default_rng(3).random((2, 4, 4, 6)) < 0.5,
-        block_size=50, attn_mask=np.random.default_rng(4).random(300) < 0.9,
+        200, 300, 4, 2, (200, 77), np.float32,
+        block_mask=cattn.BlockMask(np.random.default_rng(3).random((2, 4, 4, 6)) < 0.5, 50),
+        attn_mask=np.random.default_rng(4).random(300) < 0.9,
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cattn
 from cattn.reference._attention import repeat_blocks
-from support import HALVES, INF, NAN, assert_same_bits, every_way, everything, forced, rounded, table, widened
+from support import HALVES, INF, NAN, assert_same_bits, each, every_way, everything, forced, rounded, table, widened
 from support.attention_strategy import calls
 
 Call = dict[str, Any]
@@ -44,7 +44,7 @@ def cut(x: np.ndarray, start: int, axis: int, length: int) -> np.ndarray:
 def without_blocks(call: Call) -> Call:
     """Return the call with a mask of single pairs in the place of the block mask."""
     call = dict(call)
-    blocks = repeat_blocks(call.pop("block_mask"), call.pop("block_size"), *pairs(call))
+    blocks = repeat_blocks(*call.pop("block_mask"), *pairs(call))
     given = call.get("attn_mask")
     if given is None or given.dtype == bool:
         return call | {"attn_mask": blocks if given is None else blocks & given}
@@ -60,7 +60,7 @@ def without_padding(call: Call, start: int) -> Call:
     T_q, T_k = pairs(call)
     call = dict(call)
     del call["key_value_seq_starts"]
-    if "block_mask" in call and start % call["block_size"] != 0:
+    if "block_mask" in call and start % call["block_mask"].size != 0:
         call = without_blocks(call)
     lengths = np.asarray(call.get("key_value_seq_lengths", T_k))
     offset = call.pop("query_offset", None)
@@ -68,12 +68,12 @@ def without_padding(call: Call, start: int) -> Call:
         offset = lengths - call.get("query_seq_lengths", T_q)
     call["query_offset"] = np.asarray(0 if offset is None else offset) - start
     call["is_causal"] = "upper_left" if call.get("is_causal", False) else False
-    for name, axis in {"key": -2, "value": -2, "key_scale": -2, "value_scale": -2, "attn_mask": -1, "bias": -1}.items():
+    for name, axis in {"key": -2, "value": -2, "attn_mask": -1, "bias": -1}.items():
         if name in call:
-            call[name] = cut(np.asarray(call[name]), start, axis, T_k)
+            call[name] = each(lambda a, axis=axis: cut(np.asarray(a), start, axis, T_k), call[name])
     if "block_mask" in call:
-        size = call["block_size"]
-        call["block_mask"] = cut(call["block_mask"], start // size, -1, -(-T_k // size))
+        blocks, size = call["block_mask"]
+        call["block_mask"] = cattn.BlockMask(cut(blocks, start // size, -1, -(-T_k // size)), size)
     if "key_value_seq_lengths" in call:
         call["key_value_seq_lengths"] = np.maximum(lengths - start, 0)
     return call
@@ -119,11 +119,13 @@ def with_poison(call: Call, poison: float = NAN) -> Call:
     """Return the call with NaN in all keys, values and biases before the starts."""
     call, starts, T_k = dict(call), starts_of(call), call["key"].shape[-2]
     for name in ("key", "value"):
-        if call[name].dtype == np.int8:
+        array, scale = call[name] if isinstance(call[name], cattn.Quantized) else (call[name], None)
+        if array.dtype == np.int8:
             continue
         hidden = np.arange(T_k) < starts[..., None]
-        hidden = hidden[..., None, :, None] if call[name].ndim > 3 else hidden[..., None]
-        call[name] = np.where(hidden, call[name].dtype.type(poison), call[name])
+        hidden = hidden[..., None, :, None] if array.ndim > 3 else hidden[..., None]
+        array = np.where(hidden, array.dtype.type(poison), array)
+        call[name] = array if scale is None else cattn.Quantized(array, scale)
     if "bias" in call and call["bias"].shape[-1] == T_k:
         call["bias"] = np.where(np.arange(T_k) < starts.min(), poison, call["bias"])
     return call
@@ -160,7 +162,7 @@ CASES: dict[str, Callable[..., Call]] = {
         dropout_p=0.3, rng=9, **more,
     ),
     "blocks": lambda **more: attend(
-        130, 650, [100, 333], block_mask=blocks(2, 1, 6, 26), block_size=25, is_causal="lower_right", **more
+        130, 650, [100, 333], block_mask=cattn.BlockMask(blocks(2, 1, 6, 26), 25), is_causal="lower_right", **more
     ),
     "one start for all": lambda **more: attend(100, 300, 97, query_offset=np.array([200, 40]), is_causal=True, **more),
 }  # fmt: skip
@@ -192,12 +194,12 @@ def test_halves(name: str, half: np.dtype, isa: str) -> None:
 @pytest.mark.parametrize("axis", [-1, -2], ids=["a scale a token", "a scale a column"])
 def test_quantized_keys_and_values(storage: Any, axis: int, isa: str) -> None:
     rng = np.random.default_rng(5)
-    call = {"query": rng.standard_normal((2, 4, 30, 32), dtype=np.float32)}
+    call: Call = {"query": rng.standard_normal((2, 4, 30, 32), dtype=np.float32)}
     for name in ("key", "value"):
-        call[name] = (rng.standard_normal((2, 2, 450, 32)) * 40).astype(storage)
+        values = (rng.standard_normal((2, 2, 450, 32)) * 40).astype(storage)
         shape = [2, 2, 450, 32]
         shape[axis] = 1
-        call[f"{name}_scale"] = (rng.random(shape) / 40 + 0.01).astype(np.float32)
+        call[name] = cattn.Quantized(values, (rng.random(shape) / 40 + 0.01).astype(np.float32))
     call = with_poison(call | {"key_value_seq_starts": [333, 71], "is_causal": "lower_right"})
     right = alone(call)
     for way, result in every_way(lambda: everything(**call), tiny=False):
@@ -364,7 +366,7 @@ def test_the_gradient_of_a_bias_of_keys_or_queries(shape: tuple[int, ...], dtype
 
 
 def check_statistics(call: Call) -> None:
-    ignored = ("value", "value_scale", "dropout_p", "rng")
+    ignored = ("value", "dropout_p", "rng")
     call = {name: x for name, x in call.items() if name not in ignored} | {"observation_window": 30}
 
     wanted = min(5, pairs(call)[1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cattn
-from support import assert_same_bits
+from support import assert_same_bits, each
 
 Normal = Callable[..., np.ndarray]
 
@@ -350,7 +350,7 @@ def test_older_views_of_a_cache_are_appended_as_they_were(
     cache.append(first, second)
     whole = cache.k, cache.v
     if cache.dtype.itemsize == 1:  # what a cache holds has no scale of its own: its scales are arrays of float32
-        whole = cache.k_scale * np.ones(5, np.float32), cache.v_scale
+        whole = cache._k_scale[..., :8, :] * np.ones(5, np.float32), cache._v_scale[..., :8, :]
         whole = whole[0], np.broadcast_to(whole[1], whole[0].shape)
     for at in (slice(0, 6), slice(2, 8), slice(7, 1, -1)):
         key, value = (a[..., at, :] for a in (whole[::-1] if swapped else whole))
@@ -359,7 +359,9 @@ def test_older_views_of_a_cache_are_appended_as_they_were(
         expected.append(key.copy(), value.copy())
         cache.append(key, value)
         for name, (i, n) in itertools.product(("k", "v"), enumerate(cache.lengths)):
-            assert_same_bits(getattr(cache, name)[i, :, :n], getattr(expected, name)[i, :, :n])
+            now, then = (getattr(c, name) for c in (cache, expected))
+            for a, b in zip(now, then, strict=True) if isinstance(now, cattn.Quantized) else [(now, then)]:
+                assert_same_bits(a[i, :, :n], b[i, :, :n])
         cache.truncate(0)
         cache.append(first, second)
 
@@ -378,3 +380,41 @@ def test_errors_name_the_argument(normal: Normal) -> None:
         cattn.KVCache((2**40,), 2**20, 2**20, 8)
     with pytest.raises(ValueError, match="n cannot be read as an array"):
         make(normal).truncate([[1], [1, 2]])
+
+
+# ---- as an argument ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8"])
+@pytest.mark.parametrize("lengths", [None, [7, 3]], ids=["even", "ragged"])
+def test_causal_attention_takes_a_cache(dtype: str, lengths: list[int] | None, normal: Normal) -> None:
+    """The queries belong to the last tokens; options go together with it, and results are the same bits."""
+    cache = cattn.KVCache(2, 2, 12, 8, 5, dtype=dtype)
+    kind = dtype if dtype != "int8" else "float32"
+    cache.append(normal(2, 2, 7, 8).astype(kind), normal(2, 2, 7, 5).astype(kind))
+    if lengths is not None:
+        cache.truncate(lengths)
+    cache.append(normal(2, 2, 3, 8).astype(kind), normal(2, 2, 3, 5).astype(kind))
+    query, options = normal(2, 4, 3, 8).astype(kind), {"softcap": 5.0, "sinks": np.ones(4), "return_lse": True}
+    found = cattn.causal_attention(query, cache, **options)
+    for entry, length in enumerate(cache.lengths.tolist()):
+        key, value = (each(lambda a, e=entry, n=length: a[e, :, :n], x) for x in (cache.k, cache.v))
+        right = cattn.causal_attention(query[entry], key, value, enable_gqa=True, **options)
+        assert_same_bits(found.out[entry], right.out)
+        assert_same_bits(found.lse[entry], right.lse)
+    earlier = cattn.causal_attention(query, cache, query_offset=1)
+    assert_same_bits(earlier, cattn.causal_attention(query, cache.k, cache.v, query_offset=1))
+
+
+def test_only_a_cache_goes_without_a_value() -> None:
+    x = np.ones((3, 2), np.float32)
+    for key in (x, [[1.0, 2.0]], "cache", None, cattn.quantize(x)):
+        with pytest.raises(
+            TypeError,
+            match=r"value must be an array of .*, got NoneType; only a key that is a cattn\.KVCache needs none",
+        ):
+            cattn.causal_attention(x, key)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'value'"):
+        cattn.scaled_dot_product_attention(x, x)  # type: ignore[call-overload]
+    cache = cattn.KVCache((), 1, 4, 2)
+    for query in (1.0, [1.0, 2.0]):
+        with pytest.raises(ValueError, match="query"):
+            cattn.causal_attention(query, cache)

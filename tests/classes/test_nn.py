@@ -112,7 +112,7 @@ ALL_OURS = {name: ours for name, (ours, _) in MODELS.items()} | {"v1": lambda **
 
 
 def assert_as_good_as_torch(ours: Any, theirs: Any, *xs: np.ndarray) -> None:
-    """Assert an RMS error of at most twice that of PyTorch in float32, both measured against PyTorch in float64.
+    """Assert an RMS error of at most twice the error of PyTorch in float32, both measured against PyTorch in float64.
 
     Not the largest error: of so few numbers it is chance, and differs by more than twice between two orders of a sum.
     """

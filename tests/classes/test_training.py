@@ -163,7 +163,7 @@ def test_float32_gradients_agree_with_float64(name: str, normal: Normal) -> None
         cattn.manual_seed(1)
         y = module(array)
         grads.append({"x": module.backward(loss_weights(y.shape))} | module.grads)
-    largest = max(np.abs(grad).max() for grad in grads[1].values())  # not of each: that of key biases is 0, plus noise
+    largest = max(np.abs(grad).max() for grad in grads[1].values())  # not of each: key biases have 0, plus noise
     for key, grad in grads[0].items():
         assert grad.dtype == np.float32
         np.testing.assert_allclose(grad, grads[1][key], rtol=1e-4, atol=1e-5 * largest, err_msg=key)

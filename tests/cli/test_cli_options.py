@@ -92,20 +92,19 @@ def test_quantized_keys_and_values_have_scales(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(attend, "FIRST_SLICE", 1e9 if slicing == "whole" else 1.0)
     monkeypatch.setattr(attend, "SLICE_SECONDS", 0.25 if slicing == "whole" else 0.0)
-    arrays = [array.astype(dtype) for array in save(*HEADS)]
-    scales: dict[str, Any] = {}
+    arrays: list[Any] = [array.astype(dtype) for array in save(*HEADS)]
     words: list[str] = []
     for i, (name, shape) in enumerate(zip(("key", "value"), shapes, strict=True), 1):
         if shape is not None:
-            arrays[i] = (arrays[i] * 30).astype(np.int8)
-            scales[f"{name}_scale"] = np.exp(np.random.default_rng(i).standard_normal(shape)) / 30
-            np.save(f"{name}_scale.npy", scales[f"{name}_scale"])
+            scale = np.exp(np.random.default_rng(i).standard_normal(shape)) / 30
+            arrays[i] = cattn.Quantized((arrays[i] * 30).astype(np.int8), scale)
+            np.save(f"{name}_scale.npy", scale)
             words += [f"--{name}-scale", f"{name}_scale.npy"]
     for name, array in zip("qkv", arrays, strict=True):
-        np.save(f"{name}.npy", array)
+        np.save(f"{name}.npy", array.values if isinstance(array, cattn.Quantized) else array)
     assert attend_files(*words, "--causal", "--weights", "w.npy") == 0
     assert capsys.readouterr().err == ""
-    expected = cattn.scaled_dot_product_attention(*arrays, **scales, is_causal="lower_right", return_weights=True)
+    expected = cattn.scaled_dot_product_attention(*arrays, is_causal="lower_right", return_weights=True)
     np.testing.assert_array_equal(np.load("out.npy"), expected.out)
     np.testing.assert_array_equal(np.load("w.npy"), expected.weights)
 
@@ -146,7 +145,7 @@ def test_a_window_that_is_ambiguous_warns(folder: Path, capsys: pytest.CaptureFi
         (["--softcap", "nan"], "softcap"),
         (["--sinks", "sinks.npy"], r"sinks has shape \(7,\)"),
         (["--query-offset", str(2**70)], "query_offset"),
-        (["--key-scale", "sinks.npy"], "key has dtype float32 and a scale; key_scale belongs to int8.*: sinks.npy"),
+        (["--key-scale", "sinks.npy"], "key with --key-scale: values has dtype float32, wanted int8.*k.npy, sinks.npy"),
         (["--value-scale", "none.npy"], "none.npy: No such file"),
     ],
 )  # fmt: skip

@@ -34,7 +34,7 @@ static __attribute__((format(printf, 1, 2))) void say(const char *format, ...) {
 static uint64_t first_hash;
 static bool has_hash, agree = true;
 
-/* Compares the outputs of one more way with those of the first. */
+/* Compares the outputs of one more way with the outputs of the first. */
 static void compare(enum cattn_status status, const char *way, int num_threads) {
     const uint64_t hash = status == CATTN_OK ? hash_of_outputs() : 0;
     if (status != CATTN_OK || (has_hash && hash != first_hash)) {

@@ -199,7 +199,7 @@ static float near32(float x) {
     return x;
 }
 
-/* The exponent of c, given that of the product: anywhere, or where the two sums interact, or cancel. */
+/* The exponent of c, given the exponent of the product: anywhere, or where the two sums interact, or cancel. */
 static int beside(int exponent, int precision) {
     return exponent + (int)(chance(50) ? between(-2 * precision - 3, 2 * precision + 3) : between(-1, 2));
 }

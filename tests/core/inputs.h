@@ -228,7 +228,7 @@ static void scales(struct cattn_tensor *tensor, struct shape shape) {
     tensor->col = shape.cols == 1 ? 0 : tensor->col;
 }
 
-/* The number that a byte stands for, without its scale. */
+/* The number that a byte encodes, without its scale. */
 static float number_of(enum cattn_storage storage, uint8_t byte) {
     const int magnitude = byte & 0x7f, exponent = magnitude >> 3, mantissa = magnitude & 7;
     if (storage == CATTN_STORED_I8)
@@ -253,7 +253,7 @@ static int64_t place_of(const struct cattn_tensor *tensor, const struct shape *s
     return place;
 }
 
-/* The float32 numbers that quantized elements of `shape` stand for. */
+/* The float32 numbers that quantized elements of `shape` encode. */
 static struct cattn_tensor dequantized(const struct cattn_tensor *tensor, enum cattn_storage storage,
                                        const struct cattn_tensor *scale, struct shape shape) {
     struct cattn_tensor wide;

@@ -73,7 +73,7 @@ def test_any_chunks_and_options_give_the_values_of_one_call(data: st.DataObject)
 
 def test_a_mask_with_an_empty_chunk_joins_a_block_mask() -> None:
     query, mask = normal(4, 3), normal(4, 4)
-    blocks = {"block_mask": np.eye(2, dtype=bool), "block_size": 2}
+    blocks = {"block_mask": cattn.BlockMask(np.eye(2, dtype=bool), 2)}
     lazy = da.from_array(mask, chunks=((4,), (0, 1, 0, 3)))
     result = attention(query, query, query, lazy, **blocks)
     expected = cattn.scaled_dot_product_attention(query, query, query, mask, **blocks)
@@ -195,16 +195,16 @@ def test_chunks_of_quantized_keys_have_their_scales(dtype: str, shapes: Any) -> 
     query = da.from_array(normal(2, 4, 100, 16), chunks=(1, 3, 40, 16))
     whole: list[Any] = []
     chunked: list[Any] = []
-    scales: dict[str, Any] = {}
     for name, columns, shape in zip(("key", "value"), (16, 24), shapes, strict=True):
         array = normal(2, 2, 350, columns, seed=columns)
         if shape is not None:
             array = (array * 40).astype(type_)
             scale = np.exp(normal(*shape, seed=5)).astype(np.float32) / 40
-            scales[f"{name}_scale"] = scale if name == "value" else da.from_array(scale, chunks=3)
-        chunked.append(da.from_array(array, chunks=(2, 1, 90, 8)))
+        parts = da.from_array(array, chunks=(2, 1, 90, 8))
+        pair = parts, None if shape is None else scale if name == "value" else da.from_array(scale, chunks=3)
+        chunked.append(parts if shape is None else pair)
         whole.append(array if shape is None else array.astype(np.float32) * scale)
-    out = attention(query, *chunked, **scales, is_causal="lower_right")
+    out = attention(query, *chunked, is_causal="lower_right")
     right = attention(query, *(da.from_array(x, chunks=(2, 1, 90, 8)) for x in whole), is_causal="lower_right")
     assert out.dtype == np.float32
     assert_same_bits(compute(out), compute(right))
@@ -219,7 +219,9 @@ def test_blocks_are_the_mask_that_they_stand_for(size: int, given: str | None) -
     blocks = rng.random((4, -(-100 // size), -(-150 // size))) < 0.5
     wide = blocks.repeat(size, -2)[:, :100].repeat(size, -1)[..., :150]
     mask = {None: None, "bool": rng.random((100, 150)) < 0.7, "float": normal(100, 150)}[given]
-    out = attention(*x, attn_mask=mask, block_mask=da.from_array(blocks, chunks=(3, 50, 60)), block_size=size)
+    out = attention(*x, attn_mask=mask, block_mask=(da.from_array(blocks, chunks=(3, 50, 60)), size))
+    whole_blocks = attention(*x, attn_mask=mask, block_mask=cattn.BlockMask(blocks, size))
+    assert_same_bits(compute(whole_blocks), compute(out))
     whole = wide if mask is None else wide & mask if given == "bool" else np.where(wide, mask, np.float32(-np.inf))
     assert_same_bits(compute(out), compute(attention(*x, attn_mask=whole)))
 
@@ -442,15 +444,16 @@ D = da.from_array(X, chunks=(1, 3, 4))
         ({"bias": da.ones((6, 5))}, ValueError, "bias has shape"),
         ({"sinks": da.ones(3)}, ValueError, "sinks has shape"),
         ({"alibi_slopes": [-1.0]}, ValueError, "alibi_slopes must be finite and not negative"),
-        ({"block_mask": [[True]]}, ValueError, "block_mask needs block_size"),
-        ({"block_size": 3}, ValueError, "block_size is given without a block_mask"),
-        ({"block_mask": [[1.0]], "block_size": 3}, TypeError, "block_mask has dtype float64"),
-        ({"block_mask": np.ones((3, 3), bool), "block_size": 3}, ValueError,
+        ({"block_mask": [[True]]}, TypeError, r"block_mask must be a cattn.BlockMask or a pair .*, got list"),
+        ({"block_mask": ([[True]], 0)}, ValueError, "size must be at least 1"),
+        ({"block_mask": ([[1.0]], 3)}, TypeError, "block_mask has dtype float64"),
+        ({"block_mask": cattn.BlockMask(np.ones((3, 3), bool), 3)}, ValueError,
          r"does not broadcast to the blocks.*\(2, 2, 2\)"),
-        ({"key_scale": 1.0}, TypeError, "key has dtype float64 and a scale; key_scale belongs to int8"),
-        ({"value": D.astype("i1"), "value_scale": np.ones((6, 2))}, ValueError,
-         r"value_scale has shape \(6, 2\), which does not broadcast to the shape of value \(2, 6, 4\)"),
-        ({"value": D.astype("i1"), "value_scale": D > 0}, TypeError, "value_scale has dtype bool"),
+        ({"key": (D, 1.0)}, TypeError, "key has dtype float64 and a scale; scales belong to int8"),
+        ({"key": (D, 1.0, 2.0)}, TypeError, r"key must be an array, .* a pair \(values, scale\), got a tuple of 3"),
+        ({"value": (D.astype("i1"), np.ones((6, 2)))}, ValueError,
+         r"value.scale has shape \(6, 2\), which does not broadcast to the shape of value \(2, 6, 4\)"),
+        ({"value": (D.astype("i1"), D > 0)}, TypeError, "value.scale has dtype bool"),
         ({"softcap": -1}, ValueError, "softcap"),
         ({"scale": np.inf}, ValueError, "scale"),
         ({"dropout_p": 2}, ValueError, "dropout_p"),
@@ -478,8 +481,8 @@ def test_numbers_in_dask_arrays_are_checked_by_the_task() -> None:
     result = attention(D, D, D, sinks=da.full(1, np.nan))
     with pytest.raises(ValueError, match="sinks must be finite"):
         compute(result)
-    result = attention(D, D.astype("i1"), D, key_scale=da.zeros(4))
-    with pytest.raises(ValueError, match="key_scale must be positive"):
+    result = attention(D, (D.astype("i1"), da.zeros(4)), D)
+    with pytest.raises(ValueError, match="scale must be positive"):
         compute(result)
 
 

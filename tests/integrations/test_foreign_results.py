@@ -1,4 +1,4 @@
-"""Gradients for the results of another forward pass are refused, and those of the right one never."""
+"""Gradients for the results of another forward pass are refused, and gradients for the right one never."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,9 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import cattn  # noqa: E402
+from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
+from support import paired  # noqa: E402
 
 attention = bridge.dot_product_attention
 
@@ -67,27 +68,29 @@ WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] =
               {"sinks": np.ones(3)}),
     "boolean sinks": (TypeError, "sinks must be numbers, got bool", (X, X, X), {"sinks": np.ones(4, bool)}),
     "slopes": (ValueError, "alibi_slopes must have shape", (X, X, X), {"alibi_slopes": 0.5}),
-    "integers without scale": (TypeError, "key must be float16, .* got int8; with key_scale also int8", (X, BYTES, X),
+    "integers without scale": (TypeError, "key must be float16, .* got int8; a cattn.Quantized has int8", (X, BYTES, X),
                                {}),
     "integer queries": (TypeError, "query must be float16, bfloat16, float32 or float64, got int8$", (BYTES, X, X), {}),
-    "scale of floats": (TypeError, "value has dtype float32 and a scale; value_scale belongs to int8", (X, X, X),
-                        {"value_scale": 1.0}),
+    "scale of floats": (TypeError, "value has dtype float32 and a scale; scales belong to int8", (X, X, (X, 1.0)),
+                        {}),
     "shape of a scale": (
-        ValueError, r"key_scale has shape \(2, 6, 1\), which does not broadcast to the shape of key \(2, 6, 4, 8\)",
-        (X, BYTES, X), {"key_scale": np.ones((2, 6, 1))}),
+        ValueError, r"key\.scale has shape \(2, 6, 1\), which does not broadcast to the shape of key \(2, 6, 4, 8\)",
+        (X, (BYTES, np.ones((2, 6, 1))), X), {}),
     "key_indices": (TypeError, "key_indices", (X, X, X), {"key_indices": np.zeros((6, 2), int)}),
-    "blocks of no size": (ValueError, "block_mask needs block_size", (X, X, X), {"block_mask": [[True]]}),
-    "a size without blocks": (ValueError, "block_size is given without", (X, X, X), {"block_size": 3}),
-    "size of a block": (ValueError, "block_size must be at least 1", (X, X, X),
-                        {"block_mask": [[True]], "block_size": 0}),
-    "shape of blocks": (ValueError, r"block_mask has shape \(3, 3\), .* block_size=3, \(2, 4, 2, 2\)", (X, X, X),
-                        {"block_mask": np.ones((3, 3), bool), "block_size": 3}),
+    "three scales": (TypeError,
+                     r"key must be an array, a cattn.Quantized or a pair \(values, scale\), got a tuple of 3",
+                     (X, (BYTES, 1.0, 1.0), X), {}),
+    "blocks of no size": (TypeError, r"block_mask must be a cattn.BlockMask or a pair \(blocks, size\), got list",
+                          (X, X, X), {"block_mask": [[True]]}),
+    "size of a block": (ValueError, r"size must be at least 1", (X, X, X), {"block_mask": ([[True]], 0)}),
+    "shape of blocks": (ValueError, r"block_mask has shape \(3, 3\), .* size=3, \(2, 4, 2, 2\)", (X, X, X),
+                        {"block_mask": (np.ones((3, 3), bool), 3)}),
     "float blocks": (TypeError,
                      r"block_mask must be bool .* got float32: for zeros and ones pass block_mask\.astype\(bool\)",
-                     (X, X, X), {"block_mask": np.ones((2, 2), np.float32), "block_size": 3}),
-    "boolean scale": (TypeError, "key_scale must be numbers, got bool", (X, BYTES, X), {"key_scale": True}),
+                     (X, X, X), {"block_mask": (np.ones((2, 2), np.float32), 3)}),
+    "boolean scale": (TypeError, r"key\.scale must be numbers, got bool", (X, (BYTES, True), X), {}),
     "dtypes beside a scale": (TypeError, "value must have the dtype of query, float32, got float16",
-                              (X, BYTES, X.astype("f2")), {"key_scale": 1.0}),
+                              (X, (BYTES, 1.0), X.astype("f2")), {}),
 }  # fmt: skip
 
 
@@ -110,50 +113,22 @@ def test_options_that_are_traced_are_errors(name: str) -> None:
         ("alibi_slopes", [0.5, -0.5, 1, 1], "finite and not negative, got -0.5"),
         ("alibi_slopes", [0.5, np.nan, 1, 1], "finite and not negative, got .*nan"),
         ("sinks", [0.5, np.inf, 1, 1], "finite, or -inf for none, got inf"),
-        ("value_scale", [0.5] * 7 + [0.0], r"positive and finite, from 2\*\*-100 to 2\*\*100, got 0\n"),
-        ("value_scale", [0.5, np.nan] + [1.0] * 6, r"positive and finite, .* got .*nan"),
-        ("value_scale", [2.0**101] * 8, r"positive and finite, .* got 2.5353e\+30"),
+        ("value.scale", [0.5] * 7 + [0.0], r"positive and finite, from 2\*\*-100 to 2\*\*100, got 0\n"),
+        ("value.scale", [0.5, np.nan] + [1.0] * 6, r"positive and finite, .* got .*nan"),
+        ("value.scale", [2.0**101] * 8, r"positive and finite, .* got 2.5353e\+30"),
     ],
 )
 def test_numbers_of_heads_are_checked_when_they_are_known(name: str, numbers: list[float], wanted: str) -> None:
-    value = BYTES if name == "value_scale" else X
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"cattn: {name} must be {wanted}"):
-        jax.block_until_ready(jax.jit(lambda x: attention(X, X, value, **{name: x}))(np.array(numbers, np.float32)))
+
+    def call(x: Any) -> Any:
+        return attention(X, X, (BYTES, x)) if name == "value.scale" else attention(X, X, X, **{name: x})
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"cattn: {name.replace('.', '_')} must be {wanted}"):
+        jax.block_until_ready(jax.jit(call)(np.array(numbers, np.float32)))
 
 
 def test_sinks_may_be_minus_infinity() -> None:
     assert bits(attention(X, X, X, sinks=np.full(4, -np.inf, np.float32))) == bits(attention(X, X, X))
-
-
-@pytest.mark.parametrize("foreign", [True, False])
-def test_second_derivatives_are_an_error_of_our_own(monkeypatch: pytest.MonkeyPatch, foreign: bool) -> None:
-    """In every way to ask for them, of every result and argument; what is held constant is no argument of them."""
-    if not foreign:
-        monkeypatch.setattr(bridge, "_is_foreign", lambda: False)
-    bridge._compiled.clear_cache()
-    x, bias = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 1, 3, 3), np.float32)
-
-    def loss(x: Any) -> Any:
-        return attention(x, x, x).sum()
-
-    def residual(x: Any) -> Any:
-        return attention(x, x, x, return_residual=True)[1].sum()
-
-    ways: list[Callable[[], Any]] = [
-        lambda: jax.hessian(loss)(x),
-        lambda: jax.jit(jax.hessian(residual))(x),
-        lambda: jax.hessian(lambda bias: attention(x, x, x, bias).sum())(bias),
-        lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
-        lambda: jax.jvp(jax.grad(loss), (x,), (x,)),
-        lambda: jax.vjp(lambda scale: jax.vjp(loss, x)[1](scale)[0], np.float32(1))[1](x),
-        lambda: jax.vmap(jax.hessian(jax.checkpoint(loss)))(x[None]),
-    ]
-    for way in ways:
-        with pytest.raises(NotImplementedError, match=r"^cattn's dot_product_attention has no second derivatives"):
-            way()
-    once = jax.grad(lambda x: jax.grad(loss)(jax.lax.stop_gradient(x)).sum() + loss(x))(x)
-    np.testing.assert_array_equal(once, jax.grad(loss)(x))
-    bridge._compiled.clear_cache()
 
 
 # ---- the foreign functions themselves --------------------------------------------------------------------------------
@@ -162,7 +137,7 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
     attributes: dict[str, Any] = {
         "scale": np.float64(1), "softcap": np.float64(0), "dropout_p": np.float64(0), "left": np.int64(-1),
         "right": np.int64(-1), "lower_right": np.int64(0), "block_size": np.int64(0),
-        "present": np.int64(sum(bridge._BIT[name] for name in (*operands, *results))),
+        "present": np.int64(sum(_jax_passes.BIT[name] for name in (*operands, *results))),
     }  # fmt: skip
     attributes = {name: x for name, x in (attributes | changes).items() if x is not None}
     call = jax.ffi.ffi_call(f"cattn_attention_{which}", [jax.ShapeDtypeStruct(*x) for x in results.values()])
@@ -171,7 +146,7 @@ def foreign(which: str, operands: dict[str, Any], results: dict[str, Any], **cha
 
 def present(*names: str) -> np.int64:
     """Return the attribute of a call with query, key, value and these operands."""
-    return np.int64(sum(bridge._BIT[name] for name in ("query", "key", "value", *names)))
+    return np.int64(sum(_jax_passes.BIT[name] for name in ("query", "key", "value", *names)))
 
 
 QKV = {"query": X, "key": X, "value": X}
@@ -180,6 +155,8 @@ BLOCKS = np.ones((1, 1, 3, 3), bool)
 OUT = {"out": (X.shape, np.float32)}
 SAVED = {**QKV, "forward_out": X, "forward_lse": np.zeros((2, 6, 4, 2), np.uint32), "grad_out": X}
 GRADS = {f"grad_{name}": (X.shape, np.float32) for name in QKV}
+RESULTS = {name: SAVED[name] for name in ("forward_out", "forward_lse")}
+MOVED = {"out_tangent": (X.shape, np.float32), "lse_tangent": ((2, 6, 4), np.float32)}
 FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "no scale": ("forward", QKV, OUT, {"scale": None}, "8 attributes expected, got 7"),
     "another attribute": ("forward", QKV, OUT, {"scale": None, "factor": np.float64(1)}, "attribute factor is unknown"),
@@ -232,6 +209,15 @@ FRAMES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str
                                "block_mask has element type 11"),
     "gradient without sinks": ("backward", SAVED, {**GRADS, "grad_sinks": ((2, 4), np.float32)}, {},
                                "there are no sinks for grad_sinks"),
+    "tangent without bias": ("jvp", {**QKV, **RESULTS, "bias_tangent": np.ones((2, 4, 6, 6), np.float32)}, MOVED, {},
+                             "there is no bias for its tangent"),
+    "tangent without results": ("jvp", {**QKV, "query_tangent": X}, MOVED, {}, "lacks operands or has too many"),
+    "tangent of another size": ("jvp", {**QKV, **RESULTS, "key_tangent": X[:, :5]}, MOVED, {},
+                                "key_tangent has size 5 on axis 1, wanted 6"),
+    "tangent of a quantized key": ("jvp", {**QKV, "key": BYTES, "key_scale": ONE, **RESULTS}, MOVED, {},
+                                   "lacks operands or has too many"),
+    "no tangent of the output": ("jvp_backward", {**SAVED, "query_tangent": X}, GRADS, {},
+                                 "lacks operands or has too many"),
 }  # fmt: skip
 
 
@@ -247,6 +233,8 @@ def test_right_frames_are_none() -> None:
     (out,) = foreign("forward", QKV, OUT)
     assert bits(out) == bits(attention(X, X, X, scale=1.0))
     assert len(foreign("backward", SAVED, GRADS)) == 3
+    (along, _) = foreign("jvp", {**QKV, **RESULTS, "query_tangent": X}, MOVED)
+    assert along.shape == X.shape
 
 
 def swapped(x: np.ndarray) -> np.ndarray:
@@ -285,12 +273,12 @@ def test_lengths_and_starts_may_be_any_number(queries: int, keys: int, lower_rig
 
 # Operands with the leading axes of two vmaps: one maps an operand, or the other, or both, or none.
 LEADING = {"query": (3, 2), "key": (1, 2), "value": (3, 1), "bias": (1, 1), "key_value_seq_lengths": (1, 2),
-           "key_value_seq_starts": (3, 1), "alibi_slopes": (1, 2), "sinks": (3, 1), "key_scale": (1, 2),
-           "value_scale": (3, 1), "block_mask": (1, 2), "dropout_seed": (3, 1), "forward_out": (3, 2),
+           "key_value_seq_starts": (3, 1), "alibi_slopes": (1, 2), "sinks": (3, 1), "block_mask": (1, 2),
+           "key_scale": (1, 2), "value_scale": (3, 1), "dropout_seed": (3, 1), "forward_out": (3, 2),
            "forward_lse": (3, 2), "grad_out": (1, 2)}  # fmt: skip
 AXES = {"query": (2, 7, 4, 3), "key": (2, 9, 2, 3), "value": (2, 9, 2, 5), "bias": (1, 4, 7, 9),
         "key_value_seq_lengths": (2,), "key_value_seq_starts": (1,), "alibi_slopes": (1, 4), "sinks": (2, 4),
-        "key_scale": (2, 9, 1, 1), "value_scale": (1, 1, 2, 5), "block_mask": (2, 1, 3, 3), "dropout_seed": (2,),
+        "block_mask": (2, 1, 3, 3), "key_scale": (2, 9, 1, 1), "value_scale": (1, 1, 2, 5), "dropout_seed": (2,),
         "forward_out": (2, 7, 4, 5), "forward_lse": (2, 7, 4, 2), "grad_out": (2, 7, 4, 5)}  # fmt: skip
 
 
@@ -337,6 +325,7 @@ def test_leading_axes_are_loops(quantized: bool, p: float) -> None:
     for index in np.ndindex(3, 2):
         part = without_saved(at_index(operands, index)) | {"block_size": 3, "scale": 1.0, "dropout_p": p}
         grad_out = part.pop("grad_out")
+        part = paired(part)
         result = cattn.scaled_dot_product_attention(**part, query_offset=0, return_lse=np.float64)
         grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, query_offset=0, **part)
         right.append((index, grads))

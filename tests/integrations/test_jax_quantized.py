@@ -13,9 +13,11 @@ import cattn
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from cattn.integrations import _jax_passes  # noqa: E402
 from cattn.integrations import jax as bridge  # noqa: E402
+from support import as_tuple, paired  # noqa: E402
 
-attention = bridge.dot_product_attention
+dot_product_attention = bridge.dot_product_attention
 B, T, S, N, K, H, D = 2, 20, 210, 4, 2, 16, 24
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 SHAPES = {  # of the scales of keys and of values
@@ -41,14 +43,14 @@ def wide(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bridge, "_is_foreign", lambda: False)
+    monkeypatch.setattr(_jax_passes, "is_foreign", lambda: False)
     bridge._compiled.clear_cache()
     yield
     bridge._compiled.clear_cache()
 
 
 def arrays_of(name: str, dtype: str, quantized: Any = jnp.int8) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return query, key, value and the scales that there are."""
+    """Return query, key, value, and the scales that key and value have."""
     rng = np.random.default_rng(len(name))
     arrays = [jnp.asarray(rng.standard_normal((B, T, N, H)), dtype)]
     scales = {}
@@ -60,6 +62,11 @@ def arrays_of(name: str, dtype: str, quantized: Any = jnp.int8) -> tuple[Any, An
             arrays.append(jnp.asarray(numbers * 40, jnp.float32).astype(quantized))
             scales[f"{which}_scale"] = jnp.asarray(rng.uniform(0.01, 0.05, shape), jnp.float32)
     return (*arrays, scales)  # type: ignore[return-value]
+
+
+def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """Call the function with pairs of arrays and their scales."""
+    return dot_product_attention(**paired({"query": query, "key": key, "value": value, **options}, as_tuple))
 
 
 def options_of(compute: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -80,7 +87,8 @@ def check_bits(name: str, dtype: str, quantized: Any) -> None:
     first = {n: x.swapaxes(1, 2) for n, x in first.items()}
     full = {n: np.broadcast_to(x, (key if n == "key_scale" else value).shape) for n, x in scales.items()}
     options: dict[str, Any] = {n: np.asarray(x) if n != "softcap" else x for n, x in (wanted | others).items()}
-    options |= {n: x.swapaxes(1, 2) for n, x in full.items()} | {"enable_gqa": True, "query_offset": 0}
+    first = paired(first | {n: x.swapaxes(1, 2) for n, x in full.items()})
+    options |= {"enable_gqa": True, "query_offset": 0}
     lse = np.empty((B, N, T))
     right = cattn.scaled_dot_product_attention(**first, **options, return_lse=True, out=cattn.AttentionOutput(lse=lse))
     assert right.out is not None

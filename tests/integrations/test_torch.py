@@ -174,7 +174,7 @@ def both_sides(shapes: Shapes, causal: bool, seed: int) -> tuple[list[np.ndarray
 
 
 def error_ratios(shapes: Shapes, causal: bool, seeds: int) -> tuple[float, float]:
-    """Return our RMS error and our largest error divided by those of PyTorch, over all seeds."""
+    """Return our RMS error and our largest error divided by the errors of PyTorch, over all seeds."""
     squares, largest = np.zeros(2), np.zeros(2)
     for seed in range(seeds):
         arrays, theirs, right = both_sides(shapes, causal, seed)

@@ -156,7 +156,7 @@ def test_a_module_is_traced_by_fx(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_loss_on_the_weights_trains(name: str) -> None:
-    """The gradients of the weights are those of the formula: of the output for the unit matrix as value."""
+    """The gradients of the weights follow the formula: the gradients of the output for the unit matrix as value."""
     ours, _ = twins(name, "float64")
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     parameters = [p for key, p in ours.named_parameters() if "W_query.weight" in key or key == "W_query"]

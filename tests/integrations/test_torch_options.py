@@ -40,10 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks for each batch entry, groups inferred": {"sinks": tensor(B, H), "enable_gqa": None},
     "a list of keys for each query": {"key_indices": LISTS[:, None], "is_causal": "lower_right", "bias": tensor(T_k)},
     "a list of keys for all": {"key_indices": torch.tensor([3, -1, 0, 3], dtype=torch.int32), "sinks": tensor(H)},
-    "blocks of each head": {"block_mask": tensor(H, 3, 5) > -0.5, "block_size": 2, "is_causal": "lower_right"},
-    "blocks for all": {"block_mask": tensor(2, 1) < 0.5, "block_size": 5, "bias": tensor(T_q, T_k)},
-    "blocks and lists": {"block_mask": tensor(B, 1, 2, 3) > -1, "block_size": 4, "key_indices": LISTS[:, None]},
-    "one block": {"block_mask": torch.tensor([[True]]), "block_size": 2**63 - 1, "sinks": tensor(H)},
+    "blocks of each head": {"block_mask": (tensor(H, 3, 5) > -0.5, 2), "is_causal": "lower_right"},
+    "blocks for all": {"block_mask": (tensor(2, 1) < 0.5, 5), "bias": tensor(T_q, T_k)},
+    "blocks and lists": {"block_mask": (tensor(B, 1, 2, 3) > -1, 4), "key_indices": LISTS[:, None]},
+    "one block": {"block_mask": (torch.tensor([[True]]), 2**63 - 1), "sinks": tensor(H)},
     "dropout from a seed": {"dropout_p": 0.4, "rng": 2**64 - 3},
 }
 WITH_GRADIENT = ("attn_mask", "bias", "sinks")
@@ -66,6 +66,8 @@ def as_arrays(options: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: x.detach().numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     if arrays.get("is_causal") is True:
         arrays["is_causal"] = "upper_left"
+    if "block_mask" in arrays:
+        arrays["block_mask"] = cattn.BlockMask(*arrays["block_mask"])
     return arrays
 
 
@@ -228,7 +230,7 @@ def test_the_operator_fulfils_its_contract_with_every_option(name: str, return_w
 
 
 # ---- second derivatives --------------------------------------------------------------------------------------------
-NO_SECOND = r"cattn's attention \(torch\.ops\.cattn\.attention\) has no second derivatives: use PyTorch's .*MATH\)"
+NO_SECOND = r"cattn's attention \(torch\.ops\.cattn\.attention\) has no second derivatives of its weights: use .*MATH\)"
 
 
 def by_swap(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -260,17 +262,67 @@ SECOND: dict[str, Any] = {
 }
 
 
+def by_pytorch(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+
+RIGHT: dict[str, Any] = {
+    "lse": lambda q, k, v: torch.logsumexp(q @ k.mT / q.shape[-1] ** 0.5, -1),
+    "mask": lambda q, k, v: by_pytorch(q, k, v, (q @ k.mT).detach()),
+}
+
+
 @pytest.mark.promise("gradients")
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("second", SECOND)
-def test_second_derivatives_are_an_error_that_names_the_operator(first: str, second: str) -> None:
+def test_second_derivatives_are_right(first: str, second: str) -> None:
     (x,) = tensors((1, 2, 4, 3))
 
-    def loss(y: Any) -> Any:
-        return FIRST[first](y, y, y).square().sum() + (y**3).sum()
+    def loss(function: Any) -> Any:
+        return lambda y: function(y, y, y).square().sum() + (y**3).sum()
 
+    if first == "weights":
+        error = RuntimeError if second == "jvp by two backward passes" else NotImplementedError
+        with pytest.raises(error):
+            SECOND[second](loss(FIRST[first]), x)
+        return
+    found = SECOND[second](loss(FIRST[first]), x)
+    if second == "create_graph":
+        found, x.grad = x.grad, None
+    right = SECOND[second](loss(RIGHT.get(first, by_pytorch)), x)
+    torch.testing.assert_close(found, x.grad if second == "create_graph" else right)
+
+
+def test_second_derivatives_of_the_weights_are_an_error() -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    loss = attention(x, x, x, return_weights=True).weights.square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(NotImplementedError, match=NO_SECOND):
-        SECOND[second](loss, x)
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("first", ["out", "use_cattn", "the operator", "lse", "vmap"])
+def test_third_derivatives_are_an_error_that_names_the_operator(first: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    (grad,) = torch.autograd.grad(FIRST[first](x, x, x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"cattn's attention \(torch\.ops\.cattn.* has no third derivatives"):
+        second.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["key_indices", "a quantized key"])
+def test_second_derivatives_that_are_not_there_are_an_error(name: str) -> None:
+    (x,) = tensors((1, 2, 4, 3))
+    options: dict[str, Any] = {"key_indices": torch.zeros(4, 2, dtype=torch.int64)}
+    key, value = x, x
+    if name == "a quantized key":
+        key, options = (torch.ones(1, 2, 4, 3, dtype=torch.int8), torch.ones(1)), {}
+        x, value = (tensor(1, 2, 4, 3).float().requires_grad_() for _ in range(2))
+    out = attention(x, key, value, **options)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=rf"has no second derivatives and no forward mode with {name}"):
+        grad.square().sum().backward()
 
 
 @pytest.mark.parametrize("first", FIRST)
@@ -290,6 +342,7 @@ def test_a_graph_of_first_derivatives_may_be_made(first: str) -> None:
 
 
 def test_a_tangent_of_a_gradient_is_an_error() -> None:
+    """Attention itself had none, so that its backward pass is no function of the tangent."""
     (x,) = tensors((1, 2, 4, 3))
     out = attention(x, x, x)
     with forward_ad.dual_level():
@@ -299,7 +352,7 @@ def test_a_tangent_of_a_gradient_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_use_cattn_leaves_forward_mode_of_a_batch_to_pytorch() -> None:
+def test_use_cattn_computes_forward_mode_of_a_batch() -> None:
     x = tensor(3, 5, 4)
 
     def call(y: Any) -> Any:
@@ -308,7 +361,7 @@ def test_use_cattn_leaves_forward_mode_of_a_batch_to_pytorch() -> None:
     right = torch.func.jvp(torch.vmap(call), (x,), (x,))
     with bridge.use_cattn() as seen:
         ours = torch.func.jvp(torch.vmap(call), (x,), (x,))
-    assert seen.passed_on == 1
+    assert seen.passed_on == 0
     for a, b in zip(ours, right, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -367,10 +420,11 @@ def test_wrong_options_are_refused_by_name() -> None:
     x = torch.ones(2, 3, 4)
     array: Any = np.ones(3)
     for name in ("bias", "sinks", "alibi_slopes", "attn_mask", "block_mask", "key_indices"):
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got ndarray"):
-            attention(x, x, x, **{name: array})
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, got (ndarray|list)"):
+            attention(x, x, x, **{name: ([True], 2) if name == "block_mask" else array})
+        meta: Any = torch.ones(3, device="meta")
         with pytest.raises(ValueError, match=f"{name} is on meta, cattn computes on the CPU"):
-            attention(x, x, x, **{name: torch.ones(3, device="meta")})
+            attention(x, x, x, **{name: (meta, 2) if name == "block_mask" else meta})
     with pytest.raises(ValueError, match="sinks has shape"):
         attention(x, x, x, sinks=torch.ones(7))
     with pytest.raises(ValueError, match="softcap"):
@@ -378,15 +432,17 @@ def test_wrong_options_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="key_value_seq_lengths"):
         attention(x, x, x, key_value_seq_lengths=torch.tensor([0.5, 1.0]))
     blocks = torch.ones(1, 1, dtype=torch.bool)
-    assert torch.equal(attention(x, x, x, block_mask=blocks, block_size=np.int32(5)), attention(x, x, x))
+    assert torch.equal(attention(x, x, x, block_mask=(blocks, np.int32(5))), attention(x, x, x))
     for call in (attention, torch.vmap(lambda *given, **options: attention(*given, **options), (0, 0, 0))):
-        with pytest.raises(ValueError, match="block_mask needs block_size"):
+        with pytest.raises(
+            TypeError, match=r"block_mask must be a cattn.BlockMask or a pair \(blocks, size\), got Tensor"
+        ):
             call(x, x, x, block_mask=blocks)
         for size, error in ((0, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError)):
-            with pytest.raises(error, match="block_size must be"):
-                call(x, x, x, block_mask=blocks, block_size=size)
+            with pytest.raises(error, match=r"(block_mask\.)?size must be"):
+                call(x, x, x, block_mask=(blocks, size))
     with pytest.raises(TypeError, match="block_mask has dtype float32"):
-        attention(x, x, x, block_mask=blocks.float(), block_size=3)
+        attention(x, x, x, block_mask=(blocks.float(), 3))
     with pytest.raises(TypeError, match="window_size"):
         attention(x, x, x, window_size=3)  # type: ignore[call-overload]
     with pytest.raises(NotImplementedError, match=r"alibi_slopes requires grad.*alibi_slopes\.detach\(\)"):

@@ -13,8 +13,8 @@ pytest.importorskip("ml_dtypes")
 from test_torch_integration import operator_arguments  # noqa: E402
 
 from cattn.integrations.torch import scaled_dot_product_attention  # noqa: E402
+from support import as_tuple, paired  # noqa: E402
 
-attention: Any = scaled_dot_product_attention
 B, H, K, T_q, T_k, D, D_V = 2, 4, 2, 6, 30, 16, 8
 INTEGERS, FLOATS = torch.int8, torch.float8_e4m3fn
 SHAPES: dict[str, tuple[Any, Any]] = {  # of the scales of keys and of values
@@ -39,6 +39,11 @@ def arrays_of(name: str, dtype: Any = torch.float32, quantized: Any = INTEGERS) 
             scales[f"{which}_scale"] = torch.rand(shape, generator=random) / 20 + 0.01
     query, key, value = tensors
     return query, key, value, scales
+
+
+def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """Call the function with pairs of tensors and their scales."""
+    return scaled_dot_product_attention(**paired({"query": query, "key": key, "value": value, **options}, as_tuple))
 
 
 def dequantized(key: Any, value: Any, scales: dict[str, Any], wide: Any) -> list[Any]:
@@ -100,8 +105,8 @@ def test_results_and_gradients_are_those_of_the_products(way: str, name: str, qu
 def test_the_function_for_numpy_has_the_same_bits(quantized: Any) -> None:
     query, key, value, scales = arrays_of("tokens", quantized=quantized)
     ours = attention(query, key, value, **scales, enable_gqa=True)
-    arrays: Any = (query, key, value)
-    right = cattn.scaled_dot_product_attention(*arrays, **scales, enable_gqa=True)
+    call = paired({"query": query, "key": key, "value": value, **scales})
+    right = cattn.scaled_dot_product_attention(**call, enable_gqa=True)
     np.testing.assert_array_equal(ours.numpy(), right)
 
 
@@ -164,23 +169,24 @@ def test_vmap_is_a_loop(dims: tuple[int | None, ...], axes: int) -> None:
 X = torch.ones(2, 3, 4)
 I8 = X.to(INTEGERS)
 WRONG: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = {
-    "floats": (TypeError, "key has dtype torch.float32 and a scale; key_scale belongs to torch.int8", (X, X, X),
+    "floats": (TypeError, "key has dtype torch.float32 and a scale; scales belong to int8", (X, X, X),
                {"key_scale": X}),
     "other integers": (TypeError, "value has dtype torch.int16 and a scale", (X, X, X.short()), {"value_scale": X}),
-    "one scale": (TypeError, "value has dtype torch.int8 and no scale: pass value_scale", (X, I8, I8),
+    "one scale": (TypeError, r"value has dtype torch.int8 and no scale: pass the pair \(value, scale\)", (X, I8, I8),
                   {"key_scale": X}),
     "integer queries": (TypeError, "query has dtype torch.int8; float16, bfloat16", (I8, I8, X), {"key_scale": X}),
     "dtypes": (TypeError, "value has dtype torch.float64; query has torch.float32", (X, I8, X.double()),
                {"key_scale": X}),
-    "array": (TypeError, "key_scale must be a torch.Tensor, got ndarray", (X, I8, X), {"key_scale": np.ones(1)}),
+    "array": (TypeError, r"key\.scale must be a torch.Tensor, got ndarray", (X, I8, X), {"key_scale": np.ones(1)}),
     "no tensor": (TypeError, "key must be a torch.Tensor, got int", (X, 1, X), {"key_scale": X}),
-    "boolean scale": (TypeError, "key_scale has dtype torch.bool; it must hold real numbers", (X, I8, X),
+    "boolean scale": (TypeError, r"key\.scale has dtype torch.bool; it must hold real numbers", (X, I8, X),
                       {"key_scale": X > 0}),
-    "device": (ValueError, "key_scale is on meta", (X, I8, X), {"key_scale": X.to("meta")}),
-    "shape": (ValueError, r"key_scale has shape \(3,\), which does not broadcast to the shape of key \(2, 3, 4\)",
+    "device": (ValueError, r"key\.scale is on meta", (X, I8, X), {"key_scale": X.to("meta")}),
+    "shape": (ValueError, r"key\.scale has shape \(3,\), which does not broadcast to the shape of key \(2, 3, 4\)",
               (X, I8, X), {"key_scale": torch.ones(3)}),
-    "zero": (ValueError, r"key_scale must be positive and finite, .* got 0.0", (X, I8, X), {"key_scale": X * 0}),
-    "gradient of a scale": (NotImplementedError, r"key_scale requires grad, but has no gradient: pass key_scale.detach",
+    "zero": (ValueError, r"key\.scale must be positive and finite, .* got 0.0", (X, I8, X), {"key_scale": X * 0}),
+    "gradient of a scale": (NotImplementedError,
+                            r"key\.scale requires grad, but has no gradient: pass key\.scale\.detach",
                             (X, I8, X), {"key_scale": X.clone().requires_grad_()}),
     "gradient of a key": (NotImplementedError, r"key requires grad, but has no gradient: pass key.detach",
                           (X, X.to(FLOATS).requires_grad_(), X), {"key_scale": X}),

@@ -28,10 +28,10 @@ LOGICAL: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
          "alibi_slopes": tensor(H)},
     ),
     "other numbers of dimensions": ([(B, H, T_q, D), (T_k, D), (H, T_k, 5)], {"attn_mask": tensor(T_k) > 0}),
-    "blocks": ([(B, T_q, D), (B, T_k, D), (B, T_k, 5)], {"block_mask": tensor(B, 2, 3) > -1, "block_size": 4}),
+    "blocks": ([(B, T_q, D), (B, T_k, D), (B, T_k, 5)], {"block_mask": (tensor(B, 2, 3) > -1, 4)}),
     "blocks of each head": (
         [(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)],
-        {"block_mask": tensor(H, 2, 3) > -1, "block_size": 4},
+        {"block_mask": (tensor(H, 2, 3) > -1, 4)},
     ),
     "lists of keys": ([(B, T_q, D), (B, T_k, D), (B, T_k, 5)], {"key_indices": LISTS}),
     "lists of each head": ([(B, H, T_q, D), (B, H, T_k, D), (B, H, T_k, 5)], {"key_indices": LISTS[0, :H, None]}),

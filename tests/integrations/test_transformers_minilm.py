@@ -76,7 +76,7 @@ def test_embeddings_are_those_of_eager_attention(model: Any, side: str) -> None:
 
 @pytest.mark.promise("transformers")
 def test_sentences_of_the_same_meaning_are_neighbours(model: Any) -> None:
-    """The weights are those of the trained model, and padding has no influence."""
+    """The weights come from the trained model, and padding has no influence."""
     embeddings = embed(model, "right", "cattn")
     similarity = embeddings @ embeddings.T - 2 * torch.eye(len(SENTENCES))
     for a, b in SAME:

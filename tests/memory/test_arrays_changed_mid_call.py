@@ -1,7 +1,7 @@
 """Python code that runs within a call may change the shapes of the call's arrays; the call stays inside their memory.
 
 A number's __float__, an array's __array__ or a hook for warnings may set the shape of an array that the call has
-checked already. The result is then that of the arrays as they were, or the call raises ValueError.
+checked already. The result then belongs to the arrays as they were, or the call raises ValueError.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def changing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
     options: dict[str, Any] = {
         "attn_mask": r.random((n, n)) < 0.8, "bias": draw(n, n), "scale": 0.5, "softcap": 3.0,
         "alibi_slopes": np.full(heads, 0.25, F), "sinks": draw(heads), "key_value_seq_lengths": np.array([n - 1]),
-        "query_offset": np.array([2]), "block_mask": np.ones((5, 5), bool), "block_size": 8,
+        "query_offset": np.array([2]), "block_mask": cattn.BlockMask(np.ones((5, 5), bool), 8),
     }  # fmt: skip
     dropping = {"dropout_p": 0.5, "rng": 3}
     packed = [draw(n, heads, 8) for _ in range(3)]
@@ -246,8 +246,7 @@ def changing_calls() -> dict[str, tuple[Any, dict[str, Any]]]:
         "query": packed[0], "key": packed[1], "value": packed[2], "cu_seqlens_q": edges, "cu_seqlens_k": edges,
         "scale": 0.5, "sinks": draw(heads),
     }  # fmt: skip
-    values, scale = cattn.quantize(k)
-    stored = {"query": q, "key": values, "value": v.astype(np.float16), "key_scale": scale, "scale": 0.5}
+    stored = {"query": q, "key": cattn.quantize(k), "value": v.astype(np.float16), "scale": 0.5}
     whole = {"query": q, "key": k, "value": v} | options
     result = cattn.scaled_dot_product_attention(**whole, return_lse=True)
     of_sequences = cattn.varlen_attention(**of_packed, return_lse=True)

@@ -120,15 +120,12 @@ class Histories(RuleBasedStateMachine):
         self.counter += 1
         return np.random.default_rng(self.counter).standard_normal(shape, np.float32)
 
-    def scales(self) -> dict[str, Any]:
-        return {"key_scale": self.cache.k_scale, "value_scale": self.cache.v_scale}
-
     def stored(self, rows: list[np.ndarray], sign: int = 1) -> np.ndarray:
         """Return the numbers (HEADS, n, DEPTH) that the cache keeps of rows: each row is quantized alone."""
         exact = np.array(rows, np.float32).reshape(len(rows), HEADS, DEPTH).swapaxes(0, 1) * np.float32(sign)
-        if self.cache.k_scale is None:
+        if not isinstance(self.cache.k, cattn.Quantized):
             return exact
-        return cattn.dequantize(*cattn.quantize(exact, dtype=self.cache.dtype))
+        return cattn.dequantize(cattn.quantize(exact, dtype=self.cache.dtype))
 
     @rule(count=st.integers(0, 9))
     def append(self, count: int) -> None:
@@ -195,7 +192,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(bad=st.sampled_from(["shape", "dtype", "NaN", "tokens", "truncate", "keep", "reorder"]))
     def misuse_cache(self, bad: str) -> None:
-        if bad == "NaN" and self.cache.k_scale is None:  # only a scale cannot be NaN
+        if bad == "NaN" and not isinstance(self.cache.k, cattn.Quantized):  # only a scale cannot be NaN
             return
         key = np.ones((*self.cache.batch_shape, HEADS, 1, DEPTH), np.float32)
         calls: dict[str, Any] = {
@@ -217,14 +214,13 @@ class Histories(RuleBasedStateMachine):
             return
         assert self.cache.lengths.reshape(-1).tolist() == [len(r) for r in rows]
         longest = max(map(len, rows))
-        k, v, *scales = (
-            None if a is None else a.reshape(len(rows), HEADS, longest, a.shape[-1])
-            for a in (self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale)
-        )
+        stores = [
+            (cattn.dequantize(a) if isinstance(a, cattn.Quantized) else a).reshape(len(rows), HEADS, longest, DEPTH)
+            for a in (self.cache.k, self.cache.v)
+        ]
         for i, sequence in enumerate(rows):
-            for store, scale, sign in zip((k, v), scales, (1, -1), strict=True):
+            for store, sign in zip(stores, (1, -1), strict=True):
                 held = store[i, :, : len(sequence)]
-                held = held if scale is None else cattn.dequantize(held, scale[i, :, : len(sequence)])
                 np.testing.assert_array_equal(held, self.stored(sequence, sign))
 
     @precondition(lambda self: min(map(len, self.rows)) > 0)
@@ -232,10 +228,7 @@ class Histories(RuleBasedStateMachine):
     def attend(self) -> None:
         """Attend with the last token: each sequence has the bits it has alone, and the values of the reference."""
         query = self.numbers(*self.cache.batch_shape, HEADS, 1, DEPTH)
-        offset = self.cache.lengths - 1
-        out = cattn.causal_attention(
-            query, self.cache.k, self.cache.v, enable_gqa=True, query_offset=offset, **self.scales()
-        )
+        out = cattn.causal_attention(query, self.cache, enable_gqa=True)
         for i, one in enumerate(out.reshape(-1, HEADS, 1, DEPTH)):
             keys, values = self.stored(self.rows[i]), self.stored(self.rows[i], -1)
             call: dict[str, Any] = {"query": query.reshape(-1, HEADS, 1, DEPTH)[i], "key": keys, "value": values}

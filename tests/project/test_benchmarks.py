@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import runpy
 import shutil
 import sysconfig
@@ -96,6 +97,22 @@ def test_laps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds = {name: len(times.rounds) for name, times in row["kept"].times().items()}
         assert rounds == {"cattn": 12, "numpy": 12, "limit": 12}
         assert row["kept"].limit_work == 8
+
+
+def test_a_row_is_compared_with_the_quickest_product_of_as_many_flops() -> None:
+    """A product of 100 x 100 matrices would have as many flops as the row; the size is a multiple of 16."""
+    assert contestants.product_size(2 * 100.0**3) == 96
+    assert contestants.product_size(1.0) == 16
+    products = contestants.matrix_products("float64", 2 * 100.0**3)
+    assert {"numpy", "cattn"} <= products.keys()
+    for product in products.values():
+        assert np.shape(product()) == (96, 96)
+    case = timing.Case("row", {}, "float64", 2 * 100.0**3, beside_products=True)
+    seconds = {"cattn": 4.0, "product of numpy": 2.0, "product of torch": 1.0}
+    found = laps.product_of(case, {name: timing.Timing([took]) for name, took in seconds.items()})
+    assert found["best"] == "torch"
+    assert found["per_second"] == 2 * 96.0**3
+    np.testing.assert_allclose(found["percent"], 25 * (100 / 96) ** 3)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -236,7 +253,8 @@ def small_prefill(probe: Any) -> Any:
     for shape in ((1, 2, 16, 64), (1, 2, 32, 64)):
         calls = contestants.attention_calls(*groups.qkv(shape))
         facts = {"dtype": "float32", "shape": shape, "T": shape[2]}
-        yield timing.Case(f"float32 {shape}", calls, "float32", groups.causal_flops(*shape), {"percent": 1.0}, facts)
+        flops = groups.causal_flops(*shape)
+        yield timing.Case(f"float32 {shape}", calls, "float32", flops, {"percent": 1.0}, facts, beside_products=True)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -246,6 +264,7 @@ def test_the_table_and_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert suite.main(["prefill", "--laps", "2", "--rounds", "1", "-o", str(tmp_path)]) == 0
     table = report.markdown(tmp_path)
     assert "| float32 (1, 2, 16, 64) |" in table
+    assert re.search(r"\| \d+ % \((numpy|torch|cattn)\) \|", table)
     assert "NumPy textbook" in table
     assert (tmp_path / "ratios.png").stat().st_size > 1000
     page = tmp_path / "page.md"
@@ -298,7 +317,7 @@ def test_the_exact_result(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-13)
 
 
-@pytest.mark.filterwarnings("default")  # those of the peers are not ours
+@pytest.mark.filterwarnings("default")  # warnings of the peers are not ours
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) if n.startswith("torch ") else n for n in contestants.PEERS]
 )

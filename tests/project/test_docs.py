@@ -62,7 +62,8 @@ def test_see_also_names_other_public_objects(name: str) -> None:
 
 SEARCHED = """
 scaled dot product attention, masked softmax, causal mask, attention dropout, GQA, MQA, KV cache, key_padding_mask,
-look-ahead mask, sliding window, heat map, cross attention, cu_seqlens
+look-ahead mask, sliding window, heat map, heatmap, cross attention, cu_seqlens, huggingface, BTHD,
+padding mask, install, GPT-2
 """
 
 
@@ -99,7 +100,8 @@ def test_the_signature_begins_with_pytorchs_parameters() -> None:
 
 
 @pytest.mark.promise("documentation")
-def test_the_readme_runs() -> None:
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes a page
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "README", "README.md", 0)
@@ -118,6 +120,8 @@ def test_the_readmes_numbers_are_the_measured_ones() -> None:
     numpy = [row["ratios"]["numpy"] for row in causal if "numpy" in row["ratios"]]
     assert f"is {min(best):.1f} to {max(best):.1f} times as fast as the best other library" in text
     assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in text
+    first = " ".join((ROOT / "docs/index.md").read_text(encoding="utf-8").split())
+    assert f"{min(numpy):.0f} to {max(numpy):.0f} times as fast as textbook NumPy" in first
     peers = {name for row in causal for name in row["ratios"]}
     assert f"Times of {['nine', 'ten', 'eleven'][len(peers) - 9]} other ways" in text
     assert all(min(row["ratios"].values()) > 1 for row in causal)
@@ -196,3 +200,21 @@ def test_the_site_lists_every_name() -> None:
     listed = set((ROOT / "docs/api/index.md").read_text(encoding="utf-8").split())
     assert {name for name in cattn.__all__ if callable(getattr(cattn, name))} <= listed
     assert set(cattn.functional.__all__) - set(cattn.__all__) <= listed
+
+
+def test_the_live_views_open_at_what_their_page_names() -> None:
+    """The first page says that "it" looks at "animal" in head 0, at the token before in head 1, and so on."""
+    kept = np.load(ROOT / "docs" / "minilm.npz")
+    pronoun, before, after, rest = kept["animal"]
+    tokens = kept["animal_tokens"].tolist()
+    assert tokens[pronoun[tokens.index("it")].argmax()] == "animal"
+    assert (before.argmax(axis=-1)[1:] == np.arange(len(tokens) - 1)).mean() > 0.9
+    assert (after.argmax(axis=-1)[:-1] == np.arange(1, len(tokens))).mean() > 0.5
+    assert (rest.argmax(axis=-1) == 0).all()
+
+
+def test_every_extra_of_users_is_on_the_page_of_installation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    named = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text("utf-8"), re.MULTILINE))
+    assert named <= set(extras)
+    assert set(extras) - named == {"examples", "test", "test-portable"}

@@ -26,7 +26,7 @@ def test_a_model_gives_the_same_numbers_by_cattn(case: Any) -> None:
 
 
 def test_the_page_shows_the_code_of_the_script() -> None:
-    """The indented lines that the page removes are those of the functions before the change."""
+    """The page removes the indented lines of the functions before the change."""
     page = (EXAMPLES.parent / "docs" / "in_your_model.md").read_text("utf-8")
     script = {line.strip() for line in (EXAMPLES / "numpy_models.py").read_text("utf-8").splitlines()}
     removed = [line[1:].strip() for line in page.splitlines() if line.startswith("-    ")]

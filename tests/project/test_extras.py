@@ -12,16 +12,18 @@ import pytest
 from support import ROOT
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-    "optional-dependencies"
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+GROUPS: dict[str, list[str | dict[str, str]]] = PROJECT["dependency-groups"]
 
 
-def packages(extra: str) -> set[str]:
-    """Return the names of the packages of an extra, and of the extras that it includes, as modules."""
+def packages(name: str) -> set[str]:
+    """Return the names of the packages of an extra or group, and of those that it includes, as modules."""
     found = {"numpy"}
-    for requirement in EXTRAS[extra]:
-        if included := re.match(r"cattn\[(.*)\]", requirement):
+    for requirement in EXTRAS.get(name) or GROUPS[name]:
+        if isinstance(requirement, dict):
+            found |= packages(requirement["include-group"])
+        elif included := re.match(r"cattn\[(.*)\]", requirement):
             found.update(*map(packages, included[1].split(",")))
         else:
             found.add(re.match(r"[\w-]+", requirement)[0].replace("-", "_"))
@@ -39,7 +41,7 @@ def imports(code: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"cattn"}
 
 
-def test_the_extra_docs_builds_the_documentation() -> None:
+def test_the_group_docs_builds_the_documentation() -> None:
     """autodoc imports the integrations, and conf.py names the extensions of Sphinx and the theme."""
     needed = {"sphinx"}
     for path in (ROOT / "python" / "cattn" / "integrations").rglob("*.py"):
@@ -69,3 +71,12 @@ def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(pa
 def test_the_extra_examples_does_not_bring_pytorch() -> None:
     """Its default build on Linux is for GPUs and has several gigabytes. Half of the notebooks do not use it."""
     assert "torch" not in packages("examples")
+
+
+def test_the_group_dev_has_the_tools_of_the_sessions_and_of_the_hooks() -> None:
+    run = set(re.findall(r'session\.run\("([\w-]+)"', (ROOT / "noxfile.py").read_text(encoding="utf-8")))
+    hooks = set(re.findall(r"entry: ([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")))
+    needed = {name.replace("-", "_") for name in run | hooks} - {"python", "actionlint", "jupyter", "sphinx_build"}
+    assert hooks <= run
+    assert {"ruff", "mypy", "clang_format", "pytest"} <= needed <= packages("dev")
+    assert {"jupyterlab", "sphinx"} <= packages("dev")

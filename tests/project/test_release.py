@@ -111,9 +111,9 @@ def test_the_workflow_runs_the_readmes_command() -> None:
     assert "        run: pip install -e '.[test]' && pytest\n" in text_of("tests")
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_supported_python_is_tested(path: Path) -> None:
-    (line,) = re.findall(r"^ +python: (\[.*, .*, .*\])$", path.read_text("utf-8"), re.MULTILINE)
+@pytest.mark.parametrize("name", ["tests", "release"])
+def test_every_supported_python_is_tested(name: str) -> None:
+    (line,) = re.findall(r"^ +python: (\[.*, .*, .*\])$", text_of(name), re.MULTILINE)
     prefix = "Programming Language :: Python :: 3."
     claimed = {name.rpartition(" ")[2] for name in PROJECT["project"]["classifiers"] if name.startswith(prefix)}
     assert claimed | {"3.14t"} <= set(ast.literal_eval(line))
@@ -128,13 +128,30 @@ def test_commands_of_the_workflows_exist(path: Path) -> None:
     assert set(re.findall(r"nox -s (\w+)", path.read_text("utf-8"))) <= set(sessions)
 
 
+def test_the_citation_names_the_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {cattn.__version__}\n" in text
+    assert f"\nlicense: {PROJECT['project']['license']}\n" in text
+
+
+def test_what_is_published_was_attested_and_is_checked_first() -> None:
+    text = text_of("release")
+    steps = ["nox -s wheels", "attest-build-provenance@", "gh attestation verify", "gh-action-pypi-publish@"]
+    assert sorted(steps, key=text.index) == steps
+
+
+def test_reports_of_bugs_ask_for_the_configuration() -> None:
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text("utf-8")
+    assert "label: python -m cattn info\n" in form
+
+
 def test_the_page_of_platforms_lists_every_wheel() -> None:
     page = (ROOT / "docs" / "platforms.md").read_text("utf-8")
     targets = runpy.run_path(str(ROOT / "tools" / "wheels" / "targets.py"))["TARGETS"]
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(target.tag for target in targets)
 
 
-@pytest.mark.skipif(not shutil.which("zizmor"), reason="the extra dev has zizmor")
+@pytest.mark.skipif(not shutil.which("zizmor"), reason="the group dev has zizmor")
 def test_zizmor_finds_an_injected_expression(tmp_path: Path) -> None:
     """The lint session runs it, and its rules are on."""
     folder = tmp_path / ".github" / "workflows"

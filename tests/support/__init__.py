@@ -194,7 +194,7 @@ def widened(call: Call) -> dict[str, Any]:
 
 
 def rounded(result: cattn.AttentionOutput, half: np.dtype) -> cattn.AttentionOutput:
-    """Return the result that a call on halves must give, from that of the float32 call."""
+    """Return the result that a call on halves must give, from the result of the float32 call."""
     weights = None if result.weights is None else quiet(result.weights, half)
     return result._replace(out=quiet(result.out, half), weights=weights)
 
@@ -235,9 +235,30 @@ class Textbook:
     size: float  # the largest score if every term counts with its absolute value
 
 
+def each(change: Callable[[Any], Any], stored: Any) -> Any:
+    """Return change(array), of a quantized key or value with both of its arrays changed."""
+    return cattn.Quantized(*map(change, stored)) if isinstance(stored, cattn.Quantized) else change(stored)
+
+
+def paired(call: Call, quantized: Any = cattn.Quantized, blocks: Any = cattn.BlockMask) -> Call:
+    """Return the call with keys and values together with their scales, and blocks with their size."""
+    call = dict(call)
+    for name in ("key", "value"):
+        if f"{name}_scale" in call:
+            call[name] = quantized(call[name], call.pop(f"{name}_scale"))
+    if "block_size" in call:
+        call["block_mask"] = blocks(call["block_mask"], call.pop("block_size"))
+    return call
+
+
+def as_tuple(*parts: Any) -> tuple[Any, ...]:
+    """Return the pair that the functions for JAX and PyTorch take."""
+    return parts
+
+
 def visibility_of(call: Call) -> Call:
     """Return the options that decide which keys are visible."""
-    names = ("attn_mask", "bias", "block_mask", "block_size", "enable_gqa", *Ranges._fields)
+    names = ("attn_mask", "bias", "block_mask", "enable_gqa", *Ranges._fields)
     return {name: call[name] for name in names if name in call}
 
 

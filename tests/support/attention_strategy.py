@@ -68,11 +68,13 @@ def quantize(draw: st.DrawFn, call: dict[str, Any]) -> dict[str, Any]:
     names = draw(st.sampled_from([["key"], ["value"], ["key", "value"], ["key", "value"]]))
     for name in names if "value" in call else ["key"]:
         shape, kind = call[name].shape, draw(st.sampled_from([np.int8, F8]))
-        found[name] = lay_out(draw, random_bytes(rng, shape, kind))
+        values = lay_out(draw, random_bytes(rng, shape, kind))
         own = broadcastable(draw, list(shape), 2)
         own = own[draw(st.integers(0, len(own))) :]
         step = 0.02 if kind is np.int8 else 0.01
-        found[f"{name}_scale"] = lay_out(draw, (rng.uniform(0.5, 1.5, own) * step).astype(np.float32))
+        scale = lay_out(draw, (rng.uniform(0.5, 1.5, own) * step).astype(np.float32))
+        # Attention takes scales of any strides, as a cache has them; the constructor copies.
+        found[name] = cattn.Quantized._of_checked(values, scale)
     return found
 
 
@@ -155,7 +157,7 @@ def calls(draw: st.DrawFn, long: bool = False) -> tuple[dict[str, Any], type]:
         shape = broadcastable(draw, [*query_dims, -(-T_q // size), -(-T_k // size)])
         shape = shape[draw(st.integers(0, len(query_dims))) :]
         blocks = rng.random(shape) < draw(st.sampled_from([0.1, 0.5, 0.9]))
-        call |= {"block_mask": lay_out(draw, blocks), "block_size": size}
+        call["block_mask"] = cattn.BlockMask(lay_out(draw, blocks), size)
     if draw(st.booleans()):
         call["scale"] = draw(st.floats(-1, 1))
     return call, dtype
@@ -256,10 +258,11 @@ def padded(call: dict[str, Any], filling: float = np.nan) -> dict[str, Any]:
     for name in ("key", "value"):
         if name not in call:
             continue
-        rows, scale = call[name], call.get(f"{name}_scale")
+        rows, scale = call[name] if isinstance(call[name], cattn.Quantized) else (call[name], None)
         found[name] = pad(rows, edges_k, 99 if rows.dtype == np.int8 else filling)
         if scale is not None:
-            found[f"{name}_scale"] = pad(np.broadcast_to(scale, rows.shape), edges_k, 2.0**100 if filling else 1)
+            scales = pad(np.broadcast_to(scale, rows.shape), edges_k, 2.0**100 if filling else 1)
+            found[name] = cattn.Quantized(found[name], scales)
     found |= {"query_seq_lengths": np.diff(edges_q), "key_value_seq_lengths": np.diff(edges_k)}
     if alignment := found.pop("alignment", None):
         found["query_offset"] = np.diff(edges_k) - np.diff(edges_q) if alignment == "lower_right" else 0

@@ -77,7 +77,7 @@ def all_neg_inf(normal: Normal) -> Call:
 
 
 def least_below_zero(values: np.ndarray) -> None:
-    """Set all values to 0 except those of one key, which are so small that weight times value rounds to -0."""
+    """Set all values to 0 except the values of one key, which are so small that weight times value rounds to -0."""
     values[...] = 0
     values[:, 77] = -np.finfo(values.dtype).smallest_subnormal
 
@@ -130,15 +130,14 @@ CASES: dict[str, Callable[[Normal], Call]] = {
     **{f"{n} keys": functools.partial(plain, T_q=13, T_k=n, is_causal="lower_right") for n in EDGES},
     "bool mask": lambda normal: plain(normal, attn_mask=mask_of(1, 101, 200)),
     "sparse mask": lambda normal: plain(normal, attn_mask=mask_of(2, 2, 101, 200, p=0.02), is_causal="lower_right"),
-    "block mask": lambda normal: plain(normal, block_mask=mask_of(9, 2, 7, 13), block_size=16),
+    "block mask": lambda normal: plain(normal, block_mask=cattn.BlockMask(mask_of(9, 2, 7, 13), 16)),
     "sparse block mask": lambda normal: plain(
-        normal, 101, 1700, block_mask=mask_of(10, 3, 34, p=0.1), block_size=50, is_causal="lower_right"
+        normal, 101, 1700, block_mask=cattn.BlockMask(mask_of(10, 3, 34, p=0.1), 50), is_causal="lower_right"
     ),
     "block mask, mask, bias, dropout": lambda normal: with_bias(
         normal,
         set_to((1, 2), -INF),
-        block_mask=mask_of(11, 15, 86),
-        block_size=7,
+        block_mask=cattn.BlockMask(mask_of(11, 15, 86), 7),
         attn_mask=mask_of(3, 596),
         dropout_p=0.3,
         rng=4,

@@ -79,6 +79,19 @@ def _differentiate(*, threads: int, **options: Any) -> object:
         return cattn.attention_backward(OUT_LIKE, QUERY, KEY, VALUE, OUT_LIKE, lse, merged=True, **options)
 
 
+def _derive(*, threads: int, **options: Any) -> cattn.AttentionTangents:
+    with _path_and_threads("auto", threads):
+        return cattn.attention_jvp(QUERY, KEY, VALUE, QUERY, KEY, VALUE, return_lse=True, attn_mask=MASK, **options)
+
+
+def _derive_twice(*, threads: int, **options: Any) -> object:
+    out, out_tangent, lse, lse_tangent = _derive(threads=threads, **options)
+    with _path_and_threads("auto", threads):
+        return cattn.attention_jvp_backward(
+            out, QUERY, KEY, VALUE, out, lse, out_tangent, lse_tangent, QUERY, KEY, VALUE, attn_mask=MASK, **options
+        )
+
+
 def _in_threads(threads: int, function: Any, *arrays: np.ndarray, **options: Any) -> object:
     with _path_and_threads("auto", threads):
         return function(*arrays, **options)
@@ -104,8 +117,7 @@ def _decode_quantized(dtype: str) -> object:
     cache = cache.fork()
     offset = cache.query_offset()
     cache.append(KEY[:, :, 40:42], VALUE[:, :, 40:42])
-    scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
-    return cattn.causal_attention(QUERY[:, :, :2], cache.k, cache.v, query_offset=offset, **scales), cache.lengths
+    return cattn.causal_attention(QUERY[:, :, :2], cache.k, cache.v, query_offset=offset), cache.lengths
 
 
 def _draw_all() -> object:
@@ -156,7 +168,7 @@ CALLS: dict[str, Call] = {
         key_value_seq_lengths=LENGTHS[:, 0], key_value_seq_starts=LENGTHS[::-1, 0] // 9,
     ),
     "blocks": lambda: _attend(
-        QUERY, KEY, VALUE, block_mask=np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, block_size=16,
+        QUERY, KEY, VALUE, block_mask=cattn.BlockMask(np.arange(-(-KEY.shape[2] // 16)) % 3 > 0, 16),
     ),
     "lists of keys": lambda: _attend(
         QUERY, KEY, VALUE, MASK, bias=BIAS, sinks=SINKS, key_indices=LISTS, is_causal="upper_left", threads=2,
@@ -188,6 +200,11 @@ CALLS: dict[str, Call] = {
     "attention_backward, threads": lambda: _differentiate(threads=3, dropout_p=0.3, rng=5),
     "attention_backward, lists of keys": lambda: _differentiate(threads=3, bias=BIAS, sinks=SINKS, key_indices=LISTS),
     "attention_backward, a list of keys": lambda: _differentiate(threads=1, attn_mask=MASK, key_indices=LISTS[0]),
+    "attention_jvp": lambda: _derive(threads=1, bias=BIAS, bias_tangent=BIAS, sinks=SINKS, sinks_tangent=SINKS),
+    "attention_jvp, threads": lambda: _derive(threads=3, dropout_p=0.3, rng=5, softcap=2.0),
+    "attention_jvp, half": lambda: cattn.attention_jvp(HALF, HALF, HALF, HALF, HALF, HALF, return_lse=True),
+    "attention_jvp_backward": lambda: _derive_twice(threads=1, bias=BIAS, bias_tangent=BIAS, sinks=SINKS),
+    "attention_jvp_backward, threads": lambda: _derive_twice(threads=3, dropout_p=0.3, rng=5, softcap=2.0),
     "attention_backward, stream": lambda: _differentiate(threads=2, dropout_p=0.3, rng=cattn.TorchGenerator(5)),
     # statistics
     "attention_statistics": lambda: cattn.attention_statistics(QUERY, KEY, MASK, bias=BIAS, sinks=SINKS, top_k=3),
@@ -238,8 +255,8 @@ CALLS: dict[str, Call] = {
     "KVCache, int8": lambda: _decode_quantized("int8"),
     "KVCache, float8_e4m3fn": lambda: _decode_quantized("float8_e4m3fn"),
     "quantize": lambda: [a for axis in (-1, -2) for a in cattn.quantize(KEY, axis)],
-    "quantize, float8_e4m3fn": lambda: cattn.quantize(BFLOAT16, dtype="float8_e4m3fn")[1],
-    "dequantize": lambda: cattn.dequantize(cattn.quantize(KEY)[0], 0.5),
+    "quantize, float8_e4m3fn": lambda: cattn.quantize(BFLOAT16, dtype="float8_e4m3fn").scale,
+    "dequantize": lambda: cattn.dequantize(cattn.quantize(KEY).values, 0.5),
     "set_num_threads": _set_threads,
     "show_config": lambda: sorted(cattn.show_config("dicts")),
     # layers

@@ -27,6 +27,7 @@ from support import (
     NAN,
     PATHS,
     assert_same_bits,
+    each,
     everything,
     expected,
     forced,
@@ -51,14 +52,13 @@ Call = dict[str, Any]
 TABLES = [entry["name"] for entry in _cattn._isa_list() if entry["usable"]]
 SAME_BITS = [name for name in TABLES if in_contract(name)]
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
-VALUE = ("value", "value_scale")  # what weights and statistics do not take
+VALUE = ("value",)  # what weights and statistics do not take
 DROPOUT = ("dropout_p", "rng")
-SCALES = ("key_scale", "value_scale")
 BUDGET = 6e6  # multiply-adds of a problem: it is computed some hundred times, also without vectors
 
 
 class Problem(NamedTuple):
-    """A problem: its kind, the arguments of attention, those of the statistics alone, a seed for all other choices."""
+    """A problem: its kind, arguments of attention, arguments of the statistics alone, a seed for all other choices."""
 
     kind: str
     call: Call
@@ -119,13 +119,13 @@ def without(call: Call, *names: str) -> Call:
 
 def dequantized(call: Call) -> Call:
     """Return the call on the numbers of its arrays: halves as float32."""
-    found = without(call, *SCALES)
+    found = dict(call)
     for name in ("query", "key", "value", "grad_out", "out"):
         a = found.get(name)
         if a is None:
             continue
-        if (scale := call.get(f"{name}_scale")) is not None:
-            found[name] = quiet(a, np.float32) * np.asarray(scale, np.float32)
+        if isinstance(a, cattn.Quantized):
+            found[name] = quiet(a.values, np.float32) * a.scale
         elif a.dtype in HALVES:
             found[name] = quiet(a, np.float32)
     return found
@@ -163,11 +163,10 @@ def only_rows(call: Call, first: int, end: int) -> Call:
         a = call.get(name)
         if a is not None and a.ndim > 1 and a.shape[-2] > 1:
             found[name] = a[..., first:end, :]
-    blocks = call.get("block_mask")
-    if blocks is not None:
-        size = call["block_size"]
+    if call.get("block_mask") is not None:
+        blocks, size = call["block_mask"]
         if blocks.ndim > 1 and blocks.shape[-2] > 1:
-            found["block_mask"] = blocks[..., first // size : -(-end // size), :]
+            found["block_mask"] = cattn.BlockMask(blocks[..., first // size : -(-end // size), :], size)
     lengths = call.get("query_seq_lengths")
     if lengths is not None:
         found["query_seq_lengths"] = np.clip(np.asarray(lengths) - first, 0, end - first)
@@ -183,17 +182,23 @@ def only_entry(call: Call, rank: int, one_head: bool, index: tuple[int, ...]) ->
     own = 2 if one_head else 3
     batch = rank - own
     found = dict(call)
-    axes = dict.fromkeys(("query", "key", "value", "attn_mask", "bias", "block_mask", *SCALES), own)
+    axes = dict.fromkeys(("query", "key", "value", "attn_mask", "bias", "block_mask"), own)
     axes |= {"alibi_slopes": 1, "sinks": 1, "query_offset": 0, "query_seq_lengths": 0, "key_value_seq_lengths": 0}
     axes |= {"key_value_seq_starts": 0}
-    for name, n in axes.items():
-        a = call.get(name)
+
+    def entry(a: Any, n: int) -> Any:
         if not isinstance(a, np.ndarray) or a.ndim <= n:
-            continue
+            return a
         lead = a.ndim - n
         cut = [slice(None) if a.shape[d] == 1 else slice(index[d + batch - lead], index[d + batch - lead] + 1)
                for d in range(lead)]  # fmt: skip
-        found[name] = a[tuple(cut)]
+        return a[tuple(cut)]
+
+    for name, n in axes.items():
+        if name in call:
+            found[name] = each(lambda a, n=n: entry(a, n), call[name])
+    if isinstance(found.get("block_mask"), cattn.BlockMask):
+        found["block_mask"] = cattn.BlockMask(entry(found["block_mask"].blocks, own), found["block_mask"].size)
     return found
 
 
@@ -202,14 +207,13 @@ def poisoned(call: Call) -> Call:
     problem, found = scores_of(dequantized(call)), dict(call)
     visible = problem.visible[..., 0, :, :] if problem.one_head else problem.visible
     for name, other in (("query", -1), ("key", -2), ("value", -2)):
-        a, seen = call[name], visible.any(other)[..., None]
-        seen = sum_to(seen, (*a.shape[:-1], 1)) > 0
+        a, scale = call[name] if isinstance(call[name], cattn.Quantized) else (call[name], None)
+        seen = sum_to(visible.any(other)[..., None], (*a.shape[:-1], 1)) > 0
         poison = -128 if a.dtype == np.int8 else NAN
         found[name] = np.where(seen, a, np.asarray(poison, a.dtype))
-        scale = call.get(f"{name}_scale")
         if scale is not None:  # no scale is NaN
             used = sum_to(np.broadcast_to(seen, a.shape), np.shape(scale)) > 0
-            found[f"{name}_scale"] = np.where(used, scale, np.float32(2.0**100))
+            found[name] = cattn.Quantized(found[name], np.where(used, scale, np.float32(2.0**100)))
     for name in ("attn_mask", "bias"):
         a = call.get(name)
         if a is not None and a.dtype.kind == "f":
@@ -270,7 +274,7 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
     right.check(whole, "scalar, rows")
     for name in ("out", "weights", "lse"):
         assert_same_zeros(getattr(whole, name), getattr(right.result, name), name)
-    halves = stored in HALVES and not any(name in call for name in SCALES)
+    halves = stored in HALVES and not any(isinstance(call[name], cattn.Quantized) for name in ("key", "value"))
     yardstick = rounded(whole, stored) if halves else whole
     for way in ways(rng):
         assert_same_bits(everything(**call), yardstick, way)
@@ -284,7 +288,7 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
 
 def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generator) -> None:
     """Check one batch entry alone, and a few queries alone."""
-    T_q, size = call["query"].shape[-2], call.get("block_size", 1)
+    T_q, size = call["query"].shape[-2], call["block_mask"].size if "block_mask" in call else 1
     if whole.lse.size == 0:
         return
     first = int(rng.integers(0, T_q)) // size * size
@@ -322,7 +326,7 @@ def check_stages(call: Call, rng: np.random.Generator) -> None:
         alone = scores_of(without(wide, *others) | {"value": wide["key"]})
         terms = terms + np.abs(np.where(alone.scores == -INF, 0, alone.scores - alone.products))
     tolerance["bias"] = tolerance["mask"] = tolerance["softcap"] + 8 * eps * terms
-    halves = call["query"].dtype in HALVES and "key_scale" not in call
+    halves = call["query"].dtype in HALVES and not isinstance(call["key"], cattn.Quantized)
     for stage in STAGES:
         dropout = () if stage == "dropout" else DROPOUT
         options = {"stage": stage}
@@ -513,14 +517,12 @@ def check_cache(call: Call, rng: np.random.Generator) -> Call:
         if rng.integers(3) == 0 and end - done < 3:  # tokens that are thrown away again
             cache.append(key[..., :1, :] + key[..., :1, :], value[..., :1, :])
             cache.truncate(end)
-        scales = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
         with table(str(rng.choice(SAME_BITS))), cattn.num_threads(int(rng.integers(1, 3))):
             outs.append(cattn.causal_attention(
-                query[..., done:end, :], cache.k, cache.v, enable_gqa=True, query_offset=done, **scales, **options
+                query[..., done:end, :], cache.k, cache.v, enable_gqa=True, query_offset=done, **options
             ))  # fmt: skip
         done = end
     whole: Call = {"query": query, "key": cache.k, "value": cache.v, "enable_gqa": True, "query_offset": 0} | options
-    whole |= {n: a for n, a in zip(SCALES, (cache.k_scale, cache.v_scale), strict=True) if a is not None}
     right = cattn.causal_attention(**whole)
     assert_same_bits(np.concatenate(outs, axis=-2), right, "steps with a cache")
     return whole | {"is_causal": True}

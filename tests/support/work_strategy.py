@@ -122,8 +122,8 @@ def gradients(draw: st.DrawFn) -> Work:
 @st.composite
 def packed(draw: st.DrawFn) -> Work:
     call = draw(packed_calls())
-    options = draw(statistics_options(len(call["key"])))
-    summed = {name: a for name, a in call.items() if name not in ("value", "value_scale", "dropout_p", "rng")}
+    options = draw(statistics_options(call["key"].shape[0]))
+    summed = {name: a for name, a in call.items() if name not in ("value", "dropout_p", "rng")}
 
     def run() -> Results:
         result = cattn.varlen_attention(**call, return_lse=True)
@@ -152,13 +152,12 @@ def decoding(draw: st.DrawFn) -> Work:
             cache.append(key[:, t : t + 1], value[:, t : t + 1])
             offset = cache.lengths - 1
             token = query[:, t : t + 1]
-            scales: dict[str, Any] = {"key_scale": cache.k_scale, "value_scale": cache.v_scale}
             result = cattn.causal_attention(
-                token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True, **scales
+                token, cache.k, cache.v, enable_gqa=True, query_offset=offset, return_lse=True
             )
             results += arrays(result)
         cache.truncate(truncated_length)
-        held = (a for a in (cache.k, cache.v, cache.k_scale, cache.v_scale) if a is not None)
+        held = [a for stored in (cache.k, cache.v) for a in (stored if type(stored) is not np.ndarray else [stored])]
         return [*results, *(a.astype(np.float64) for a in held), cache.lengths]
 
     return Work("decoding", run, {"query": query, "key": key, "value": value, "truncated_length": truncated_length})

@@ -162,7 +162,7 @@ def test_errors_are_those_of_the_peers(name: str, kind: type, double_lse: bool) 
             bounds = WITH_THE_MATRIX if matrix and not has_digits else SAME
             for unit, most in zip(("rms", "largest"), bounds, strict=True):
                 ratio = ours[unit] / errors[peer][unit]
-                assert ratio <= most, f"{quantity}: {unit} error {ratio:.3f} times that of {peer}"
+                assert ratio <= most, f"{quantity}: {unit} error {ratio:.3f} times the error of {peer}"
 
 
 def test_the_comparison_is_sensitive() -> None:

@@ -68,7 +68,7 @@ def exact(name: str, x: float) -> tuple[Any, Any]:
 
 @names
 def test_the_error_is_a_few_units_in_the_last_place(name: str, dtype: type, rng: np.random.Generator) -> None:
-    """Also where the result is tiny or subnormal. The derivative has zeros: its unit is at least that of 1/8.
+    """Also where the result is tiny or subnormal. The derivative has zeros: its unit is at least the unit of 1/8.
 
     The other tables have the bits of "scalar", but "gnu128" without an FMA.
     """

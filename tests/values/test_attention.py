@@ -371,7 +371,7 @@ def accuracy_case(T_q: int, T_k: int, D: int, dtype: type, seed: int) -> tuple[d
 @pytest.mark.parametrize(("T_q", "T_k", "D"), ACCURACY_SHAPES)
 @pytest.mark.parametrize("kind", ACCURACY_DTYPES)
 def test_rms_errors_are_at_most_1_2_times_those_of_numpy(isa: str, kind: type, T_q: int, T_k: int, D: int) -> None:
-    """RMS errors over all elements of many seeds, divided by those of NumPy's textbook in the same dtype.
+    """RMS errors over all elements of many seeds, divided by the errors of NumPy's textbook in the same dtype.
 
     Most of the error comes from the summation of scores: NumPy has one chain over D, cattn has fused multiply-adds in
     chains of 16. NumPy's exponential is more accurate. For a single query NumPy computes dot products with many short

@@ -240,7 +240,7 @@ def test_hidden_poison_is_harmless(hiding: str, poison: float, dtype: Any, isa: 
     key, value = call["key"].copy(), call["value"].copy()
     key[..., bad, :], value[..., bad, :] = poison, poison
     poisoned = call | {"key": key, "value": value}
-    # out and lse are those of the clean call: nothing checks them if they are merged
+    # out and lse come from the clean call: nothing checks them if they are merged
     grads = cattn.attention_backward(grad_out, out=result.out, lse=result.lse, merged=True, **poisoned)
     assert_same_bits(grads.query[..., ~sees, :], clean.query[..., ~sees, :], "query")
     if "bias" in call:

@@ -35,7 +35,12 @@ def large(rng: np.random.Generator, kind: str, shape: tuple[int, ...], dtype: An
 
 def without_overflow(call: Call, name: str = "value") -> np.ndarray:
     """Return the output of the same call on smaller values, times what they are smaller, at most the largest number."""
-    out = cattn.scaled_dot_product_attention(**call | {name: (call[name] * SMALLER).astype(call[name].dtype)})
+    right = call[name]
+    if isinstance(right, cattn.Quantized):
+        smaller: Any = cattn.Quantized(right.values, right.scale * SMALLER)
+    else:
+        smaller = (right * SMALLER).astype(right.dtype)
+    out = cattn.scaled_dot_product_attention(**call | {name: smaller})
     computed = out.astype(np.float32 if out.dtype in HALVES else out.dtype)
     with np.errstate(over="ignore"):
         computed /= SMALLER
@@ -50,7 +55,7 @@ OPTIONS: dict[str, Callable[[np.random.Generator, int, int], Call]] = {
     "causal, sink": lambda _rng, _T_q, _T_k: {"is_causal": "lower_right", "sinks": np.array([0.5])},
     "masks": lambda rng, T_q, T_k: {"attn_mask": rng.random((T_q, T_k)) < 0.8, "softcap": 5.0},
     "blocks": lambda rng, T_q, T_k: {
-        "block_mask": rng.random((-(-T_q // 20), -(-T_k // 20))) < 0.7, "block_size": 20, "is_causal": "lower_right",
+        "block_mask": cattn.BlockMask(rng.random((-(-T_q // 20), -(-T_k // 20))) < 0.7, 20), "is_causal": "lower_right",
     },
     "dropout": lambda _rng, _T_q, _T_k: {"dropout_p": 0.25, "rng": 3, "alibi_slopes": np.array([1e-3])},
 }  # fmt: skip
@@ -101,8 +106,8 @@ def test_large_values_of_quantized_keys(isa: str, dtype: Any, T_k: int) -> None:
     one = np.full((1, 1), float(ml_dtypes.finfo(dtype).max) if dtype is not np.int8 else 127).astype(dtype)
     value = np.broadcast_to(one, (T_k, 1))
     call: Call = {"query": np.zeros((1, 1), np.float32), "key": np.zeros((T_k, 1), np.float32), "value": value}
-    call["value_scale"] = np.float32(2.0**100)
-    right = without_overflow(call, "value_scale")
+    call["value"] = cattn.Quantized(value, 2.0**100)
+    right = without_overflow(call)
     np.testing.assert_allclose(right, float(one[0, 0]) * 2.0**100, rtol=1e-4)
     for path in ("split", "rows"):
         with forced(path):
@@ -128,7 +133,7 @@ def test_a_stream_of_dropout_draws_once(dtype: type, rng: np.random.Generator) -
 
 
 # The values of a column, first key to last, beside keys of the largest value; and the output. The weight of the key
-# before the last is hardly a normal number, that of the last is 0.
+# before the last is hardly a normal number, the weight of the last is 0.
 INFINITE: dict[str, tuple[dict[int, float], float]] = {
     "inf": ({3: INF}, INF),
     "-inf beside sums that overflow": ({250: -INF}, -INF),
@@ -201,7 +206,7 @@ def test_zeros_of_scores_keep_their_sign(isa: str, dtype: type, rng: np.random.G
     hides: list[Call] = [
         {},
         {"attn_mask": rng.random((21, 230)) < 0.9},
-        {"block_mask": rng.random((3, 23)) < 0.8, "block_size": 10},
+        {"block_mask": cattn.BlockMask(rng.random((3, 23)) < 0.8, 10)},
     ]
     negative_zeros = 0
     for softcap in (None, 3.0):
@@ -228,8 +233,8 @@ def test_zeros_of_scores_keep_their_sign(isa: str, dtype: type, rng: np.random.G
 def test_the_largest_score_of_zeros_is_positive(isa: str, dtype: type, mask: np.ndarray | None) -> None:
     """It was -0 under softcap, and +0 with some masks or beside some queries."""
     query, key = np.zeros((4, 8), dtype), np.ones((60, 8), dtype)
-    blocks = np.array([[1, 0, 1] * 10, [1] * 30], bool)
-    for options in ({}, {"block_mask": blocks, "block_size": 2}):
+    blocks = cattn.BlockMask(np.array([[1, 0, 1] * 10, [1] * 30], bool), 2)
+    for options in ({}, {"block_mask": blocks}):
         ours = cattn.attention_statistics(query, key, mask, softcap=2.0, **options).max_score
         right = cattn.reference.attention_statistics(query, key, mask, softcap=2.0, **options).max_score
         np.testing.assert_array_equal(ours, 0)

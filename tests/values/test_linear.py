@@ -241,18 +241,18 @@ def test_quantized_weights_have_the_bits_of_their_products(isa: str, quantized: 
     if quantized != "int8":
         quantized = pytest.importorskip("ml_dtypes").float8_e4m3fn
     weight = rng.standard_normal((45, 700), np.float32)
-    rows = cattn.quantize(weight, dtype=quantized)
+    rows = tuple(cattn.quantize(weight, dtype=quantized))
     columns = (rows[0], np.broadcast_to(rng.random(700, np.float32) + 0.1, (1, 700)))
     x = rng.standard_normal((20, 700), np.float32)
     for values, scale in (rows, columns, (rows[0], np.float32(0.01)), (rows[0], rows[1] * columns[1])):
-        dense = cattn.dequantize(values, scale)
+        quantized_weight, dense = cattn.Quantized(values, scale), values.astype(np.float32) * scale
         for t in (20, 8, 1):
             expected = linear(x[:t], dense)
-            assert_same_bits(linear(x[:t], values, weight_scale=scale), expected)
-            assert_same_bits(linear(x[:t], np.asfortranarray(values), weight_scale=scale), expected)
+            assert_same_bits(linear(x[:t], quantized_weight), expected)
+            assert_same_bits(linear(x[:t], cattn.Quantized(np.asfortranarray(values), scale)), expected)
         grad = rng.standard_normal((20, 45), np.float32)
-        assert_same_bits(linear_backward(grad, x, values, weight_scale=scale)[0], linear_backward(grad, x, dense)[0])
-        assert_same_bits(linear(x.astype(np.float64), values, weight_scale=scale), linear(x.astype(np.float64), dense))
+        assert_same_bits(linear_backward(grad, x, quantized_weight)[0], linear_backward(grad, x, dense)[0])
+        assert_same_bits(linear(x.astype(np.float64), quantized_weight), linear(x.astype(np.float64), dense))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -293,20 +293,15 @@ def test_the_callers_floating_point_mode_does_not_matter(rng: np.random.Generato
         ),
         (lambda: linear(np.ones((2, 3)), np.ones((4, 3)), np.ones(3)), ValueError, "bias must have one number"),
         (lambda: linear(np.ones(3), np.ones((4, 3), complex)), TypeError, "weight has dtype complex128"),
-        (lambda: linear(np.ones(3), np.ones((4, 3)), weight_scale=1.0), TypeError, "weight has dtype float64"),
-        (
-            lambda: linear(np.ones(3), np.ones((4, 3), np.int8), weight_scale=np.ones(4)),
-            ValueError,
-            "weight_scale has shape",
-        ),
-        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8), weight_scale=0.0), ValueError, "must be positive"),
+        (lambda: linear(np.ones(3), cattn.Quantized(np.ones((4, 2), np.int8), 1.0)), ValueError, "weight must have as"),
+        (lambda: linear(np.ones(3), np.ones((4, 3)), weight_scale=1.0), TypeError, "pass weight=cattn.Quantized"),
         (lambda: linear(np.ones(3), np.ones((4, 3)), out=np.ones(3)), ValueError, "out"),
         (lambda: linear(np.ones(3), np.ones((4, 3)), dtype=float), TypeError, "dtype"),
-        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8)), TypeError, "weight has dtype int8 and no scale: pass w"),
+        (lambda: linear(np.ones(3), np.ones((4, 3), np.int8)), TypeError, "int8 and no scale: pass cattn.Quantized"),
         (
             lambda: linear_backward(np.ones(4), None, np.ones((4, 3), np.int8)),
             TypeError,
-            "weight has dtype int8 and no scale: pass weight_scale",
+            r"weight has dtype int8 and no scale: pass cattn.Quantized\(weight, scale\)",
         ),
         (
             lambda: linear_backward(np.ones((1, 2)), None, [[1.0], [1.0, 2.0]]),

@@ -186,7 +186,7 @@ def test_only_the_rows_that_are_shown_are_computed() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, "upper_left", "lower_right"])
 def test_many_queries_as_text(is_causal: Any) -> None:
-    """The first rows are those of the whole matrix."""
+    """The first rows equal the rows of the whole matrix."""
     mask = np.random.default_rng(0).random((2, 100, 90)) < 0.5
     lengths: Any = {"query_seq_lengths": [100, 30], "key_value_seq_lengths": [60, 90], "key_value_seq_starts": [0, 7]}
     offset: Any = {} if is_causal else {"query_offset": [0, 5]}

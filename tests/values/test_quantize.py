@@ -114,7 +114,7 @@ def test_quantizing_again_gives_the_same(shift: int, to: np.dtype) -> None:
     largest = np.arange(2**23 + shift, 2**24, 8).astype(np.float32)[:, None]
     values, scale = cattn.quantize(largest, -1, to)
     assert (values.astype(np.float32) == LARGEST[to]).all()
-    assert_same_bits(cattn.quantize(cattn.dequantize(values, scale), -1, to)[1], scale)
+    assert_same_bits(cattn.quantize(cattn.dequantize(values, scale), -1, to).scale, scale)
 
 
 @both
@@ -127,9 +127,8 @@ def test_the_ends_of_the_range(to: np.dtype) -> None:
     check(np.stack([x, x / 3], axis=-1), -1, to)
     check(x, None, to)
     for one in ends:
-        values, scale = cattn.quantize([one], dtype=to)
-        cattn.scaled_dot_product_attention(np.ones((1, 1), np.float32), values[None], values[None],
-                                           key_scale=scale, value_scale=scale)  # fmt: skip
+        pair = cattn.quantize([[one]], dtype=to)
+        assert isinstance(cattn.Quantized(*pair), cattn.Quantized)  # the scale is one that attention takes
     with pytest.raises(ValueError, match=r"x must be finite and at most .*e\+32 to be quantized, got"):
         cattn.quantize(np.nextafter(np.float32(largest), np.float32(INF)), dtype=to)
 
@@ -144,7 +143,7 @@ def test_zero_slices_have_scale_1(to: np.dtype) -> None:
 
 def test_float64_is_divided_in_float64() -> None:
     """A number just above a tie goes up, though float32 would round it to the tie."""
-    assert cattn.quantize(np.array([127.0, 2.5, 2.5 * (1 + 1e-12)]))[0].tolist() == [127, 2, 3]
+    assert cattn.quantize(np.array([127.0, 2.5, 2.5 * (1 + 1e-12)])).values.tolist() == [127, 2, 3]
 
 
 @both
@@ -190,12 +189,14 @@ def test_tensors(normal: Normal) -> None:
     x = keys_with_outliers(normal)
     for to in DTYPES:
         values, scale = cattn.quantize(torch.from_numpy(x), -1, to)
-        assert_same_bits(values, cattn.quantize(x, -1, to)[0])
-        foreign = torch.from_numpy(values.view(np.int8))
+        assert_same_bits(values, cattn.quantize(x, -1, to).values)
+        foreign = torch.from_numpy(values.view(np.int8).copy())
         foreign = foreign.view(torch.float8_e4m3fn) if to == FLOAT8 else foreign
-        back = cattn.dequantize(foreign, torch.from_numpy(scale))
+        back = cattn.dequantize(foreign, torch.from_numpy(scale.copy()))
         assert_same_bits(back, cattn.dequantize(values, scale))
-    assert_same_bits(cattn.quantize(torch.from_numpy(x).bfloat16())[0], cattn.quantize(x.astype(ml_dtypes.bfloat16))[0])
+    assert_same_bits(
+        cattn.quantize(torch.from_numpy(x).bfloat16()).values, cattn.quantize(x.astype(ml_dtypes.bfloat16)).values
+    )
 
 
 @both

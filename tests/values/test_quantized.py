@@ -1,5 +1,7 @@
 """Quantized keys and values: a call has the bits of the float32 call on ``array.astype(np.float32) * scale``."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,12 +38,12 @@ def quantized(call: Call, kind: Any, scales: str, *, names: tuple[str, ...] = NA
     rng = np.random.default_rng(call["key"].shape)
     call = dict(call)
     for name in names:
-        old = call[name]
+        old = call[name].values if isinstance(call[name], cattn.Quantized) else call[name]
         new = np.empty_like(old, dtype=kind)  # with the order of axes in memory, if not the gaps
         new[...] = random_bytes(rng, old.shape, kind)
         size = scale_shape(old.shape, scales)
         step = 0.02 if kind is np.int8 else 0.01
-        call |= {name: new, f"{name}_scale": (rng.uniform(0.5, 1.5, size) * step).astype(np.float32)}
+        call[name] = cattn.Quantized(new, rng.uniform(0.5, 1.5, size) * step)
     return call
 
 
@@ -49,8 +51,8 @@ def dequantized(call: Call) -> Call:
     """Return the call that the law compares with."""
     call = dict(call)
     for name in NAMES:
-        if (scale := call.pop(f"{name}_scale", None)) is not None:
-            call[name] = quiet(call[name], np.float32) * np.asarray(scale, np.float32)
+        if isinstance(call.get(name), cattn.Quantized):
+            call[name] = quiet(call[name].values, np.float32) * call[name].scale
     return call
 
 
@@ -130,7 +132,9 @@ def test_every_float8_and_every_int8_stands_for_its_number(scales: str, isa: str
             value_scale = np.full(shape, scale, np.float32)
             for T_q in (1, 100):
                 out = cattn.scaled_dot_product_attention(
-                    np.zeros((T_q, 1), np.float32), np.zeros((1, 1), np.float32), value, value_scale=value_scale
+                    np.zeros((T_q, 1), np.float32),
+                    np.zeros((1, 1), np.float32),
+                    cattn.Quantized(value, value_scale),
                 )
                 right = quiet(value, np.float32) * value_scale
                 assert np.array_equal(out, np.broadcast_to(right, out.shape) + 0, equal_nan=True)
@@ -143,10 +147,12 @@ def test_nan_in_hidden_places_does_not_leak(T_q: int, path: str) -> None:
     call = quantized(attend(T_q if path != "tiny" else 1, T_k, heads=2, is_causal="lower_right"), F8, "token")
     mask = np.random.default_rng(0).random(T_k) < 0.5
     right = everything(**call, attn_mask=mask)
+    arrays = {name: call[name].values.copy() for name in NAMES}
     for name in NAMES:
-        call[name][..., ~mask, :] = NAN
+        call[name] = cattn.Quantized(arrays[name], call[name].scale)
+        arrays[name][..., ~mask, :] = NAN  # the object has a view
     assert_same_bits(everything(**call, attn_mask=mask), right)
-    call["value"][..., mask, 0] = NAN
+    arrays["value"][..., mask, 0] = NAN
     assert np.isnan(everything(**call, attn_mask=mask).out[..., 0]).all()
 
 
@@ -176,7 +182,7 @@ def test_gradients_have_the_bits_of_the_float32_call(name: str, kind: Any, scale
 @pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
 def test_weights_and_statistics(kind: Any, scales: str, isa: str) -> None:
     call = quantized(CASES["window, softcap, slopes, sinks"], kind, scales)
-    call.pop("value"), call.pop("value_scale")
+    call.pop("value")
     right = dequantized(call)
     for stage in ("qk", "softcap", "bias", "mask", "softmax"):
         assert_same_bits(cattn.attention_weights(**call, stage=stage), cattn.attention_weights(**right, stage=stage))
@@ -193,7 +199,7 @@ def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, .
     rng = np.random.default_rng(3)
     call: Call = {"query": normal(7, 4, 16, dtype=np.float32)}
     for name, shape, width in zip(NAMES, shapes, (16, 11), strict=True):
-        call |= {name: random_bytes(rng, (9, 2, width), kind), f"{name}_scale": rng.uniform(0.01, 0.03, shape)}
+        call[name] = cattn.Quantized(random_bytes(rng, (9, 2, width), kind), rng.uniform(0.01, 0.03, shape))
     options: Call = {"cu_seqlens_q": [0, 3, 7], "cu_seqlens_k": [0, 5, 9], "is_causal": "lower_right"}
     right = cattn.varlen_attention(**dequantized(call), **options, return_lse=True)
     found = cattn.varlen_attention(**call, **options, return_lse=True)
@@ -204,12 +210,9 @@ def test_packed_sequences(kind: Any, shapes: tuple[tuple[int, ...], tuple[int, .
         for of in (call, dequantized(call))
     )
     assert all(np.array_equal(a, b) for a, b in zip(grads[:3], wanted[:3], strict=True))
-    del call["value"], call["value_scale"]
+    del call["value"]
     received = [cattn.varlen_attention_statistics(**of, **options).received for of in (call, dequantized(call))]
     assert_same_bits(received[0], received[1])
-    long = call | {"key_scale": np.ones((1, 9, 2, 16))}
-    with pytest.raises(ValueError, match=r"key_scale has shape \(1, 9, 2, 16\)"):
-        cattn.varlen_attention_statistics(**long, **options)
 
 
 @given(st.data())
@@ -219,8 +222,8 @@ def test_random_calls_have_the_bits_of_the_float32_call(isa: str, data: st.DataO
     draw = data.draw
     call, _ = draw(calls())
     call = quantize(draw, call)
-    if draw(st.booleans()) and "value_scale" in call:
-        call["value_scale"] = draw(st.sampled_from([0.5, np.float64(0.1), [[0.25]]]))
+    if draw(st.booleans()) and isinstance(call["value"], cattn.Quantized):
+        call["value"] = cattn.Quantized(call["value"].values, draw(st.sampled_from([0.5, np.float64(0.1), [[0.25]]])))
     right = everything(**dequantized(call))
     for way, result in every_way(lambda: everything(**call), tiny=False):
         assert_same_bits(result, right, way)
@@ -278,7 +281,7 @@ def test_quantized_numbers_without_a_scale_are_refused(name: str, store: Any) ->
             lambda query, key, value: cattn.attention_statistics(query, key),
             lambda query, key, value: cattn.varlen_attention_statistics(query, key, edges, edges),
         ]
-    cure = "cattn.dequantize" if name == "query" else rf"{name}_scale, of cattn\.quantize"
+    cure = "cattn.dequantize" if name == "query" else rf"cattn\.Quantized\({name}, scale\)"
     for call in calls:
         for wrong in objects:
             with pytest.raises(
@@ -295,16 +298,21 @@ def test_other_array_types() -> None:
     torch = pytest.importorskip("torch")
     call = quantized(CASES["a step of decoding"], np.int8, "token")
     right = cattn.scaled_dot_product_attention(**call)
-    tensors = {name: torch.from_numpy(call[name]) for name in (*NAMES, "key_scale", "value_scale")}
-    assert_same_bits(cattn.scaled_dot_product_attention(**call | tensors), right)
-    views = {name: call[name].view(Subclass) for name in NAMES}
-    assert_same_bits(cattn.scaled_dot_product_attention(**call | views), right)
-    swapped = {name: call[name].astype(">f4") for name in ("key_scale", "value_scale")}
-    assert_same_bits(cattn.scaled_dot_product_attention(**call | swapped), right)
+    changes: list[Callable[[np.ndarray, np.ndarray], Any]] = [
+        lambda values, scale: (torch.from_numpy(values.copy()), torch.from_numpy(scale.copy())),
+        lambda values, scale: (values.view(Subclass), scale.view(Subclass)),
+        lambda values, scale: (values, scale.astype(">f4")),
+    ]
+    for change in changes:
+        others = {name: cattn.Quantized(*change(*call[name])) for name in NAMES}
+        assert all(type(array) is np.ndarray for pair in others.values() for array in pair)
+        assert_same_bits(cattn.scaled_dot_product_attention(**call | others), right)
     eighths = quantized(CASES["a step of decoding"], F8, "token")
     right = cattn.scaled_dot_product_attention(**eighths)
-    tensors = {name: torch.from_numpy(eighths[name].view(np.uint8)).view(torch.float8_e4m3fn) for name in NAMES}
-    assert_same_bits(cattn.scaled_dot_product_attention(**eighths | tensors), right)
+    for name in NAMES:
+        values, scale = eighths[name]
+        tensor = torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+        assert_same_bits(cattn.scaled_dot_product_attention(**eighths | {name: cattn.Quantized(tensor, scale)}), right)
 
 
 def test_explain_takes_scales() -> None:
@@ -313,42 +321,123 @@ def test_explain_takes_scales() -> None:
     assert cattn.explain(**call).key_blocks_visited > 0
 
 
-WRONG: dict[str, tuple[str, Callable[[Any], Any], type[Exception], str]] = {
-    "no scale for value": ("value_scale", lambda _: None, TypeError, "value has dtype int8 and no scale: pass value_s"),
-    "no scale for key": ("key_scale", lambda _: None, TypeError, "key has dtype int8 and no scale: pass key_scale"),
-    "float32 with a scale": ("key", lambda a: a.astype(np.float32), TypeError, "key has dtype float32 and a scale"),
-    "no last axis": ("key_scale", lambda s: s[..., 0], ValueError, r"key \(2, 2, 700, 64\): .*pass key_scale\[..., N"),
-    "too few tokens": ("value_scale", lambda s: s[..., 1:, :], ValueError, r"has shape \(2, 2, 699, 1\).* value"),
-    "too many axes": ("key_scale", lambda s: s[None], ValueError, r"key_scale has shape \(1, 2, 2, 700, 1\)"),
-    "zero": ("key_scale", lambda s: s * 0, ValueError, r"key_scale must be positive.*got 0.0 at \(0, 0, 0, 0\)"),
-    "negative": ("value_scale", lambda s: -s, ValueError, "value_scale must be positive and finite.*got -0"),
-    "NaN": ("key_scale", lambda s: np.where(s == s[1, 1, 698], NAN, s), ValueError, r"got nan at \(1, 1, 698, 0\)"),
-    "infinite": ("key_scale", lambda s: s * INF, ValueError, "got inf"),
-    "too small": ("key_scale", lambda s: s * 0 + 1e-38, ValueError, r"from 2\*\*-100 to 2\*\*100, got"),
-    "complex": ("key_scale", lambda s: s.astype(complex), TypeError, "key_scale has dtype complex128"),
-    "text": ("key_scale", lambda _: "token", TypeError, "key_scale has dtype <U5; it must hold real numbers"),
-    "masked": ("key_scale", lambda s: np.ma.array(s), TypeError, r"key_scale is a masked array \(numpy.ma\)"),
-}  # fmt: skip
+VALUES, SCALE = np.ones((2, 5, 4), np.int8), np.full((2, 5, 1), 0.5, np.float32)
+WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "float32": (
+        VALUES.astype("f4"),
+        SCALE,
+        TypeError,
+        r"values has dtype float32, wanted int8 or float8_e4m3fn \(of ml",
+    ),
+    "bytes": (VALUES.view(np.uint8), SCALE, TypeError, "values has dtype uint8"),
+    "a quantized object": (cattn.Quantized(VALUES, SCALE), SCALE, TypeError, "values has dtype object"),
+    "no last axis": (VALUES, SCALE[..., 0], ValueError, r"of values \(2, 5, 4\): .*pass scale\[..., None\]"),
+    "too few tokens": (VALUES, SCALE[:, 1:], ValueError, r"scale has shape \(2, 4, 1\), which does not broadcast"),
+    "too many axes": (VALUES, SCALE[None], ValueError, r"scale has shape \(1, 2, 5, 1\)"),
+    "zero": (VALUES, SCALE * 0, ValueError, r"scale must be positive.*got 0.0 at \(0, 0, 0\)"),
+    "negative": (VALUES, -SCALE, ValueError, "scale must be positive and finite.*got -0"),
+    "NaN": (VALUES, np.where(np.arange(5)[:, None] == 3, NAN, SCALE), ValueError, r"got nan at \(0, 3, 0\)"),
+    "infinite": (VALUES, INF, ValueError, r"got inf at \(\)"),
+    "too small": (VALUES, SCALE * 0 + 1e-38, ValueError, r"from 2\*\*-100 to 2\*\*100, got"),
+    "complex": (VALUES, SCALE.astype(complex), TypeError, "scale has dtype complex128"),
+    "text": (VALUES, "token", TypeError, "scale has dtype <U5; it must hold real numbers"),
+    "masked": (VALUES, np.ma.array(SCALE), TypeError, r"scale is a masked array \(numpy.ma\)"),
+}
 
 
-@pytest.mark.parametrize("query_dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", WRONG)
-def test_errors(name: str, query_dtype: Any) -> None:
-    argument, change, error, message = WRONG[name]
-    call = quantized(CASES["a step of decoding"], np.int8, "token")
-    call |= {"query": call["query"].astype(query_dtype), argument: change(call[argument])}
+def test_what_is_not_quantized(name: str) -> None:
+    values, scale, error, message = WRONG[name]
     with pytest.raises(error, match=message):
-        cattn.scaled_dot_product_attention(**call)
+        cattn.Quantized(values, scale)
 
 
-def test_a_scale_that_overlaps_the_output() -> None:
+# ---- the object ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS, ids=["int8", "float8"])
+def test_the_object(kind: Any) -> None:
+    stored, scale = VALUES.astype(kind), SCALE.copy()
+    pair = cattn.Quantized(stored, scale)
+    assert (pair.shape, pair.ndim, pair.dtype, pair.nbytes) == ((2, 5, 4), 3, np.dtype(kind), 40 + 4 * 10)
+    assert repr(pair) == f"Quantized({np.dtype(kind)} (2, 5, 4), scale float32 (2, 5, 1))"
+    values, own = pair
+    assert values is pair.values
+    assert own is pair.scale
+    assert np.shares_memory(values, stored)  # a view, which is read-only
+    scale[...] = NAN
+    assert (own == 0.5).all()
+    for array in pair:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0, 0, 0] = 1
+    assert pair != cattn.Quantized(stored, SCALE)
+    assert len({pair, cattn.Quantized(stored, SCALE)}) == 2
+    for name in ("values", "scale", "_bits", "other"):
+        with pytest.raises(AttributeError, match="a Quantized does not change"):
+            setattr(pair, name, values)
+        with pytest.raises(AttributeError, match="a Quantized does not change"):
+            delattr(pair, name)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies(again: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 4)).astype(np.float32)
+    for pair in (cattn.quantize(x), cattn.quantize(x, dtype="float8_e4m3fn")):
+        other = again(pair)
+        assert type(other) is cattn.Quantized
+        assert_same_bits(cattn.attention_weights(x, other), cattn.attention_weights(x, pair))
+        assert not other.values.flags.writeable
+    blocks = again(cattn.BlockMask([[True, False]], 3))
+    assert (blocks.size, blocks.blocks.tolist()) == (3, [[True, False]])
+    assert not blocks.blocks.flags.writeable
+
+
+def test_pickles_are_checked() -> None:
+    pair = cattn.Quantized(VALUES, SCALE)
+    damaged = pickle.dumps(pair).replace(SCALE.tobytes(), (SCALE * 0).tobytes())
+    with pytest.raises(ValueError, match="scale must be positive"):
+        pickle.loads(damaged)
+
+
+def test_an_object_that_lost_its_parts() -> None:
+    """Whatever Python allows, attention raises an error and reads no memory that is not its own."""
+    x = np.ones((2, 3, 4), np.float32)
+    with pytest.raises(AttributeError):
+        cattn.attention_weights(x, cattn.Quantized.__new__(cattn.Quantized))
+    with pytest.raises(AttributeError):
+        cattn.attention_weights(x, x, block_mask=cattn.BlockMask.__new__(cattn.BlockMask))
+    for name, other in (
+        ("scale", SCALE.astype("f8")),
+        ("scale", SCALE[:1, :2]),
+        ("_bits", x),
+        ("_bits", VALUES[:, 1:]),
+    ):
+        pair = cattn.Quantized(VALUES, SCALE)
+        object.__setattr__(pair, name, other)
+        with pytest.raises((ValueError, TypeError)):
+            cattn.attention_weights(x, pair)
+    pair = cattn.Quantized._of_leaves(VALUES.tolist(), SCALE)  # as JAX makes them, of anything
+    with pytest.raises(TypeError, match="values has dtype int64"):
+        cattn.attention_weights(x, pair)
+
+
+@pytest.mark.parametrize("wrong", ["query", "attn_mask", "bias", "out"])
+def test_other_arguments_are_not_quantized(wrong: str) -> None:
+    x, pair = np.ones((2, 5, 4), np.float32), cattn.Quantized(VALUES, SCALE)
+    with pytest.raises(TypeError, match=f"^{wrong} "):
+        cattn.scaled_dot_product_attention(**{"query": x, "key": pair, "value": pair} | {wrong: pair})
+    with pytest.raises(
+        TypeError, match="got Quantized: only key and value of attention and weight of linear may be one"
+    ):
+        cattn.rms_norm(pair)
+
+
+def test_values_that_overlap_the_output() -> None:
     call = quantized(CASES["many queries"], np.int8, "token")
     memory = np.zeros(2 * 4 * 150 * 19, np.float32)
-    scale = memory[: 2 * 2 * 500].reshape(2, 2, 500, 1)
-    scale[...] = call["value_scale"]
+    values = memory.view(np.int8)[: call["value"].values.size].reshape(call["value"].shape)
+    values[...] = call["value"].values
     right = cattn.scaled_dot_product_attention(**call)
-    out = memory.reshape(2, 4, 150, 19)
-    assert_same_bits(cattn.scaled_dot_product_attention(**call | {"value_scale": scale}, out=out), right)
+    call["value"] = cattn.Quantized(values, call["value"].scale)
+    assert_same_bits(cattn.scaled_dot_product_attention(**call, out=memory.reshape(2, 4, 150, 19)), right)
 
 
 # ---- empty arrays ----------------------------------------------------------------------------------------------------
@@ -357,9 +446,9 @@ def test_a_scale_without_elements_is_not_read() -> None:
     nothing = np.full((3, 2), NAN, np.float32)[:, :0]
     query, key, value = np.ones((4, 0), np.float32), np.ones((3, 0), np.int8), np.ones((3, 5), np.float32)
     for n in (1, 2, 4):  # rows: each has a kernel
-        result = everything(query=query[:n], key=key, value=value, key_scale=nothing)
+        result = everything(query=query[:n], key=cattn.Quantized(key, nothing), value=value)
         assert_same_bits(result, everything(query=query[:n], key=key.astype(np.float32), value=value), f"{n} queries")
-        result = everything(query=query[:n], key=key, value=key, key_scale=nothing, value_scale=nothing)
+        result = everything(query=query[:n], key=cattn.Quantized(key, nothing), value=cattn.Quantized(key, nothing))
         assert result.out.shape == (n, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -240,7 +240,7 @@ def test_any_call_agrees_with_the_reference_and_the_scalar_table(
         np.testing.assert_allclose(actual, expected, rtol=0, atol=400 * np.finfo(kind).eps * scale)
 
 
-# ---- errors of the gradient; those of rms_norm are in wrong_calls.py -------------------------------------------------
+# ---- errors of the gradient; rms_norm is in wrong_calls.py -----------------------------------------------------------
 @pytest.mark.promise("errors")
 def test_rms_norm_backward_refuses_wrong_arguments() -> None:
     x = np.ones((2, 3))

@@ -16,6 +16,7 @@ import pytest
 
 import cattn
 from cattn import _view
+from support import ROOT
 from support.browser import Tab, chromium, needs_browser
 
 pytestmark = needs_browser
@@ -572,6 +573,21 @@ def test_the_frame_hides_its_picture_and_takes_the_theme_around_it(show: Open) -
     assert not page.locator("img").is_visible()
     height = inner.locator("body").evaluate("node => node.offsetHeight")
     page.wait_for_function(f"() => Math.abs(document.querySelector('iframe').offsetHeight - {height}) < 40")
+
+
+def test_a_page_that_is_opened_as_a_file_gives_its_frames_their_height(browser: Any, tmp_path: Path) -> None:
+    """A file may not look at the frame that it is in: the script of the site listens to it."""
+    cattn.view_attention(weights_of(2, 6), TOKENS).save(tmp_path / "view.html")
+    script = (ROOT / "docs/_static/cattn.js").read_text("utf-8")
+    frame = "<iframe class='cattn-live' src='view.html' style='height: 100px'></iframe>"
+    outer = f"<!DOCTYPE html><meta charset='utf-8'><link rel='icon' href='data:,'><script>{script}</script>{frame}"
+    (tmp_path / "page.html").write_text(outer, "utf-8")
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_function("() => document.querySelector('iframe').offsetHeight > 300")
+    inner = page.frame_locator("iframe").locator("body").evaluate("node => node.offsetHeight")
+    assert abs(page.locator("iframe").evaluate("node => node.offsetHeight") - inner) < 40
+    page.close()
 
 
 def picture() -> bytes:

@@ -3,7 +3,7 @@
     python tools/wheels [long] [TARGET...]    for example: python tools/wheels musllinux_x86_64 windows_amd64
 
 The wheels and the source distribution are left in dist/. zig (the package ziglang) is compiler, linker and C library of
-every target. Needs the extra "wheels", Python's headers and GCC. Where they are installed, QEMU (Debian: qemu-user
+every target. Needs the group "wheels", Python's headers and GCC. Where they are installed, QEMU (Debian: qemu-user
 libc6-arm64-cross) and wine run the programs of other targets.
 
 One wheel is built twice and must have the same bytes; long: every wheel, and all tests on x86-64.

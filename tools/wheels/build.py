@@ -57,7 +57,7 @@ def run(
 
 
 def epoch() -> str:
-    """Return SOURCE_DATE_EPOCH: that of the environment, or the date of the last commit."""
+    """Return SOURCE_DATE_EPOCH of the environment, or the date of the last commit."""
     return os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct").strip()
 
 
@@ -102,7 +102,7 @@ def zig() -> Path:
     """Return the program of the package ziglang."""
     spec = importlib.util.find_spec("ziglang")
     if not spec or not spec.origin:
-        raise WheelError("the package ziglang is missing: pip install 'cattn[wheels]'")
+        raise WheelError("the package ziglang is missing: pip install --group wheels")
     return Path(spec.origin).with_name("zig")
 
 

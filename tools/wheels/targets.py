@@ -9,7 +9,7 @@ class Target:
 
     name: str
     tag: str  # the wheel's platform tag
-    zig: str  # the compiler's target; the version is that of the oldest glibc or macOS
+    zig: str  # the compiler's target; its version names the oldest glibc or macOS
     platform: str  # sysconfig.get_platform() of the target's Python
     numpy: tuple[str, ...]  # platform tags of NumPy's wheels that have the right headers
     emulator: tuple[str, ...] | None  # runs its programs; None: this machine cannot

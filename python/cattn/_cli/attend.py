@@ -24,7 +24,8 @@ from cattn._cli.files import Array, InputError, Output, commit, load, load_membe
 from cattn._cli.messages import plain_warnings, say
 from cattn._cli.progress import Progress
 from cattn._input.arrays import broadcast_shapes
-from cattn._input.quantized import as_scale, dequantized
+from cattn._input.pairs import Quantized
+from cattn._input.quantized import dequantized
 from cattn._input.types import AttentionOutput
 
 DESCRIPTION = """\
@@ -130,6 +131,20 @@ def _integers(text: str, option: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+def _quantized(array: Array, scale: Array, name: str, files: str) -> Quantized:
+    try:
+        return Quantized(array, scale)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name} with --{name}-scale: {error} ({files})") from error
+
+
+def _convert(array: Array | Quantized, dtype: np.dtype[Any]) -> Array | Quantized:
+    """Convert once, not in every slice. Quantized arrays, and arrays of the right dtype, are not copied."""
+    if not isinstance(array, Quantized):
+        return np.asarray(array, dtype)
+    return dequantized(*array) if dtype == np.float64 else array
+
+
 class _Job:
     """The checked inputs of one run, and the shapes of the outputs."""
 
@@ -152,11 +167,11 @@ class _Job:
         if options.sinks is not None:
             files["sinks"] = options.sinks
             self.sinks["sinks"] = load(options.sinks, "sinks")
-        self.scales: dict[str, Array] = {}
-        for name, spec in (("key_scale", options.key_scale), ("value_scale", options.value_scale)):
+        stored: list[Array | Quantized] = [*arrays]
+        for i, name, spec in ((1, "key", options.key_scale), (2, "value", options.value_scale)):
             if spec is not None:
-                files[name] = spec
-                self.scales[name] = load(spec, name)
+                files[f"{name}_scale"] = spec
+                stored[i] = _quantized(arrays[i], load(spec, f"{name}_scale"), name, f"{files[name]}, {spec}")
         self.inputs = dict(files)
         lengths = {"key_value_seq_lengths": ("--lengths", options.lengths)}
         lengths |= {"query_seq_lengths": ("--query-lengths", options.query_lengths)}
@@ -179,7 +194,7 @@ class _Job:
         self.settings |= {"enable_gqa": True} if options.enable_gqa else {}
         if options.dropout:
             self.settings["rng"] = secrets.randbits(64) if options.seed is None else options.seed
-        self.query, self.key, self.value = self._check(arrays, options)
+        self.query, self.key, self.value = self._check(stored, options)
         self.T_q, self.T_k = self.query.shape[-2], self.key.shape[-2]
         self.query_lengths, self.key_lengths = (
             self.lengths.get(f"{name}_seq_lengths", np.array(default))
@@ -194,13 +209,13 @@ class _Job:
         self.batch_dims = max(0, self.rank - (3 if heads else 2))
         self.batch = self.shape[0] if self.batch_dims and not options.dropout else 1
 
-    def _check(self, arrays: list[Array], options: argparse.Namespace) -> list[Array]:
+    def _check(self, arrays: list[Array | Quantized], options: argparse.Namespace) -> tuple[Any, Any, Any]:
         """Let the library check all arguments, in calls without queries, before the first file is created."""
-        query, key, value = arrays
+        query, key, value = np.asarray(arrays[0]), arrays[1], arrays[2]
         try:
             empty: AttentionOutput = _attention(
                 query[..., :0, :] if query.ndim > 1 else query, key, value, query_offset=0, return_weights=True,
-                return_lse=True, **self.scales, **self.settings,
+                return_lse=True, **self.settings,
             )  # fmt: skip
             self.shape = (*empty.out.shape[:-2], query.shape[-2], empty.out.shape[-1])
             self.score_shape = (*self.shape[:-1], key.shape[-2])
@@ -222,7 +237,6 @@ class _Job:
                 query_offset=0 if options.query_offset is None else options.query_offset,
                 **self._mask_rows(self.masks, slice(0, 0)),
                 **self.sinks,
-                **self.scales,
                 **self.settings,
             )
             # This checks the lengths, and warns about masks and alignments that look wrong.
@@ -233,9 +247,7 @@ class _Job:
             else:
                 whole |= {"is_causal": bool(options.causal), "query_offset": options.query_offset}
             wide: dict[str, Any] = {
-                name: np.broadcast_to(np.zeros((), query.dtype), array.shape)
-                if f"{name}_scale" in self.scales
-                else array
+                name: np.broadcast_to(np.zeros((), query.dtype), array.shape) if isinstance(array, Quantized) else array
                 for name, array in (("key", key), ("value", value))
             }
             cattn.explain(query, **wide, **whole)
@@ -244,18 +256,7 @@ class _Job:
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} ({self._files})") from error
         dtype: np.dtype[Any] = empty.out.dtype
-        return [self._convert(x, n, dtype) for n, x in (("query", query), ("key", key), ("value", value))]
-
-    def _convert(self, array: Array, name: str, dtype: np.dtype[Any]) -> Array:
-        """Convert once, not in every slice. Quantized arrays, and arrays of the right dtype, are not copied."""
-        if f"{name}_scale" not in self.scales:
-            return np.asarray(array, dtype)
-        scale = as_scale(self.scales[f"{name}_scale"], f"{name}_scale", "f")
-        if dtype == np.float64:
-            del self.scales[f"{name}_scale"]
-            return dequantized(array, scale)
-        self.scales[f"{name}_scale"] = scale
-        return array
+        return _convert(query, dtype), _convert(key, dtype), _convert(value, dtype)
 
     @staticmethod
     def _mask_rows(masks: dict[str, Array], rows: slice) -> dict[str, Array]:
@@ -264,12 +265,13 @@ class _Job:
     def compute(self, entries: slice, rows: slice, outputs: dict[str, Array]) -> None:
         """Compute some batch entries and some queries, into the same places of `outputs`."""
 
-        def cut(array: Array, rank: int = self.rank) -> Array:
+        def cut(array: Any, rank: int = self.rank) -> Any:
+            if isinstance(array, Quantized):
+                return Quantized._of_checked(*map(cut, array))
             return array[entries] if self.batch > 1 and array.ndim == rank and array.shape[0] > 1 else array
 
         masks = {name: cut(mask) for name, mask in self._mask_rows(self.masks, rows).items()}
         options = {name: cut(sinks, self.batch_dims + 1) for name, sinks in self.sinks.items()}
-        options |= {name: cut(scale) for name, scale in self.scales.items()}
         if "query_seq_lengths" in self.lengths:
             lengths = np.clip(self.query_lengths - rows.start, 0, rows.stop - rows.start)
             options["query_seq_lengths"] = cut(lengths, self.batch_dims)

@@ -193,7 +193,9 @@ def _dtype_error(array: Array, name: str) -> TypeError:
     """Return the error that names the dtype and how to convert it."""
     dtype = array.dtype
     if dtype.kind == "O" and array.ndim == 0:  # None, a dict or a generator, but not an array
-        return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
+        got = array.item()
+        instead = f": {got._instead}" if hasattr(type(got), "_instead") else ""
+        return TypeError(f"{name} must be an array of real numbers, got {type(got).__name__}{instead}")
     if dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":
@@ -213,7 +215,7 @@ def is_quantized(dtype: np.dtype[Any]) -> bool:
 def refuse_without_scale(array: Array, name: str) -> None:
     """Raise TypeError for a quantized array: its numbers without the scale are others."""
     if is_quantized(array.dtype):
-        cure = f"pass cattn.dequantize({name}, scale)" if name == "query" else f"pass {name}_scale, of cattn.quantize"
+        cure = f"pass cattn.{'dequantize' if name == 'query' else 'Quantized'}({name}, scale)"
         raise TypeError(
             f"{name} has dtype {array.dtype} and no scale: {cure}, or {name}.astype(np.float32) if its elements are "
             f"the numbers"

@@ -73,11 +73,14 @@ def as_dtype(dtype: DTypeLike, allowed: Sequence[str] = ("float32", "float64")) 
         if name in allowed and is_word(dtype, name):
             wanted = load_ml_dtype(name, f"dtype is {name}")
     names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+    # The methods of an object may raise anything. A type or a string has none: another exception than NumPy's comes
+    # from the handler of a signal, and is not hidden.
+    expected = (TypeError, ValueError, SyntaxError) if type(wanted) in (type, str) else Exception
     try:
         result: np.dtype[Any] | None = None if wanted is None else np.dtype(wanted)
     except MemoryError:
         raise
-    except Exception:
+    except expected:
         raise TypeError(f"dtype must be {names}, got {_cattn._shown(dtype)}") from None
     if result is None or result.type.__name__ not in allowed:
         raise TypeError(f"dtype must be {names}, got {result}")

@@ -43,7 +43,6 @@ _PACKED = {
     "attn_mask": _NO_COMMON_SCORES,
     "bias": _NO_COMMON_SCORES,
     "block_mask": _NO_COMMON_SCORES,
-    "block_size": _NO_COMMON_SCORES,
     "key_indices": _NO_COMMON_SCORES,
     "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
     "query_offset": "alignment says where the queries of a sequence stand",
@@ -54,7 +53,6 @@ _PACKED = {
 _PACKED_OWN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k alignment"
 _STATISTICS = {
     "value": _NO_VALUE,
-    "value_scale": _NO_VALUE,
     "dropout_p": _NO_DROPOUT,
     "rng": _NO_DROPOUT,
     "return_weights": "call attention_weights for it",
@@ -67,6 +65,13 @@ _STATISTICS = {
 _STATISTICS_OWN = "statistics top_k observation_window"
 _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask"), _ONLY_GRADIENTS)
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
+_TANGENTS = {
+    "key_indices": "pass a boolean attn_mask of the listed keys",
+    "compute_dtype": "leave it out, and round the inputs: derivatives are computed in the dtype of the inputs",
+    "return_weights": "call attention_weights for them",
+    "return_dropout_mask": "the mask is the mask of scaled_dot_product_attention with the same rng",
+}
+_TANGENTS_OWN = "query_tangent key_tangent value_tangent bias_tangent sinks_tangent lse"
 _NO_WHOLE_ROWS = "no task holds a whole row of weights"
 _ONLY_ON_ARRAYS = "call cattn's own function on arrays for it"
 _NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
@@ -79,7 +84,6 @@ DOORS: dict[str, Door] = {
     "attention_weights": Door(
         {
             "value": _NO_VALUE,
-            "value_scale": _NO_VALUE,
             "return_weights": "the weights are what is returned",
             "return_lse": _NOTHING_RETURNED,
             "return_dropout_mask": "pass stage='dropout' for the weights after dropout",
@@ -87,6 +91,11 @@ DOORS: dict[str, Door] = {
         own="stage",
     ),
     "attention_backward": Door(_GRADIENTS, own=_GRADIENTS_OWN),
+    "attention_jvp": Door(_TANGENTS, own=_TANGENTS_OWN),
+    "attention_jvp_backward": Door(
+        _TANGENTS | {"return_lse": _ONLY_GRADIENTS},
+        own=f"{_TANGENTS_OWN} grad_out_tangent grad_lse_tangent out_tangent lse_tangent",
+    ),
     "attention_statistics": Door(_STATISTICS, own=_STATISTICS_OWN),
     "varlen_attention": Door(
         _PACKED | {"return_weights": _NO_COMMON_SCORES, "return_dropout_mask": _NO_COMMON_SCORES}, own=_PACKED_OWN
@@ -135,8 +144,8 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "key_scale", "value_scale",
-                "block_mask", "block_size", "key_indices", "compute_dtype", "rng", "return_weights", "return_lse",
+                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "block_mask", "key_indices",
+                "compute_dtype", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_KERAS,
@@ -148,8 +157,7 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
-                "sinks", "key_scale", "value_scale", "block_mask", "block_size", "key_indices", "compute_dtype", "rng",
-                "return_lse",
+                "sinks", "block_mask", "key_indices", "compute_dtype", "rng", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,
@@ -166,11 +174,8 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(
-            ("block_mask", "block_size", "key_indices", "compute_dtype", "return_dropout_mask"),
-            _NOT_ON_THE_COMMAND_LINE,
-        ),
-        own="help threads force quiet",
+        dict.fromkeys(("block_mask", "key_indices", "compute_dtype", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",
             "key": "inputs",

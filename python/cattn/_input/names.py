@@ -38,7 +38,9 @@ _OTHERS = {
     "enable_gqa": "gqa use_gqa",
     "block_mask": "blocks blockmask base_blockmask block_sparse_mask sparse_mask block_layout sparsity_layout",
     "key_indices": "topk_indices indices topk_idxs topk_index gather_indices kv_indices selected_keys token_indices",
-    "block_size": "blocksize block_len block block_width",
+    "blocks": "mask block_mask layout",
+    "size": "block_size blocksize block_len block_width",
+    "values": "x array numbers",
     "query_offset": "offset q_offset position start_pos cache_position past_length past_seq_len position_offset",
     "query_seq_lengths": "q_lengths query_lengths q_seqlens seqused_q seqlens_q q_seq_lengths",
     "key_value_seq_lengths": "lengths seq_lengths seqlens seq_lens sequence_lengths kv_lengths key_lengths kv_seqlens "
@@ -102,6 +104,12 @@ for _right, _others in _OTHERS.items():
 # advice.
 _ALWAYS_CAUSAL = [("query", "causal_attention is always causal"), ("context_length", "the class is always causal")]
 _NO_MASK = [("cache", "the classes take no mask, but scaled_dot_product_attention does")]
+_SCALES = {
+    f"{prefix}_{word}": [(name, f"pass {name}=cattn.Quantized({name}, scale)")]
+    for name in ("key", "value", "weight")
+    for prefix in (name, name[0])
+    for word in ("scale", "descale")
+}
 _HEADS_ARE_AN_AXIS = [
     (
         "query",
@@ -134,6 +142,8 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "batch_first": [("d_in", "x is always (B, T, d_in) or (T, d_in)")],
     "training": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
     "deterministic": [("dropout_p", "dropout is always applied; pass dropout_p=0.0 outside of training")],
+    **_SCALES,
+    "block_size": [("block_mask", "pass block_mask=cattn.BlockMask(blocks, block_size)")],
     "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
     "device": [("", "cattn computes on the CPU")],
     "num_heads": _HEADS_ARE_AN_AXIS,

@@ -1,4 +1,4 @@
-"""Quantized keys and values: numbers of one byte, int8 or float8_e4m3fn, and their float32 scales."""
+"""Scales of quantized arrays in float32, and the products of numbers and scales."""
 
 from __future__ import annotations
 
@@ -8,32 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import _as_readable, _quiet, broadcast_shapes, is_bfloat16, is_quantized, read_array
+from .. import _cattn
+from .arrays import _as_readable, _quiet, broadcast_shapes, is_bfloat16, read_array
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
 
 
-def quantized_array(obj: object, name: str) -> Array:
-    """Return key or value as an array of int8 or float8_e4m3fn."""
-    array = read_array(obj, name)
-    if not is_quantized(array.dtype):
-        raise TypeError(
-            f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn (of ml_dtypes)"
-        )
-    return array
-
-
-def as_quantized(obj: object, name: str, dtype: str) -> Array:
-    """Return key or value as int8, or the bits of float8_e4m3fn as uint8."""
-    array = quantized_array(obj, name)
-    return array if array.dtype == np.int8 else array.view(np.uint8)
-
-
 @in_default_mode
 @_quiet
-def as_scale(obj: object, name: str, dtype: str) -> Array:
-    """Return key_scale or value_scale in float32."""
+def as_scale(obj: object, name: str) -> Array:
+    """Return scales in float32."""
     array = read_array(obj, name)
     if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype):
         raise TypeError(f"{name} has dtype {array.dtype}; it must hold real numbers: float32, or what rounds to it")
@@ -46,6 +31,8 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
 
 def refuse_scale(scale: Array, name: str) -> None:
     """Raise ValueError if a scale is zero, negative, infinite, NaN, or beyond the limits."""
+    if _cattn._are_scales(scale):
+        return
     wrong = np.argwhere(~((scale >= LEAST_SCALE) & (scale <= LARGEST_SCALE)))
     if len(wrong):
         place = tuple(int(i) for i in wrong[0])
@@ -69,8 +56,12 @@ def check_scale_fits(array: Array, scale: Array, name: str = "scale", whose: str
     except ValueError:
         fits = False
     if not fits:
+        lacks_last = scale.ndim == array.ndim - 1 and all(
+            own in (1, size) for own, size in zip(scale.shape, array.shape[:-1], strict=True)
+        )
+        hint = f": for a scale of each token pass {name}[..., None]" if lacks_last and scale.ndim else ""
         raise ValueError(
-            f"{name} has shape {scale.shape}, which does not broadcast to the shape of {whose} {array.shape}"
+            f"{name} has shape {scale.shape}, which does not broadcast to the shape of {whose} {array.shape}{hint}"
         )
 
 

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
     from ..random import TorchGenerator
 
-__all__ = ["AttentionGradients", "AttentionOutput", "AttentionStatistics", "CausalAlignmentWarning"]
+__all__ = [
+    "AttentionGradients",
+    "AttentionOutput",
+    "AttentionStatistics",
+    "AttentionTangents",
+    "CausalAlignmentWarning",
+]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 LseDType: TypeAlias = type[np.float32] | type[np.float64] | type[float] | np.dtype[np.float32] | np.dtype[np.float64]
@@ -106,6 +112,41 @@ class AttentionGradients(NamedTuple):
     value: Any
     bias: Any = None
     sinks: Any = None
+
+    def __repr__(self) -> str:
+        return show_fields(self)
+
+    def _repr_html_(self) -> str:
+        return fields_html(self)
+
+
+class AttentionTangents(NamedTuple):
+    """The result of `attention_jvp`: attention, and its derivative in the direction of the tangents.
+
+    Attributes
+    ----------
+    out, out_tangent : ndarray, shape (..., T_q, d_v)
+        The attention output, and its derivative.
+    lse, lse_tangent : ndarray, shape (..., T_q), or None
+        The log-sum-exp, and its derivative (``return_lse=True``). The derivative is the mean of the tangents of the
+        scores, weighted with the attention weights.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cattn
+    >>> x = np.eye(2)
+    >>> result = cattn.attention_jvp(x, x, x, query_tangent=x, return_lse=True)
+    >>> result.lse_tangent.round(3)
+    array([0.474, 0.474])
+    >>> cattn.attention_jvp(x, x, x, query_tangent=x)
+    AttentionTangents(out=<float64 (2, 2)>, out_tangent=<float64 (2, 2)>)
+    """
+
+    out: Any
+    out_tangent: Any
+    lse: Any = None
+    lse_tangent: Any = None
 
     def __repr__(self) -> str:
         return show_fields(self)

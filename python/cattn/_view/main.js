@@ -31,19 +31,26 @@ async function unpack(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// In a frame the saved page takes the theme of the page around it, and gives the frame its height.
+// In a frame the saved page takes the theme of the page around it, and gives the frame its height. Where it may not reach
+// the frame, as in a file, it sends the height to the page around it.
 function fitIntoFrame() {
+  if (window.parent === window) return;
   let frame = null;
   try {
     frame = window.frameElement;
   } catch {
-    return; // the page around is of another origin
+    // the page around is of another origin
   }
+  const fit = () => {
+    const height = document.body.offsetHeight + 2;
+    if (frame) frame.style.height = `${height}px`;
+    else window.parent.postMessage({ cattnHeight: height }, "*");
+  };
+  new ResizeObserver(fit).observe(document.body);
   if (!frame) return;
   const picture = frame.nextElementSibling;
   if (picture && picture.classList.contains("cattn-picture")) picture.style.display = "none";
   watchTheme(frame.parentElement, (theme) => (document.documentElement.style.colorScheme = theme));
-  new ResizeObserver(() => (frame.style.height = `${document.body.offsetHeight + 2}px`)).observe(document.body);
 }
 
 export default { render };

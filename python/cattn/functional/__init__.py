@@ -6,13 +6,20 @@ array([-0.152, -0.105,  1.215])
 """
 
 from .. import _cattn
-from .._input import arrays, quantized, rng
-from .._input.types import AttentionGradients, AttentionOutput, AttentionStatistics, CausalAlignmentWarning
+from .._input import arrays, pairs, quantized, rng
+from .._input.types import (
+    AttentionGradients,
+    AttentionOutput,
+    AttentionStatistics,
+    AttentionTangents,
+    CausalAlignmentWarning,
+)
 from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
 from ._dropout import dropout, dropout_backward
 from ._explain import Explanation, explain, make_explanation
 from ._gradients import attention_backward, sum_gradients
+from ._jvp import attention_jvp, attention_jvp_backward
 from ._linear import linear, linear_backward
 from ._masks import causal_mask, get_alibi_slopes, show_mask, sliding_window
 from ._merge import merge_attention
@@ -25,6 +32,8 @@ from ._varlen import varlen_attention, varlen_attention_backward
 __all__ = [
     "Explanation",
     "attention_backward",
+    "attention_jvp",
+    "attention_jvp_backward",
     "attention_statistics",
     "attention_weights",
     "causal_attention",
@@ -71,10 +80,9 @@ _cattn._register_helpers(
     read_integers=arrays.read_integers,
     as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,
-    as_quantized=quantized.as_quantized,
-    as_scale=quantized.as_scale,
     dequantized=quantized.dequantized,
-    refuse_scale=quantized.refuse_scale,
+    quantized_class=pairs.Quantized,
+    block_mask_class=pairs.BlockMask,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
@@ -82,6 +90,7 @@ _cattn._register_helpers(
     as_rope_scaling=as_rope_scaling,
     attention_output=AttentionOutput,
     attention_gradients=AttentionGradients,
+    attention_tangents=AttentionTangents,
     make_statistics=AttentionStatistics,
     causal_alignment_warning=CausalAlignmentWarning,
     softmax_axes=softmax_axes,

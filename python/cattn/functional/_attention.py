@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
+from .._input.pairs import BlockMask, Stored
 from .._input.types import RNG, Alignment, AttentionOutput, ComputeDType, LseDType, Stage, Window
 from ._signature import implemented_in_c
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
 
@@ -26,10 +30,7 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
-    key_scale: ArrayLike | None
-    value_scale: ArrayLike | None
-    block_mask: ArrayLike | None
-    block_size: int | None
+    block_mask: BlockMask | None
     key_indices: ArrayLike | None
     compute_dtype: ComputeDType
     rng: RNG
@@ -38,8 +39,8 @@ class AttentionOptions(TypedDict, total=False):
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -53,8 +54,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -68,8 +69,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -83,8 +84,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -98,8 +99,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -113,8 +114,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -128,8 +129,8 @@ def scaled_dot_product_attention(
 @implemented_in_c
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
@@ -145,10 +146,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
@@ -180,11 +178,12 @@ def scaled_dot_product_attention(
         are (B, H, T, head_dim): with four or more, axis -3 counts heads and axis -2 tokens. Arrays of
         (B, T, H, head_dim), as JAX, Keras and FlashAttention take them, give wrong numbers without an error: pass
         ``query.swapaxes(1, 2)``, which copies nothing, for all three, and swap the result back.
-    key : array_like, shape (..., T_k, head_dim)
+    key : array_like or Quantized, shape (..., T_k, head_dim)
         A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
-        ``h // (H_q // H_kv)``.
-    value : array_like, shape (..., T_k, d_v)
-        d_v may differ from head_dim.
+        ``h // (H_q // H_kv)``. A `Quantized` has int8 or float8_e4m3fn numbers and their scales, as `quantize` and
+        `KVCache` make them: the result has the bits of a call with the array of float32 products, which is not made.
+    value : array_like or Quantized, shape (..., T_k, d_v)
+        d_v may differ from head_dim. It may be a `Quantized`, too.
     attn_mask : array_like, optional
         Boolean: True where the key is visible. Float: added to the scores; -inf hides. Broadcasts to (..., T_q, T_k):
         a mask of padding (B, T_k) is ``mask[:, None, None, :]`` for four dimensions, or key_value_seq_lengths for
@@ -236,18 +235,10 @@ def scaled_dot_product_attention(
     sinks : array_like of float, shape (H,) or (..., H), optional
         One extra logit for each query head, neither scaled nor capped. It enters the softmax denominator only, so that
         rows of weights sum to less than 1.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value: int8, or float8_e4m3fn (of ``ml_dtypes``). An element then means
-        ``array.astype(np.float32) * scale``, rounded once. The result has the bits of a call with the array of these
-        products, which is not made. Positive, converted to float32; they broadcast to the shape of key or value:
-        (..., T_k, 1) is a scale for each token, (..., 1, head_dim) one for each channel. See `quantize` and `KVCache`.
-    block_mask : array_like of bool, optional
-        Which blocks of block_size queries by block_size keys are visible: True shows all pairs of a block, False hides
-        them. Broadcasts to (..., ceil(T_q / block_size), ceil(T_k / block_size)). It stands for the boolean attn_mask
-        that repeats each element block_size times along both axes, and gives its bits, together with all other masks;
-        but hidden blocks take neither time nor memory.
-    block_size : int, optional
-        Number of queries and of keys of a block of block_mask, at least 1. Needed if, and only if, there is one.
+    block_mask : BlockMask, optional
+        ``BlockMask(blocks, size)``: which blocks of size queries by size keys are visible. The blocks broadcast to
+        (..., ceil(T_q / size), ceil(T_k / size)). Same result, bit for bit, as repeating each size times along both
+        axes for attn_mask, together with all other masks; but hidden blocks take neither time nor memory.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, in this order; -1 is no key. Broadcasts to (..., T_q, n), over heads too. A query
         has the bits of its call on ``key[indices]`` and ``value[indices]``, without the entries of -1: a repeated index
@@ -258,13 +249,14 @@ def scaled_dot_product_attention(
     compute_dtype : {None, "bfloat16"}
         "bfloat16" rounds query, key, value and the weights to bfloat16 for the two products, which are summed in
         float32. That is faster where the processor has the instruction, and the bits are the same everywhere. The
-        inputs are float32, bfloat16 or float16. None computes in float32, or in float64 for such inputs.
+        inputs are float32 or bfloat16, also `Quantized`, and the result has their dtype. None computes in float32, and
+        float64 inputs in float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
         drops what PyTorch drops, one draw for every element of (..., T_q, T_k) in row-major order.
     return_weights : bool
-        Also return the weights, shape (..., T_q, T_k) or that of key_indices, before dropout. The result is an
+        Also return the weights, shape (..., T_q, T_k) or the shape of key_indices, before dropout. The result is an
         `AttentionOutput` of five fields then: take ``result.out`` and ``result.weights``, or unpack
         ``out, weights, *_ = result``.
     return_lse : bool, np.float32 or np.float64
@@ -356,8 +348,8 @@ def scaled_dot_product_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -370,8 +362,8 @@ def causal_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -384,8 +376,8 @@ def causal_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -398,8 +390,8 @@ def causal_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -412,8 +404,8 @@ def causal_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -426,8 +418,8 @@ def causal_attention(
 @overload
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = ...,
     attn_mask: ArrayLike | None = ...,
     dropout_p: float = ...,
     *,
@@ -440,8 +432,8 @@ def causal_attention(
 @implemented_in_c
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = None,
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     *,
@@ -456,10 +448,7 @@ def causal_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
@@ -486,10 +475,10 @@ def causal_attention(
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument are the same as in `scaled_dot_product_attention`.
-    key : array_like, shape (..., T_k, head_dim)
-        Keys.
-    value : array_like, shape (..., T_k, d_v)
-        Values.
+    key : array_like or Quantized, shape (..., T_k, head_dim), or KVCache
+        Keys. A cache holds the values, too: the queries belong to its last tokens.
+    value : array_like or Quantized, shape (..., T_k, d_v)
+        Values; left out with a cache.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added); intersected with causality.
     dropout_p : float
@@ -520,12 +509,8 @@ def causal_attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value; see `scaled_dot_product_attention`.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none.
     compute_dtype : {None, "bfloat16"}
@@ -569,7 +554,7 @@ def causal_attention(
 @implemented_in_c
 def attention_weights(  # type: ignore[empty-body]
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     attn_mask: ArrayLike | None = None,
     is_causal: Alignment = False,
     *,
@@ -584,9 +569,7 @@ def attention_weights(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     dropout_p: float = 0.0,
     compute_dtype: ComputeDType = None,
@@ -610,7 +593,7 @@ def attention_weights(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument but stage are the same as in `scaled_dot_product_attention`.
-    key : array_like, shape (..., T_k, head_dim)
+    key : array_like or Quantized, shape (..., T_k, head_dim)
         Keys.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added).
@@ -642,12 +625,8 @@ def attention_weights(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    key_scale : array_like of float, optional
-        Scales of a quantized key; see `scaled_dot_product_attention`.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none.
     dropout_p : float

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from numpy.typing import ArrayLike
 
 from .._input.display import html_table
+from .._input.pairs import BlockMask, Stored
 from .._input.types import Alignment, Window
 from ._signature import implemented_in_c
 
@@ -84,8 +85,8 @@ class Explanation(NamedTuple):
 @implemented_in_c
 def explain(  # type: ignore[empty-body]
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
@@ -97,10 +98,7 @@ def explain(  # type: ignore[empty-body]
     key_value_seq_lengths: ArrayLike | None = None,
     key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Explanation:
     """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
 
@@ -110,9 +108,9 @@ def explain(  # type: ignore[empty-body]
         This and every other argument are the same as in `scaled_dot_product_attention`; those that do not change the
         plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and returned
         weights of float16 or bfloat16.
-    key : array_like, shape (..., T_k, head_dim)
+    key : array_like or Quantized, shape (..., T_k, head_dim)
         Keys.
-    value : array_like, shape (..., T_k, d_v)
+    value : array_like or Quantized, shape (..., T_k, d_v)
         Values.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added).
@@ -132,12 +130,8 @@ def explain(  # type: ignore[empty-body]
         Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
 
     Returns
     -------

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.fp_mode import in_default_mode
+from .._input.pairs import BlockMask, Stored
 from .._input.types import RNG, Alignment, AttentionGradients, ComputeDType, Window
 from ._signature import implemented_in_c
 
@@ -37,8 +38,8 @@ def _sum_to(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 def attention_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike,
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     out: ArrayLike,
     lse: ArrayLike,
     *,
@@ -56,10 +57,7 @@ def attention_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
@@ -77,9 +75,9 @@ def attention_backward(  # type: ignore[empty-body]
         Gradient of the output.
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument of `scaled_dot_product_attention` must be the same as in the forward pass.
-    key : array_like, shape (..., T_k, head_dim)
+    key : array_like or Quantized, shape (..., T_k, head_dim)
         Keys.
-    value : array_like, shape (..., T_k, d_v)
+    value : array_like or Quantized, shape (..., T_k, d_v)
         Values.
     out : array_like, shape (..., T_q, d_v)
         The output of the forward pass. For halves it may be float32, not yet rounded, which makes the gradients of
@@ -121,13 +119,8 @@ def attention_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value; see `scaled_dot_product_attention`. The gradients of key and value are then
-        the gradients of their values, in float32.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
     compute_dtype : {None, "bfloat16"}

@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _cattn
 from .._input.arrays import as_array, common_dtype, read_array, refuse_without_scale
 from .._input.fp_mode import in_default_mode
-from .._input.quantized import as_scale, check_scale_fits, multiply, quantized_array, refuse_scale
+from .._input.pairs import Quantized, Stored
+from .._input.quantized import multiply
 from ._signature import implemented_in_c
 
 __all__ = ["linear", "linear_backward"]
@@ -22,10 +23,9 @@ _ONE = np.ones((1, 1))
 @implemented_in_c
 def linear(  # type: ignore[empty-body]
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: Stored,
     bias: ArrayLike | None = None,
     *,
-    weight_scale: ArrayLike | None = None,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     r"""Return ``x @ weight.T + bias``, with the same bits for a row alone and in any batch.
@@ -34,14 +34,12 @@ def linear(  # type: ignore[empty-body]
     ----------
     x : array_like, shape (..., K)
         The tokens: float16, bfloat16, float32 or float64; booleans and integers are converted to float64.
-    weight : array_like, shape (N, K)
+    weight : array_like or Quantized, shape (N, K)
         One row for each output, as in ``torch.nn.Linear``; for a matrix of shape (K, N) pass ``weight.T``. It may be
-        stored as halves although x is float32. With `weight_scale` it is int8 or float8_e4m3fn.
+        stored as halves although x is float32. A `cattn.Quantized`, as `cattn.quantize` makes it with a scale for each
+        row, means its float32 products.
     bias : array_like, shape (N,), optional
         Added to each row.
-    weight_scale : array_like, optional
-        The scales of a quantized weight, in any shape that broadcasts to the shape of weight: (N, 1) for one scale a
-        row, as `cattn.quantize` returns. An element of weight means ``weight * weight_scale``, rounded to float32.
     out : ndarray, optional
         Takes the result: its shape and dtype, any strides.
 
@@ -54,14 +52,15 @@ def linear(  # type: ignore[empty-body]
     Raises
     ------
     TypeError
-        A dtype is not supported, the arrays mix float16 and bfloat16, or weight has a scale and is not quantized.
+        A dtype is not supported, the arrays mix float16 and bfloat16, or weight is int8 or float8_e4m3fn without a
+        scale.
     ValueError
-        A shape does not fit, a scale is not positive and finite, or out has another shape.
+        A shape does not fit, or out has another shape.
 
     See Also
     --------
     linear_backward : The gradients.
-    cattn.quantize : Makes int8 or float8_e4m3fn with scales.
+    cattn.quantize : Makes a quantized weight.
     cattn.reference.linear : The same in plain NumPy.
 
     Notes
@@ -94,9 +93,7 @@ def linear(  # type: ignore[empty-body]
 
 
 @overload
-def linear_backward(
-    grad_out: ArrayLike, x: None, weight: ArrayLike, *, weight_scale: ArrayLike | None = None
-) -> tuple[NDArray[Any], None, NDArray[Any]]: ...
+def linear_backward(grad_out: ArrayLike, x: None, weight: Stored) -> tuple[NDArray[Any], None, NDArray[Any]]: ...
 
 
 @overload
@@ -105,13 +102,13 @@ def linear_backward(grad_out: ArrayLike, x: ArrayLike, weight: None) -> tuple[No
 
 @overload
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike, weight: ArrayLike, *, weight_scale: ArrayLike | None = None
+    grad_out: ArrayLike, x: ArrayLike, weight: Stored
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 
 
 @in_default_mode
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike | None, weight: ArrayLike | None, *, weight_scale: ArrayLike | None = None
+    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any]]:
     r"""Return the gradients of the arguments of `linear`, given the gradient of its result.
 
@@ -121,11 +118,9 @@ def linear_backward(
         Gradient of the result.
     x : array_like, shape (..., K), or None
         The tokens of the forward pass. None leaves out the gradient of weight, which needs them.
-    weight : array_like, shape (N, K), or None
-        The matrix of the forward pass. None leaves out the gradient of x, which needs it.
-    weight_scale : array_like, optional
-        The scales of a quantized weight, as in the forward pass. Such a weight gets no gradient: grad_weight is the
-        gradient of the dequantized matrix.
+    weight : array_like or Quantized, shape (N, K), or None
+        The matrix of the forward pass. None leaves out the gradient of x, which needs it. A quantized weight gets no
+        gradient of its own: grad_weight is the gradient of the dequantized matrix.
 
     Returns
     -------
@@ -174,7 +169,7 @@ def linear_backward(
     given = None if x is None else as_array(x, "x")
     matrix = None
     if weight is not None:
-        matrix = _as_matrix(weight) if weight_scale is None else _dequantized(weight, weight_scale)
+        matrix = _as_matrix(weight)
         if matrix.ndim != 2 or matrix.shape[0] != grad.shape[-1]:
             raise ValueError(f"weight has shape {matrix.shape}, wanted (N, K) with N = {grad.shape[-1]} as in grad_out")
     if given is not None:
@@ -184,7 +179,7 @@ def linear_backward(
             )
         if matrix is not None and matrix.shape[1] != given.shape[-1]:
             raise ValueError(f"weight has shape {matrix.shape}, wanted (N, K) with K = {given.shape[-1]} as in x")
-    dense = [array for array in (grad, given, None if weight_scale is not None else matrix) if array is not None]
+    dense = [array for array in (grad, given, None if isinstance(weight, Quantized) else matrix) if array is not None]
     dtype = common_dtype(dense, "grad_out, x and weight")
     rows = _as_rows(grad)
     grad_x = grad_weight = None
@@ -204,14 +199,8 @@ def _as_rows(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _as_matrix(weight: object) -> NDArray[Any]:
-    """Return a weight without a scale; one of int8 needs a scale."""
+    """Return the numbers of a weight; one of int8 needs a scale."""
+    if isinstance(weight, Quantized):
+        return multiply(weight.values, weight.scale)
     refuse_without_scale(read_array(weight, "weight"), "weight")
     return as_array(weight, "weight")
-
-
-def _dequantized(weight: ArrayLike, weight_scale: ArrayLike) -> NDArray[Any]:
-    """Return the float32 numbers of a quantized weight."""
-    array, scale = quantized_array(weight, "weight"), as_scale(weight_scale, "weight_scale", "f")
-    refuse_scale(scale, "weight_scale")
-    check_scale_fits(array, scale, "weight_scale", "weight")
-    return multiply(array, scale)

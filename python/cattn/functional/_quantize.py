@@ -7,17 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._input.arrays import _quiet, as_array, is_quantized, read_array
+from .._input.arrays import _quiet, as_array
 from .._input.checks import QUANTIZED, as_dtype
 from .._input.fp_mode import in_default_mode
-from .._input.quantized import (
-    LARGEST_SCALE,
-    LEAST_SCALE,
-    as_scale,
-    check_scale_fits,
-    multiply,
-    refuse_scale,
-)
+from .._input.pairs import Quantized, Stored, read_quantized
+from .._input.quantized import LARGEST_SCALE, LEAST_SCALE, multiply
 from ._softmax import normalize_axes
 
 __all__ = ["dequantize", "quantize"]
@@ -51,10 +45,8 @@ def quantized(obj: object, name: str, axis: Any, dtype: np.dtype[Any]) -> tuple[
 
 
 @in_default_mode
-def quantize(
-    x: ArrayLike, axis: int | tuple[int, ...] | None = -1, dtype: DTypeLike = "int8"
-) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    r"""Return x in 8 bits, and the scales: ``x`` is about ``values * scale``.
+def quantize(x: ArrayLike, axis: int | tuple[int, ...] | None = -1, dtype: DTypeLike = "int8") -> Quantized:
+    r"""Return x in 8 bits with scales: ``x`` is about ``values * scale``.
 
     Parameters
     ----------
@@ -69,10 +61,9 @@ def quantize(
 
     Returns
     -------
-    values : ndarray of dtype
-        Has the shape of x.
-    scale : ndarray of float32
-        Has the shape of x, with size 1 along axis. All scales are positive.
+    Quantized
+        Its values have the shape of x, and its scale has size 1 along axis. Attention takes it as key or value, and
+        ``values, scale = quantize(x)`` unpacks it.
 
     Raises
     ------
@@ -116,32 +107,36 @@ def quantize(
     >>> import numpy as np
     >>> import cattn
     >>> key = np.array([[30.2, -127.0, 50.0], [20.0, 254.0, 3.0]])
-    >>> values, scale = cattn.quantize(key)
+    >>> quantized = cattn.quantize(key)
+    >>> quantized
+    Quantized(int8 (2, 3), scale float32 (2, 1))
+    >>> values, scale = quantized
     >>> values
     array([[  30, -127,   50],
            [  10,  127,    2]], dtype=int8)
     >>> scale
     array([[1.],
            [2.]], dtype=float32)
-    >>> cattn.dequantize(values, scale)
+    >>> cattn.dequantize(quantized)
     array([[  30., -127.,   50.],
            [  20.,  254.,    4.]], dtype=float32)
     """
     wanted = as_dtype(dtype, QUANTIZED)
     array = as_array(x, "x")
-    return quantized(array, "x", normalize_axes(axis, array.ndim, "x") if array.ndim else None, wanted)
+    axes = normalize_axes(axis, array.ndim, "x") if array.ndim else None
+    return Quantized._of_checked(*quantized(array, "x", axes, wanted))
 
 
 @in_default_mode
-def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
-    """Return ``x.astype(np.float32) * scale``: the numbers of a quantized array.
+def dequantize(x: Stored, scale: ArrayLike | None = None) -> NDArray[np.float32]:
+    """Return ``values.astype(np.float32) * scale``: the numbers of a quantized array.
 
     Parameters
     ----------
-    x : array_like of int8 or float8_e4m3fn
-        The values of `quantize`.
-    scale : array_like, broadcasting to the shape of x
-        Positive numbers, converted to float32.
+    x : Quantized, or array_like of int8 or float8_e4m3fn
+        The result of `quantize`, or its values.
+    scale : array_like, broadcasting to the shape of x, optional
+        The scales, if x is an array: positive numbers, converted to float32.
 
     Returns
     -------
@@ -151,7 +146,7 @@ def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     Raises
     ------
     TypeError
-        x has another dtype, or scale is not an array of real numbers.
+        x has another dtype, scale is not an array of real numbers, or it is missing, or not needed.
     ValueError
         scale does not broadcast to x, or has a number that attention refuses: one outside of 2**-100 to 2**100.
 
@@ -170,10 +165,10 @@ def dequantize(x: ArrayLike, scale: ArrayLike) -> NDArray[np.float32]:
     >>> cattn.dequantize(np.array([[10, -127]], np.int8), [[0.5]])
     array([[  5. , -63.5]], dtype=float32)
     """
-    array = read_array(x, "x")
-    if not is_quantized(array.dtype):
-        raise TypeError(f"x has dtype {array.dtype}, wanted int8 or float8_e4m3fn (of ml_dtypes)")
-    factors = as_scale(scale, "scale", "f")
-    refuse_scale(factors, "scale")
-    check_scale_fits(array, factors)
-    return multiply(array, factors)
+    if isinstance(x, Quantized):
+        if scale is not None:
+            raise TypeError("x is a cattn.Quantized, which has its scale: leave scale out")
+        return multiply(*x)
+    if scale is None:
+        raise TypeError(f"scale is missing: x must be a cattn.Quantized then, got {type(x).__name__}")
+    return multiply(*read_quantized(x, "x", scale))

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from numpy.typing import ArrayLike
 
+from .._input.pairs import BlockMask, Stored
 from .._input.types import Alignment, AttentionStatistics, Window
 from ._signature import implemented_in_c
 from ._varlen import Corner
@@ -21,7 +22,7 @@ Statistic: TypeAlias = Literal[
 @implemented_in_c
 def attention_statistics(  # type: ignore[empty-body]
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     attn_mask: ArrayLike | None = None,
     is_causal: Alignment = False,
     *,
@@ -39,9 +40,7 @@ def attention_statistics(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
 ) -> AttentionStatistics:
     r"""Return statistics of the attention weights, in memory that grows with T and not with T * T.
 
@@ -55,7 +54,7 @@ def attention_statistics(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument but the next three keywords are the same as in `attention_weights`.
-    key : array_like, shape (..., T_k, head_dim)
+    key : array_like or Quantized, shape (..., T_k, head_dim)
         Keys.
     attn_mask : array_like, optional
         Boolean (True where the key is visible) or float (added).
@@ -94,12 +93,8 @@ def attention_statistics(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit.
-    key_scale : array_like of float, optional
-        Scales of a quantized key; see `scaled_dot_product_attention`.
-    block_mask : array_like of bool, optional
+    block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
-    block_size : int, optional
-        Number of queries and of keys of a block.
 
     Raises
     ------
@@ -158,7 +153,7 @@ def attention_statistics(  # type: ignore[empty-body]
 @implemented_in_c
 def varlen_attention_statistics(  # type: ignore[empty-body]
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -174,7 +169,6 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
 ) -> AttentionStatistics:
     """Return the statistics of `attention_statistics` for sequences that are packed without padding.
 
@@ -184,7 +178,7 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     ----------
     query : array_like, shape (total_q, H, head_dim)
         This and every other argument but the next three keywords are the same as in `varlen_attention`.
-    key : array_like, shape (total_k, H_kv, head_dim)
+    key : array_like or Quantized, shape (total_k, H_kv, head_dim)
         The keys.
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
         The edges of the sequences.
@@ -217,8 +211,6 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
-    key_scale : array_like of float, optional
-        Scales of a quantized key, which broadcast to its shape.
 
     Raises
     ------

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
+from .._input.pairs import Stored
 from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, ComputeDType, LseDType, Window
 from ._signature import implemented_in_c
 
@@ -28,8 +29,6 @@ class VarlenOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
-    key_scale: ArrayLike | None
-    value_scale: ArrayLike | None
     compute_dtype: ComputeDType
     rng: RNG
 
@@ -37,8 +36,8 @@ class VarlenOptions(TypedDict, total=False):
 @overload
 def varlen_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -49,8 +48,8 @@ def varlen_attention(
 @overload
 def varlen_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -61,8 +60,8 @@ def varlen_attention(
 @overload
 def varlen_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -73,8 +72,8 @@ def varlen_attention(
 @implemented_in_c
 def varlen_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -88,8 +87,6 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_lse: bool | LseDType = False,
@@ -103,9 +100,9 @@ def varlen_attention(
     ----------
     query : array_like, shape (total_q, H, head_dim)
         The queries of all sequences; float16, bfloat16, float32 or float64, as key and value.
-    key : array_like, shape (total_k, H_kv, head_dim)
+    key : array_like or Quantized, shape (total_k, H_kv, head_dim)
         The keys; H is a multiple of H_kv.
-    value : array_like, shape (total_k, H_kv, d_v)
+    value : array_like or Quantized, shape (total_k, H_kv, d_v)
         The values.
     cu_seqlens_q, cu_seqlens_k : array_like of int, shape (B + 1,)
         The edges of the sequences: sequence b has the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. They start
@@ -137,9 +134,6 @@ def varlen_attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         One number for each query head, or for each sequence and query head: the slope of ALiBi, and one extra logit.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
-        instance; see `scaled_dot_product_attention`.
     compute_dtype : {None, "bfloat16"}
         As in scaled_dot_product_attention.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
@@ -184,8 +178,8 @@ def varlen_attention(
 def varlen_attention_backward(  # type: ignore[empty-body]
     grad_out: ArrayLike,
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     out: ArrayLike,
     lse: ArrayLike,
     cu_seqlens_q: ArrayLike,
@@ -201,8 +195,6 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
@@ -218,9 +210,9 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Gradient of the output.
     query : array_like, shape (total_q, H, head_dim)
         This and every other argument of `varlen_attention` must be the same as in the forward pass.
-    key : array_like, shape (total_k, H_kv, head_dim)
+    key : array_like or Quantized, shape (total_k, H_kv, head_dim)
         The keys.
-    value : array_like, shape (total_k, H_kv, d_v)
+    value : array_like or Quantized, shape (total_k, H_kv, d_v)
         The values.
     out : array_like, shape (total_q, H, d_v)
         The output of the forward pass; for halves it may be float32.
@@ -252,9 +244,6 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
-    key_scale, value_scale : array_like of float, optional
-        Scales of a quantized key or value, which broadcast to its shape: (total_k, H_kv, 1) or (H_kv, head_dim), for
-        instance; see `scaled_dot_product_attention`.
     compute_dtype : {None, "bfloat16"}
         As in scaled_dot_product_attention.
     rng : int

@@ -1,10 +1,9 @@
-"""Arguments of attention in JAX that are no arrays, or must be known when a call is traced; derivatives of a pass."""
+"""Arguments of attention in JAX that are no arrays, or must be known when a call is traced."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,17 +49,3 @@ def check_static(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(f"{name} must be known when the call is traced, got a tracer: make it a static argument")
-
-
-def refuse_derivatives(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a pass. Only a second derivative differentiates a pass itself."""
-
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "cattn's dot_product_attention has no second derivatives (jax.hessian, a gradient of a gradient, jax.jvp "
-            "of a gradient): it can be differentiated once, in reverse mode. jax.nn.dot_product_attention has them"
-        )
-
-    undifferentiable: Any = jax.custom_jvp(function)
-    undifferentiable.defjvp(refuse)
-    return cast("Callable[..., Any]", undifferentiable)

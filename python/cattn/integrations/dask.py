@@ -7,7 +7,6 @@ their chunks, so that a scheduler may run them anywhere, in any order, and again
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import operator
@@ -18,10 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import cattn
-from cattn._input.arrays import as_bias, as_integers, as_mask, broadcast_shapes, cast, read_array
+from cattn._input.arrays import as_bias, as_integers, as_mask, cast, is_quantized, read_array
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
 from cattn._input.names import with_hints
+from cattn._input.pairs import BlockMask, Quantized, scale_error, split_blocks, split_scale
+from cattn._input.quantized import as_scale, check_scale_fits
 from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
 
 try:
@@ -59,9 +60,9 @@ def _attend(
     lse = np.empty(rows, np.float64)
     with cattn.num_threads(num_threads):
         result = cattn.scaled_dot_product_attention(
-            query, key, value, attn_mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, key_scale=key_scale,
-            value_scale=value_scale, return_lse=True,
-            out=AttentionOutput(lse=lse), **options,
+            query, key if key_scale is None else Quantized._of_argument(key, key_scale, "key"),
+            value if value_scale is None else Quantized._of_argument(value, value_scale, "value"), attn_mask,
+            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=True, out=AttentionOutput(lse=lse), **options,
         )  # fmt: skip
     return result.out, lse
 
@@ -238,21 +239,18 @@ def _add_blocks(attn_mask: Any, block_mask: Any, size: int, T_q: int, T_k: int) 
     return attn_mask & blocks if attn_mask.dtype == bool else da.where(blocks, attn_mask, attn_mask.dtype.type(-np.inf))
 
 
-def _read_scales(inputs: Sequence[Any], key_scale: Any, value_scale: Any) -> list[Any]:
-    """Return the two scales as dask arrays, or None."""
-    scales: list[Any] = []
-    for name, array, given in zip(("key", "value"), inputs[1:], (key_scale, value_scale), strict=True):
-        scale = given if given is None else _as_dask(given, f"{name}_scale")
-        scales.append(scale)
-        if scale is None:
-            continue
-        with contextlib.suppress(ValueError):
-            if broadcast_shapes(scale.shape, array.shape) == array.shape:
-                continue
-        raise ValueError(
-            f"{name}_scale has shape {scale.shape}, which does not broadcast to the shape of {name} {array.shape}"
-        )
-    return scales
+def _read_stored(obj: Any, name: str) -> tuple[Any, Any]:
+    """Return a key or value and its scale, or None, as dask arrays."""
+    values, given = split_scale(obj, name)
+    array = _as_dask(values, name)
+    if given is None:
+        return array, None
+    scale = _as_dask(given, f"{name}.scale")
+    if not is_quantized(array.dtype):
+        raise scale_error(name, array.dtype)
+    as_scale(np.ones((), scale.dtype), f"{name}.scale")
+    check_scale_fits(array, scale, f"{name}.scale", name)
+    return array, scale
 
 
 def _with_dims(array: Any, ndim: int) -> Any:
@@ -299,10 +297,7 @@ class _Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Any
     sinks: Any
-    key_scale: Any
-    value_scale: Any
-    block_mask: Any
-    block_size: int | None
+    block_mask: BlockMask | tuple[Any, int] | None
     compute_dtype: ComputeDType
     rng: RNG
     return_weights: Literal[False]
@@ -355,10 +350,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    key_scale: Any = None,
-    value_scale: Any = None,
-    block_mask: Any = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | tuple[Any, int] | None = None,
     key_indices: None = None,
     compute_dtype: ComputeDType = None,
     rng: RNG = None,
@@ -410,13 +402,8 @@ def attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : dask.array.Array or array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
-    key_scale, value_scale : dask.array.Array or array_like of float, optional
-        Scales of a key or value of int8 or float8_e4m3fn. Broadcasts to the shape of key or value, and is rechunked as
-        they are.
-    block_mask : dask.array.Array or array_like of bool, optional
+    block_mask : BlockMask or (dask.array.Array of bool, int), optional
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
-    block_size : int, optional
-        Number of queries and of keys of a block.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
     compute_dtype : {None, "bfloat16"}
@@ -488,10 +475,11 @@ def attention(
             raise TypeError(f"{name} must be an int or a NumPy array, because it decides which tasks exist: "
                             f"pass {name}.compute()")  # fmt: skip
     threads = as_size(num_threads, "num_threads", maximum=2**31 - 1)
-    query, key, value = _as_dask(query, "query"), _as_dask(key, "key"), _as_dask(value, "value")
-    inputs = (query, key, value)
-    scales = _read_scales(inputs, key_scale, value_scale)
-    blocks = block_mask if block_mask is None else _as_dask(block_mask, "block_mask")
+    query = _as_dask(query, "query")
+    (key, key_scale), (value, value_scale) = _read_stored(key, "key"), _read_stored(value, "value")
+    inputs, scales = (query, key, value), (key_scale, value_scale)
+    blocks, size = split_blocks(block_mask)
+    blocks = blocks if blocks is None else _as_dask(blocks, "block_mask")
     masks = [given if given is None else _as_dask(given, name) for name, given in
              (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
 
@@ -500,25 +488,22 @@ def attention(
             for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
     cattn.explain(
         _stand_in(query), wide[0], wide[1], _stand_in(attn_mask), dropout_p, is_causal,
-        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size, block_mask=_stand_in(blocks),
-        block_size=block_size, **numbers,
+        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size,
+        block_mask=blocks if blocks is None else BlockMask._of_argument(_stand_in(blocks), size), **numbers,
     )  # fmt: skip
     if blocks is not None:
-        masks[0] = _add_blocks(masks[0], blocks, operator.index(block_size or 0), query.shape[-2], key.shape[-2])
+        masks[0] = _add_blocks(masks[0], blocks, operator.index(size), query.shape[-2], key.shape[-2])
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
     scores: dict[str, Any] = {
         "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
     }  # fmt: skip
-    ones: dict[str, Any] = {
-        f"{name}_scale": np.ones((), scale.dtype)
-        for name, scale in zip(("key", "value"), scales, strict=True)
-        if scale is not None
-    }
+    stored: Any = [_stand_in(x, 0) if scale is None else Quantized(_stand_in(x, 0), 1.0)
+              for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
     probe = cattn.scaled_dot_product_attention(
-        _stand_in(query, 0), _stand_in(key, 0), _stand_in(value, 0), None, dropout_p,
-        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **ones, **scores,
+        _stand_in(query, 0), stored[0], stored[1], None, dropout_p,
+        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **scores,
     )  # fmt: skip
     shape = (*probe.out.shape[:-2], query.shape[-2], value.shape[-1])
 

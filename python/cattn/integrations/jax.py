@@ -1,24 +1,20 @@
 """Attention by cattn on JAX's arrays on the CPU: under ``jit``, ``vmap`` and ``grad``.
 
-XLA calls cattn's C code directly, as two foreign functions: attention and its gradients. Python takes no part in a
-compiled call, and no array is copied.
+XLA calls cattn's C code directly, as foreign functions: see _jax_passes.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import operator
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 import cattn
 from cattn import _cattn
 from cattn._input.names import with_hints
+from cattn._input.pairs import BlockMask, Quantized, split_blocks
 
 try:
     import jax
@@ -26,417 +22,32 @@ try:
 except ImportError as error:
     raise ImportError(f"cattn.integrations.jax needs JAX: pip install 'cattn[jax]' ({error})") from error
 
-from ._jax_static import check_static, read_seed, read_window, refuse_derivatives
+from ._jax_derivatives import compute
+from ._jax_inputs import READERS, Arrays, as_array, compute_dtype, read_blocks, read_inputs
+from ._jax_passes import Options
+from ._jax_static import check_static, read_seed, read_window
 
 __all__ = ["dot_product_attention"]
 
-# The operands of the foreign functions, in the order of csrc/xla/call.h. The attribute `present` says by its bits which
-# of them a call has.
-_ARGUMENTS, _RESULTS = _cattn._xla_operands()
-_BIT = {name: 1 << i for i, name in enumerate((*_ARGUMENTS, *_RESULTS))}
+jax.tree_util.register_pytree_node(
+    Quantized, lambda pair: (tuple(pair), None), lambda _, leaves: Quantized._of_leaves(*leaves)
+)
+jax.tree_util.register_pytree_node(
+    BlockMask, lambda pair: ((pair.blocks,), pair.size), lambda size, leaves: BlockMask._of_leaves(leaves[0], size)
+)
 
-_FLOATS = (np.float16, jnp.bfloat16, np.float32, np.float64)
-_QUANTIZED = (np.int8, jnp.float8_e4m3fn)
-
-_Arrays = Mapping[str, Any]
-_Pass = Literal["forward", "backward"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is known when a call is compiled. A window without a bound has -1."""
-
-    scale: float
-    softcap: float
-    dropout_p: float
-    left: int
-    right: int  # 0 with causality
-    lower_right: bool
-    block_size: int  # or 0
-    return_residual: bool
-
-    def attributes(self, present: int) -> dict[str, np.generic]:
-        """Return the attributes of the foreign functions: XLA_OPTIONS of csrc/xla/call.h."""
-        real = {name: np.float64(getattr(self, name)) for name in ("scale", "softcap", "dropout_p")}
-        return real | {
-            "left": np.int64(self.left),
-            "right": np.int64(self.right),
-            "lower_right": np.int64(self.lower_right),
-            "block_size": np.int64(self.block_size),
-            "present": np.int64(present),
-        }
-
-
-for _name, _target in _cattn._xla_targets().items():
-    jax.ffi.register_ffi_target(f"cattn_attention_{_name}", _target, platform="cpu", api_version=1)
-
-
-@functools.cache
-def _is_foreign() -> bool:
-    """Return whether XLA passes the structs that cattn knows. If not, warn: the calls go by way of Python."""
-    # XLA shows its structs when JAX starts the CPU. An import must not do that: JAX could not be configured any more.
-    jax.local_devices(backend="cpu")
-    if _cattn._xla_is_known():
-        return True
-    warnings.warn(
-        f"cattn does not know the foreign functions of jaxlib {jax.lib.__version__}: JAX calls it by "
-        f"jax.pure_callback, which is slower and has the same results",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-# ---- the calls of the two passes -------------------------------------------------------------------------------------
-def _call(which: _Pass, options: _Options, operands: _Arrays, results: _Arrays) -> dict[str, Any]:
-    """Call a pass with these operands. `results` has the shape and dtype of each result."""
-    names = [name for name in _ARGUMENTS if name in operands]
-    shapes = {name: results[name] for name in _RESULTS if name in results}
-    arrays = [operands[name] for name in names]
-    if _is_foreign():
-        call = jax.ffi.ffi_call(f"cattn_attention_{which}", tuple(shapes.values()), vmap_method="expand_dims")
-        call = functools.partial(call, **options.attributes(sum(_BIT[name] for name in (*names, *shapes))))
-    else:
-        python = functools.partial(_call_python, which, options, names, shapes)
-        call = functools.partial(jax.pure_callback, python, tuple(shapes.values()), vmap_method="expand_dims")
-    return dict(zip(shapes, refuse_derivatives(call)(*arrays), strict=True))
-
-
-def _call_python(which: _Pass, options: _Options, names: list[str], shapes: _Arrays, *arrays: Any) -> tuple[Any, ...]:
-    """Do the same by cattn's functions for NumPy."""
-    operands = dict(zip(names, map(np.asarray, arrays), strict=True))
-    n_leading = operands["query"].ndim - 4
-    leading = np.broadcast_shapes(*(array.shape[:n_leading] for array in operands.values()))
-    # Gradients have the leading axes of the call, not of an argument that all entries share.
-    for name, array in operands.items():
-        operands[name] = np.broadcast_to(array, leading + array.shape[n_leading:])
-    results = {name: np.empty(leading + shape.shape, shape.dtype) for name, shape in shapes.items()}
-    for index in np.ndindex(leading):  # a dropout counts from the batch entry, so each index is a call of its own
-        part = {name: array[index] for name, array in operands.items()}
-        for name, result in _PASSES[which](options, part, shapes).items():
-            results[name][index] = result
-    return tuple(results.values())
-
-
-def _numpy_options(options: _Options, operands: _Arrays) -> dict[str, Any]:
-    """Return the keyword arguments of cattn's functions."""
-    tokens = {"query_seq_lengths": "query", "key_value_seq_lengths": "key", "key_value_seq_starts": "key"}
-    counts = {
-        name: np.clip(operands[name], 0, operands[array].shape[1]) for name, array in tokens.items() if name in operands
-    }
-    numbers = {name: operands.get(name) for name in ("bias", "alibi_slopes", "sinks", "query_offset")}
-    if numbers["query_offset"] is None and not options.lower_right:
-        numbers["query_offset"] = 0
-    scales = {f"{name}_scale": _heads_first(operands, f"{name}_scale")[0] for name in _quantized(operands)}
-    words = operands.get("dropout_seed")
-    return {
-        **counts,
-        **scales,
-        **numbers,
-        "attn_mask": operands.get("attn_mask"),
-        "block_mask": operands.get("block_mask"),
-        "block_size": options.block_size or None,
-        "is_causal": "lower_right" if options.lower_right else False,
-        "window_size": (options.left, options.right),
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "rng": None if words is None else int(words[0]) | int(words[1]) << 32,
-        "enable_gqa": True,
-    }
-
-
-def _quantized(operands: _Arrays) -> list[str]:
-    """Return which of key and value have scales."""
-    return [name for name in ("key", "value") if f"{name}_scale" in operands]
-
-
-def _heads_first(operands: _Arrays, *names: str) -> list[Any]:
-    return [operands[name].swapaxes(1, 2) for name in names]
-
-
-def _forward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
-    inputs = _heads_first(operands, "query", "key", "value")
-    batch, seqlen_q, heads = operands["query"].shape[:3]
-    dtype = np.float64 if "lse" in shapes else shapes["residual"].dtype if "residual" in shapes else np.float32
-    lse = np.empty((batch, heads, seqlen_q), np.promote_types(dtype, _compute_dtype(inputs[0].dtype)))
-    result = cattn.scaled_dot_product_attention(
-        *inputs, return_lse=True, out=cattn.AttentionOutput(lse=lse), **_numpy_options(options, operands)
-    )
-    assert result.out is not None
-    rows = np.ascontiguousarray(lse.swapaxes(1, 2))
-    found = {"out": result.out.swapaxes(1, 2)}
-    if "residual" in shapes:
-        found["residual"] = rows
-    if "lse" in shapes:
-        found["lse"] = rows.view(np.uint32).reshape(*rows.shape, 2)
-    return found
-
-
-def _backward_python(options: _Options, operands: _Arrays, shapes: _Arrays) -> dict[str, Any]:
-    grad_out, query, key, value, out = _heads_first(operands, "grad_out", "query", "key", "value", "forward_out")
-    lse = np.ascontiguousarray(operands["forward_lse"]).view(np.float64)[..., 0].swapaxes(1, 2)
-    grad_lse = operands["grad_residual"].swapaxes(1, 2) if "grad_residual" in operands else None
-    grads = cattn.attention_backward(
-        grad_out, query, key, value, out, lse, grad_lse=grad_lse, **_numpy_options(options, operands)
-    )
-    found = {f"grad_{name}": getattr(grads, name).swapaxes(1, 2) for name in ("query", "key", "value")}
-    return found | {f"grad_{name}": getattr(grads, name) for name in ("bias", "sinks") if f"grad_{name}" in shapes}
-
-
-_PASSES: dict[_Pass, Callable[[_Options, _Arrays, _Arrays], dict[str, Any]]] = {
-    "forward": _forward_python,
-    "backward": _backward_python,
-}
-
-
-# ---- differentiation -------------------------------------------------------------------------------------------------
-def _compute_dtype(dtype: Any) -> np.dtype[Any]:
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def _forward(options: _Options, operands: _Arrays, results: tuple[str, ...]) -> dict[str, Any]:
-    """Return the results of these names."""
-    query, value = operands["query"], operands["value"]
-    rows = query.shape[:3]
-    shapes = {
-        "out": jax.ShapeDtypeStruct((*rows, value.shape[3]), query.dtype),
-        "residual": jax.ShapeDtypeStruct(rows, _compute_dtype(query.dtype)),
-        # Each is a float64, as two words: without jax_enable_x64 JAX has no float64.
-        "lse": jax.ShapeDtypeStruct((*rows, 2), np.uint32),
-    }
-    return _call("forward", options, operands, {name: shapes[name] for name in results})
-
-
-def _results(options: _Options) -> tuple[str, ...]:
-    return ("out", "residual") if options.return_residual else ("out",)
-
-
-def _attend(options: _Options, operands: _Arrays) -> dict[str, Any]:
-    return _forward(options, operands, _results(options))
-
-
-def _attend_and_save(options: _Options, primals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the results, and what the gradients need. The names of the last dict have a gradient."""
-    operands = {name: primal.value for name, primal in primals.items()}
-    found = _forward(options, operands, (*_results(options), "lse"))
-    lse = found.pop("lse")
-    wanted: dict[str, tuple[()]] = {
-        name: () for name in ("bias", "sinks") if name in primals and primals[name].perturbed
-    }
-    return found, (operands, found["out"], lse, wanted)
-
-
-def _bias_gradient_shape(query: Any, key: Any, bias: Any) -> tuple[int, ...]:
-    """Return the shape of the gradient that C computes: it sums over one of the last axes, then over no other."""
-    batch, seqlen_q, heads = query.shape[:3]
-    shape: tuple[int, ...] = bias.shape
-    if shape[2] != seqlen_q:
-        return batch, heads, 1, key.shape[1]
-    if shape[3] != key.shape[1]:
-        return batch, heads, seqlen_q, 1
-    return shape
-
-
-def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
-    """Sum over the axes along which an argument of this shape was broadcast."""
-    axes = tuple(i for i, (full, own) in enumerate(zip(gradient.shape, shape, strict=True)) if full != own)
-    return gradient.sum(axis=axes, keepdims=True) if axes else gradient
-
-
-def _differentiate(options: _Options, saved: Any, cotangents: _Arrays) -> tuple[dict[str, Any]]:
-    """Return the gradients."""
-    operands, out, lse, wanted = saved
-    query, key = operands["query"], operands["key"]
-    dtype = _compute_dtype(query.dtype)
-    shapes = {name: operands[name].shape for name in ("query", "key", "value", *wanted)}
-    if _is_foreign() and "bias" in wanted:
-        shapes["bias"] = _bias_gradient_shape(query, key, operands["bias"])
-    if _is_foreign() and "sinks" in wanted:
-        shapes["sinks"] = (query.shape[0], query.shape[2])
-    results = {f"grad_{name}": jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    given = {**operands, "forward_out": out, "forward_lse": lse}
-    for name in _results(options):
-        gradient = cotangents[name]
-        if not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
-            given[f"grad_{name}"] = gradient
-    given.setdefault("grad_out", jnp.zeros(out.shape, out.dtype))
-    grads = _call("backward", options, given, results)
-    differentiable = set(shapes).difference(_quantized(operands))
-    return (
-        {
-            name: _sum_to(grads[f"grad_{name}"], array.shape).astype(array.dtype) if name in differentiable else None
-            for name, array in operands.items()
-        },
-    )
-
-
-_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))
-# With symbolic zeros, the gradient of a constant bias is not computed.
-_differentiable.defvjp(_attend_and_save, _differentiate, symbolic_zeros=True)
 # One compiled function for each set of options and shapes also serves calls outside of jit.
-_compiled = jax.jit(_differentiable, static_argnums=0)
+_compiled = jax.jit(compute, static_argnums=0)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-def _shape_error(name: str, wanted: str, shape: tuple[int, ...]) -> ValueError:
-    return ValueError(f"{name} must have shape {wanted}, got {shape}")
-
-
-def _as_array(obj: Any, name: str) -> Any:
-    try:
-        return jnp.asarray(obj)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array, got {type(obj).__name__}: {error}") from error
-
-
-def _check_dtype(array: Any, name: str, scale: Any) -> None:
-    if scale is not None:
-        if array.dtype not in _QUANTIZED:
-            raise TypeError(
-                f"{name} has dtype {array.dtype} and a scale; {name}_scale belongs to int8 and float8_e4m3fn"
-            )
-    elif array.dtype not in _FLOATS:
-        hint = "" if name == "query" else f"; with {name}_scale also int8 or float8_e4m3fn"
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{hint}")
-
-
-def _read_scale(obj: Any, name: str, quantized: Any) -> Any:
-    """Return the scales of key or value in float32, with four axes."""
-    array = _as_array(obj, name)
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, quantized.shape, strict=True)):
-        raise ValueError(
-            f"{name} has shape {array.shape}, which does not broadcast to the shape of {name.removesuffix('_scale')} "
-            f"{quantized.shape}"
-        )
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(shape).astype(np.float32)
-
-
-def _widen(arrays: dict[str, Any]) -> None:
-    """Compute halves in float32 beside quantized arrays. Beside float64, those become float64 themselves."""
-    wide = arrays["query"].dtype == np.float64
-    for name in ("query", "key", "value"):
-        scale = arrays.get(f"{name}_scale")
-        if scale is None:
-            arrays[name] = arrays[name].astype(_compute_dtype(arrays[name].dtype))
-        elif wide:
-            product = arrays[name].astype(np.float32) * arrays.pop(f"{name}_scale")
-            arrays[name] = jax.lax.stop_gradient(product.astype(np.float64))
-
-
-def _read_inputs(query: Any, key: Any, value: Any, key_scale: Any = None, value_scale: Any = None) -> dict[str, Any]:
-    """Return the arrays with four axes each: query, key, value and the scales that there are."""
-    arrays = {}
-    for name, obj, scale in (("query", query, None), ("key", key, key_scale), ("value", value, value_scale)):
-        array = _as_array(obj, name)
-        if array.ndim not in (3, 4):
-            axes = "T, N, H" if name == "query" else "S, K, H"
-            raise _shape_error(name, f"(B, {axes}) or ({axes})", array.shape)
-        _check_dtype(array, name, scale)
-        arrays[name] = array if array.ndim == 4 else array[None]
-        if scale is not None:
-            arrays[f"{name}_scale"] = _read_scale(scale, f"{name}_scale", arrays[name])
-    wanted = arrays["query"]
-    for name in ("key", "value"):
-        if f"{name}_scale" not in arrays and arrays[name].dtype != wanted.dtype:
-            raise TypeError(f"{name} must have the dtype of query, {wanted.dtype}, got {arrays[name].dtype}")
-        if arrays[name].shape[0] != wanted.shape[0]:
-            raise ValueError(
-                f"{name} must have the batch size of query, {wanted.shape[0]}, got {arrays[name].shape[0]}"
-            )
-    heads, (_, seqlen_k, kv_heads, head_dim) = wanted.shape[2], arrays["key"].shape
-    if head_dim != wanted.shape[3]:
-        raise ValueError(f"key must have the head_dim of query, {wanted.shape[3]}, got {head_dim}")
-    if arrays["value"].shape[1:3] != (seqlen_k, kv_heads):
-        raise ValueError(
-            f"value must have the tokens and heads of key, {(seqlen_k, kv_heads)}, got {arrays['value'].shape[1:3]}"
-        )
-    if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"query must have a multiple of the {kv_heads} heads of key, got {heads}")
-    if _quantized(arrays):
-        _widen(arrays)
-    return arrays
-
-
-def _read_scores(obj: Any, name: str, inputs: _Arrays) -> Any:
-    """Return mask or bias with four axes."""
-    name = "mask" if name == "attn_mask" else name
-    array = _as_array(obj, name)
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, seqlen_q, inputs["key"].shape[1])
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, size) for own, size in zip(shape, full, strict=True)):
-        raise ValueError(f"{name} has shape {array.shape}, which does not broadcast to (B, N, T, S) = {full}")
-    if name == "mask" and array.dtype != bool:
-        raise TypeError(
-            f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
-            "pass mask.astype(bool); pass numbers that are to be added to the scores as bias"
-        )
-    if name == "bias" and array.dtype == bool:
-        raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
-    dtype = bool if name == "mask" else _compute_dtype(inputs["query"].dtype)
-    return array.reshape(shape).astype(dtype)
-
-
-def _read_blocks(obj: Any, size: int, inputs: _Arrays) -> Any:
-    """Return block_mask with four axes."""
-    array = _as_array(obj, "block_mask")
-    batch, seqlen_q, heads = inputs["query"].shape[:3]
-    full = (batch, heads, -(-seqlen_q // size), -(-inputs["key"].shape[1] // size))
-    shape = (1,) * (4 - array.ndim) + array.shape
-    if len(shape) > 4 or any(own not in (1, number) for own, number in zip(shape, full, strict=True)):
-        raise ValueError(
-            f"block_mask has shape {array.shape}, which does not broadcast to the blocks of block_size={size}, {full}"
-        )
-    if array.dtype != bool:
-        raise TypeError(
-            f"block_mask must be bool (True = visible), got {array.dtype}: for zeros and ones pass "
-            "block_mask.astype(bool)"
-        )
-    return array.reshape(shape)
-
-
-def _read_integers(obj: Any, name: str, inputs: _Arrays) -> Any:
-    """Return a number for each batch entry, or one for all, as int32."""
-    array, batch = _as_array(obj, name), inputs["query"].shape[0]
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
-    if array.shape not in ((), (1,), (batch,)):
-        raise _shape_error(name, f"(B,) = ({batch},) or ()", array.shape)
-    given, wanted = jnp.iinfo(array.dtype), np.iinfo(np.int32)
-    if given.max > wanted.max:
-        array = jnp.clip(array, max(given.min, wanted.min), wanted.max)
-    return array.reshape(-1).astype(np.int32)
-
-
-def _read_heads(obj: Any, name: str, inputs: _Arrays) -> Any:
-    """Return a number for each query head, with or without the batch, as two axes."""
-    array = _as_array(obj, name)
-    batch, _, heads, _ = inputs["query"].shape
-    if array.shape not in ((heads,), (1, heads), (batch, heads)):
-        raise _shape_error(name, f"(N,) = ({heads},) or (B, N) = {(batch, heads)}", array.shape)
-    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be numbers, got {array.dtype}")
-    return array.reshape(-1, heads).astype(_compute_dtype(inputs["query"].dtype))
-
-
-# What reads an array of a kind of csrc/call/operands.h.
-_READERS = {
-    "MASK": _read_scores, "COMPUTED": _read_scores, "OFFSETS": _read_integers, "QUERY_COUNTS": _read_integers,
-    "KEY_COUNTS": _read_integers, "SLOPES": _read_heads, "LOGITS": _read_heads,
-}  # fmt: skip
-
-
 def _read_options(
-    inputs: _Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
-    has_blocks: bool, block_size: Any,
-) -> _Options:  # fmt: skip
+    inputs: Arrays, scale: Any, softcap: Any, dropout_p: Any, is_causal: Any, window: Any, return_residual: Any,
+    block_size: Any,
+) -> Options:  # fmt: skip
     check_static(
         scale=scale, softcap=softcap, dropout_p=dropout_p, is_causal=is_causal, return_residual=return_residual,
-        block_size=block_size,
+        **{"block_mask.size": block_size},
     )  # fmt: skip
     if not isinstance(return_residual, (bool, np.bool_)):
         raise TypeError(f"return_residual must be True or False, got {return_residual!r}")
@@ -448,11 +59,11 @@ def _read_options(
         if isinstance(number, (jax.Array, np.ndarray)) and number.ndim == 0:
             numbers[name] = number.item()
     # cattn checks the numbers, with its own messages, on a call of no rows
-    rows = np.empty((1, query.shape[3]), _compute_dtype(query.dtype))
-    blocks = np.ones((1, 1), bool) if has_blocks else None
-    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, block_size=block_size, **numbers)
+    rows = np.empty((1, query.shape[3]), compute_dtype(query.dtype))
+    blocks = None if block_size is None else BlockMask._of_argument(True, block_size)
+    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, **numbers)
     left, right = read_window(window, causal=bool(is_causal))
-    return _Options(
+    return Options(
         scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),
         softcap=float(numbers["softcap"] or 0.0),
         dropout_p=float(numbers["dropout_p"]),
@@ -483,10 +94,7 @@ def dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    key_scale: Any = None,
-    value_scale: Any = None,
     block_mask: Any = None,
-    block_size: int | None = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
 ) -> Any:
@@ -497,10 +105,14 @@ def dot_product_attention(
     query : array, shape (B, T, N, H) or (T, N, H)
         Queries of float16, bfloat16, float32 or float64. Key and value have the same dtype. Halves are computed in
         float32.
-    key : array, shape (B, S, K, H) or (S, K, H)
-        Keys. N is a multiple of K: query head n reads the key-value head ``n // (N // K)``.
-    value : array, shape (B, S, K, D) or (S, K, D)
-        Values. D may differ from H.
+    key : array, shape (B, S, K, H) or (S, K, H), Quantized, or (array, array)
+        Keys. N is a multiple of K: query head n reads the key-value head ``n // (N // K)``. A `cattn.Quantized`, which
+        is a pytree, or a pair of arrays of JAX ``(values, scale)``: values of int8 or float8_e4m3fn, whose elements
+        are the products with their scales, in float32. A scale broadcasts to the values: (B, S, K, 1) has one for each
+        token and head, (1, 1, K, H) one for each column. They are constants: their gradient is 0. Halves of the other
+        arrays are then computed in float32, and the output is rounded.
+    value : array, shape (B, S, K, D) or (S, K, D), Quantized, or (array, array)
+        Values. D may differ from H. They may be quantized, too.
     bias : array, optional
         Added to the scaled scores. Broadcasts to (B, N, T, S).
     mask : array of bool, optional
@@ -535,16 +147,9 @@ def dot_product_attention(
         Slopes of ALiBi. They are constants: their gradient is 0.
     sinks : array, shape (N,) or (B, N), optional
         One extra logit for each query head, which enters the denominator only.
-    key_scale, value_scale : array, optional
-        Scales of a quantized key or value, of int8 or float8_e4m3fn: its elements are the products with its scales, in
-        float32. Broadcasts to the shape of key or value: (B, S, K, 1) has one for each token and head, (1, 1, K, H) one
-        for each column. Positive and finite, from 2**-100 to 2**100. They are constants, as are the quantized arrays:
-        their gradient is 0. Halves of the other arrays are then computed in float32, and the output is rounded.
-    block_mask : array of bool, optional
-        True where all pairs of a block of queries and keys are visible; hidden blocks take no time. Broadcasts to
-        (B, N, ceil(T / block_size), ceil(S / block_size)).
-    block_size : int, optional
-        Number of queries and of keys of a block, known when the call is traced. Needed with block_mask.
+    block_mask : BlockMask or (array of bool, int), optional
+        True where all pairs of a block of queries and keys are visible; hidden blocks take no time. The blocks
+        broadcast to (B, N, ceil(T / size), ceil(S / size)). The size must be known when the call is traced.
     dropout_p : float
         Probability that a weight is dropped.
     dropout_key : key of jax.random, optional
@@ -563,9 +168,10 @@ def dot_product_attention(
     or sinks is summed over broadcast axes. The seed of a dropout mask is ``words[0] + words[1] * 2**32`` with
     ``words = jax.random.bits(dropout_key, (2,), "uint32")``.
 
-    The output and the residual are differentiable once, in reverse mode, in query, key, value, bias and sinks. JAX's
-    own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The context
-    `cattn.num_threads` has no effect, because JAX computes on threads of its own.
+    The output and the residual are differentiable twice in query, key, value, bias and sinks, in reverse mode, in
+    forward mode (``jax.jvp``), and in one over the other (``jax.hessian``); with quantized arrays once, by ``grad``.
+    JAX's own function stops the gradient of its residual. `cattn.set_num_threads` sets the number of threads. The
+    context `cattn.num_threads` has no effect, because JAX computes on threads of its own.
 
     Examples
     --------
@@ -579,9 +185,11 @@ def dot_product_attention(
     >>> jax.grad(lambda x: dot_product_attention(x, x, x).sum())(x).shape
     (1, 3, 1, 3)
     """
-    operands = _read_inputs(query, key, value, key_scale, value_scale)
+    operands = read_inputs(query, key, value)
+    is_quantized = any(isinstance(given, (Quantized, tuple)) for given in (key, value))
+    blocks, block_size = split_blocks(block_mask)
     options = _read_options(operands, scale, softcap, dropout_p, is_causal, local_window_size, return_residual,
-                            block_mask is not None, block_size)  # fmt: skip
+                            block_size)  # fmt: skip
     if options.lower_right and query_offset is not None:
         raise ValueError("is_causal='lower_right' sets the offset itself; with query_offset use is_causal='upper_left'")
     given: dict[str, Any] = {
@@ -591,15 +199,15 @@ def dot_product_attention(
     }  # fmt: skip
     for name, _, kind, _, _ in _cattn._operands():
         if given.get(name) is not None:
-            operands[name] = _READERS[kind](given[name], name, operands)
+            operands[name] = READERS[kind](given[name], name, operands)
     if block_mask is not None:
-        operands["block_mask"] = _read_blocks(block_mask, options.block_size, operands)
+        operands["block_mask"] = read_blocks(blocks, options.block_size, operands)
     if options.dropout_p > 0:
         operands["dropout_seed"] = read_seed(dropout_key, options.dropout_p)
     found = _compiled(options, operands)
     out = found["out"]
-    if key_scale is not None or value_scale is not None:
-        out = out.astype(_as_array(query, "query").dtype)
+    if is_quantized:
+        out = out.astype(as_array(query, "query").dtype)
     residual = found["residual"].astype(out.dtype) if options.return_residual else None
     if jnp.ndim(query) == 3:
         out, residual = out[0], None if residual is None else residual[0]

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.names import with_hints
+from .._input.pairs import Quantized
 from .._input.rng import to_replay
 from .._input.types import AttentionOutput, Window
 from ..cache import KVCache
@@ -79,25 +80,29 @@ class _Kept(NamedTuple):
     batched: bool
 
 
+def _at(stored: Array | Quantized, index: Any) -> Any:
+    """Return ``stored[index]``, where an index of a quantized cache is one of the axes before the tokens."""
+    return Quantized._of_checked(*(a[index] for a in stored)) if isinstance(stored, Quantized) else stored[index]
+
+
 def _attend(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Any,
+    v: Any,
     offset: Any,
     dropouts: Sequence[Dropout],
     return_weights: bool,
     keep: bool = False,
     window_size: Window = (-1, -1),
-    **scales: Array | None,
 ) -> tuple[Array, Array | None, _Pass | None]:
     """Return context (B, T, H * d_v) and weights (B, H, T, T_k) of q, k, v (B, H, T, d); causal if there is an offset.
 
     `dropouts` has one layer for all heads, or one for each; these draw one after the other. If `keep`, also return
-    the `_Pass` for the backward pass; its `out` shares memory with the context. `scales` are key_scale and
-    value_scale of a cache.
+    the `_Pass` for the backward pass; its `out` shares memory with the context. k and v of a cache
+    may be Quantized.
     """
     batch, heads, tokens, _ = q.shape
-    dtype = np.result_type(q, k, v)
+    dtype = np.result_type(q, k.dtype, v.dtype)
     context = np.empty((batch, tokens, heads, v.shape[-1]), dtype)  # in the memory order of the output
     weights = np.empty((batch, heads, tokens, k.shape[-2]), dtype) if return_weights else None
     lse = np.empty((batch, heads, tokens), np.float64) if keep else None  # for the gradients
@@ -119,13 +124,11 @@ def _attend(
             "rng": rng,
         }
         replay: Any = to_replay(rng) if keep and p > 0 and isinstance(rng, TorchGenerator) else None
-        of_heads: Any = {name: None if scale is None else scale[..., part, :, :] for name, scale in scales.items()}
+        parted = q[:, part], _at(k, np.s_[:, part]), _at(v, np.s_[:, part])
         if offset is None:
-            result = scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], **keywords)
+            result = scaled_dot_product_attention(*parted, **keywords)
         else:
-            result = causal_attention(
-                q[:, part], k[:, part], v[:, part], query_offset=offset, window_size=window_size, **of_heads, **keywords
-            )  # fmt: skip
+            result = causal_attention(*parted, query_offset=offset, window_size=window_size, **keywords)
         if keep and p > 0 and replay is None:
             replay = result.dropout_seed
         replays.append(_HeadDropout(part, p, replay))
@@ -333,10 +336,9 @@ class Causal(_Attention):
         single = cache.batch_shape == ()
         try:
             cache.append(*(k[0], v[0]) if single else (k, v))
-            all_k, all_v = (cache.k[None], cache.v[None]) if single else (cache.k, cache.v)
+            all_k, all_v = (_at(cache.k, None), _at(cache.v, None)) if single else (cache.k, cache.v)
             context, weights, _ = _attend(
-                q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size,
-                key_scale=cache.k_scale, value_scale=cache.v_scale,
+                q, all_k, all_v, offset, self._dropouts(), return_weights, window_size=self.window_size
             )  # fmt: skip
             return self._finish(context), weights
         except BaseException:

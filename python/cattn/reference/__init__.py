@@ -27,6 +27,7 @@ from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
 from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
 from ._dropout import dropout, dropout_keep, philox4x32
+from ._jvp import attention_jvp, attention_jvp_backward
 from ._linear import linear, linear_backward
 from ._masks import causal_mask
 from ._norm import layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
@@ -36,6 +37,8 @@ from ._statistics import attention_statistics, varlen_attention_statistics
 
 __all__ = [
     "attention_backward",
+    "attention_jvp",
+    "attention_jvp_backward",
     "attention_statistics",
     "attention_weights",
     "causal_attention",

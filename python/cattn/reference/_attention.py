@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cattn._input.pairs import BlockMask, Stored
 from cattn._input.types import AttentionOutput, ComputeDType, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, dequantized, new_seed, probability, quiet, rounded_to_bfloat16
+from ._shared import Bools, Floats, boolean, deliver, new_seed, plain, probability, quiet, rounded_to_bfloat16
 from ._softmax import softmax
+
+if TYPE_CHECKING:
+    from cattn.cache import KVCache
 
 STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 
@@ -21,8 +25,8 @@ STAGES = ("qk", "softcap", "bias", "mask", "softmax", "dropout")
 @quiet
 def scaled_dot_product_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Causal = False,
@@ -38,10 +42,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     rng: int | None = None,
@@ -82,8 +83,7 @@ def scaled_dot_product_attention(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        key_scale=key_scale, value_scale=value_scale, block_mask=block_mask, block_size=block_size,
-        key_indices=key_indices, compute_dtype=compute_dtype,
+        block_mask=block_mask, key_indices=key_indices, compute_dtype=compute_dtype,
     )  # fmt: skip
     if key_indices is not None and (p > 0 or return_dropout_mask):
         raise ValueError("dropout and key_indices do not go together")
@@ -111,8 +111,8 @@ def scaled_dot_product_attention(
 
 def causal_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored | KVCache,
+    value: Stored | None = None,
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     *,
@@ -120,6 +120,8 @@ def causal_attention(
     **keywords: Any,
 ) -> Floats | AttentionOutput:
     """Return `scaled_dot_product_attention` in which a token sees itself and the tokens before it.
+
+    A cache holds the keys and the values, and its lengths are the numbers of tokens of the sequences.
 
     The queries are the last ones of the sequence ("lower_right"), so that a few new queries with a longer cache of keys
     give the results of a full pass. `query_offset` sets the position of query 0 instead.
@@ -130,14 +132,17 @@ def causal_attention(
     >>> np.allclose(causal_attention(x[3:], x, x), causal_attention(x, x, x)[3:])
     True
     """
+    if value is None:
+        key, value, of_lengths = cast("KVCache", key)._attended_by(query)
+        query_offset = of_lengths if query_offset is None else query_offset
     keywords |= {"query_offset": query_offset, "is_causal": "lower_right" if query_offset is None else "upper_left"}
-    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **keywords)
+    return scaled_dot_product_attention(query, cast("Stored", key), value, attn_mask, dropout_p, **keywords)
 
 
 def varlen_attention(
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -158,7 +163,6 @@ def varlen_attention(
     array([2., 2., 5.])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
-    key, value = (dequantized(a, keywords.pop(f"{name}_scale", None)) for name, a in (("key", key), ("value", value)))
     result = scaled_dot_product_attention(
         pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), return_lse=True,
         **padded_options(edges_q, edges_k, alignment, keywords),
@@ -168,9 +172,9 @@ def varlen_attention(
     return AttentionOutput(out, lse=unpad(result.lse[..., None], edges_q)[..., 0].T) if return_lse else out
 
 
-def pad(packed: ArrayLike, edges: NDArray[Any]) -> Floats:
+def pad(packed: Stored, edges: NDArray[Any]) -> Floats:
     """Return packed rows (total, H, D) as a batch (B, H, longest, D), padded with zeros."""
-    rows = np.asarray(packed, np.float64)
+    rows = np.asarray(plain(packed), np.float64)
     batch = np.zeros((len(edges) - 1, int(np.diff(edges).max(initial=0)), *rows.shape[1:]))
     for entry, first, last in zip(batch, edges[:-1], edges[1:], strict=True):
         entry[: last - first] = rows[first:last]
@@ -199,7 +203,7 @@ def padded_options(
 @quiet
 def attention_weights(
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     attn_mask: ArrayLike | None = None,
     is_causal: Causal = False,
     *,
@@ -213,8 +217,8 @@ def attention_weights(
     """Return scores or weights after a stage of attention, (..., T_q, T_k).
 
     The stages: "qk" (scaled products), "softcap", "bias" (slopes and additive masks), "mask" (hidden scores are -inf),
-    "softmax" (the weights), "dropout" (the weights that multiply the values). The other options are those of
-    `scaled_dot_product_attention`.
+    "softmax" (the weights), "dropout" (the weights that multiply the values). The other options
+    belong to `scaled_dot_product_attention`.
 
     Examples
     --------
@@ -289,7 +293,7 @@ class Problem(NamedTuple):
 
 
 def score(
-    inputs: tuple[ArrayLike, ArrayLike, ArrayLike],
+    inputs: tuple[ArrayLike, Stored, Stored],
     attn_mask: ArrayLike | None = None,
     is_causal: Causal = False,
     *,
@@ -298,17 +302,13 @@ def score(
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    block_mask: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     compute_dtype: ComputeDType = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
-    scales = (None, key_scale, value_scale)
-    arrays = [np.asarray(dequantized(a, s), np.float64) for a, s in zip(inputs, scales, strict=True)]
+    arrays = [np.asarray(plain(a), np.float64) for a in inputs]
     if compute_dtype is not None:
         arrays = [rounded_to_bfloat16(a) for a in arrays]
     rank = max(a.ndim for a in arrays)
@@ -343,11 +343,11 @@ def score(
         else:
             raise TypeError(f"bias must hold floats, got {term.dtype}; a boolean mask goes to attn_mask")
 
-    if block_mask is not None and block_size is not None:
-        blocks = boolean(block_mask, "block_mask")
+    if block_mask is not None:
+        blocks, size = block_mask
         if one_head and blocks.ndim > 2:
             blocks = np.expand_dims(blocks, -3)
-        visible &= np.broadcast_to(repeat_blocks(blocks, block_size, shape[-2], shape[-1]), shape)
+        visible &= np.broadcast_to(repeat_blocks(blocks, size, shape[-2], shape[-1]), shape)
 
     q, k, v = (np.broadcast_to(a, shape[:-2] + a.shape[-2:]) for a in (q, k, v))
     problem = Problem(q, k, v, scale, products, capped, scores, visible, position, starts, one_head, None)

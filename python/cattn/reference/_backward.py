@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cattn._input.pairs import Stored
 from cattn._input.types import AttentionGradients
 
 from ._attention import _dropout_bits, _weighted_sum, pad, padded_options, score, unpad
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
-from ._shared import Floats, boolean, deliver, dequantized, probability, quiet
+from ._shared import Floats, boolean, deliver, probability, quiet
 
 
 @quiet
 def attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     out: ArrayLike,
     lse: ArrayLike,
     *,
@@ -103,8 +104,8 @@ def attention_backward(
 def varlen_attention_backward(
     grad_out: ArrayLike,
     query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    key: Stored,
+    value: Stored,
     out: ArrayLike,
     lse: ArrayLike,
     cu_seqlens_q: ArrayLike,
@@ -123,7 +124,6 @@ def varlen_attention_backward(
     array([1., 1., 1.])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
-    key, value = (dequantized(a, options.pop(f"{name}_scale", None)) for name, a in (("key", key), ("value", value)))
 
     def pad_lse(rows: ArrayLike) -> Floats:  # (H, total)
         return pad(np.asarray(rows).T[..., None], edges_q)[..., 0]

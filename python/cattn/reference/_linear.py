@@ -3,33 +3,34 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._shared import Floats, deliver, dequantized, quiet
+from cattn._input.pairs import Stored
+
+from ._shared import Floats, deliver, plain, quiet
 
 
 @quiet
 def linear(
     x: ArrayLike,
-    weight: ArrayLike,
+    weight: Stored,
     bias: ArrayLike | None = None,
     *,
-    weight_scale: ArrayLike | None = None,
     out: Floats | None = None,
 ) -> Floats:
-    """Return ``x @ weight.T + bias``; `weight` is (N, K). With `weight_scale` it is multiplied by it, in float32.
+    """Return ``x @ weight.T + bias``; `weight` is (N, K).
 
     Examples
     --------
     >>> linear([[1.0, 2.0]], [[3.0, 4.0], [0.0, 1.0]], [0.5, 0.0])
     array([[11.5,  2. ]])
     """
-    matrix = dequantized(weight, weight_scale).astype(np.float64)
+    matrix = plain(weight).astype(np.float64)
     result: Floats = np.asarray(x, np.float64) @ matrix.T
     return deliver(result if bias is None else result + np.asarray(bias, np.float64), out)
 
 
 @quiet
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike | None, weight: ArrayLike | None, *, weight_scale: ArrayLike | None = None
+    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None
 ) -> tuple[Floats | None, Floats | None, Floats]:
     """Return the gradients of `x`, `weight` and bias, given the gradient of the result of `linear`.
 
@@ -43,7 +44,7 @@ def linear_backward(
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = grad @ dequantized(weight, weight_scale).astype(np.float64)
+        grad_x = grad @ plain(weight).astype(np.float64)
     if x is not None:
         given = np.asarray(x, np.float64)
         grad_weight = rows.T @ given.reshape(-1, given.shape[-1])

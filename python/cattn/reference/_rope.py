@@ -17,7 +17,7 @@ def rope_frequencies(
 ) -> tuple[Floats, float]:
     """Return the frequency of each pair of columns, and the factor of all sines and cosines.
 
-    `length` is the largest position + 1, which "dynamic" scaling depends on. The formulas are those of
+    `length` is the largest position + 1, which "dynamic" scaling depends on. The formulas come from
     ``modeling_rope_utils`` in Hugging Face transformers.
 
     Examples

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cattn._input.pairs import Quantized, Stored
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
@@ -22,9 +24,9 @@ def boolean(mask: ArrayLike, name: str) -> Bools:
     return array
 
 
-def dequantized(array: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
-    """Return the numbers of an array: with scales the products in float32, else itself."""
-    return np.asarray(array) if scale is None else np.asarray(array).astype(np.float32) * np.asarray(scale, np.float32)
+def plain(stored: Stored) -> NDArray[Any]:
+    """Return the numbers of an array: of a quantized one the products, in float32."""
+    return stored.values.astype(np.float32) * stored.scale if isinstance(stored, Quantized) else np.asarray(stored)
 
 
 def probability(p: float, name: str) -> float:
@@ -51,8 +53,8 @@ def rounded_to_bfloat16(x: ArrayLike) -> Floats:
     array([1.      , 1.      , 1.015625, 0.      ])
     """
     single = np.asarray(x, np.float32)
-    bits = single.view(np.uint32).astype(np.uint64)
+    bits = single.view(np.uint32).astype(np.int64)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    rounded = bits.astype(np.uint32).view(np.float32).reshape(single.shape).astype(np.float64)
+    rounded = bits.astype(np.uint32).view(np.float32).astype(np.float64)
     rounded = np.where(np.isnan(single), np.nan, rounded)
     return np.where(np.abs(single) < np.finfo(np.float32).tiny, 0.0, rounded)

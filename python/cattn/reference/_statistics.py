@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cattn._input.pairs import Stored
 from cattn._input.types import AttentionStatistics
 
 from ._attention import normalize, pad, padded_options, score, unpad
 from ._masks import Causal
-from ._shared import dequantized, quiet
+from ._shared import quiet
 
 
 @quiet
 def attention_statistics(
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     attn_mask: ArrayLike | None = None,
     is_causal: Causal = False,
     *,
@@ -77,7 +78,7 @@ def attention_statistics(
 
 def varlen_attention_statistics(
     query: ArrayLike,
-    key: ArrayLike,
+    key: Stored,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
@@ -95,7 +96,6 @@ def varlen_attention_statistics(
     array([[1., 1., 1.]])
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
-    key = dequantized(key, keywords.pop("key_scale", None))
     result = attention_statistics(
         pad(query, edges_q), pad(key, edges_k), **padded_options(edges_q, edges_k, alignment, keywords)
     )

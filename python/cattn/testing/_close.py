@@ -11,7 +11,6 @@ from .._input.arrays import read_array
 from .._input.types import AttentionOutput
 from ..functional import scaled_dot_product_attention
 from ..reference._attention import normalize, score
-from ..reference._shared import dequantized
 
 Floats = NDArray[np.float64]
 
@@ -165,8 +164,8 @@ def _format(given: Any, name: str, default: str) -> str:
 
 def _exact(arrays: dict[str, NDArray[Any]], options: dict[str, Any], mask: NDArray[Any] | None) -> _Exact:
     p = float(options.get("dropout_p", 0.0))
-    kept_options = {name: a for name, a in options.items() if name not in ("dropout_p", "rng", "sinks", "value_scale")}
-    given = (arrays["query"], arrays["key"], dequantized(arrays["value"], options.get("value_scale")))
+    kept_options = {name: a for name, a in options.items() if name not in ("dropout_p", "rng", "sinks")}
+    given = (arrays["query"], arrays["key"], arrays["value"])
     with np.errstate(all="ignore"):
         problem = score(given, **kept_options)
         sinks = options.get("sinks")

@@ -21,7 +21,7 @@ class Mistake:
     Attributes
     ----------
     name : str
-        A short name for programs, such as ``"sees_future"``; the page "Test your own attention" lists them all.
+        A short name for programs, such as ``"sees_future"``; the page "Tests of your attention" lists them all.
     text : str
         The mistake in one sentence.
     cure : str

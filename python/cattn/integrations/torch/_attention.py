@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..._input.pairs import BlockMask, Quantized
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
-from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, write_options
+from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
 from ._quantized import read_quantized
+from ._second import attend_transformed
 from ._tensors import (
     DTYPES,
     as_array,
@@ -20,6 +23,7 @@ from ._tensors import (
     dtype_of,
     is_causal_bias,
     is_readable,
+    is_transformed,
     nobody_watches,
     read_causal_bias,
 )
@@ -42,10 +46,7 @@ class _Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    key_scale: Tensor | None
-    value_scale: Tensor | None
-    block_mask: Tensor | None
-    block_size: int | None
+    block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
     rng: int | torch.Generator | None
 
@@ -84,6 +85,32 @@ def _own_array(tensor: Tensor) -> Any:
     return as_array(tensor).copy()
 
 
+def _is_any_transformed(operands: Sequence[Tensor], *others: Tensor | None) -> bool:
+    """Return whether ``torch.func`` or forward mode differentiates one of the operands."""
+    for tensor in others:
+        if tensor is not None and is_transformed(tensor):
+            raise NotImplementedError("alibi_slopes and scales have no derivatives: pass them by another argument")
+    return any(map(is_transformed, operands))
+
+
+def _is_followed(mask: Tensor, gradients: bool, transformed: bool) -> bool:
+    """Return whether a mask may have derivatives."""
+    return mask.is_floating_point() if transformed else gradients and mask.requires_grad
+
+
+def _weights(operands: tuple[Tensor | None, ...], options: dict[str, Any]) -> Tensor:
+    """Return the weights before dropout as the output for the unit matrix, which has all derivatives."""
+    query, key, value, *rest = operands
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    if options["key_indices"] is not None:
+        raise NotImplementedError("return_weights and key_indices do not go together under torch.func")
+    size = key.shape[-2]
+    unit = torch.eye(size, dtype=query.dtype, device="cpu").expand(*value.shape[:-2], size, size)
+    without = write_options(options | {"dropout_p": 0.0, "rng": None, "value_scale": None})
+    results: tuple[Tensor, Tensor] = attend_transformed(query, key, unit, *rest, *without)
+    return results[0]
+
+
 def _check_inputs(query: Any, key: Any, value: Any) -> None:
     """Raise the error for tensors that cattn cannot read."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -104,8 +131,8 @@ def _check_others(others: dict[str, Any]) -> None:
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantized | tuple[Tensor, Tensor],
+    value: Tensor | Quantized | tuple[Tensor, Tensor],
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -119,8 +146,8 @@ def scaled_dot_product_attention(
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantized | tuple[Tensor, Tensor],
+    value: Tensor | Quantized | tuple[Tensor, Tensor],
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: Alignment = ...,
@@ -133,8 +160,8 @@ def scaled_dot_product_attention(
 ) -> Any: ...
 def scaled_dot_product_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
@@ -150,10 +177,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    block_mask: Tensor | None = None,
-    block_size: int | None = None,
+    block_mask: BlockMask | tuple[Tensor, int] | None = None,
     key_indices: Tensor | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
@@ -166,10 +190,13 @@ def scaled_dot_product_attention(
     query : Tensor, shape (..., T_q, head_dim)
         Queries, on the CPU, of float16, bfloat16 (with ``ml_dtypes``), float32 or float64. Key and value have the same
         dtype. ``torch.autocast`` casts all but float64 first, as for PyTorch's own function.
-    key : Tensor, shape (..., T_k, head_dim)
-        Keys.
-    value : Tensor, shape (..., T_k, d_v)
-        Values.
+    key : Tensor, shape (..., T_k, head_dim), Quantized, or (Tensor, Tensor)
+        Keys. A `cattn.Quantized`, or a pair of tensors ``(values, scale)``: values of ``torch.int8`` or
+        ``torch.float8_e4m3fn``, whose elements are the products with their scales in float32. A scale broadcasts to the
+        values: (..., T_k, 1) has one for each token. Halves of the other tensors are then computed in float32, and the
+        output is rounded. Quantized tensors and scales have no gradient.
+    value : Tensor, shape (..., T_k, d_v), Quantized, or (Tensor, Tensor)
+        Values. They may be quantized, too.
     attn_mask : Tensor, optional
         Boolean (True where the key is visible) or float (added to the scores). It may be combined with is_causal. Also
         ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left``, without is_causal.
@@ -206,16 +233,9 @@ def scaled_dot_product_attention(
         The slope of ALiBi for each query head. It has no gradient.
     sinks : Tensor, shape (H,) or (..., H), optional
         One extra logit for each query head.
-    key_scale, value_scale : Tensor, optional
-        Scales of a key or value of ``torch.int8`` or ``torch.float8_e4m3fn``, whose elements are the products with them
-        in float32. Broadcasts to the shape of key or value: (..., T_k, 1) has one for each token. Positive and finite,
-        from 2**-100 to 2**100. Halves of the other tensors are then computed in float32, and the output is rounded.
-        Quantized tensors and scales have no gradient.
-    block_mask : Tensor of bool, optional
-        Which blocks of queries and keys are visible; hidden blocks take no time. Broadcasts to
-        (..., ceil(T_q / block_size), ceil(T_k / block_size)).
-    block_size : int, optional
-        Number of queries and of keys of a block; needed with block_mask.
+    block_mask : BlockMask or (Tensor of bool, int), optional
+        Which blocks of queries and keys are visible; hidden blocks take no time. The blocks broadcast to
+        (..., ceil(T_q / size), ceil(T_k / size)).
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
     rng : int or torch.Generator, optional
@@ -232,7 +252,7 @@ def scaled_dot_product_attention(
         As `cattn.scaled_dot_product_attention`; also for other devices and dtypes, for arguments that are not tensors,
         and for an attn_mask of any other subclass of Tensor.
     NotImplementedError
-        For second derivatives, in forward-mode differentiation, under ``torch.func.grad`` and similar transforms, and
+        For third derivatives, forward mode over forward mode, second derivatives of weights and with key_indices, and
         for alibi_slopes, scales or quantized tensors that require a gradient.
 
     Notes
@@ -240,9 +260,9 @@ def scaled_dot_product_attention(
     `cattn.set_num_threads` sets the number of threads. Gradients have the same bits for any number of them.
 
     Without gradients the function reads the tensors and calls `cattn.scaled_dot_product_attention` at once. With
-    gradients it is a ``torch.autograd.Function``. Where PyTorch compiles, traces or transforms, it is the custom
-    operator ``torch.ops.cattn.attention``. ``torch.vmap`` makes one call of the whole batch, except for dropout with
-    ``randomness="same"``.
+    gradients it is a ``torch.autograd.Function``, and so under ``torch.func`` and in forward mode. Where PyTorch
+    compiles or traces, it is the custom operator ``torch.ops.cattn.attention``. ``torch.vmap`` makes one call of the
+    whole batch, except for dropout with ``randomness="same"``.
 
     Examples
     --------
@@ -257,6 +277,12 @@ def scaled_dot_product_attention(
     >>> result.weights.sum(-1) < 1
     tensor([True, True, True])
     """
+    key_scale = value_scale = None
+    scaled = not isinstance(key, Tensor) or not isinstance(value, Tensor)
+    if scaled:
+        check_tensor(query, "query")
+        dtype = dtype_of(query)
+        query, key, value, key_scale, value_scale = read_quantized(query, key, value)
     alignment = _read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
@@ -264,11 +290,7 @@ def scaled_dot_product_attention(
         attn_mask, alignment = read_causal_bias(attn_mask, query, key)
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a real number, got {type(dropout_p).__name__}")
-    scaled = key_scale is not None or value_scale is not None
-    if scaled:
-        check_tensor(query, "query")
-        dtype = dtype_of(query)
-        query, key, value, key_scale, value_scale = read_quantized(query, key, value, key_scale, value_scale)
+    blocks, block_size = read_block_mask(block_mask)
     extras = [tensor for tensor in (attn_mask, bias, sinks) if tensor is not None]  # most calls have none
     direct = (
         nobody_watches()
@@ -278,19 +300,20 @@ def scaled_dot_product_attention(
         and (scaled or (query.dtype is key.dtype is value.dtype and query.dtype in DTYPES))
         and all(map(is_readable, extras))
         and (alibi_slopes is None or is_readable(alibi_slopes))
-        and (block_mask is None or is_readable(block_mask))
+        and (blocks is None or is_readable(blocks))
         and (key_indices is None or is_readable(key_indices))
         and not torch.is_autocast_enabled("cpu")
     )
     if not direct:
         others = {"attn_mask": attn_mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        others |= {"block_mask": block_mask, "key_indices": key_indices}
+        others |= {"block_mask": blocks, "key_indices": key_indices}
         if not scaled:
             _check_inputs(query, key, value)
             query, key, value = (tensor.to(dtype_of(tensor)) for tensor in (query, key, value))
         _check_others(others)
         attn_mask = None if attn_mask is None else attn_mask.to(dtype_of(attn_mask))
         bias = None if bias is None else bias.to(dtype_of(bias))
+    transformed = not direct and _is_any_transformed((query, key, value, *extras), alibi_slopes, key_scale, value_scale)
     gradients = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -299,7 +322,7 @@ def scaled_dot_product_attention(
     )
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes requires grad, but has no gradient: pass alibi_slopes.detach()")
-    if gradients and bias is not None and attn_mask is not None and attn_mask.requires_grad:
+    if bias is not None and attn_mask is not None and _is_followed(attn_mask, gradients, transformed):
         bias = attn_mask + bias  # both have the gradient of their sum
         attn_mask = None
     operands = (query, key, value, attn_mask, bias, sinks)
@@ -309,13 +332,18 @@ def scaled_dot_product_attention(
         "query_offset": query_offset, "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
-        "value_scale": value_scale, "block_mask": block_mask, "block_size": block_size, "key_indices": key_indices,
+        "value_scale": value_scale, "block_mask": blocks, "block_size": block_size, "key_indices": key_indices,
         "rng": seed,
     }  # fmt: skip
     if not direct:
         for name in POSITIONS:
             options[name] = _as_positions(options[name], name)
-        out, lse, weights = attention_operator(*operands, *write_options(options), return_weights)
+        written = write_options(options)
+        if transformed:
+            out, lse = attend_transformed(*operands, *written)
+            weights = _weights(operands, options) if return_weights else None
+        else:
+            out, lse, weights = attention_operator(*operands, *written, return_weights)
     else:
         read = _own_array if gradients else as_array
         options = {

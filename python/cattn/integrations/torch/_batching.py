@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._operator import AXES, N_OF_RESULTS, N_OPERANDS, PLACE, attention_operator, backward_operator
+from ._operator import AXES, N_OF_RESULTS, N_OPERANDS, OPERANDS, PLACE, attention_operator, backward_operator
+from ._second import N_OF_DERIVATIVE, N_OF_JVP, jvp_backward_operator, jvp_operator
 
+_OF_RESULTS = ("matrix", "row", "matrix", "matrix", "row")
+_OF_JVP = (*OPERANDS, "matrix", "row")
+_OF_DERIVATIVE = ("matrix", "row", *OPERANDS, "matrix", "row", "matrix", "row")
 _SEED, _DROPOUT_P, _ENABLE_GQA = (PLACE[name] for name in ("seed", "dropout_p", "enable_gqa"))
 
 
@@ -91,13 +96,25 @@ def _gradients_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: 
     if _one_mask_for_all(dims, rest):
         return _in_turn(backward_operator, info.batch_size, in_dims, arguments)
     layout, spread = _spread_arguments(info.batch_size, dims, rest)
+    leading = _spread_leading(layout, _OF_RESULTS, in_dims, arguments)
+    return _gathered(info.batch_size, backward_operator(*leading, *spread), rest, dims)
+
+
+def _spread_leading(layout: _Layout, kinds: Sequence[str], dims: tuple[int | None, ...], arguments: Any) -> list[Any]:
+    """Spread the arguments before the operands: matrices and rows of results, and tangents of operands."""
     n = layout.ndim
-    matrix, row = (n, -3), (n - 1, -2)
-    of_results = [
-        None if x is None else layout.spread(x, dim, *place)
-        for x, dim, place in zip(arguments, in_dims, (matrix, row, matrix, matrix, row), strict=False)
+    places: dict[str, tuple[int, int | None]] = {"matrix": (n, -3), "row": (n - 1, -2)}
+    for name in OPERANDS:
+        axes = len(AXES[name])
+        places[name] = (n - 3 + axes, -3 if axes == 3 else None)
+    return [
+        None if x is None else layout.spread(x, dim, *places[kind])
+        for x, dim, kind in zip(arguments, dims, kinds, strict=False)
     ]
-    grads = backward_operator(*of_results, *spread)
+
+
+def _gathered(size: int, grads: tuple[Tensor, ...], rest: tuple[Any, ...], dims: tuple[int | None, ...]) -> Any:
+    """Return the gradients of the operands in their own shapes, with the batch first."""
     results: list[Tensor] = []
     out_dims: list[int | None] = []
     for grad, operand, dim in zip(grads, rest[:N_OPERANDS], dims, strict=False):
@@ -106,6 +123,26 @@ def _gradients_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: 
             out_dims.append(None)
         else:
             shape = operand.shape if dim is None else operand.movedim(dim, 0).shape[1:]
-            results.append(grad.reshape(info.batch_size, *shape))
+            results.append(grad.reshape(size, *shape))
             out_dims.append(0)
     return tuple(results), tuple(out_dims)
+
+
+@jvp_operator.register_vmap
+def _derivatives_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    dims, rest = in_dims[N_OF_JVP:], arguments[N_OF_JVP:]
+    if _one_mask_for_all(dims, rest):
+        return _in_turn(jvp_operator, info.batch_size, in_dims, arguments)
+    layout, spread = _spread_arguments(info.batch_size, dims, rest)
+    out_tangent, lse_tangent = jvp_operator(*_spread_leading(layout, _OF_JVP, in_dims, arguments), *spread)
+    return (layout.drop_heads(out_tangent, -3), layout.drop_heads(lse_tangent, -2)), (0, 0)
+
+
+@jvp_backward_operator.register_vmap
+def _second_derivatives_of_batch(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    dims, rest = in_dims[N_OF_DERIVATIVE:], arguments[N_OF_DERIVATIVE:]
+    if _one_mask_for_all(dims, rest):
+        return _in_turn(jvp_backward_operator, info.batch_size, in_dims, arguments)
+    layout, spread = _spread_arguments(info.batch_size, dims, rest)
+    grads = jvp_backward_operator(*_spread_leading(layout, _OF_DERIVATIVE, in_dims, arguments), *spread)
+    return _gathered(info.batch_size, grads, rest, dims)

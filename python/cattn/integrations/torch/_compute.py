@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cattn
 
-from ._tensors import as_array, as_tensor
+from ._tensors import OPERATOR, as_array, as_tensor
 
 _profiler_enabled: Any = torch._C._autograd._profiler_enabled
 # The arguments that may carry a gradient: query, key, value, attn_mask, bias, sinks.
@@ -64,10 +64,20 @@ def recorded(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
+def _stored(tensor: Tensor, name: str, options: dict[str, Any]) -> Any:
+    """Return a key or value as cattn's functions take it."""
+    scale = options.get(f"{name}_scale")
+    return as_array(tensor) if scale is None else cattn.Quantized._of_argument(as_array(tensor), scale, name)
+
+
 def _with_extras(
     options: dict[str, Any], attn_mask: Tensor | None, bias: Tensor | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, with the operands that most calls do not have."""
+    if options.keys() & {"key_scale", "value_scale", "block_mask"}:
+        options = {name: x for name, x in options.items() if name not in ("key_scale", "value_scale")}
+        blocks, size = options.pop("block_mask", None), options.pop("block_size", None)
+        options["block_mask"] = None if blocks is None else cattn.BlockMask._of_argument(blocks, size)
     if attn_mask is not None:
         options = {**options, "attn_mask": as_array(attn_mask)}
     if bias is not None:
@@ -85,7 +95,7 @@ def forward(operands: Operands, options: dict[str, Any], lse: bool, weights: boo
     query, key, value, attn_mask, bias, sinks = operands
     assert query is not None and key is not None and value is not None  # noqa: PT018
     attention: Any = cattn.scaled_dot_product_attention  # the overloads do not see through **options
-    arrays = as_array(query), as_array(key), as_array(value)
+    arrays = as_array(query), _stored(key, "key", options), _stored(value, "value", options)
     options = _with_extras(options, attn_mask, bias, sinks)
     out = None
     if tokens_first(query):
@@ -183,10 +193,79 @@ def _backward_of_output(
     if grad_lse is not None:
         options = {**options, "grad_lse": as_array(grad_lse)}
     grads = cattn.attention_backward(
-        as_array(grad_out), as_array(query), as_array(key), as_array(value), as_array(out), as_array(lse),
+        as_array(grad_out), as_array(query), _stored(key, "key", options), _stored(value, "value", options),
+        as_array(out), as_array(lse),
         **_with_extras(options, attn_mask, bias, sinks),
     )  # fmt: skip
-    dtype = out.dtype
+    return _as_gradients(grads, operands, out.dtype)
+
+
+def derive(
+    tangents: Operands, operands: Operands, out: Tensor, lse: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the derivatives of the output and of lse in the direction of the tangents; None is 0."""
+    attention_jvp: Any = cattn.attention_jvp  # does not see through **options
+    result = attention_jvp(
+        *_inputs(operands), **_tangents(tangents, operands), return_lse=True, out=as_array(out), lse=as_array(lse),
+        **_with_extras(_of_second_order(options), *operands[3:]),
+    )  # fmt: skip
+    return as_tensor(result.out_tangent, out.dtype), as_tensor(result.lse_tangent).to(torch.float64)
+
+
+def backward_of_derivative(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    tangents: Operands,
+    operands: Operands,
+    results: Sequence[Tensor],
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands, given the gradients of the derivatives of the output and of lse.
+
+    The results are the output, lse, and their derivatives.
+    """
+    out, lse, out_tangent, lse_tangent = results
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    options = _of_second_order(options)
+    if grad_lse is not None:
+        options["grad_lse_tangent"] = as_array(grad_lse)
+    dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
+    attention_jvp_backward: Any = cattn.attention_jvp_backward
+    grads = attention_jvp_backward(
+        as_array(grad_out), *_inputs(operands), as_array(out), as_array(lse), as_array(out_tangent),
+        as_array(lse_tangent.to(dtype)), **_tangents(tangents, operands), **_with_extras(options, *operands[3:]),
+    )  # fmt: skip
+    return _as_gradients(grads, operands, out.dtype)
+
+
+def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    query, key, value = operands[:3]
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    return as_array(query), as_array(key), as_array(value)
+
+
+def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of passes with tangents; an error if there is one that they do not have."""
+    refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
+    for name, what in refused.items():
+        if options.get(name) is not None:
+            raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {what}")
+    return {name: x for name, x in options.items() if name not in refused}
+
+
+def _tangents(tangents: Operands, operands: Operands) -> dict[str, NDArray[Any]]:
+    """Return the keyword arguments of the tangents. A bias has one, or else a float mask."""
+    *inputs, of_mask, of_bias, of_sinks = tangents
+    of_bias = of_mask if operands[4] is None else of_bias
+    names = ("query", "key", "value", "bias", "sinks")
+    pairs = zip(names, (*inputs, of_bias, of_sinks), strict=True)
+    return {f"{name}_tangent": as_array(x) for name, x in pairs if x is not None}
+
+
+def _as_gradients(grads: Any, operands: Operands, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands; quantized keys and values have none."""
+    _, key, value, attn_mask, bias, sinks = operands
+    assert key is not None and value is not None  # noqa: PT018
     return (
         as_tensor(grads.query, dtype),
         as_tensor(grads.key, dtype) if key.dtype is dtype else None,

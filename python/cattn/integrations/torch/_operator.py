@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +12,15 @@ from torch._library.autograd import make_autograd_impl
 
 from cattn import _cattn
 
+from ..._input.pairs import split_blocks
 from ._compute import backward, empty_output, forward, recorded, row_shape
 from ._tensors import (
-    INSTEAD,
-    OPERATOR,
     as_array,
     as_tensor,
     check_class,
     is_batched_gradient,
     nobody_watches,
+    of_read_only,
     untracked,
 )
 
@@ -54,16 +54,18 @@ for _name, _kind in _NUMBERS:
 PLACE = {name: place for place, name in enumerate(_NAMES)}
 
 
-def _tensors(names: list[str], required: tuple[str, ...]) -> str:
+def tensors_schema(names: list[str], required: tuple[str, ...]) -> str:
     return ", ".join(f"Tensor{'' if name in required else '?'} {name}" for name in names)
 
 
-_OPERANDS_SCHEMA = _tensors(OPERANDS, ("query", "key", "value"))
-_RESULTS_SCHEMA = _tensors(_OF_RESULTS, ("out", "lse"))
-_OPTIONS_SCHEMA = ", ".join([_tensors([*_ARRAYS, "seed"], ()), *(_TYPES[kind].format(name) for name, kind in _NUMBERS)])
+OPERANDS_SCHEMA = tensors_schema(OPERANDS, ("query", "key", "value"))
+_RESULTS_SCHEMA = tensors_schema(_OF_RESULTS, ("out", "lse"))
+OPTIONS_SCHEMA = ", ".join(
+    [tensors_schema([*_ARRAYS, "seed"], ()), *(_TYPES[kind].format(name) for name, kind in _NUMBERS)]
+)
 
 
-def _read_options(*arguments: Any) -> dict[str, Any]:
+def read_options(*arguments: Any) -> dict[str, Any]:
     """Return the keyword arguments of cattn's functions, given an operator's arguments after the operands."""
     left = iter(arguments)
     options: dict[str, Any] = {name: None if (a := next(left)) is None else as_array(a) for name in _ARRAYS}
@@ -93,7 +95,7 @@ def _as_constant(value: Any) -> Tensor | None:
 def write_options(options: dict[str, Any]) -> list[Any]:
     """Return the operators' arguments after the operands, given the keyword arguments of cattn's functions.
 
-    Arrays may be tensors already. This is the inverse of `_read_options`.
+    Arrays may be tensors already. This is the inverse of `read_options`.
     """
     written = [_as_constant(options.get(name)) for name in _ARRAYS]
     seed = options.get("rng")
@@ -116,21 +118,21 @@ def _write_window(window: Any, name: str) -> tuple[Any, ...]:
     return tuple(-1 if side is None else side for side in window)
 
 
-def _write_count(size: Any, name: str) -> tuple[Any, ...]:
-    """Return a number of queries and keys, which may be None."""
-    if size is None:
-        return (None,)
+def read_block_mask(block_mask: Any) -> tuple[Tensor | None, Any]:
+    """Return the blocks as a tensor, and their size, as the operators take them."""
+    blocks, size = split_blocks(block_mask)
+    if blocks is None:
+        return None, None
     if isinstance(size, bool) or not isinstance(size, (int, np.integer, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+        raise TypeError(f"block_mask.size must be an int, got {type(size).__name__}")
     if size > 2**63 - 1:  # the error of cattn's own function; it checks the rest
-        raise ValueError(f"{name} must be at most {2**63 - 1}, got {size}")
-    return (size,)
+        raise ValueError(f"block_mask.size must be at most {2**63 - 1}, got {size}")
+    return of_read_only(blocks) if isinstance(blocks, np.ndarray) else blocks, size
 
 
 _WRITERS: dict[str, Callable[[Any, str], tuple[Any, ...]]] = {
     "ALIGNMENT": lambda alignment, name: (alignment or "",),
     "WINDOW": _write_window,
-    "COUNT": _write_count,
 }
 
 
@@ -164,7 +166,7 @@ class WithGradients(torch.autograd.Function):
     "cattn::attention",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_OPERANDS_SCHEMA}, {_OPTIONS_SCHEMA}, bool return_weights) -> (Tensor, Tensor, Tensor)",
+    schema=f"({OPERANDS_SCHEMA}, {OPTIONS_SCHEMA}, bool return_weights) -> (Tensor, Tensor, Tensor)",
 )
 def attention_operator(*arguments: Any) -> Any:
     """Return the output, the log-sum-exp, and the weights or an empty tensor."""
@@ -172,7 +174,7 @@ def attention_operator(*arguments: Any) -> Any:
     for name, tensor in (("attn_mask", operands[3]), ("bias", operands[4])):
         if tensor is not None:
             check_class(tensor, name)
-    result = forward(operands, _read_options(*arguments[N_OPERANDS:-1]), lse=True, weights=arguments[-1])
+    result = forward(operands, read_options(*arguments[N_OPERANDS:-1]), lse=True, weights=arguments[-1])
     return result.out, result.lse, operands[0].new_empty(0) if result.weights is None else result.weights
 
 
@@ -180,14 +182,19 @@ def attention_operator(*arguments: Any) -> Any:
     "cattn::attention_backward",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_RESULTS_SCHEMA}, {_OPERANDS_SCHEMA}, {_OPTIONS_SCHEMA}) -> ({', '.join(['Tensor'] * N_OPERANDS)})",
+    schema=f"({_RESULTS_SCHEMA}, {OPERANDS_SCHEMA}, {OPTIONS_SCHEMA}) -> ({', '.join(['Tensor'] * N_OPERANDS)})",
 )
 def backward_operator(*arguments: Any) -> Any:
     """Return the gradients of the operands; an empty tensor for one that has none."""
     grad_out, grad_lse, grad_weights, out, lse = arguments[:N_OF_RESULTS]
     operands, rest = arguments[N_OF_RESULTS:][:N_OPERANDS], arguments[N_OF_RESULTS + N_OPERANDS :]
-    grads = backward(grad_out, grad_lse, grad_weights, operands, out, lse, _read_options(*rest))
-    return tuple(out.new_empty(0) if grad is None else grad for grad in grads)
+    grads = backward(grad_out, grad_lse, grad_weights, operands, out, lse, read_options(*rest))
+    return filled(grads, out)
+
+
+def filled(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients as operators do: an empty tensor is none."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @attention_operator.register_fake
@@ -228,20 +235,15 @@ def _differentiate(ctx: Any, *of_results: Tensor | None) -> tuple[Any, ...]:
     return (*(g if n else None for g, n in zip(grads, needed, strict=True)), *rest)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
-
-
-def _differentiate_twice(ctx: Any, *of_gradients: Any) -> NoReturn:
-    """Refuse second derivatives: every way to them, with create_graph=True, leads here."""
-    raise NotImplementedError(f"{OPERATOR} has no second derivatives: {INSTEAD}")
-
-
 attention_operator.register_autograd(_differentiate, setup_context=_save)
-backward_operator.register_autograd(_differentiate_twice, setup_context=_save_nothing)
 
 
-def _guard(operator: Any, library: Any) -> None:
+_private: Any = torch
+without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
+_library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def guard(operator: Any) -> None:
     """Refuse tensors of forward mode and ``torch.func.grad`` in an operator: the rules of autograd drop tangents.
 
     The dispatcher prefers a kernel for the autograd of the CPU to the one for all devices, which it calls.
@@ -258,12 +260,8 @@ def _guard(operator: Any, library: Any) -> None:
 
     # Where the compiler leaves a call to Python, it compiles the functions inside. There the check would find that it
     # is being compiled and leave out the rest, and the tangent would be 0.
-    checked = _without_compiler(check_and_differentiate)
-    library.impl(overload._schema.name.split("::")[1], checked, "AutogradCPU", with_keyset=True)
+    checked = without_compiler(check_and_differentiate)
+    _library.impl(overload._schema.name.split("::")[1], checked, "AutogradCPU", with_keyset=True)
 
 
-_private: Any = torch
-_without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
-_library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
-_guard(attention_operator, _library)
-_guard(backward_operator, _library)
+guard(attention_operator)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._tensors import DTYPES, QUANTIZED, check_class, check_tensor, dtype_of
+from ..._input.pairs import Quantized, scale_error, split_scale
+from ._tensors import DTYPES, QUANTIZED, check_class, check_tensor, dtype_of, of_read_only
 
 
 def _check_constant(tensor: Tensor, name: str) -> None:
@@ -33,25 +34,27 @@ def _read_input(tensor: Any, name: str, scale: Any, dtype: torch.dtype) -> Tenso
     own = dtype_of(tensor)
     if scale is not None:
         if tensor.dtype not in QUANTIZED:
-            raise TypeError(
-                f"{name} has dtype {tensor.dtype} and a scale; {name}_scale belongs to torch.int8 and "
-                f"torch.float8_e4m3fn"
-            )
+            raise scale_error(name, tensor.dtype)
         _check_constant(tensor, name)
         quantized: Tensor = tensor
         return quantized
     if tensor.dtype in QUANTIZED:
-        raise TypeError(f"{name} has dtype {tensor.dtype} and no scale: pass {name}_scale")
+        raise TypeError(f"{name} has dtype {tensor.dtype} and no scale: pass the pair ({name}, scale)")
     if own not in DTYPES or own is not dtype:
         raise TypeError(f"{name} has dtype {own}; query has {dtype}")
     wide: Tensor = tensor.to(own).to(torch.float64 if dtype is torch.float64 else torch.float32)
     return wide
 
 
-def read_quantized(
-    query: Any, key: Any, value: Any, key_scale: Any, value_scale: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _split(stored: Any, name: str) -> tuple[Any, Any]:
+    """Return a key or value and its scale, or None; arrays of a cattn.Quantized as tensors."""
+    pair = split_scale(stored, name)
+    return (of_read_only(pair[0]), of_read_only(pair[1])) if isinstance(stored, Quantized) else pair
+
+
+def read_quantized(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the tensors of a call with scales, halves in float32."""
+    (key, key_scale), (value, value_scale) = _split(key, "key"), _split(value, "value")
     check_tensor(query, "query")
     dtype = dtype_of(query)
     if dtype not in DTYPES:
@@ -60,6 +63,6 @@ def read_quantized(
         _read_input(query, "query", None, dtype),
         _read_input(key, "key", key_scale, dtype),
         _read_input(value, "value", value_scale, dtype),
-        _read_scale(key_scale, "key_scale"),
-        _read_scale(value_scale, "value_scale"),
+        _read_scale(key_scale, "key.scale"),
+        _read_scale(value_scale, "value.scale"),
     )

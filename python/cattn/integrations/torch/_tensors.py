@@ -51,6 +51,23 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
     return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
 
 
+def of_read_only(array: NDArray[Any]) -> Tensor:
+    """Return a tensor on an array's memory, to read. PyTorch has no read-only tensors, and warns of such arrays."""
+    eighths = array.dtype.name == "float8_e4m3fn"
+    numbers = array.view(np.uint8) if eighths else array
+    tensor = torch.from_numpy(np.asarray(_Writable(numbers)))
+    return tensor.view(torch.float8_e4m3fn) if eighths else tensor
+
+
+class _Writable:
+    """An array's memory for ``numpy.asarray``, as if it might be written to."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+        self.array = array  # keeps the memory
+
+
 def is_plain(tensor: Any) -> bool:
     """Return whether this is a tensor of PyTorch's own classes, whose memory holds its numbers."""
     return type(tensor) in PLAIN
@@ -70,6 +87,17 @@ def nobody_watches() -> bool:
         and _private._get_tracing_state() is None
         and _forward_ad._current_level < 0
     )
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether this is a batch of ``torch.vmap``, or of a gradient with ``is_grads_batched=True``."""
+    found: bool = _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+    return found
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return whether this tensor is differentiated by ``torch.func``, or in forward mode."""
+    return not torch.compiler.is_dynamo_compiling() and (_is_transformed(tensor) or _has_tangent(tensor))
 
 
 def is_batched_gradient(gradient: Tensor | None) -> bool:
@@ -106,23 +134,25 @@ def untracked(tensor: Tensor, name: str) -> Exception | None:
         return None
     if _has_tangent(tensor):
         return NotImplementedError(
-            f"{name} has a tangent, but {OPERATOR} differentiates in reverse mode only: {INSTEAD}"
+            f"{name} has a tangent, but {OPERATOR} differentiates in reverse mode only: call "
+            f"cattn.integrations.torch.scaled_dot_product_attention, not compiled, or {INSTEAD[4:]}"
         )
     if _is_transformed(tensor):
         return NotImplementedError(
-            f"{name} is under torch.func.grad, which {OPERATOR} does not support: use torch.autograd.grad, or for "
-            f"second derivatives {INSTEAD[4:]}"
+            f"{name} is under torch.func.grad, which {OPERATOR} does not support: call "
+            f"cattn.integrations.torch.scaled_dot_product_attention, not compiled, use torch.autograd.grad, or "
+            f"{INSTEAD[4:]}"
         )
     return None
 
 
 def obstacle(tensor: Tensor, name: str) -> Exception | None:
-    """Return the error for a tensor that cattn cannot read or differentiate, or None."""
+    """Return the error for a tensor that cattn cannot read, or None."""
     if tensor.device.type != "cpu":  # with a mask on "meta" PyTorch would return uninitialised memory
         return ValueError(f"{name} is on {tensor.device}, cattn computes on the CPU")
     if tensor.layout is not torch.strided or tensor.is_nested:
         return TypeError(f"{name} is {'nested' if tensor.is_nested else tensor.layout}, cattn wants dense tensors")
-    return untracked(tensor, name)
+    return None
 
 
 def check_tensor(tensor: Any, name: str) -> None:

@@ -1,0 +1,90 @@
+/* tangents.c -- tangents of attention's inputs as arguments: each has the shape of its input; see tangents.h. */
+#include "tangents.h"
+#include "arrays.h"
+#include "quantized.h"
+
+static const char *const NAMES[CATTN_N_TANGENTS] = {"query_tangent", "key_tangent", "value_tangent", "bias_tangent",
+                                                    "sinks_tangent"};
+
+/* The input that a tangent belongs to, with its name; NULL if it is not there. */
+static PyArrayObject *input_of(const struct cattn_call *call, int which, const char **name) {
+    static const int inputs[] = {OPERAND_query, OPERAND_key, OPERAND_value, OPERAND_bias, OPERAND_sinks};
+    int input = inputs[which];
+    if (which == BIAS_TANGENT && call->inputs[OPERAND_bias] == NULL)
+        input = OPERAND_attn_mask;
+    *name = cattn_operands[input].name;
+    if (input == OPERAND_attn_mask && call->bias_nd < 0)
+        return NULL;
+    return call->inputs[input];
+}
+
+/* Converts a tangent to the type of its input: from any type, as biases and sinks are converted, or if it is wider. */
+static bool convert(struct cattn_call *call, PyArrayObject **array, const char *name, int wanted, bool from_any) {
+    const int own = PyArray_TYPE(*array);
+    if (own == wanted)
+        return true;
+    if (from_any || wanted == NPY_DOUBLE || (wanted == NPY_FLOAT && own != NPY_DOUBLE))
+        return cattn_arg_widen(call->state, array, wanted);
+    cattn_arg_wrong_type(*array, name, "its input", wanted);
+    return false;
+}
+
+static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayObject **array,
+                 struct cattn_tensor *tensor) {
+    const char *owner;
+    PyArrayObject *input = input_of(call, which, &owner);
+    if (input == NULL) {
+        PyErr_Format(PyExc_ValueError, "%s is given without %s", NAMES[which],
+                     which == BIAS_TANGENT ? "a bias or a float attn_mask" : owner);
+        return false;
+    }
+    const int nd = PyArray_NDIM(input), wanted = which <= VALUE_TANGENT ? call->stored_type : call->compute_type;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, PyArray_DIMS(input), (size_t)nd * sizeof *dims);
+    *array = cattn_arg_floats(call->state, object, NAMES[which]);
+    /* the shape again: a conversion may have run Python code, which might change the array */
+    if (*array == NULL || !cattn_check_shape(*array, NAMES[which], owner, nd, dims) ||
+        !convert(call, array, NAMES[which], wanted, which > VALUE_TANGENT) ||
+        !cattn_check_shape(*array, NAMES[which], owner, nd, dims))
+        return false;
+    if (which == SINKS_TANGENT)
+        cattn_tensor_from(tensor, *array, call->n_batch_dims, CATTN_AXIS_HEAD);
+    else if (which == BIAS_TANGENT)
+        cattn_tensor_from(tensor, *array, call->n_batch_dims, call->axes);
+    else
+        cattn_call_view(call, *array, tensor);
+    if (which <= VALUE_TANGENT && nd > 0 && dims[nd - 1] == 1)
+        tensor->col = 1;
+    return true;
+}
+
+bool cattn_tangents_take(struct cattn_call *call, PyObject *const *objects, PyArrayObject **arrays,
+                         struct cattn_tangents *tangents) {
+    struct cattn_tensor *const tensors[] = {&tangents->query, &tangents->key, &tangents->value, &tangents->bias,
+                                            &tangents->sinks};
+    for (int i = 0; i < CATTN_N_TANGENTS; i++) {
+        if (objects[i] != Py_None && !take(call, i, objects[i], &arrays[i], tensors[i]))
+            return false;
+    }
+    return true;
+}
+
+void cattn_tangents_clear(PyArrayObject **arrays) {
+    for (int i = 0; i < CATTN_N_TANGENTS; i++)
+        Py_CLEAR(arrays[i]);
+}
+
+bool cattn_tangents_refuse(const struct cattn_call *call, PyObject *const *args) {
+    PyObject *const inputs[] = {args[ARG_key], args[ARG_value]};
+    for (int i = 0; i < 2; i++)
+        if (cattn_arg_is_quantized(call->state, inputs[i])) {
+            const char *name = cattn_operands[OPERAND_key + i].name;
+            PyErr_Format(PyExc_TypeError, "%s is quantized and has no tangent: pass cattn.dequantize(%s)", name, name);
+            return false;
+        }
+    if (!call->params->dropout.enabled || PyIndex_Check(args[ARG_rng]))
+        return true;
+    PyErr_SetString(PyExc_ValueError, "rng must be the int that draws the dropout mask of every pass, which a result's "
+                                      "dropout_seed is, too");
+    return false;
+}

@@ -1,0 +1,254 @@
+"""Directional derivatives of attention and their gradients, with full matrices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cattn._input.types import AttentionGradients, AttentionTangents
+
+from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, score
+from ._backward import _sum_groups, _sum_to
+from ._masks import Causal
+from ._shared import Bools, Floats, probability, quiet
+
+Inputs = tuple[ArrayLike, ArrayLike, ArrayLike]
+
+
+class _Linearized(NamedTuple):
+    """Attention at one point: what its derivatives need."""
+
+    problem: Problem
+    weights: Floats
+    lse: Floats
+    factor: Floats  # of the dropout: 0, or 1 / (1 - p)
+    visible: Bools  # without scores of -inf
+    raw: Floats  # tangents of the scaled products
+    slope: Floats  # derivative of the softcap
+    curvature: Floats  # its second derivative
+    tangent: Floats  # of the scores
+    mean: Floats  # of the tangents: the tangent of the LSE
+    value_tangent: Floats | None
+
+
+def _products(problem: Problem, inputs: Inputs, options: dict[str, Any]) -> Problem:
+    """Return the problem of tangents, with the scale of `problem`."""
+    kept = {name: options[name] for name in ("enable_gqa", "key_indices") if name in options}
+    return score(inputs, scale=problem.scale, **kept)
+
+
+def _sink_weights(sinks: ArrayLike, lse: Floats) -> Floats:
+    """Return the weight of the sink in each row."""
+    sink = np.asarray(sinks, np.float64)[..., None]
+    return np.where(sink == -np.inf, 0.0, np.exp(sink - lse))
+
+
+def _linearize(
+    inputs: Inputs,
+    tangents: tuple[ArrayLike | None, ArrayLike | None, ArrayLike | None],
+    attn_mask: ArrayLike | None,
+    dropout_p: float,
+    is_causal: Causal,
+    sinks: ArrayLike | None,
+    rng: int | None,
+    bias_tangent: ArrayLike | None,
+    sinks_tangent: ArrayLike | None,
+    options: dict[str, Any],
+) -> _Linearized:
+    p = probability(dropout_p, "dropout_p")
+    query, key, value = inputs
+    query_tangent, key_tangent, value_tangent = tangents
+    problem = score(inputs, attn_mask, is_causal, **options)
+    weights, lse = normalize(problem.scores, problem.visible, sinks)
+    factor = np.zeros(weights.shape)
+    if p < 1:
+        factor[_dropout_bits(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
+
+    raw = np.zeros(weights.shape)
+    if query_tangent is not None:
+        raw = raw + _products(problem, (query_tangent, key, value), options).products
+    if key_tangent is not None:
+        raw = raw + _products(problem, (query, key_tangent, value), options).products
+    slope, curvature = np.ones(weights.shape), np.zeros(weights.shape)
+    if softcap := options.get("softcap"):
+        t = problem.capped / softcap
+        slope, curvature = 1 - t**2, -2 * t * (1 - t**2) / softcap
+    tangent = raw * slope
+    if bias_tangent is not None:
+        term = np.asarray(bias_tangent, np.float64)
+        if problem.one_head and term.ndim > 2:
+            term = np.expand_dims(term, -3)
+        tangent = tangent + problem.of_listed_keys(np.broadcast_to(term, (*weights.shape[:-1], problem.key.shape[-2])))
+    visible = problem.visible & (problem.scores != -np.inf)  # a score of -inf has weight 0, and keeps it
+    tangent = np.where(visible, tangent, 0.0)
+    mean = np.where(visible, weights * tangent, 0.0).sum(axis=-1)
+    if sinks is not None and sinks_tangent is not None:
+        mean = mean + _sink_weights(sinks, lse) * np.asarray(sinks_tangent, np.float64)[..., None]
+    moved = None if value_tangent is None else _products(problem, (query, key, value_tangent), options).value
+    return _Linearized(problem, weights, lse, factor, visible, raw, slope, curvature, tangent, mean, moved)
+
+
+@quiet
+def attention_jvp(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    query_tangent: ArrayLike | None = None,
+    key_tangent: ArrayLike | None = None,
+    value_tangent: ArrayLike | None = None,
+    *,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Causal = False,
+    sinks: ArrayLike | None = None,
+    rng: int | None = None,
+    bias_tangent: ArrayLike | None = None,
+    sinks_tangent: ArrayLike | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> AttentionTangents:
+    """Return attention and its derivative in the direction of the tangents: forward mode.
+
+    A tangent has the shape of its argument; None is a direction of zeros. `bias_tangent` belongs to the bias or, where
+    there is none, to a float attn_mask. With weights P, dropout Z (1/(1-p) where it keeps a weight, else 0), and the
+    dot for tangents::
+
+        S' = scale * (Q' @ K.T + Q @ K'.T) + bias'      mu = sum(P * S', axis=-1)
+        O' = (P * Z * S') @ V + (P * Z) @ V' - mu * O   lse' = mu
+
+    where the first term of S' is multiplied by the derivative of the softcap, and a sink is one more term of mu.
+    Hidden pairs have no influence, even if they are NaN.
+
+    Examples
+    --------
+    >>> x = np.eye(2)
+    >>> attention_jvp(x, x, x, value_tangent=[[1.0, 0.0], [0.0, 0.0]], scale=0.0).out_tangent
+    array([[0.5, 0. ],
+           [0.5, 0. ]])
+    """
+    at = _linearize(
+        (query, key, value), (query_tangent, key_tangent, value_tangent), attn_mask, dropout_p, is_causal, sinks, rng,
+        bias_tangent, sinks_tangent, options,
+    )  # fmt: skip
+    problem = at.problem
+    dropped = np.where(at.factor != 0, at.weights * at.factor, 0.0)
+    moved = np.where(at.visible & (dropped != 0), dropped * at.tangent, 0.0)
+    dropped, moved, visible = map(problem.of_all_keys, (dropped, moved, problem.visible))
+    out = _weighted_sum(dropped, problem.value, visible, is_mean=dropout_p == 0)
+    out_tangent = _weighted_sum(moved, problem.value, visible) - at.mean[..., None] * out
+    if at.value_tangent is not None:
+        out_tangent = out_tangent + _weighted_sum(dropped, at.value_tangent, visible)
+    lse, mean = at.lse, at.mean
+    if problem.one_head:
+        out, out_tangent = out[..., 0, :, :], out_tangent[..., 0, :, :]
+        lse, mean = lse[..., 0, :], mean[..., 0, :]
+    return AttentionTangents(out, out_tangent, lse if return_lse else None, mean if return_lse else None)
+
+
+@quiet
+def attention_jvp_backward(
+    grad_out_tangent: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    out_tangent: ArrayLike,
+    lse_tangent: ArrayLike,
+    query_tangent: ArrayLike | None = None,
+    key_tangent: ArrayLike | None = None,
+    value_tangent: ArrayLike | None = None,
+    *,
+    attn_mask: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Causal = False,
+    sinks: ArrayLike | None = None,
+    rng: int | None = None,
+    bias_tangent: ArrayLike | None = None,
+    sinks_tangent: ArrayLike | None = None,
+    grad_lse_tangent: ArrayLike | None = None,
+    **options: Any,
+) -> AttentionGradients:
+    """Return the gradients of `attention_jvp`'s arguments, given the gradients of its two tangents.
+
+    The gradients of the tangents themselves are `attention_backward` with the same gradients. `out` and the three after
+    it are the results of `attention_jvp`; they are not checked. With its notation, the gradient dO' of O' and the
+    gradient dL' of lse'::
+
+        w = Z * (dO' @ V.T)      w' = Z * (dO' @ V'.T)      delta = sum(dO' * O, axis=-1) - dL'
+        delta' = sum(dO' * O', axis=-1)                     dS' = P * (w - delta)
+        dS = P * ((S' - mu) * (w - delta) + w' - delta')    d bias = dS
+        dQ = scale * (dS @ K + dS' @ K')                    dK = scale * (dS.T @ Q + dS'.T @ Q')
+        dV = (P * Z * (S' - mu)).T @ dO'
+
+    where softcap multiplies dS' by its derivative, and adds its second derivative to the first term of dQ and dK.
+
+    Examples
+    --------
+    >>> x = np.eye(2)
+    >>> results = attention_jvp(x, x, x, x, scale=1.0, return_lse=True)
+    >>> out, out_tangent, lse, lse_tangent = results
+    >>> attention_jvp_backward(x, x, x, x, out, lse, out_tangent, lse_tangent, x, scale=1.0).value.round(3)
+    array([[ 0.197, -0.197],
+           [-0.197,  0.197]])
+    """
+    inputs = (query, key, value)
+    at = _linearize(
+        inputs, (query_tangent, key_tangent, value_tangent), attn_mask, dropout_p, is_causal, sinks, rng, bias_tangent,
+        sinks_tangent, options,
+    )  # fmt: skip
+    problem, visible = at.problem, at.problem.visible
+    grads, outs, outs_tangent = (np.asarray(a, np.float64) for a in (grad_out_tangent, out, out_tangent))
+    row_lse, mean = np.asarray(lse, np.float64), np.asarray(lse_tangent, np.float64)
+    if problem.one_head:
+        grads, outs, outs_tangent = (a[..., None, :, :] for a in (grads, outs, outs_tangent))
+        row_lse, mean = row_lse[..., None, :], mean[..., None, :]
+    weights = np.where(at.visible, np.exp(problem.scores - row_lse[..., None]), 0.0)
+    delta, delta_tangent = (grads * outs).sum(axis=-1), (grads * outs_tangent).sum(axis=-1)
+    if grad_lse_tangent is not None:
+        delta = delta - np.asarray(grad_lse_tangent, np.float64).reshape(delta.shape)
+    kept = at.factor != 0
+    w = np.where(kept, at.factor * problem.of_listed_keys(grads @ np.swapaxes(problem.value, -1, -2)), 0.0)
+    w_tangent = np.zeros(w.shape)
+    if at.value_tangent is not None:
+        moved = problem.of_listed_keys(grads @ np.swapaxes(at.value_tangent, -1, -2))
+        w_tangent = np.where(kept, at.factor * moved, 0.0)
+    centred = at.tangent - mean[..., None]
+    d_tangent = np.where(at.visible, weights * (w - delta[..., None]), 0.0)
+    d_score = centred * (w - delta[..., None]) + w_tangent - delta_tangent[..., None]
+    d_score = np.where(at.visible, weights * d_score, 0.0)
+    d_raw = np.where(at.visible, d_score * at.slope + d_tangent * at.raw * at.curvature, 0.0) * problem.scale
+    d_raw_tangent = np.where(at.visible, d_tangent * at.slope, 0.0) * problem.scale
+    of_value = np.where(at.visible & kept, weights * at.factor * centred, 0.0)
+
+    d_score, d_raw, d_raw_tangent, of_value, visible = map(
+        problem.of_all_keys, (d_score, d_raw, d_raw_tangent, of_value, visible)
+    )
+    columns = np.swapaxes(visible, -1, -2)
+    of_query = _weighted_sum(d_raw, problem.key, visible)
+    of_key = _weighted_sum(np.swapaxes(d_raw, -1, -2), problem.query, columns)
+    if key_tangent is not None:
+        moved = _products(problem, (query, key_tangent, value), options).key
+        of_query = of_query + _weighted_sum(d_raw_tangent, moved, visible)
+    if query_tangent is not None:
+        moved = _products(problem, (query_tangent, key, value), options).query
+        of_key = of_key + _weighted_sum(np.swapaxes(d_raw_tangent, -1, -2), moved, columns)
+    gradients = [of_query, of_key, _weighted_sum(np.swapaxes(of_value, -1, -2), grads, columns)]
+
+    of_bias, of_sinks = None, None
+    additive = attn_mask if options.get("bias") is None else options["bias"]
+    if additive is not None and np.asarray(additive).dtype.kind == "f":
+        of_bias = _sum_to(d_score[..., 0, :, :] if problem.one_head else d_score, np.shape(additive))
+    if sinks is not None:
+        sink_weight = _sink_weights(sinks, row_lse)
+        moved = np.zeros(1) if sinks_tangent is None else np.asarray(sinks_tangent, np.float64)[..., None]
+        per_row = sink_weight * ((moved - mean) * delta + delta_tangent)
+        per_row = np.where((sink_weight != 0) & problem.visible.any(axis=-1), per_row, 0.0)
+        of_sinks = _sum_to(-per_row.sum(axis=-1), np.shape(sinks))
+    sums = [
+        _sum_groups(gradient[..., 0, :, :] if problem.one_head else gradient, np.shape(given))
+        for gradient, given in zip(gradients, inputs, strict=True)
+    ]
+    return AttentionGradients(sums[0], sums[1], sums[2], of_bias, of_sinks)

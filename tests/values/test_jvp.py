@@ -1,0 +1,350 @@
+"""Forward mode of attention and its gradients: reference, finite differences, PyTorch; bits; hidden keys; errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cattn
+from cattn import reference
+from support import HALVES, INF, NAN, assert_same_bits, in_contract, table
+from support.gradients import FIELDS, NAMES, TOLERANCE, arguments, options, qkv
+from support.tangents import TANGENTS, check_tangents, cotangents, derive, direction, results_of, second
+
+LOOSER = {dtype: 4 * tolerance for dtype, tolerance in TOLERANCE.items()}  # sums of more products
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
+    call |= options(rng, 2, 3, 130, 250)[name]
+    check_tangents(call, direction(call), LOOSER[dtype])
+
+
+SHAPES = {
+    "two dimensions": ((130, 8), (70, 8), (70, 5)),
+    "three dimensions": ((3, 10, 8), (3, 200, 8), (3, 200, 33)),
+    "five dimensions": ((2, 1, 3, 4, 7), (1, 3, 3, 20, 7), (20, 33)),
+    "groups": ((2, 8, 100, 16), (2, 2, 200, 16), (2, 2, 200, 16)),
+    "one key head": ((2, 6, 40, 16), (2, 1, 40, 16), (1, 1, 40, 16)),
+    "one query": ((2, 3, 1, 16), (2, 3, 400, 16), (2, 3, 400, 16)),
+    "one query for all": ((1, 1, 5, 16), (2, 3, 9, 16), (3, 9, 2)),
+    "one column": ((2, 3, 5, 1), (2, 3, 9, 1), (2, 3, 9, 1)),
+    "no queries": ((2, 0, 8), (2, 9, 8), (2, 9, 3)),
+    "no keys": ((2, 9, 8), (2, 0, 8), (2, 0, 3)),
+    "no batch": ((0, 9, 8), (0, 5, 8), (0, 5, 3)),
+    "no head_dim": ((2, 9, 0), (2, 5, 0), (2, 5, 3)),
+    "no d_v": ((2, 9, 4), (2, 5, 4), (2, 5, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("extra", ["plain", "causal", "sinks and bias"])
+def test_every_shape_agrees_with_the_reference(name: str, extra: str, dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, *SHAPES[name])
+    heads = max(a.shape[-3] if a.ndim > 3 else 1 for a in call.values())
+    T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
+    if extra == "causal":
+        call["is_causal"] = "lower_right"
+    if extra == "sinks and bias":
+        numbers = {"sinks": rng.standard_normal(heads), "bias": rng.standard_normal((T_q, T_k))}
+        call |= {name: a.astype(dtype) for name, a in numbers.items()}
+    check_tangents(call, direction(call), LOOSER[dtype])
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_missing_tangent_is_a_tangent_of_zeros(name: str, softcap: float | None, rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 5)) | {"softcap": softcap}
+    call |= {"bias": rng.standard_normal((3, 20, 30)), "sinks": rng.standard_normal(3)}
+    every = direction(call)
+    for some in (direction(call, names=[name]), direction(call, names=set(FIELDS) - {name})):
+        zeros = {key: np.zeros_like(every[key]) for key in every if key not in some}
+        for actual, expected in (
+            (derive(call, some), derive(call, some | zeros)),
+            (second(call, some), second(call, some | zeros)),
+        ):
+            for a, b in zip(actual, expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-14)
+
+
+def test_without_tangents_the_derivatives_are_zero(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (2, 3, 20, 8), (2, 3, 30, 8), (2, 3, 30, 5))
+    result = derive(call, {})
+    assert not result.out_tangent.any()
+    assert not result.lse_tangent.any()
+    out = cattn.scaled_dot_product_attention(**call, return_lse=True)
+    assert_same_bits(result.out, out.out)
+    assert_same_bits(result.lse, out.lse)
+    assert not any(a.any() for a in second(call, {})[:3])
+
+
+@settings(max_examples=30)
+@given(st.sets(st.sampled_from(NAMES), min_size=2, max_size=5), st.integers(0, 2**32), st.sampled_from([1, 2, 6]))
+def test_random_combinations_of_options_agree(names: set[str], seed: int, kv_heads: int) -> None:
+    rng = np.random.default_rng(seed)
+    T_q, T_k = (int(n) for n in rng.integers(1, 260, 2))
+    call = qkv(rng, np.float64, (2, 6, T_q, 9), (2, kv_heads, T_k, 9), (2, kv_heads, T_k, 5))
+    every = options(rng, 2, 6, T_q, T_k)
+    for name in sorted(names):
+        call |= every[name]
+    if "query_offset" in call:
+        call["is_causal"] = True
+    given_names = [name for name in FIELDS if rng.random() < 0.7]
+    check_tangents(call, direction(call, seed, given_names), 1e-12)
+
+
+@pytest.mark.parametrize("block_size", [8, 50])
+def test_block_masks_agree_with_the_reference(block_size: int, rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 3, 130, 20), (2, 3, 250, 20), (2, 3, 250, 9))
+    blocks = rng.random((3, -(-130 // block_size), -(-250 // block_size))) < 0.4
+    call |= {"block_mask": cattn.BlockMask(blocks, block_size), "bias": rng.standard_normal((130, 250)), "softcap": 2.0}
+    check_tangents(call, direction(call), 1e-12)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_halves_are_computed_in_float32(half: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, half, (2, 3, 50, 16), (2, 3, 70, 16), (2, 3, 70, 8)) | {"is_causal": "lower_right"}
+    tangents = direction(call)
+    result = derive(call, tangents)
+    assert result.out_tangent.dtype == call["query"].dtype
+    wide = {name: a.astype(np.float64) for name, a in tangents.items()}
+    inputs = call | {name: call[name].astype(np.float64) for name in ("query", "key", "value")}
+    expected = derive(inputs, wide)
+    eps = 2.0**-8 if result.out.dtype.itemsize == 2 and "bfloat16" in str(result.out.dtype) else 2.0**-11
+    size = np.abs(expected.out_tangent).max() + np.abs(expected.lse_tangent).max() * np.abs(expected.out).max()
+    assert np.abs(result.out_tangent.astype(np.float64) - expected.out_tangent).max() <= eps * size
+    given = cotangents(result)
+    grads = cattn.attention_jvp_backward(**given, **call, **tangents, **results_of(result))
+    given["grad_out_tangent"] = given["grad_out_tangent"].astype(np.float64)
+    right = cattn.attention_jvp_backward(**given, **inputs, **wide, **results_of(expected))
+    for a, b in zip(grads[:3], right[:3], strict=True):
+        assert a.dtype == call["query"].dtype
+        assert np.abs(a.astype(np.float64) - b).max() <= 8 * eps * np.abs(b).max()
+
+
+# ---- finite differences, PyTorch -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_agrees_with_finite_differences(name: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4)) | options(rng, 2, 3, 9, 12)[name]
+    tangents, h = direction(call), 1e-4
+    keywords = {n: "attn_mask" if n == "bias" and call.get("bias") is None else n for n in arguments(call)}
+
+    def moved(step: float) -> Any:
+        return call | {keywords[n]: a + step * tangents[f"{n}_tangent"] for n, a in arguments(call).items()}
+
+    def outputs(step: float) -> Any:
+        return cattn.scaled_dot_product_attention(**moved(step), return_lse=True)
+
+    def gradients(step: float) -> Any:
+        given = outputs(step)
+        grads = cotangents(given)
+        return cattn.attention_backward(
+            grads["grad_out_tangent"], out=given.out, lse=given.lse, grad_lse=grads["grad_lse_tangent"], **moved(step)
+        )
+
+    result = derive(call, tangents)
+    finite = np.isfinite(result.lse)
+    np.testing.assert_allclose((outputs(h).out - outputs(-h).out) / (2 * h), result.out_tangent, atol=1e-6)
+    difference = (outputs(h).lse[finite] - outputs(-h).lse[finite]) / (2 * h)
+    np.testing.assert_allclose(difference, result.lse_tangent[finite], atol=1e-6)
+    for field, a, b, c in zip(FIELDS, gradients(h), gradients(-h), second(call, tangents), strict=True):
+        if a is not None:
+            np.testing.assert_allclose((a - b) / (2 * h), c, atol=1e-6, err_msg=field)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "bias", "sinks"])
+def test_forward_mode_of_torch_agrees(name: str, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    call = qkv(rng, np.float64, (2, 3, 9, 5), (2, 3, 12, 5), (2, 3, 12, 4)) | options(rng, 2, 3, 9, 12)[name]
+    tangents = direction(call)
+    at = {n: torch.tensor(np.asarray(a)) for n, a in arguments(call).items()}
+    along = tuple(torch.tensor(tangents[f"{n}_tangent"]) for n in at)
+
+    def attention(*inputs: Any) -> Any:
+        x = dict(zip(at, inputs, strict=True))
+        scores = x["query"] @ x["key"].mT / 5**0.5
+        if name == "softcap":
+            scores = 1.5 * torch.tanh(scores / 1.5)
+        scores = scores + x.get("bias", 0)
+        if name == "causal":
+            scores = scores.masked_fill(torch.ones(9, 12, dtype=torch.bool).triu(4), -INF)
+        whole = scores
+        if name == "sinks":
+            whole = torch.cat([scores, x["sinks"][:, None, None].expand(2, 3, 9, 1)], -1)
+        return torch.softmax(whole, -1)[..., :12] @ x["value"], torch.logsumexp(whole, -1)
+
+    (_, _), right = torch.func.jvp(attention, tuple(at.values()), along)
+    result = derive(call, tangents)
+    given = cotangents(result)
+    np.testing.assert_allclose(result.out_tangent, right[0], atol=1e-13)
+    np.testing.assert_allclose(result.lse_tangent, right[1], atol=1e-13)
+
+    def scalar(*inputs: Any) -> Any:
+        _, (out, lse) = torch.func.jvp(attention, inputs, along)
+        weighted = out * torch.tensor(given["grad_out_tangent"])
+        return weighted.sum() + (lse * torch.tensor(given["grad_lse_tangent"])).sum()
+
+    expected = torch.func.grad(scalar, argnums=tuple(range(len(at))))(*at.values())
+    grads = second(call, tangents)
+    for field, gradient in zip(at, expected, strict=True):
+        np.testing.assert_allclose(getattr(grads, field), gradient, atol=1e-12, err_msg=field)
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["plain", "causal", "bias of all heads", "sinks", "dropout", "softcap", "starts"])
+def test_bits_depend_on_neither_threads_nor_table(name: str, dtype: Any, isa: str, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (2, 4, 230, 24), (2, 2, 410, 24), (2, 2, 410, 20)) | options(rng, 2, 4, 230, 410)[name]
+    tangents = direction(call)
+    with table(None if in_contract(isa) else isa), cattn.num_threads(1):
+        expected = (derive(call, tangents), second(call, tangents))
+    for threads in (1, 3):
+        with table(isa), cattn.num_threads(threads):
+            for actual, right in zip((derive(call, tangents), second(call, tangents)), expected, strict=True):
+                for a, b in zip(actual, right, strict=True):
+                    if a is not None:
+                        assert_same_bits(a, b)
+
+
+def test_a_row_depends_on_nothing_around_it(dtype: Any, rng: np.random.Generator) -> None:
+    call = qkv(rng, dtype, (3, 4, 300, 16), (3, 2, 300, 16), (3, 2, 300, 8)) | {"is_causal": "lower_right"}
+    tangents = direction(call)
+    whole = derive(call, tangents)
+    part = {name: a[1:2, :, :200] for name, a in call.items() if name != "is_causal"} | {"is_causal": "lower_right"}
+    alone = derive(part, {name: a[1:2, :, :200] for name, a in tangents.items()})
+    for a, b in zip(alone, whole, strict=True):
+        assert_same_bits(a, b[1:2, :, :200])
+    few = part | {"query": part["query"][:, :, 150:]}
+    last = derive(few, {name: a[1:2, :, (150 if "query" in name else 0) : 200] for name, a in tangents.items()})
+    for a, b in zip(last, alone, strict=True):
+        assert_same_bits(a, b[:, :, 150:])
+
+
+def test_strides_and_given_results_change_no_bit(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float32, (2, 3, 50, 20), (2, 3, 70, 20), (2, 3, 70, 18))
+    call |= {"bias": rng.standard_normal((50, 70)).astype(np.float32)}
+    tangents = direction(call)
+
+    def odd(a: np.ndarray) -> np.ndarray:  # reversed, transposed, every third
+        wide = np.zeros((*a.shape[:-2], a.shape[-1] * 3, a.shape[-2]), a.dtype)
+        view = wide[..., ::-3, ::-1].swapaxes(-1, -2)
+        view[...] = a
+        return view
+
+    expected, gradients = derive(call, tangents), second(call, tangents)
+    strided = {name: odd(a) for name, a in tangents.items()}
+    forward = cattn.scaled_dot_product_attention(**call, return_lse=np.float64)
+    for actual in (derive(call, strided), derive(call, tangents, out=odd(forward.out), lse=forward.lse)):
+        assert_same_bits(actual.out_tangent, expected.out_tangent)
+        assert_same_bits(actual.lse_tangent, expected.lse_tangent)
+    for a, b in zip(second(call, strided)[:4], gradients[:4], strict=True):
+        assert_same_bits(a, b)
+
+
+# ---- hidden keys ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize("name", ["causal", "mask", "lengths", "starts", "block mask", "softcap"])
+def test_hidden_keys_and_their_tangents_have_no_influence(name: str, poison: float, rng: np.random.Generator) -> None:
+    """The last rows of the keys are hidden from the first queries."""
+    call = qkv(rng, np.float64, (1, 2, 60, 8), (1, 2, 230, 8), (1, 2, 230, 5))
+    visible = np.ones((60, 230), bool)
+    visible[:, 200:] = False
+    call |= {
+        "causal": {"is_causal": True, "query_offset": 120},
+        "lengths": {"key_value_seq_lengths": 200},
+        "starts": {"key_value_seq_lengths": 200, "key_value_seq_starts": 30},
+        "block mask": {"block_mask": cattn.BlockMask(np.arange(23)[None] < 20, 10)},
+        "softcap": {"softcap": 2.0, "attn_mask": visible},
+    }.get(name, {"attn_mask": visible})
+    tangents = direction(call)
+    right = derive(call, tangents), second(call, tangents)
+    spoiled, moved = dict(call), dict(tangents)
+    for keywords, names in ((spoiled, ("key", "value")), (moved, ("key_tangent", "value_tangent"))):
+        for each in names:
+            keywords[each] = keywords[each].copy()
+            keywords[each][:, :, 200:] = poison
+            if name == "starts":
+                keywords[each][:, :, :30] = poison
+    for actual, expected in zip((derive(spoiled, moved), second(spoiled, moved)), right, strict=True):
+        for a, b in zip(actual, expected, strict=True):
+            if a is not None:
+                assert_same_bits(a, b)
+
+
+def test_a_poisoned_query_spoils_its_row_only(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 60, 8), (2, 70, 8), (2, 70, 5)) | {"is_causal": True, "query_offset": 0}
+    tangents = direction(call)
+    right = derive(call, tangents)
+    tangents["query_tangent"][:, 20] = NAN
+    result = derive(call, tangents)
+    others = np.arange(60) != 20
+    assert np.isnan(result.out_tangent[:, 20]).all()
+    assert_same_bits(result.out_tangent[:, others], right.out_tangent[:, others])
+    grads, expected = second(call, tangents), None
+    tangents["query_tangent"][:, 20] = 0
+    expected = second(call, tangents)
+    assert_same_bits(grads.key[:, 21:], expected.key[:, 21:])  # hidden from query 20
+    assert np.isnan(grads.key[:, :21]).all()
+
+
+def test_rows_without_visible_keys_have_derivative_0(rng: np.random.Generator) -> None:
+    call = qkv(rng, np.float64, (2, 4, 8), (2, 5, 8), (2, 5, 3)) | {"attn_mask": np.zeros((4, 5), bool)}
+    result = derive(call, direction(call))
+    assert not result.out_tangent.any()
+    assert not result.lse_tangent.any()
+    assert not any(a.any() for a in second(call, direction(call))[:3])
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+X = np.ones((3, 4))
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "shape": ({"query_tangent": X[:2]}, ValueError, r"query_tangent has shape \(2, 4\), query has \(3, 4\)"),
+    "dtype": (
+        {"query": X.astype("f4"), "key": X.astype("f4"), "value": X.astype("f4"), "key_tangent": X}, TypeError,
+        r"key_tangent has dtype float64, its input float32: pass key_tangent.astype\('float32'\)",
+    ),
+    "no bias": ({"bias_tangent": X}, ValueError, "bias_tangent is given without a bias or a float attn_mask"),
+    "boolean mask": (
+        {"attn_mask": np.ones((3, 3), bool), "bias_tangent": X[:, :3]}, ValueError, "without a bias or a float"
+    ),
+    "no sinks": ({"sinks_tangent": X[0]}, ValueError, "sinks_tangent is given without sinks"),
+    "generator": (
+        {"dropout_p": 0.5, "rng": np.random.default_rng(0)}, ValueError, "rng must be the int that draws the dropout"
+    ),
+    "no seed": ({"dropout_p": 0.5}, ValueError, "rng must be the int"),
+    "out alone": ({"out": X}, ValueError, "out is given without lse: pass both results of the forward pass"),
+    "lse alone": ({"lse": X[:, 0]}, ValueError, "lse is given without out: pass both"),
+    "lists": ({"key_indices": [[0]]}, TypeError, "'key_indices': pass a boolean attn_mask of the listed keys"),
+    "quantized key": ({"key": cattn.quantize(X)}, TypeError, r"key is quantized .* pass cattn\.dequantize\(key\)"),
+    "quantized value": ({"value": cattn.quantize(X)}, TypeError, r"value is quantized and has no tangent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    keywords, error, text = WRONG[name]
+    with pytest.raises(error, match=text):
+        cattn.attention_jvp(**{"query": X, "key": X, "value": X} | keywords)
+
+
+def test_results_of_another_call_are_an_error() -> None:
+    call = {"query": X, "key": X, "value": X}
+    result = derive(call, direction(call))
+    given = cotangents(result) | results_of(result) | {"lse": result.lse + 1}
+    with pytest.raises(ValueError, match="lse is not that of these arguments"):
+        cattn.attention_jvp_backward(**given, **call)
+    for name in ("out_tangent", "lse_tangent", "grad_out_tangent", "grad_lse_tangent"):
+        wrong = given | {name: given[name][:2]}
+        with pytest.raises(ValueError, match=rf"^{name} has shape"):
+            cattn.attention_jvp_backward(**wrong, **call)
+
+
+def test_the_reference_has_the_same_signatures() -> None:
+    assert [f"{name}_tangent" for name in FIELDS] == TANGENTS
+    result = reference.attention_jvp(X, X, X, query_tangent=X)
+    assert result.lse is None
+    assert result.lse_tangent is None
