@@ -46,7 +46,7 @@ PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 # a table for tests: at -O3 its vectors, which no processor has, take minutes to compile
 GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
 # the products of bfloat16 by an instruction, beside the other kernels of both AVX-512 tables
-AVX512_BF16 = "avx512_bf16"
+AVX512_BF16, AVX512_BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if ELF else []
@@ -231,8 +231,8 @@ class BuildTables(build_ext):
         if wanted := switch("TABLES"):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
         isa = tables.get("avx512", tables.get("avx512_256"))
-        if isa is not None and self.accepts(["-mavx512bf16"]):
-            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), "-mavx512bf16"]
+        if isa is not None and self.accepts([AVX512_BF16_FLAG]):
+            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]
         return tables
 
     def flags(self) -> list[str]:

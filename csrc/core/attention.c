@@ -17,6 +17,7 @@
 #include "dropout_stream.h"
 #include "parallel.h"
 #include "plan.h"
+#include "rounded_keys.h"
 #include "scratch.h"
 
 struct forward_job {
@@ -344,8 +345,7 @@ static __attribute__((noinline)) enum cattn_status run_with_stream(struct forwar
     return status;
 }
 
-enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
-    CATTN_CHECK(attention, params);
+static enum cattn_status attend(const struct cattn_attention_params *params) {
     struct forward_job job;
     job.params = params;
     job.kernels = cattn_attention_kernels(params);
@@ -354,6 +354,16 @@ enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
     job.dropout_stream = NULL;
     job.overflowed = job.small_weights = false;
     return job.plan.uses_stream ? run_with_stream(&job) : run(&job);
+}
+
+enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
+    CATTN_CHECK(attention, params);
+    struct cattn_rounded_keys *rounded = NULL;
+    enum cattn_status status = cattn_rounds_keys(params) ? cattn_round_keys(params, &rounded) : CATTN_OK;
+    if (status == CATTN_OK)
+        status = attend(rounded ? &rounded->params : params);
+    free(rounded);
+    return status;
 }
 
 /* ---- explaining a call instead of computing it ---- */

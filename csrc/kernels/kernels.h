@@ -404,6 +404,8 @@ struct cattn_kernels {
     /* conversion of n stored elements to the table's own type, and back */
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
+    /* products of bfloat16: row r of a matrix, rounded */
+    void (*round_row)(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, uint16_t *to);
     void (*softmax_row)(const struct cattn_softmax_row *row);
     /* writes a row past the caches; NULL if the instruction set has no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);

@@ -88,7 +88,9 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .dropout_mask_row = dropout_mask_row,
     .widen_row = widen_row,
     .narrow_row = narrow_row,
-#ifndef BF16_PRODUCTS
+#ifdef BF16_PRODUCTS
+    .round_row = round_row,
+#else
     .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,

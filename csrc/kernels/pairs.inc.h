@@ -135,6 +135,11 @@ INLINE void store_rounded(uint16_t *to, vf v, int n) {
 INLINE void round_to_from(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n,
                           uint16_t *to) {
     int64_t k = 0;
+#ifdef HAS_PAIR_DOT
+    for (; storage == CATTN_STORED_PLAIN && stride == 1 && k + 2 * LANES <= n; k += 2 * LANES)
+        store_pairs(to + k,
+                    vu_rounded(vf_loadu((const real *)base + i + k), vf_loadu((const real *)base + i + k + LANES)));
+#endif
     for (; stride == 1 && k + LANES <= n; k += LANES)
         store_rounded(to + k, load_stored(storage, base, i + k, 1, LANES), LANES);
     for (; k < n; k += LANES) {
@@ -161,6 +166,10 @@ INLINE void round_row_to(const struct cattn_matrix *matrix, int64_t r, int64_t n
         const int n = (int)min64(LANES, n_cols - c);
         store_rounded(to + c, load_columns(matrix, r, c, n), n);
     }
+}
+
+static void round_row(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, uint16_t *to) {
+    round_row_to(matrix, r, n_cols, to);
 }
 
 /* LANES pairs: n <= 2 * LANES elements from index i on, rounded; the other ones are 0. */
