@@ -181,12 +181,31 @@ static bool round_inputs(struct cattn_call *call) {
     return true;
 }
 
-/* compute_dtype: None, or "bfloat16" for products of numbers that are rounded to it. */
-static bool parse_compute_dtype(struct cattn_call *call, PyObject *object) {
-    if (object == Py_None)
+/* Whether an object is a dtype by this name, or the type of its scalars. No exception is set. */
+static bool is_dtype(PyObject *object, const char *name) {
+    PyArray_Descr *descr = NULL;
+    if (!PyType_Check(object) && !PyArray_DescrCheck(object))
+        return false;
+    PyObject *own =
+        PyArray_DescrConverter(object, &descr) != NPY_FAIL ? PyObject_GetAttrString((PyObject *)descr, "name") : NULL;
+    const bool is = own != NULL && PyUnicode_CompareWithASCIIString(own, name) == 0;
+    Py_XDECREF(own);
+    Py_XDECREF((PyObject *)descr);
+    PyErr_Clear();
+    return is;
+}
+
+/* compute_dtype: None, or bfloat16 for products of numbers that are rounded to it. It comes before the arrays, because
+ * Python code may run here. */
+static bool parse_compute_dtype(PyObject *object, bool *bfloat16) {
+    *bfloat16 = object != Py_None;
+    if (!*bfloat16 || is_dtype(object, "bfloat16") ||
+        (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0))
         return true;
-    if (!PyUnicode_Check(object) || PyUnicode_CompareWithASCIIString(object, "bfloat16") != 0)
-        return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
+    return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
+}
+
+static bool use_bfloat16(struct cattn_call *call) {
     if (call->params->dtype != CATTN_F32 || call->params->storage == CATTN_STORED_F16 || call->half_type == NPY_HALF) {
         PyErr_Format(PyExc_TypeError,
                      "compute_dtype='bfloat16' is for float32 and bfloat16, and query, key and value are %s: convert "
@@ -537,7 +556,9 @@ static bool parse_edges(struct cattn_call *call, PyObject *rng) {
 
 bool cattn_call_parse(struct cattn_call *call, PyObject *const *args) {
     cattn_clear_attention(call->params);
-    return parse_arrays(call, args) && parse_compute_dtype(call, args[ARG_compute_dtype]) && parse_sizes(call) &&
+    bool bfloat16;
+    return parse_compute_dtype(args[ARG_compute_dtype], &bfloat16) && parse_arrays(call, args) &&
+           (!bfloat16 || use_bfloat16(call)) && parse_sizes(call) &&
            parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call) && parse_edges(call, args[ARG_rng]) &&
            parse_scale(call, args[ARG_scale]) && parse_masks(call, args) &&
            parse_block_mask(call, args[ARG_block_mask]) && parse_ranges(call, args) &&

@@ -73,7 +73,6 @@ _TANGENTS = {
 }
 _TANGENTS_OWN = "query_tangent key_tangent value_tangent bias_tangent sinks_tangent lse"
 _NO_WHOLE_ROWS = "no task holds a whole row of weights"
-_ONLY_ON_ARRAYS = "call cattn's own function on arrays for it"
 _NOT_IN_KERAS = "Keras's dot_product_attention has no such argument"
 _NOT_IN_ONNX = "the operator has no such input or attribute"
 _NOT_ON_THE_COMMAND_LINE = "not on the command line: call cattn from Python"
@@ -109,7 +108,6 @@ DOORS: dict[str, Door] = {
     ),
     "torch": Door(
         {
-            "compute_dtype": _ONLY_ON_ARRAYS,
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
         }
@@ -118,7 +116,7 @@ DOORS: dict[str, Door] = {
         {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
             "key_indices": "pass a boolean mask that is True for the listed keys",
-            "compute_dtype": _ONLY_ON_ARRAYS,
+            "compute_dtype": "call cattn on arrays for it: XLA's call has no such attribute",
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
             "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
             "out": "JAX's arrays do not change",
@@ -174,7 +172,7 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("block_mask", "key_indices", "compute_dtype", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        dict.fromkeys(("block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
         own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",
