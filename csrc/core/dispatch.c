@@ -82,6 +82,7 @@ bool cattn_isa_keeps_arithmetic(int index) {
     bool kept = true;
     for (int dtype = CATTN_F32; dtype <= CATTN_F64; dtype++)
         kept &= tables[index].kernels[dtype]->keeps_arithmetic();
+    kept &= tables[index].bf16->keeps_arithmetic();
     cattn_fp_leave(saved);
     return kept;
 }

@@ -77,7 +77,11 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .mr = MR,
     .nr = NR,
     .has_fma = HAS_FMA,
+#ifdef BF16_PRODUCTS
+    .keeps_arithmetic = keeps_pair_arithmetic,
+#else
     .keeps_arithmetic = keeps_arithmetic,
+#endif
     .pack_query_tile = pack_query_tile,
     .pack_query_rows = pack_query_rows,
     .chunk_begin = chunk_begin,

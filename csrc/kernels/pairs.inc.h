@@ -79,6 +79,28 @@ INLINE void keep_sum(vf *sum) { (void)sum; }
 INLINE void products_end(void) {}
 #endif
 
+/* Pairs of elements that are bfloat16 already. */
+INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
+
+/* Whether the processor and the compiler keep this arithmetic; as keeps_arithmetic. */
+static bool keeps_pair_arithmetic(void) {
+    static const volatile float operands[] = {1, 0x1p24f, 0x1p-100f, 0x1p-133f};
+    const vf one = vf_set1(operands[0]), large = vf_set1(operands[1]), small = vf_set1(operands[2]);
+    const vu ones = joined(one, one), tiny = joined(vf_set1(operands[3]), vf_set1(0));
+    products_begin();
+    vf rounded_twice = vf_pair_dot(ones, ones, large);         /* not 2^24 + 2 */
+    vf odd_first = vf_pair_dot(joined(one, large), ones, one); /* not 2^24 + 2 */
+    vf flushed_sum = vf_pair_dot(joined(small, small), joined(small, vf_set1(0)), vf_set1(0));
+    vf flushed_element = vf_pair_dot(tiny, joined(large, large), vf_set1(0));
+    keep_sum(&rounded_twice);
+    keep_sum(&odd_first);
+    keep_sum(&flushed_sum);
+    keep_sum(&flushed_element);
+    products_end();
+    return keeps_arithmetic() && lanes_are(rounded_twice, 0x1p24f) && lanes_are(odd_first, 0x1p24f) &&
+           lanes_are(flushed_sum, 0) && lanes_are(flushed_element, 0);
+}
+
 /* Pairs are consecutive bfloat16 in memory. */
 #if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 INLINE vu swapped(vu pairs) { return vu_xor(vu_shl16(pairs), vu_shr16(pairs)); }
@@ -102,9 +124,6 @@ INLINE void store_pairs(uint16_t *p, vu pairs) {
     vf_storeu(stored, vf_of_vu(swapped(pairs)));
     memcpy(p, stored, sizeof stored);
 }
-
-/* Pairs of elements that are bfloat16 already. */
-INLINE vu joined(vf even, vf odd) { return vu_xor(vu_shr16(vu_of_vf(even)), vu_of_vf(odd)); }
 
 /* Rounding to bfloat16, to nearest even. Subnormal elements become zeros first, as the conversions of x86 have it. */
 #ifndef HAS_PAIR_DOT
