@@ -79,18 +79,21 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
         npy_intp dims[NPY_MAXDIMS];
         memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
         dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols; /* of the call it is T_k */
+        const bool of_pairs = i == WEIGHTS || i == DROPOUT_MASK;
+        const int nd = of_pairs ? call->nd : cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims);
         const struct cattn_output_spec spec = {.name = names[i],
                                                .type = types[i],
-                                               .nd = cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims),
+                                               .nd = nd,
                                                .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_ATTENTION_OPERANDS};
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
-        if (i == LSE)
-            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
-        else
+        if (i == OUT)
             cattn_call_view(call, call->outputs[i].array, tensors[i]);
+        else
+            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
+                              of_pairs ? call->axes : call->axes & ~CATTN_AXIS_COL);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -244,11 +247,17 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
 
 /* Puts the keys and values of a KVCache, given as key, and the offset that its lengths mean in their places. Returns
  * what owns them. */
-static PyObject *take_cache(PyObject **args) {
+static PyObject *take_cache(struct binding_state *state, PyObject **args) {
     if (!PyObject_HasAttrString(args[ARG_key], "_attended_by")) {
         PyErr_SetString(
             PyExc_TypeError,
             "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
+        return NULL;
+    }
+    if (cattn_arg_is(args[ARG_layout], state->tokens_first)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "layout='bthd' and a cattn.KVCache do not go together: its keys are (..., heads, "
+                        "tokens, head_dim); pass query.swapaxes(-3, -2)");
         return NULL;
     }
     PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "O", args[ARG_query]);
@@ -267,7 +276,7 @@ static PyObject *take_cache(PyObject **args) {
 /* The public function has no is_causal: without an offset the last query sees every key. */
 PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **args) {
     PyObject *cached = NULL;
-    if (args[ARG_value] == Py_None && (cached = take_cache(args)) == NULL)
+    if (args[ARG_value] == Py_None && (cached = take_cache(state, args)) == NULL)
         return NULL;
     args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->unnamed_corner : state->upper_left;
     PyObject *result = cattn_body_scaled_dot_product_attention(state, args);

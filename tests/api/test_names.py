@@ -276,7 +276,10 @@ def test_other_masks_that_do_not_fit_get_no_cure(shape: tuple[int, ...], mask: t
 
 def test_errors_that_swapped_axes_explain_say_so() -> None:
     x = np.ones((2, 16, 4, 8), np.float32)  # 16 tokens, 4 heads
-    hint = r"if the arrays are \(\.\.\., tokens, heads, head_dim\), pass query\.swapaxes\(-3, -2\) and so on$"
+    hint = (
+        r"if the arrays are \(\.\.\., tokens, heads, head_dim\), pass query\.swapaxes\(-3, -2\) and so on, "
+        r"or layout='bthd'$"
+    )
     for mask in (np.ones((16, 16), bool), np.ones((2, 1, 1, 16), bool), np.zeros((16, 16))):
         with pytest.raises(ValueError, match="does not broadcast.*: " + hint):
             cattn.scaled_dot_product_attention(x, x, x, mask)

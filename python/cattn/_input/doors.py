@@ -39,12 +39,15 @@ _NO_VALUE = "no values are read"
 _SAME_PLAN = "leave it out: how a call is computed does not depend on it"
 _NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
 
+_HEADS_FIRST = "the arrays are (B, H, T, head_dim): pass {}, which copies nothing, of (B, T, H, head_dim)"
+
 _PACKED = {
     "attn_mask": _NO_COMMON_SCORES,
     "bias": _NO_COMMON_SCORES,
     "block_mask": _NO_COMMON_SCORES,
     "key_indices": _NO_COMMON_SCORES,
     "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+    "layout": "packed sequences are (total, H, head_dim)",
     "query_offset": "alignment says where the queries of a sequence stand",
     "query_seq_lengths": "cu_seqlens_q has the lengths",
     "key_value_seq_lengths": "cu_seqlens_k has the lengths",
@@ -106,6 +109,7 @@ DOORS: dict[str, Door] = {
     ),
     "torch": Door(
         {
+            "layout": _HEADS_FIRST.format("x.transpose(1, 2)"),
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
         }
@@ -113,6 +117,7 @@ DOORS: dict[str, Door] = {
     "jax": Door(
         {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+            "layout": "JAX's arrays are (B, T, N, H)",
             "key_indices": "pass a boolean mask that is True for the listed keys",
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
             "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
@@ -127,6 +132,7 @@ DOORS: dict[str, Door] = {
     ),
     "dask": Door(
         {
+            "layout": _HEADS_FIRST.format("x.swapaxes(1, 2)"),
             "return_weights": _NO_WHOLE_ROWS,
             "return_dropout_mask": _NO_WHOLE_ROWS,
             "key_indices": "the keys of a list lie in any chunk",
@@ -138,7 +144,7 @@ DOORS: dict[str, Door] = {
     "keras": Door(
         dict.fromkeys(
             (
-                "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
+                "dropout_p", "enable_gqa", "layout", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
                 "key_value_seq_starts", "window_size", "alibi_slopes", "sinks",
                 "block_mask", "key_indices", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
@@ -151,8 +157,8 @@ DOORS: dict[str, Door] = {
     "onnx": Door(
         dict.fromkeys(
             (
-                "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
-                "sinks", "block_mask", "key_indices", "rng", "return_lse",
+                "dropout_p", "enable_gqa", "layout", "bias", "query_seq_lengths", "key_value_seq_starts",
+                "alibi_slopes", "sinks", "block_mask", "key_indices", "rng", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,
@@ -169,7 +175,7 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        dict.fromkeys(("layout", "block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
         own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",

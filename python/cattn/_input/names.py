@@ -149,9 +149,6 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "num_heads": _HEADS_ARE_AN_AXIS,
     "n_heads": _HEADS_ARE_AN_AXIS,
     "nhead": _HEADS_ARE_AN_AXIS,
-    "layout": [
-        ("query", "arrays are (B, H, T, head_dim): pass x.swapaxes(1, 2) of (B, T, H, head_dim), which copies nothing")
-    ],
 }
 
 # What people look for in the package itself: names of other libraries, and of the field.

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from .._input.display import html_table
 from .._input.pairs import BlockMask, Stored
-from .._input.types import Alignment, Window
+from .._input.types import Alignment, Layout, Window
 from ._signature import implemented_in_c
 
 __all__ = ["Explanation", "explain"]
@@ -92,6 +92,7 @@ def explain(  # type: ignore[empty-body]
     is_causal: Alignment = False,
     *,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -120,6 +121,8 @@ def explain(  # type: ignore[empty-body]
         Which keys a query sees.
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key and value.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional

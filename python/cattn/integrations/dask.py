@@ -340,6 +340,7 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Literal["bhtd"] = "bhtd",
     bias: Any = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -402,6 +403,8 @@ def attention(
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
     block_mask : BlockMask or (dask.array.Array of bool, int), optional
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
+    layout : {"bhtd"}
+        "bthd" is not available: the arrays are (B, H, T, head_dim), so pass ``x.swapaxes(1, 2)`` of others.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
@@ -459,7 +462,13 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse(return_weights=return_weights, return_dropout_mask=return_dropout_mask, key_indices=key_indices, out=out)
+    _refuse(
+        layout=layout != "bhtd",
+        return_weights=return_weights,
+        return_dropout_mask=return_dropout_mask,
+        key_indices=key_indices,
+        out=out,
+    )
     numbers: dict[str, Any] = {
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,
