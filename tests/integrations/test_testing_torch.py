@@ -216,3 +216,35 @@ def test_a_module_that_wants_the_batch_second_mixes_the_batch() -> None:
     """It is the default of PyTorch's module."""
     report = diagnose(made(lambda: nn.MultiheadAttention(8, 2)), kind="full", ndim=3)
     assert names(report)[0] == "batch_mixed", report
+
+
+class Fused(nn.Module):  # type: ignore[misc, name-defined]
+    """Multi-head attention that does not say how many heads it has; `last` is the name of its output projection."""
+
+    def __init__(self, last: str, scale: float | None = None, d: int = 32, h: int = 4) -> None:
+        super().__init__()
+        self.h, self.name, self.scale = h, last, scale
+        self.qkv = nn.Linear(d, 3 * d)
+        setattr(self, last, nn.Linear(d, d))
+
+    def forward(self, x: Any) -> Any:
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.h, d // self.h).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return getattr(self, self.name)(out.transpose(1, 2).reshape(B, T, d))
+
+
+def test_a_number_of_heads_that_a_module_does_not_say_is_found() -> None:
+    report = diagnose(Fused("proj"))
+    assert report.ok
+    assert "formulas" in str(report)
+    assert names(diagnose(Fused("proj", scale=1.0))) == ["no_scale"]
+    assert names(diagnose(Fused("proj", scale=1.0), kind="full")) == ["sees_no_future", "no_scale"]
+
+
+def test_a_projection_of_unknown_name_leaves_the_properties() -> None:
+    """The formula would be incomplete, and the right module wrong."""
+    report = diagnose(Fused("last"))
+    assert report.ok
+    assert "properties" in str(report)
+    assert report.not_checked
