@@ -227,6 +227,9 @@ def formulas(problem: Problem, most: int) -> Iterator[dict[str, Any]]:
 def mistakes_of(problem: Problem, chosen: Choices) -> list[Wrong]:
     """Return the mistakes of a formula."""
     tables = choices(problem)
+    if chosen.get("axis") in ("heads", "batch") and chosen.get("method") == "zero":
+        # Over this axis the hidden scores of a key are equal, whatever the number is that hides them.
+        chosen = {step: picked for step, picked in chosen.items() if step != "method"}
     return [tables[step][picked] for step, picked in chosen.items()]
 
 

@@ -205,7 +205,7 @@ def _quiet(library: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepared(function: Any, seed: int = 0) -> Iterator[None]:
-    """Switch a module to evaluation, and seed the global generators; put everything back at the end."""
+    """Switch a module to evaluation, seed the global generators, use one thread; put everything back at the end."""
     torch, state = _torch(), np.random.get_state()  # noqa: NPY002 - the user's function may draw from it
     modules = {m: m.training for m in function.modules()} if is_module(function) else {}
     other = getattr(function, "training", None) if not modules and hasattr(function, "eval") else None
@@ -213,6 +213,8 @@ def prepared(function: Any, seed: int = 0) -> Iterator[None]:
         if torch is not None:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # on arrays as small as these, threads wait for each other
         np.random.seed(seed)  # noqa: NPY002
         try:
             if modules or isinstance(other, bool):
