@@ -147,10 +147,9 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
 
     Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
     PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
-    dimension, nested and sparse tensors, forward-mode differentiation, ``torch.func.grad``, and compiled TorchScript.
-    Subclasses with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as they do without the
-    context. A wrong call raises PyTorch's error, whose context is cattn's. Second derivatives are a
-    NotImplementedError. The name belongs to the process, so all threads share it; PyTorch's function returns when the
+    dimension, nested and sparse tensors, and compiled TorchScript. Subclasses with ``__torch_function__`` and modes
+    (``TorchFunctionMode``) see the function as they do without the context. A wrong call raises PyTorch's error, whose
+    context is cattn's. The name belongs to the process, so all threads share it; PyTorch's function returns when the
     last of several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by
     checkpointing must run inside.
 
