@@ -388,6 +388,8 @@ def attention(
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them, True also makes axis -3 of three-dimensional arrays the heads.
+    layout : {"bhtd"}
+        "bthd" is not available: the arrays are (B, H, T, head_dim), so pass ``x.swapaxes(1, 2)`` of others.
     bias : dask.array.Array or array_like of float, optional
         Added to the scaled scores. Broadcasts to (..., T_q, T_k).
     query_offset, query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
@@ -403,8 +405,6 @@ def attention(
         One number for each query head: the slope of ALiBi, and one extra logit. A sink counts once for a row of chunks.
     block_mask : BlockMask or (dask.array.Array of bool, int), optional
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
-    layout : {"bhtd"}
-        "bthd" is not available: the arrays are (B, H, T, head_dim), so pass ``x.swapaxes(1, 2)`` of others.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
