@@ -11,9 +11,11 @@
 
 /* ---- outputs ---- */
 
+const char *const cattn_output_names[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    static const char *const fields[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+    const char *const *fields = cattn_output_names;
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
@@ -69,20 +71,25 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
     return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
 }
 
+int cattn_call_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims) {
+    const bool of_pairs = which == WEIGHTS || which == DROPOUT_MASK;
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    dims[call->nd - 1] = which == OUT ? (npy_intp)call->params->d_v : call->weight_cols; /* of the call it is T_k */
+    *type = which == LSE ? lse_type(call, given) : which == DROPOUT_MASK ? NPY_BOOL : call->stored_type;
+    return of_pairs ? call->nd : cattn_call_shape(call, which == LSE ? call->nd - 1 : call->nd, dims);
+}
+
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
-    const int types[N_OUTPUTS] = {call->stored_type, call->stored_type, lse_type(call, given[LSE]), NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
         npy_intp dims[NPY_MAXDIMS];
-        memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-        dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols; /* of the call it is T_k */
-        const bool of_pairs = i == WEIGHTS || i == DROPOUT_MASK;
-        const int nd = of_pairs ? call->nd : cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims);
+        int type;
+        const int nd = cattn_call_output(call, i, given[i], &type, dims);
         const struct cattn_output_spec spec = {.name = names[i],
-                                               .type = types[i],
+                                               .type = type,
                                                .nd = nd,
                                                .dims = dims,
                                                .inputs = call->inputs,
@@ -93,7 +100,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
             cattn_call_view(call, call->outputs[i].array, tensors[i]);
         else
             cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
-                              of_pairs ? call->axes : call->axes & ~CATTN_AXIS_COL);
+                              i == LSE ? call->axes & ~CATTN_AXIS_COL : call->axes);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -186,8 +193,7 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 
 /* ---- entry points ---- */
 
-/* Which results the caller asks for. */
-static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
+bool cattn_call_parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
     const bool weights_only = stage < CATTN_STAGE_OUT;
     call->wants[OUT] = !weights_only;
     if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
@@ -226,8 +232,8 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum 
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
-    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) || !parse_wants(&call, args, stage) ||
-        !take_out(&call, args[ARG_out], given, weights_only))
+    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
+        !cattn_call_parse_wants(&call, args, stage) || !take_out(&call, args[ARG_out], given, weights_only))
         goto done;
     stop_at(&params, stage);
     if (!make_outputs(&call, given, names) || !cattn_call_begin(&call) || !run(&call, args[ARG_rng], &draw))

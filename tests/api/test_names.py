@@ -82,7 +82,7 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.plot_attention, X), "labels", "did you mean 'tokens'?"),
     (functools.partial(cattn.KVCache, 1), "n_heads", "did you mean 'num_kv_heads'?"),
     (functools.partial(cattn.explain, X, X, X), "causal", "did you mean 'is_causal'?"),
-    (functools.partial(cattn.explain, X, X, X), "scale", "leave it out: how a call is computed does not depend on it"),
+    (functools.partial(cattn.explain, X, X, X), "out", "nothing is computed"),
     (functools.partial(cattn.attention_weights, X, X), "until", "did you mean 'stage'?"),
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),

@@ -36,7 +36,6 @@ _NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for
 _ONLY_GRADIENTS = "only gradients are returned: ask scaled_dot_product_attention for it"
 _NO_DROPOUT = "the statistics are of the weights before dropout"
 _NO_VALUE = "no values are read"
-_SAME_PLAN = "leave it out: how a call is computed does not depend on it"
 _NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
 
 _HEADS_FIRST = "the arrays are (B, H, T, head_dim): pass {}, which copies nothing, of (B, T, H, head_dim)"
@@ -103,9 +102,10 @@ DOORS: dict[str, Door] = {
     "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
     "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
     "explain": Door(
-        dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "rng"), _SAME_PLAN)
-        | dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask", "out"), "nothing is computed")
-        | {"key_indices": "each list of keys is computed as a call of its own, on the keys of the list"}
+        {
+            "key_indices": "each list of keys is computed as a call of its own, on the keys of the list",
+            "out": "nothing is computed",
+        }
     ),
     "torch": Door(
         {
