@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from cattn._input.blocks import block
+
 from ._attention import scaled_dot_product_attention
 from ._products import products_by_cattn
 from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
@@ -141,7 +143,7 @@ class _Swap:
 _swap = _Swap()
 
 
-@contextlib.contextmanager
+@block
 def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
 
@@ -185,7 +187,7 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
             yield seen
 
 
-@contextlib.contextmanager
+@block
 def batch_invariant() -> Iterator[Seen]:
     """Compute on the CPU so that the bits of a text do not depend on the other texts of its batch, nor on padding.
 
