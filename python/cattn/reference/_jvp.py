@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cattn._input.pairs import Quantized
 from cattn._input.types import AttentionGradients, AttentionTangents
 
 from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, reordered, score
@@ -39,6 +40,13 @@ def _products(problem: Problem, inputs: Inputs, options: dict[str, Any]) -> Prob
     return score(inputs, scale=problem.scale, **kept)
 
 
+def _refuse_quantized(**arrays: Any) -> None:
+    for name, array in arrays.items():
+        if isinstance(array, Quantized):
+            what = "is quantized and has no tangent" if name in ("key", "value") else "must be an array of real numbers"
+            raise TypeError(f"{name} {what}: pass cattn.dequantize({name})")
+
+
 def _sink_weights(sinks: ArrayLike, lse: Floats) -> Floats:
     """Return the weight of the sink in each row."""
     sink = np.asarray(sinks, np.float64)[..., None]
@@ -60,6 +68,10 @@ def _linearize(
     p = probability(dropout_p, "dropout_p")
     query, key, value = inputs
     query_tangent, key_tangent, value_tangent = tangents
+    _refuse_quantized(
+        query=query, key=key, value=value, query_tangent=query_tangent, key_tangent=key_tangent,
+        value_tangent=value_tangent, bias_tangent=bias_tangent, sinks_tangent=sinks_tangent,
+    )  # fmt: skip
     problem = score(inputs, attn_mask, is_causal, **options)
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     factor = np.zeros(weights.shape)
