@@ -45,6 +45,8 @@ PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 # The kernel tables and their flags. Those outside PORTABLE are for x86-64.
 # a table for tests: at -O3 its vectors, which no processor has, take minutes to compile
 GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
+# the products of bfloat16 by an instruction, beside the other kernels of both AVX-512 tables
+AVX512_BF16, AVX512_BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if ELF else []
@@ -228,6 +230,9 @@ class BuildTables(build_ext):
             tables.pop("gnu512", None)  # for the tests only
         if wanted := switch("TABLES"):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
+        isa = tables.get("avx512", tables.get("avx512_256"))
+        if isa is not None and self.accepts([AVX512_BF16_FLAG]):
+            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]
         return tables
 
     def flags(self) -> list[str]:
@@ -270,7 +275,8 @@ class BuildTables(build_ext):
         jobs = [(source, have, flags) for source in ext.sources]
         for name, isa in tables.items():
             stub = str(CSRC / "kernels" / f"kernels_{name}.c")
-            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in ("32", "64")]
+            all_bits = ("16",) if name == AVX512_BF16 else ("16", "32", "64")
+            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in all_bits]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = [] if msvc or WINDOWS or "-arch" in self.compiler.compiler_so or not self.accepts(["-MD"]) else ["-MD"]

@@ -88,8 +88,9 @@ struct cattn_attention_params {
     /* If quantized, the storage of key or value instead, and then the dtype is float32 and storage PLAIN: an element is
      * the stored number times the scale's element in its place, rounded once. */
     enum cattn_storage quantized_key, quantized_value;
-    bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
-    bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
+    bool bf16_products; /* query, key, value and weights are rounded to bfloat16 for the two products; dtype float32 */
+    bool double_lse;    /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
+    bool store_scores;  /* weights receives the scores instead, -inf where a key is hidden */
     bool own_head_lists, own_row_lists; /* key_indices has a head axis, a query axis: gradients are added accordingly */
     int n_batch_dims;
     int n_bias;

@@ -62,11 +62,11 @@ def pytest_report_header() -> list[str]:
 def slower_tables() -> list[str]:
     """Return the tables that this machine can run beside the one in use.
 
-    Without one that has the instructions of another: `gnu512` beside `avx512`, and the one of `avx512` and
-    `avx512_256`, which differ in the shape of their tiles, that is not in use.
+    Without one that has the instructions of another: `gnu512` beside `avx512`, and the tables of AVX-512 that are not
+    in use, which differ in the shape of their tiles and in the products of bfloat16.
     """
     runs = [table["name"] for table in _cattn._isa_list() if table["usable"]]
-    shapes, in_use = {"avx512", "avx512_256"}, _cattn._get_isa()
+    shapes, in_use = {"avx512", "avx512_256", "avx512_bf16", "avx512_256_bf16"}, _cattn._get_isa()
     left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set()) | {in_use}
     return [name for name in runs if name not in left_out]
 

@@ -239,8 +239,12 @@ static PyObject *differentiate(struct backward *b, struct binding_state *state, 
                                struct cattn_packed *packed, const struct given *given) {
     PyObject *result = NULL;
     cattn_clear_backward(&b->params);
-    b->call = (struct cattn_call){
-        .state = state, .params = &b->params.forward, .dims = b->dims, .bias_dims = b->bias_dims, .packed = packed};
+    b->call = (struct cattn_call){.state = state,
+                                  .params = &b->params.forward,
+                                  .dims = b->dims,
+                                  .bias_dims = b->bias_dims,
+                                  .packed = packed,
+                                  .rounds_inputs = true};
     b->results = (struct cattn_results){.plain_out = false};
     memset(b->tangents, 0, sizeof b->tangents);
     memset(b->gradients, 0, sizeof b->gradients);

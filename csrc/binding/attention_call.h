@@ -54,16 +54,17 @@ struct cattn_call {
     struct cattn_range_args ranges;
     struct cattn_output outputs[N_OUTPUTS];
     bool wants[N_OUTPUTS];
-    bool as_tuple;     /* the result is an AttentionOutput */
-    int lse_type;      /* the dtype that return_lse names; NPY_BOOL (0): none */
-    bool has_seed;     /* dropout_seed draws the same mask again */
-    bool has_heads;    /* axis -3 of the call is heads */
-    bool tokens_first; /* arrays of query, key, value and output have (*batch, rows, H, width) */
-    int axes;          /* of query, key, value and masks, for cattn_tensor_from */
-    int compute_type;  /* NumPy's type number of the computation */
-    int stored_type;   /* the same of query, key, value, out and weights */
-    bool widens;       /* halves are computed as float32, and the caller rounds the result */
-    int half_type;     /* of the inputs that were widened; NPY_BOOL (0): none */
+    bool as_tuple;      /* the result is an AttentionOutput */
+    int lse_type;       /* the dtype that return_lse names; NPY_BOOL (0): none */
+    bool has_seed;      /* dropout_seed draws the same mask again */
+    bool has_heads;     /* axis -3 of the call is heads */
+    bool tokens_first;  /* arrays of query, key, value and output have (*batch, rows, H, width) */
+    int axes;           /* of query, key, value and masks, for cattn_tensor_from */
+    int compute_type;   /* NumPy's type number of the computation */
+    int stored_type;    /* the same of query, key, value, out and weights */
+    bool rounds_inputs; /* gradients: compute_dtype rounds query, key and value before the call */
+    bool widens;        /* halves are computed as float32, and the caller rounds the result */
+    int half_type;      /* of the inputs that were widened; NPY_BOOL (0): none */
     int n_batch_dims;
     struct cattn_packed *packed; /* not owned; cleared with the call. NULL: the sequences are not packed */
     npy_intp kv_heads;           /* of key and value, 1 without heads */
@@ -74,7 +75,7 @@ struct cattn_call {
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };
 
-/* Parses query, key, value, layout and enable_gqa, and fills in the views, sizes, heads and batch. */
+/* Parses query, key, value, compute_dtype, layout and enable_gqa, and fills in the views, sizes, heads and batch. */
 bool cattn_call_parse_shapes(struct cattn_call *call, PyObject *const *args);
 /* The view of an array with the axes (*batch, [H], rows, width), or (*batch, rows, H, width) if tokens_first. */
 void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);

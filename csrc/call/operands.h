@@ -35,6 +35,7 @@
     OPERAND(sinks, "N", LOGITS, BROADCASTS, IN_ALL, sinks)                                                             \
     OPERAND(block_mask, "NXY", BLOCKS, BROADCASTS, IN_ALL & ~IN_PACKED, block_mask)                                    \
     OPERAND(key_indices, "NTL", LISTS, BROADCASTS, IN_DENSE, key_indices)                                              \
+    NUMBER(compute_dtype, PRODUCTS)                                                                                    \
     NUMBER(rng, SEED)                                                                                                  \
     WISH(return_weights)                                                                                               \
     WISH(return_lse)                                                                                                   \
@@ -79,6 +80,7 @@
     K(LAYOUT)      /* the order of tokens and heads, a word */                                                         \
     K(WINDOW)      /* two numbers of keys, each or both of which may be None */                                        \
     K(COUNT)       /* a positive int or None */                                                                        \
+    K(PRODUCTS)    /* the word "bfloat16" or None */                                                                   \
     K(SEED)        /* random bits */
 
 #define ENUMERATOR(name) name,

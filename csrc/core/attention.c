@@ -17,6 +17,7 @@
 #include "dropout_stream.h"
 #include "parallel.h"
 #include "plan.h"
+#include "rounded_keys.h"
 #include "scratch.h"
 
 struct forward_job {
@@ -344,16 +345,25 @@ static __attribute__((noinline)) enum cattn_status run_with_stream(struct forwar
     return status;
 }
 
-enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
-    CATTN_CHECK(attention, params);
+static enum cattn_status attend(const struct cattn_attention_params *params) {
     struct forward_job job;
     job.params = params;
-    job.kernels = cattn_kernels_for(params->dtype);
+    job.kernels = cattn_attention_kernels(params);
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     job.dropout_stream = NULL;
     job.overflowed = job.small_weights = false;
     return job.plan.uses_stream ? run_with_stream(&job) : run(&job);
+}
+
+enum cattn_status cattn_attention(const struct cattn_attention_params *params) {
+    CATTN_CHECK(attention, params);
+    struct cattn_rounded_keys *rounded = NULL;
+    enum cattn_status status = cattn_rounds_keys(params) ? cattn_round_keys(params, &rounded) : CATTN_OK;
+    if (status == CATTN_OK)
+        status = attend(rounded ? &rounded->params : params);
+    free(rounded);
+    return status;
 }
 
 /* ---- explaining a call instead of computing it ---- */
@@ -398,7 +408,7 @@ static void explain_block(const struct forward_job *job, int64_t block, struct c
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
                                           struct cattn_explanation *explanation) {
     CATTN_CHECK(attention, params);
-    struct forward_job job = {.params = params, .kernels = cattn_kernels_for(params->dtype)};
+    struct forward_job job = {.params = params, .kernels = cattn_attention_kernels(params)};
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;

@@ -23,8 +23,8 @@ int64_t cattn_batch_start(const struct cattn_attention_params *p, const struct c
 static void skip_keys(const struct cattn_attention_params *p, int64_t n, struct cattn_batch *batch) {
     batch->key += n * p->key.row;
     batch->value += p->value.data ? n * p->value.row : 0;
-    batch->key_scale += p->quantized_key ? n * p->key_scale.row : 0;
-    batch->value_scale += p->quantized_value && p->value.data ? n * p->value_scale.row : 0;
+    batch->key_scale += cattn_is_quantized(p->quantized_key) ? n * p->key_scale.row : 0;
+    batch->value_scale += cattn_is_quantized(p->quantized_value) && p->value.data ? n * p->value_scale.row : 0;
 }
 
 /* Moves the starts past the keys before the first valid one. The block mask stays, since its blocks are cut from the
@@ -114,9 +114,9 @@ static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, con
     matrix.first = (const char *)tensor->data + (start + kv_head * tensor->head) * element;
     matrix.row = tensor->row;
     matrix.col = tensor->col;
-    if (quantized && n_cols == 0) {
+    if (cattn_is_quantized(matrix.storage) && n_cols == 0) {
         matrix.scale = &one;
-    } else if (quantized) {
+    } else if (cattn_is_quantized(matrix.storage)) {
         matrix.scale = (const float *)scale->data + scale_start + kv_head * scale->head;
         matrix.scale_row = scale->row;
         matrix.scale_col = scale->col;
@@ -124,14 +124,18 @@ static struct cattn_matrix matrix_of(const struct cattn_attention_params *p, con
     return matrix;
 }
 
+void cattn_keys_of_head(const struct cattn_attention_params *p, const struct cattn_batch *batch, int64_t kv_head,
+                        struct cattn_matrix *key, struct cattn_matrix *value) {
+    *key = matrix_of(p, &p->key, p->head_dim, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
+    *value =
+        matrix_of(p, &p->value, p->d_v, batch->value, &p->value_scale, batch->value_scale, p->quantized_value, kv_head);
+}
+
 void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,
                          const struct cattn_batch *batch, int64_t kv_head) {
     rows->first_key = batch->batch_range.first_key;
     rows->n_keys = batch->batch_range.n_keys;
-    rows->key =
-        matrix_of(p, &p->key, p->head_dim, batch->key, &p->key_scale, batch->key_scale, p->quantized_key, kv_head);
-    rows->value =
-        matrix_of(p, &p->value, p->d_v, batch->value, &p->value_scale, batch->value_scale, p->quantized_value, kv_head);
+    cattn_keys_of_head(p, batch, kv_head, &rows->key, &rows->value);
     cattn_drop_fill(&p->dropout, batch->index, &rows->drop);
     /* kernels draw for whole vectors of rows: the lanes after the last row must not be uninitialised */
     const int64_t n_lanes = p->dropout.enabled ? cattn_round_up(rows->n_rows, CATTN_PAD) : 0;

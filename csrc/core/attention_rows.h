@@ -26,6 +26,9 @@ void *cattn_stored_at(const struct cattn_attention_params *p, const struct cattn
 /* Fills *call, which every task of the call reads. */
 void cattn_call_shape_fill(const struct cattn_attention_params *p, struct cattn_call_shape *call);
 
+/* The keys and values of one batch entry and key-value head, from the first valid key on. */
+void cattn_keys_of_head(const struct cattn_attention_params *p, const struct cattn_batch *batch, int64_t kv_head,
+                        struct cattn_matrix *key, struct cattn_matrix *value);
 /* Fills what the rows of a task share: keys, values and dropout of one batch entry and key-value head. n_rows and the
  * scratch must be set. */
 void cattn_rows_of_batch(struct cattn_rows *rows, const struct cattn_attention_params *p,

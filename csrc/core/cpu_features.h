@@ -11,6 +11,7 @@
 /* Does a 512-bit operation as two of 256 bits: AMD's family 25, of which Zen 4 has AVX-512. Measured there: tiles of
  * 12 x 1 vectors are 1 to 4 % faster than 8 x 2. On Zen 5 they are 20 % slower. */
 #define CATTN_CPU_SPLITS_512 8u
+#define CATTN_CPU_AVX512_BF16 16u /* with AVX-512 */
 
 /* The sum of this processor's features; the same at any time, on any thread. */
 unsigned cattn_cpu(void);

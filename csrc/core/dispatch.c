@@ -12,13 +12,17 @@
 #include "cpu_features.h"
 
 struct table {
+    const char *name;
     const struct cattn_kernels *kernels[2]; /* by dtype */
+    const struct cattn_kernels *bf16;       /* of float32 whose products are of bfloat16 */
     unsigned needs;                         /* features of the processor */
     unsigned slow_with;                     /* features with which an earlier table is faster */
     bool test_only;
 };
 
-#define TABLE(name) {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}
+#define TABLE_WITH(name, text, bf16)                                                                                   \
+    text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}, &cattn_kernels_##bf16##_16
+#define TABLE(name) TABLE_WITH(name, #name, name)
 
 /* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
@@ -34,9 +38,16 @@ static const struct table tables[] = {
 #endif
 #ifdef CATTN_HAVE_AVX512_256
     {TABLE(avx512_256), CATTN_CPU_AVX512, 0, false},
+#ifdef CATTN_HAVE_AVX512_BF16
+    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0, false},
+#endif
 #endif
 #ifdef CATTN_HAVE_AVX512
     {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
+#ifdef CATTN_HAVE_AVX512_BF16
+    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512,
+     false},
+#endif
 #endif
 };
 
@@ -53,7 +64,7 @@ struct cattn_isa_info cattn_isa_info(int index) {
     const struct table *t = &tables[index];
     const struct cattn_kernels *k = t->kernels[CATTN_F32];
     return (struct cattn_isa_info){
-        .name = k->name,
+        .name = t->name,
         .usable = (cattn_cpu() & t->needs) == t->needs,
         .has_fma = k->has_fma,
         .test_only = t->test_only,
@@ -95,6 +106,8 @@ bool cattn_isa_select(const char *name) {
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype) {
     return tables[atomic_load(&current)].kernels[dtype];
 }
+
+const struct cattn_kernels *cattn_bf16_kernels(void) { return tables[atomic_load(&current)].bf16; }
 
 int64_t cattn_block_keys(void) { return CATTN_BLOCK_KEYS; }
 int64_t cattn_chunk_keys(void) { return CATTN_CHUNK_KEYS; }

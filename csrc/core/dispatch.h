@@ -6,5 +6,7 @@
 #include "../kernels/kernels.h"
 
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype);
+/* The kernels of attention in float32 with products of bfloat16: the members of a forward pass. */
+const struct cattn_kernels *cattn_bf16_kernels(void);
 
 #endif

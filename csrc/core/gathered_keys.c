@@ -224,6 +224,7 @@ static void describe(const struct cattn_gather_plan *plan, const struct cattn_at
     cattn_clear_attention(call);
     call->dtype = p->dtype;
     call->storage = p->storage;
+    call->bf16_products = p->bf16_products;
     call->quantized_key = p->quantized_key;
     call->quantized_value = p->quantized_value;
     call->double_lse = p->double_lse;

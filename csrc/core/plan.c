@@ -23,6 +23,10 @@
 /* Bytes of partial results of the split path that may wait to be merged. */
 #define SPLIT_BUDGET ((size_t)512 << 10)
 
+const struct cattn_kernels *cattn_attention_kernels(const struct cattn_attention_params *p) {
+    return p->bf16_products ? cattn_bf16_kernels() : cattn_kernels_for(p->dtype);
+}
+
 double cattn_attention_work(const struct cattn_attention_params *p) {
     const int64_t n_keys = p->key_indices.data ? p->n_indices : p->seqlen_k;
     const double pairs = (double)p->seqlen_q * (double)(n_keys > 0 ? n_keys : 1); /* rows without keys cost time, too */
@@ -116,7 +120,10 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
     s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
-    s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * max_size(copied_key, copied_value) * size : 0);
+    /* pairs of bfloat16: keys without a gap at the end of a row, values in whole panels */
+    const size_t copied =
+        p->bf16_products ? max_size(depth, (size_t)cattn_plan_acc_cols(p)) : max_size(copied_key, copied_value);
+    s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * copied * size : 0);
     s->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
     s->block_max = cattn_carve(arena, slots * size);
     s->alpha = cattn_carve(arena, slots * size);
@@ -208,6 +215,6 @@ int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t p
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {
     if (p->path != CATTN_PATH_TINY || p->key_indices.data) /* each query chooses anew there */
         return true;
-    struct cattn_plan plan = cattn_plan(p, cattn_kernels_for(p->dtype));
+    struct cattn_plan plan = cattn_plan(p, cattn_attention_kernels(p));
     return tiny_fits(&plan, p);
 }

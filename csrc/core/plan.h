@@ -34,6 +34,9 @@ struct cattn_plan {
     size_t scratch_size; /* bytes a thread */
 };
 
+/* The kernels of a forward pass, in the table in use. */
+const struct cattn_kernels *cattn_attention_kernels(const struct cattn_attention_params *params);
+
 struct cattn_plan cattn_plan(const struct cattn_attention_params *params, const struct cattn_kernels *kernels);
 
 /* The rows of one block, counted over all units. */

@@ -40,7 +40,27 @@ INLINE int tile_height(int tallest, int64_t n_rows) {
 
 /* Rows of a tile of scores. A row is a key that is read from memory: few enough that memory keeps up with all rows of K
  * that are read at the same time. */
+#ifdef BF16_PRODUCTS /* a row is half as long */
+#define SCORE_MR (MR > 8 ? 8 : MR)
+#else
 #define SCORE_MR (MR > 6 ? 6 : MR)
+#endif
+
+/* Whether every element of a tile is finite: x * 0 is NaN otherwise. Four sums, so that the FMAs overlap. */
+INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][NR]) {
+    vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            zero[(m * NR + n) % 4] = vf_fma(tile[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
+    return !vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3]))));
+}
+
+/* The end of the chain that contains `term`, in a sum whose last term is end - 1. */
+INLINE int64_t chain_end(int64_t term, int64_t end) {
+    return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
+}
+
+#ifndef BF16_PRODUCTS /* pairs.inc.h has the products of pairs */
 
 /* mr and nr are constants after inlining. Set the accumulators one by one and unroll every loop over them: with `= {0}`
  * or a plain loop GCC keeps them in memory instead of registers. */
@@ -66,20 +86,6 @@ INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             sum[m][n] = sum[m][n] + chain[m][n];
-}
-
-/* Whether every element of a tile is finite: x * 0 is NaN otherwise. Four sums, so that the FMAs overlap. */
-INLINE bool tile_is_finite(int mr, int nr, vf tile[MR][NR]) {
-    vf zero[4] = {vf_set1(0), vf_set1(0), vf_set1(0), vf_set1(0)};
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            zero[(m * NR + n) % 4] = vf_fma(tile[m][n], vf_set1(0), zero[(m * NR + n) % 4]);
-    return !vm_any(vm_not(finite_lanes((zero[0] + zero[1]) + (zero[2] + zero[3]))));
-}
-
-/* The end of the chain that contains `term`, in a sum whose last term is end - 1. */
-INLINE int64_t chain_end(int64_t term, int64_t end) {
-    return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
 }
 
 /* The terms begin .. end-1 of a sum; a and b point at the term `begin`. In tiles of 12 x 1 vectors both the chain and
@@ -206,3 +212,22 @@ static struct source value_run(const struct cattn_rows *rows, struct source valu
         }
     return (struct source){panel, PANEL};
 }
+
+/* Scaled scores of mr keys and nr vectors of queries from vector v on: the scale is in the packed queries. */
+INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v, struct source key, vf score[MR][NR]) {
+    const int64_t depth = rows->call.head_dim;
+    dot_tile(mr, nr, 0, depth, key.first, key.row, 1,
+             (const real *)rows->scratch.packed_query + v / NR * depth * PANEL + v % NR * LANES, PANEL, score);
+}
+
+/* P V of the keys begin .. end-1. `chains` is the constant ALL_CHAINS unless some are missing. */
+INLINE void value_products(int mr, int nr, const struct cattn_rows *rows, unsigned chains, int r, struct key_half keys,
+                           struct source value, vf sum[MR][NR]) {
+    const real *weights = (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r;
+    if (chains == ALL_CHAINS)
+        dot_tile(mr, nr, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, sum);
+    else
+        dot_chains(mr, nr, chains, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, sum);
+}
+
+#endif

@@ -404,6 +404,8 @@ struct cattn_kernels {
     /* conversion of n stored elements to the table's own type, and back */
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
+    /* products of bfloat16: row r of a matrix, rounded */
+    void (*round_row)(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, uint16_t *to);
     void (*softmax_row)(const struct cattn_softmax_row *row);
     /* writes a row past the caches; NULL if the instruction set has no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);
@@ -448,13 +450,15 @@ struct cattn_kernels {
 #undef CATTN_HAVE_AVX2
 #undef CATTN_HAVE_AVX512_256
 #undef CATTN_HAVE_AVX512
+#undef CATTN_HAVE_AVX512_BF16
 #endif
 
-extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64;
-extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64;
-extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64;
-extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64;
-extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64;
-extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64;
+extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64, cattn_kernels_scalar_16;
+extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64, cattn_kernels_gnu128_16;
+extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64, cattn_kernels_gnu512_16;
+extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64, cattn_kernels_avx2_16;
+extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64, cattn_kernels_avx512_256_16;
+extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64, cattn_kernels_avx512_16;
+extern const struct cattn_kernels cattn_kernels_avx512_bf16_16;
 
 #endif

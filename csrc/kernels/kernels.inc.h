@@ -2,8 +2,13 @@
  * vectors), includes its simd_*.h, and then this file. The parts depend on each other in the order of the includes; the
  * blank lines keep clang-format from sorting across them.
  */
+#include "../fp_mode.h"
 #include "kernels.h"
 #include "tangents.h"
+
+#ifdef BF16_PRODUCTS /* a table of attention's forward pass only */
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
 
 #include "arithmetic.inc.h"
 #include "exp.inc.h"
@@ -19,14 +24,19 @@
 #include "state.inc.h"
 
 #include "gemm.inc.h"
+#ifdef BF16_PRODUCTS
+#include "pairs.inc.h"
+#else
 #include "product.inc.h"
 #include "product_few.inc.h"
+#endif
 #include "row_scores.inc.h"
 
 #include "rows.inc.h"
 #include "rowwise.inc.h"
 #include "tile.inc.h"
 
+#ifndef BF16_PRODUCTS
 #include "weights.inc.h"
 
 #include "second_pass.inc.h"
@@ -43,11 +53,13 @@
 #include "rope.inc.h"
 
 #include "torch.inc.h"
+#endif
 
 _Static_assert(CATTN_TILE_ROWS % (NR * LANES) == 0, "a tile consists of whole panels");
 _Static_assert(CATTN_TILE_ROWS % MR == 0, "a tile consists of whole micro-tiles");
 _Static_assert(CATTN_BLOCK_KEYS % MR == 0, "a key block consists of whole micro-tiles");
 _Static_assert(CATTN_CHAIN_TERMS % LANES == 0, "the row path's tiles of K end where chains end");
+_Static_assert(CATTN_HALF_BLOCK % 2 == 0 && CATTN_CHAIN_TERMS % 2 == 0 && CATTN_SUM_CHAINS % 2 == 0, "whole pairs");
 _Static_assert(CATTN_PRODUCT_CHAINS % LANES == 0, "a vector holds terms of as many chains");
 _Static_assert(CATTN_PRODUCT_LANES % (NR * LANES) == 0, "the rows of B are whole panels");
 _Static_assert(SCORE_MR <= CATTN_PRODUCT_EDGE, "the copies at the edge hold a micro-tile");
@@ -59,7 +71,7 @@ _Static_assert(CATTN_PAD % (NR * LANES) == 0 || (NR * LANES) % CATTN_PAD == 0, "
 #define TEXT_(isa) #isa
 #define TEXT(isa) TEXT_(isa)
 
-const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
+const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .name = TEXT(ISA),
     .lanes = LANES,
     .mr = MR,
@@ -73,6 +85,12 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .rows_block = rows_block,
     .chunk_merge = chunk_merge,
     .finish = finish,
+    .dropout_mask_row = dropout_mask_row,
+    .widen_row = widen_row,
+    .narrow_row = narrow_row,
+#ifdef BF16_PRODUCTS
+    .round_row = round_row,
+#else
     .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,
@@ -85,9 +103,6 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .statistics_block = statistics_block,
     .statistics_add = statistics_add,
     .statistics_finish = statistics_finish,
-    .dropout_mask_row = dropout_mask_row,
-    .widen_row = widen_row,
-    .narrow_row = narrow_row,
     .softmax_row = softmax_row,
 #ifdef HAS_STREAM
     .stream_row = stream_row,
@@ -113,4 +128,5 @@ const struct cattn_kernels PASTE(ISA, REAL_BITS) = {
     .torch_normal = torch_normal,
     .torch_below = torch_below,
     .torch_drop = torch_drop,
+#endif
 };

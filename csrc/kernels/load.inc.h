@@ -213,9 +213,14 @@ static void dequantize_row(const struct cattn_matrix *matrix, int64_t r, int64_t
     }
 }
 
-/* Rows of keys or values in the table's own type, with unit stride. */
+/* Rows of keys or values as the micro-kernel reads them, with unit stride. */
+#ifdef BF16_PRODUCTS
+typedef uint16_t operand;
+#else
+typedef real operand;
+#endif
 struct source {
-    const real *first;
+    const operand *first;
     int64_t row;
 };
 

@@ -13,6 +13,7 @@
 #define ROWS_NEAR ROW_STEP
 /* A table may define STREAM_AHEAD instead: one distance in bytes. */
 
+#ifndef BF16_PRODUCTS
 static void pack_query_rows(struct cattn_rows *rows) {
     const int64_t depth = rows->call.head_dim;
     const real scale = (real)rows->call.score_options.scale;
@@ -30,6 +31,7 @@ static void pack_query_rows(struct cattn_rows *rows) {
             packed[d] = query ? query[d * col] * scale : 0;
     }
 }
+#endif
 
 /* The prefetch position. Rows are prefetched line by line in memory order, whatever columns a tile or a pass reads. */
 struct rows_ahead {
@@ -67,6 +69,37 @@ INLINE void prefetch_ahead(struct rows_ahead *next, size_t n) {
         }
     }
 }
+
+#ifdef BF16_PRODUCTS
+
+/* Scores of LANES keys, of which the first n exist, for `many` rows: one chain of pairs, then the scale. */
+INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cattn_matrix *key, int n,
+                       vf score[CATTN_FEW_ROWS]) {
+    const int64_t depth = rows->call.head_dim, padded = 2 * pairs_of(depth);
+    const vf scale = vf_set1((real)rows->call.score_options.scale);
+    const uint16_t *query = rows->scratch.packed_query;
+    struct rows_ahead next = rows_ahead(key, depth);
+    UNROLLED(r, many)
+        score[r] = vf_set1(0);
+    for (int64_t d = 0; d < depth; d += 2 * LANES) {
+        const int n_cols = (int)min64(2 * LANES, depth - d), n_pairs = (n_cols + 1) / 2;
+        vf kt[LANES];
+        key_pairs(key, n, d, n_cols, kt);
+        if (n == LANES && n_cols == 2 * LANES)
+            prefetch_ahead(&next, 2 * LANES * LANES * stored_size(key->storage));
+        products_begin();
+        for (int i = 0; i < n_pairs; i++)
+            UNROLLED(r, many)
+                score[r] = vf_pair_dot(vu_set1(load_pair(query + r * padded + d + 2 * i)), vu_of_vf(kt[i]), score[r]);
+        UNROLLED(r, many)
+            keep_sum(&score[r]);
+        products_end();
+    }
+    UNROLLED(r, many)
+        score[r] = vf_fma(score[r], scale, vf_set1(0));
+}
+
+#else
 
 /* A tile of K, LANES keys by LANES columns from d on: kt[i] holds column d + i of all keys. OPAQUE makes the address
  * advance from row to row: the compiler would precompute all addresses, which do not fit into the registers. */
@@ -220,3 +253,5 @@ INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cat
         }
     }
 }
+
+#endif

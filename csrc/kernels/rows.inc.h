@@ -121,6 +121,57 @@ static void shrink_keys(real *score, int begin, int end) {
         vf_storeu(score + k, small_weight(vf_loadu(score + k)));
 }
 
+#ifdef BF16_PRODUCTS
+
+/* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
+ * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const struct cattn_matrix *value,
+                       struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
+    const uint16_t *weights = rows->scratch.score;
+    vf sum[CATTN_FEW_ROWS][CATTN_FEW_ROWS];
+    UNROLLED(r, many)
+        UNROLLED(v, vectors)
+            sum[r][v] = vf_set1(0);
+    products_begin();
+    for (int k = keys.begin; k < keys.end; k += 2) {
+        vu pairs[CATTN_FEW_ROWS];
+        int64_t at = c + (k - keys.begin) * value->row;
+        if (!has_chain(rows->seen_chains, k))
+            continue;
+        OPAQUE(at);
+        UNROLLED(v, vectors) {
+            const int left = v == vectors - 1 ? n : LANES;
+            const vf even = load_stored(value->storage, value->first, at + v * LANES, 1, left);
+            vf odd = vf_set1(0);
+            if (k + 1 < keys.end)
+                odd = load_stored(value->storage, value->first, at + value->row + v * LANES, 1, left);
+            pairs[v] = paired_values(value->storage, even, odd);
+        }
+        UNROLLED(i, 2)
+            prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value->storage));
+        UNROLLED(r, many) {
+            const vu w = vu_set1(load_pair(weights + 2 * r * CATTN_BLOCK_KEYS + k));
+            UNROLLED(v, vectors)
+                sum[r][v] = vf_pair_dot(w, pairs[v], sum[r][v]);
+        }
+    }
+    UNROLLED(r, many)
+        UNROLLED(v, vectors)
+            keep_sum(&sum[r][v]);
+    products_end();
+    UNROLLED(r, many) {
+        real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
+        UNROLLED(v, vectors) {
+            if (__builtin_expect(vm_any(vm_not(finite_lanes(sum[r][v]))), 0) && r < rows->n_rows)
+                sum[r][v] = value_vector_visible(rows, r, c + v * LANES, v == vectors - 1 ? n : LANES, keys, k0,
+                                                 weights + 2 * r * CATTN_BLOCK_KEYS, 2);
+            fold_block(acc + v * LANES, vf_set1(factor[r]), sum[r][v]);
+        }
+    }
+}
+
+#else
+
 /* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. `value` starts at
  * keys.begin; the vector has n columns from c on. The weight of key k is weights[k * weight_col]. */
 static vf value_vector_visible(const struct cattn_rows *rows, int r, const struct cattn_matrix *value, int64_t c, int n,
@@ -201,6 +252,8 @@ INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, co
     }
 }
 
+#endif
+
 /* All columns of V, as many vectors at a time as the registers hold. */
 INLINE void value_columns(struct cattn_rows *rows, int many, const struct cattn_matrix *value, struct key_half keys,
                           int64_t k0, const real *factor) {
@@ -256,6 +309,10 @@ INLINE void rows_block_many(struct cattn_rows *rows, enum cattn_storage direct, 
             drop_keys(rows, r, k0, s, begin, end);
         if (rows->small_weights)
             shrink_keys(s, begin, end);
+#ifdef BF16_PRODUCTS /* in place: pairs of keys, which P V reads */
+        for (int k = begin; k < end; k += LANES)
+            store_rounded((uint16_t *)(void *)s + k, vf_loadu(s + k), LANES);
+#endif
     }
     for (int r = 0; r < many; r += LANES)
         vf_storeu(row_sum + r,
@@ -282,10 +339,12 @@ ROWS_BLOCK(rows_block_f16_8, CATTN_STORED_F16, 8)
 ROWS_BLOCK(rows_block_bf16_1, CATTN_STORED_BF16, 1)
 ROWS_BLOCK(rows_block_bf16_4, CATTN_STORED_BF16, 4)
 ROWS_BLOCK(rows_block_bf16_8, CATTN_STORED_BF16, 8)
+#ifndef BF16_PRODUCTS /* there they are rounded on the way to scratch */
 ROWS_BLOCK(rows_block_i8_1, CATTN_STORED_I8, 1)
 ROWS_BLOCK(rows_block_i8_2, CATTN_STORED_I8, 2)
 ROWS_BLOCK(rows_block_i8_4, CATTN_STORED_I8, 4)
 ROWS_BLOCK(rows_block_i8_8, CATTN_STORED_I8, 8)
+#endif
 #endif
 
 #ifdef HALVES_ARE_QUICK
@@ -311,7 +370,11 @@ static rows_block_of *find_rows_block(const struct cattn_rows *rows) {
         case CATTN_STORED_BF16:
             return n == 1 ? rows_block_bf16_1 : n <= 4 ? rows_block_bf16_4 : rows_block_bf16_8;
         case CATTN_STORED_I8:
+#ifdef BF16_PRODUCTS
+            break;
+#else
             return n == 1 ? rows_block_i8_1 : n == 2 ? rows_block_i8_2 : n <= 4 ? rows_block_i8_4 : rows_block_i8_8;
+#endif
         case CATTN_STORED_F8: /* the other rows are plain, or faster to convert once */
         case CATTN_STORED_PLAIN:
             break;

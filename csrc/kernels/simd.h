@@ -47,6 +47,12 @@
  *   vf_quarter_i8(v, j)                   v holds 4 LANES signed integers: 2^24 times those with the indices 4 i + j.
  *                                         Defined as vf_half_bf16 is; then these conversions are quick, too
  *
+ *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
+ *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
+ *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. With HAS_PAIR_DOT
+ *   vu_rounded(low, high)                 pairs of the elements of low, then of high
+ *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
+ *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary
  *   vw_mul(w, m)  vw_high(w)              the 64-bit product of the low halves with a scalar m; the high 32 bits of a
@@ -69,6 +75,16 @@
 
 #include "fma.h"
 
+/* 16: floats whose products of queries, keys, weights and values are of bfloat16; see pairs.inc.h */
+#if REAL_BITS == 16
+#define BF16_PRODUCTS
+#undef REAL_BITS
+#define REAL_BITS 32
+#define TABLE_BITS 16
+#else
+#define TABLE_BITS REAL_BITS
+#endif
+
 #if REAL_BITS == 32
 typedef float real;
 typedef uint32_t real_bits;
@@ -86,7 +102,7 @@ typedef uint64_t real_bits;
 #define REAL_FMA cattn_fma
 #define REAL_SQRT sqrt
 #else
-#error "REAL_BITS must be 32 or 64"
+#error "REAL_BITS must be 16, 32 or 64"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

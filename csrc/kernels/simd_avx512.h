@@ -112,6 +112,18 @@ INLINE vh vh_f16(vf v) {
 }
 INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
 
+#if defined(__AVX512BF16__) && defined(BF16_PRODUCTS)
+#define HAS_PAIR_DOT
+INLINE vf vf_pair_dot(vu a, vu b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+INLINE vh vh_rounded(vf v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+INLINE vu vu_rounded(vf low, vf high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+INLINE vu vf_paired(vf even, vf odd) {
+    const __m512i lanes = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(lanes, vu_rounded(even, odd));
+}
+#endif
+
 INLINE vu vu_digits(const uint32_t *words, int r) {
     /* r is a multiple of 16, so these are the low halves of eight words, then their high halves */
     __m512i w = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(words + digit_word(r))));

@@ -158,6 +158,11 @@ INLINE vu vu_add(vu a, vu b) { return a + b; }
 INLINE vu vu_xor(vu a, vu b) { return a ^ b; }
 INLINE vu vu_and(vu a, vu b) { return a & b; }
 INLINE vu vu_shr16(vu a) { return a >> 16; }
+#if REAL_BITS == 32
+INLINE vu vu_of_vf(vf v) { return (vu)v; }
+INLINE vf vf_of_vu(vu a) { return (vf)a; }
+INLINE vu vu_shl16(vu a) { return a << 16; }
+#endif
 INLINE vw vw_from(vu a) { return (vw){a, a}; }
 INLINE vw vw_mul(vw a, uint32_t m) {
     vu_wide product = __builtin_convertvector(a.low, vu_wide) * m;

@@ -63,6 +63,10 @@ INLINE vu vu_digits(const uint32_t *words, int r) {
 #endif
 
 #if REAL_BITS == 32
+#define FLUSHES_BY_MODE
+INLINE vu vu_of_vf(vf v) { return VU_BITS(castps)(v); }
+INLINE vf vf_of_vu(vu a) { return VF_OF(a); }
+INLINE vu vu_shl16(vu a) { return VU(slli_epi32)(a, 16); }
 #define HALVES_ARE_QUICK
 INLINE vf vf_from_f16(vh a) { return VF(cvtph)(a); }
 INLINE vf vf_from_bf16(vh a) { return VF_OF(VU(slli_epi32)(VU(cvtepu16_epi32)(a), 16)); }

@@ -125,7 +125,9 @@ INLINE void finish_out(struct cattn_rows *rows, enum cattn_storage storage, cons
  * matter beside a sum that overflowed.
  */
 #define SMALL_WEIGHT ((real)0x1p-64)
-#if REAL_BITS == 32
+#ifdef BF16_PRODUCTS
+#define LEAST_REAL 0x1p-126f /* products flush what is smaller */
+#elif REAL_BITS == 32
 #define LEAST_REAL 0x1p-149f
 #else
 #define LEAST_REAL 0x1p-1074

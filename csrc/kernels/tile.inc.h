@@ -79,6 +79,10 @@ static void find_extents(struct tile *t) {
     for (int g = 0; g < t->n_groups; g++) {
         t->group[g] = full ? t->all : range_of_rows(t, g * MR, MR);
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* t->all was widened past the last key */
+#ifdef BF16_PRODUCTS                                              /* whole pairs: the value of a missing key is 0 */
+        t->group[g].begin = t->group[g].begin / 2 * 2;
+        t->group[g].end = (int)cattn_round_up(t->group[g].end, 2);
+#endif
     }
 }
 
@@ -125,11 +129,17 @@ static void find_all_chains(struct tile *t) {
  * copies, so the copy of V overwrites the copy of K. */
 static struct source rows_of_block(const struct tile *t, const struct cattn_matrix *matrix, int64_t n_cols) {
     const int first = t->all.begin, last = (int)min64(t->all.end, t->n_keys);
+#ifdef BF16_PRODUCTS
+    (void)n_cols;
+    return matrix == &t->rows->key ? keys_of_block(t->rows, t->k0, first, last)
+                                   : values_of_block(t->rows, t->k0, first, last);
+#else
     /* keys that no row sees are not even converted */
     const struct cattn_matrix from = rows_from(*matrix, t->k0 + first);
     struct source rows = rows_of(&from, last - first, n_cols, (real *)t->rows->scratch.block_copy + first * n_cols);
     rows.first -= first * rows.row;
     return rows;
+#endif
 }
 
 /* Writes the element-wise masks of LANES rows from r on to the place of their scores. */
@@ -155,9 +165,7 @@ INLINE void score_tile(int mr, int nr, const struct tile *t, int v, int k, struc
     struct cattn_rows *rows = t->rows;
     const vf neg_inf = vf_set1(NEG_INF);
     vf acc[MR][NR];
-    dot_tile(mr, nr, 0, rows->call.head_dim, key.first, key.row, 1,
-             (const real *)rows->scratch.packed_query + v / NR * rows->call.head_dim * PANEL + v % NR * LANES, PANEL,
-             acc);
+    score_products(mr, nr, rows, v, key, acc);
     UNROLLED(n, nr) {
         const int r = (v + n) * LANES;
         const bool partial = k < t->vector[v + n].full_begin || k + mr > t->vector[v + n].full_end;
@@ -252,8 +260,34 @@ static void store_scores_of(const struct tile *t, const struct extent *e, int r)
     }
 }
 
+/* Whether softmax_lanes itself rounds the weights to pairs of bfloat16, in place: row j of the scores becomes pair j.
+ * Otherwise they are numbers until pair_weights, because dropout or a second attempt changes them. */
+INLINE bool pairs_at_once(const struct cattn_rows *rows) {
+#ifdef BF16_PRODUCTS
+    return !rows->drop.enabled && !rows->scratch.drop_bits && !rows->small_weights;
+#else
+    (void)rows;
+    return false;
+#endif
+}
+
+/* The weights of 8 keys from key k on. */
+INLINE void store_weights(real *score, int k, bool paired, const vf w[CATTN_SUM_CHAINS]) {
+#ifdef BF16_PRODUCTS
+    if (paired) {
+        UNROLLED(c, CATTN_SUM_CHAINS / 2)
+            store_pairs((void *)(score + (k / 2 + c) * CATTN_TILE_ROWS), vf_paired(w[2 * c], w[2 * c + 1]));
+        return;
+    }
+#endif
+    (void)paired;
+    UNROLLED(c, CATTN_SUM_CHAINS)
+        vf_storeu(score + (k + c) * CATTN_TILE_ROWS, w[c]);
+}
+
 /* Replaces the scores of LANES rows by exp(score - max) and sums them over the keys in eight chains. */
 static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
+    const bool paired = pairs_at_once(t->rows);
     struct cattn_rows *rows = t->rows;
     update_max(rows, r);
     const vf shift = vf_loadu((const real *)rows->scratch.block_max + r);
@@ -262,17 +296,15 @@ static void softmax_lanes(const struct tile *t, const struct extent *e, int r) {
     UNROLLED(c, CATTN_SUM_CHAINS)
         sum[c] = vf_set1(0);
     for (int k = e->begin; k < e->end; k += CATTN_SUM_CHAINS) {
-        if (!has_chain(e->chains, k)) {
-            UNROLLED(c, CATTN_SUM_CHAINS)
-                vf_storeu(score + (k + c) * CATTN_TILE_ROWS, vf_set1(0));
-            continue;
-        }
-        UNROLLED(c, CATTN_SUM_CHAINS) {
-            real *s = score + (k + c) * CATTN_TILE_ROWS;
-            vf w = vf_exp(vf_loadu(s) - shift);
-            vf_storeu(s, w);
-            sum[c] = sum[c] + w;
-        }
+        vf w[CATTN_SUM_CHAINS];
+        UNROLLED(c, CATTN_SUM_CHAINS)
+            w[c] = vf_set1(0);
+        if (has_chain(e->chains, k))
+            UNROLLED(c, CATTN_SUM_CHAINS) {
+                w[c] = vf_exp(vf_loadu(score + (k + c) * CATTN_TILE_ROWS) - shift);
+                sum[c] = sum[c] + w[c];
+            }
+        store_weights(score, k, paired, w);
     }
     vf alpha = vf_loadu((const real *)rows->scratch.alpha + r);
     vf_storeu(row_sum, vf_fma(vf_loadu(row_sum), alpha, SUM_TREE(sum)));
@@ -337,13 +369,52 @@ static void shrink_lanes(const struct tile *t, const struct extent *e, int r) {
  * and its extent covers both. */
 static void zero_outside(const struct tile *t, const struct extent *e, int r) {
     real *score = (real *)t->rows->scratch.score + r;
+    const int step = pairs_at_once(t->rows) ? 2 : 1; /* keys of a row of the scores */
     for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++) {
         const struct extent *group = &t->group[g];
-        for (int k = group->begin; k < min64(e->begin, group->end); k++)
-            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
-        for (int k = (int)max64(e->end, group->begin); k < group->end; k++)
-            vf_storeu(score + k * CATTN_TILE_ROWS, vf_set1(0));
+        for (int k = group->begin; k < min64(e->begin, group->end); k += step)
+            vf_storeu(score + k / step * CATTN_TILE_ROWS, vf_set1(0));
+        for (int k = (int)max64(e->end, group->begin); k < group->end; k += step)
+            vf_storeu(score + k / step * CATTN_TILE_ROWS, vf_set1(0));
     }
+}
+
+/* Rounds the weights of LANES rows that P V reads to pairs of bfloat16, unless that is done. */
+static void pair_weights(const struct tile *t, const struct extent *e, int r) {
+#ifdef BF16_PRODUCTS
+    if (pairs_at_once(t->rows))
+        return;
+    real *score = (real *)t->rows->scratch.score + r;
+    int begin = e->begin < e->end ? e->begin : CATTN_BLOCK_KEYS, end = e->end;
+    for (int g = r / MR; g < t->n_groups && g * MR < r + LANES; g++)
+        if (t->group[g].begin < t->group[g].end) {
+            begin = (int)min64(begin, t->group[g].begin);
+            end = (int)max64(end, t->group[g].end);
+        }
+    for (int k = begin; k < end; k += 2) {
+        const real *w = score + k * CATTN_TILE_ROWS;
+        store_pairs((void *)(score + k / 2 * CATTN_TILE_ROWS), vf_paired(vf_loadu(w), vf_loadu(w + CATTN_TILE_ROWS)));
+    }
+#else
+    (void)t, (void)e, (void)r;
+#endif
+}
+
+/* One vector of P V of a row without its hidden keys: the columns from c on, which are `column` columns from the start
+ * of `value`. */
+static vf tile_value_visible(const struct tile *t, int r, int64_t c, int column, struct key_half keys,
+                             struct source value) {
+#ifdef BF16_PRODUCTS
+    const int n = (int)max64(0, min64(LANES, t->rows->call.d_v - c));
+    (void)column, (void)value;
+    return value_vector_visible(t->rows, r, c, n, keys, t->k0, (const uint16_t *)t->rows->scratch.score + 2 * r,
+                                2 * CATTN_TILE_ROWS);
+#else
+    const struct cattn_matrix plain = plain_rows(value);
+    (void)c;
+    return value_vector_visible(t->rows, r, &plain, column, LANES, keys, t->k0,
+                                (const real *)t->rows->scratch.score + r, CATTN_TILE_ROWS);
+#endif
 }
 
 /* acc = acc * factor + P V for mr rows from r on, the columns from c on and the keys of one half of the block. `chains`
@@ -353,18 +424,12 @@ INLINE void value_tile(int mr, int nr, const struct tile *t, unsigned chains, in
     struct cattn_rows *rows = t->rows;
     real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
     vf block[MR][NR];
-    const real *weights = (const real *)rows->scratch.score + keys.begin * CATTN_TILE_ROWS + r;
-    if (chains == ALL_CHAINS)
-        dot_tile(mr, nr, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, block);
-    else
-        dot_chains(mr, nr, chains, keys.begin, keys.end, weights, 1, CATTN_TILE_ROWS, value.first, value.row, block);
+    value_products(mr, nr, rows, chains, r, keys, value, block);
     if (partial && __builtin_expect(!tile_is_finite(mr, nr, block), 0)) {
-        const struct cattn_matrix plain = plain_rows(value);
         for (int m = 0; m < mr && r + m < rows->n_rows; m++)
             for (int n = 0; n < nr; n++)
                 fold_block(acc + m * rows->call.acc_cols + n * LANES, vf_set1(factor[m]),
-                           value_vector_visible(rows, r + m, &plain, n * LANES, LANES, keys, t->k0,
-                                                (const real *)rows->scratch.score + r + m, CATTN_TILE_ROWS));
+                           tile_value_visible(t, r + m, c + n * LANES, n * LANES, keys, value));
         return;
     }
     UNROLLED(m, mr)
@@ -393,7 +458,13 @@ static void value_block(const struct tile *t) {
         if (i > 0 && key_half_is_empty(all))
             break;
         for (int64_t c = 0; c < rows->call.d_v; c += PANEL) {
+#ifdef BF16_PRODUCTS
+            const struct source value = {t->value.first + all.begin / 2 * t->value.row + 2 * c, t->value.row};
+            const int64_t per_row = 2; /* keys */
+#else
             const struct source value = value_run(rows, t->value, all.begin, all.end, c);
+            const int64_t per_row = 1;
+#endif
             for (int g = 0; g < t->n_groups; g++) {
                 const struct extent *e = &t->group[g];
                 const struct key_half keys = key_half_of(i, e->begin, e->end);
@@ -401,7 +472,7 @@ static void value_block(const struct tile *t) {
                     continue;
                 const bool partial = !rows->call.fully_ranged || e->begin < e->full_begin || e->end > e->full_end;
                 const real *factor = i == 0 ? (const real *)rows->scratch.alpha + g * MR : ones;
-                const struct source from = {value.first + (keys.begin - all.begin) * value.row, value.row};
+                const struct source from = {value.first + (keys.begin - all.begin) / per_row * value.row, value.row};
                 if (t->has_chains)
                     value_tile_of_chains(t, g, c, keys, from, factor);
                 else
@@ -480,12 +551,15 @@ static void tile_block(struct cattn_rows *rows, int64_t k0, int64_t k1) {
         if (rows->small_weights)
             shrink_lanes(&t, e, v * LANES);
         zero_outside(&t, e, v * LANES);
+        pair_weights(&t, e, v * LANES);
     }
     /* The last group's tile may read rows after the last vector. Zero them: an earlier block may have left numbers
      * there that are not finite. */
     const int last = (t.n_groups - 1) * MR, end = last + tile_height(MR, rows->n_rows - last);
-    for (int r = t.n_vectors * LANES; r < end; r += LANES)
+    for (int r = t.n_vectors * LANES; r < end; r += LANES) {
         zero_outside(&t, &(struct extent){0}, r);
+        pair_weights(&t, &(struct extent){0}, r);
+    }
     if (rows->call.d_v) {
         t.value = rows_of_block(&t, &rows->value, rows->call.d_v);
         value_block(&t);

@@ -92,7 +92,7 @@ def test_signatures_are_those_of_the_source() -> None:
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
         "layout='bhtd', bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
         "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "block_mask=None, key_indices=None, rng=None, return_weights=False, return_lse=False, "
+        "block_mask=None, key_indices=None, compute_dtype=None, rng=None, return_weights=False, return_lse=False, "
         "return_dropout_mask=False, out=None)"
     )
     causal = inspect.signature(cattn.causal_attention)
@@ -111,18 +111,19 @@ def test_signatures_are_those_of_the_source() -> None:
         "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, layout='bhtd', bias=None, "
         "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
         "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, block_mask=None, "
-        "key_indices=None, dropout_p=0.0, rng=None, stage='softmax', out=None)"
+        "key_indices=None, dropout_p=0.0, compute_dtype=None, rng=None, stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
         "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
         "is_causal=False, alignment=None, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
-        "sinks=None, rng=None, return_lse=False, out=None)"
+        "sinks=None, compute_dtype=None, rng=None, return_lse=False, out=None)"
     )
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
         "enable_gqa=None, layout='bhtd', bias=None, query_offset=None, query_seq_lengths=None, "
         "key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), softcap=None, "
-        "alibi_slopes=None, sinks=None, block_mask=None, key_indices=None, rng=None, grad_lse=None, merged=False)"
+        "alibi_slopes=None, sinks=None, block_mask=None, key_indices=None, compute_dtype=None, rng=None, "
+        "grad_lse=None, merged=False)"
     )
     explained = inspect.signature(cattn.explain).parameters
     assert list(explained) == [p for p in attention.parameters if p not in ("key_indices", "out")]

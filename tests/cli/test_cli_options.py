@@ -83,6 +83,17 @@ def test_options_give_the_bits_of_the_library(
     np.testing.assert_array_equal(np.load("lse.npy"), expected.lse)
 
 
+def test_products_of_bfloat16_are_for_float32(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = save(*HEADS)
+    options = ("--compute-dtype", "bfloat16", "--causal")
+    assert attend_files(*options) == 0
+    np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v, compute_dtype="bfloat16"))
+    capsys.readouterr()
+    np.save("q.npy", q.astype(np.float64))
+    assert attend_files(*options) == 2
+    assert "compute_dtype='bfloat16' is for float32 and bfloat16, and query, key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shapes", [((3, 2, 40, 1), (2, 40, 1)), ((8,), (3, 1, 1, 5)), ((), None), (None, (40, 1))])
 @pytest.mark.parametrize("slicing", ["whole", "thin"])

@@ -356,29 +356,47 @@ static void gradients(struct attention *a) {
     end_line();
 }
 
+static void draw_attention(struct attention *a) {
+    a->stage = chance(15);
+    a->packed = !a->stage && chance(15);
+    draw_sizes(a);
+    draw_inputs(a);
+    if (!a->packed)
+        draw_masks(a);
+    draw_ranges(a);
+    draw_dropout(&a->params.forward.dropout, a->packed ? NULL : &a->random);
+    a->fresh = a->random;
+    draw_results(a);
+}
+
+static void attend_every_way(struct attention *a) {
+    attend(a, CATTN_PATH_ROWS, 1, FE_TONEAREST);
+    attend(a, CATTN_PATH_TILE, 1, FE_UPWARD);
+    attend(a, CATTN_PATH_TILE, 3, FE_TONEAREST);
+    attend(a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
+    attend(a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
+    const struct cattn_attention_params quantized = a->params.forward;
+    if (dequantize(a, &a->params.forward))
+        attend(a, CATTN_PATH_AUTO, 1, FE_TONEAREST); /* in float32 */
+    a->params.forward = quantized;
+    end_line();
+}
+
+/* Products of bfloat16, of float32 or bfloat16. */
+static void bf16_products(int64_t index) {
+    static struct attention a;
+    begin_attention(&a, "bf16_products", index % 2 ? index / 2 * 4 : index / 2 * 4 + 3);
+    a.params.forward.bf16_products = true;
+    draw_attention(&a);
+    attend_every_way(&a);
+    forget();
+}
+
 static void attention(int64_t index) {
     static struct attention a;
     begin_attention(&a, "attention", index);
-    a.stage = chance(15);
-    a.packed = !a.stage && chance(15);
-    draw_sizes(&a);
-    draw_inputs(&a);
-    if (!a.packed)
-        draw_masks(&a);
-    draw_ranges(&a);
-    draw_dropout(&a.params.forward.dropout, a.packed ? NULL : &a.random);
-    a.fresh = a.random;
-    draw_results(&a);
-    attend(&a, CATTN_PATH_ROWS, 1, FE_TONEAREST);
-    attend(&a, CATTN_PATH_TILE, 1, FE_UPWARD);
-    attend(&a, CATTN_PATH_TILE, 3, FE_TONEAREST);
-    attend(&a, CATTN_PATH_SPLIT, 3, FE_DOWNWARD);
-    attend(&a, CATTN_PATH_TINY, 1, FE_TOWARDZERO);
-    const struct cattn_attention_params quantized = a.params.forward;
-    if (dequantize(&a, &a.params.forward))
-        attend(&a, CATTN_PATH_AUTO, 1, FE_TONEAREST); /* in float32 */
-    a.params.forward = quantized;
-    end_line();
+    draw_attention(&a);
+    attend_every_way(&a);
     if (!a.stage)
         gradients(&a);
     forget();
@@ -722,6 +740,7 @@ int main(int argc, char **argv) {
     }
     for (int64_t i = atoll(argv[2]); i < atoll(argv[3]); i++) {
         attention(i);
+        bf16_products(i);
         statistics(i);
         softmax(i);
         softmax_gradient(i);

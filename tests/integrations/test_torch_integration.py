@@ -62,7 +62,8 @@ def operator_arguments(inputs: list[Any], mask: Any = None, **options: Any) -> t
     arrays = [options.get(name) for name in (*names, "block_mask", "key_indices", "key_scale", "value_scale")]
     causal = "upper_left" if options.get("is_causal") else ""
     numbers = (options.get("dropout_p", 0.0), causal, options.get("scale"), options.get("enable_gqa", False))
-    numbers += (*options.get("window_size", (-1, -1)), options.get("softcap"), options.get("block_size"))
+    numbers += (*options.get("window_size", (-1, -1)), options.get("softcap"))
+    numbers += (options.get("compute_dtype"), options.get("block_size"))
     operands = (*inputs, mask, options.get("bias"), options.get("sinks"))
     return (*operands, *arrays, seed, *numbers, options.get("return_weights", False))
 

@@ -117,6 +117,32 @@ def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str,
         np.testing.assert_allclose(ours, right.sum_to_size(ours.shape), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", torch.bfloat16])
+def test_products_of_bfloat16_have_the_bits_and_gradients_of_the_numpy_function(compute_dtype: Any) -> None:
+    leaves = [tensor(2, 3, 50, 16, seed=i).float().requires_grad_() for i in range(3)]
+    arrays = [x.detach().numpy() for x in leaves]
+    wanted = cattn.scaled_dot_product_attention(*arrays, return_lse=np.float64, compute_dtype="bfloat16")
+    with torch.no_grad():
+        at_once = attention(*leaves, compute_dtype=compute_dtype)
+    with_gradients = attention(*leaves, compute_dtype=compute_dtype)
+    operator = compiled(compute_dtype=compute_dtype)(*leaves)
+    grads = cattn.attention_backward(
+        np.ones_like(wanted.out), *arrays, wanted.out, wanted.lse, compute_dtype="bfloat16"
+    )
+    for out in (at_once, with_gradients, operator):
+        np.testing.assert_array_equal(out.detach().numpy(), wanted.out)
+    for out in (with_gradients, operator):
+        for ours, right in zip(torch.autograd.grad(out.sum(), leaves), grads[:3], strict=True):
+            np.testing.assert_array_equal(ours.numpy(), right)
+
+
+@pytest.mark.parametrize("wrong", [torch.float32, "float32", torch.float16, np.float32, 1])
+def test_a_wrong_compute_dtype_is_named(wrong: Any) -> None:
+    x = tensor(1, 2, 4, 3).float()
+    with pytest.raises(ValueError, match=r"compute_dtype must be None, 'bfloat16' or torch\.bfloat16, got"):
+        attention(x, x, x, compute_dtype=wrong)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_derivatives(name: str) -> None:
     inputs, options, leaves = case(name)
@@ -311,7 +337,7 @@ def test_third_derivatives_are_an_error_that_names_the_operator(first: str) -> N
         second.square().sum().backward()
 
 
-@pytest.mark.parametrize("name", ["key_indices", "a quantized key"])
+@pytest.mark.parametrize("name", ["key_indices", "a quantized key", "compute_dtype"])
 def test_second_derivatives_that_are_not_there_are_an_error(name: str) -> None:
     (x,) = tensors((1, 2, 4, 3))
     options: dict[str, Any] = {"key_indices": torch.zeros(4, 2, dtype=torch.int64)}
@@ -319,6 +345,9 @@ def test_second_derivatives_that_are_not_there_are_an_error(name: str) -> None:
     if name == "a quantized key":
         key, options = (torch.ones(1, 2, 4, 3, dtype=torch.int8), torch.ones(1)), {}
         x, value = (tensor(1, 2, 4, 3).float().requires_grad_() for _ in range(2))
+    elif name == "compute_dtype":
+        x = key = value = tensor(1, 2, 4, 3).float().requires_grad_()
+        options = {"compute_dtype": "bfloat16"}
     out = attention(x, key, value, **options)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=rf"has no second derivatives and no forward mode with {name}"):

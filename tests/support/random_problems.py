@@ -6,7 +6,8 @@
   zero;
 - its bits on all kernel tables inside the bit contract, on any path, with one thread and with two, with other strides;
 - its bits if NaN stands where no query looks;
-- its bits for one batch entry alone and for a few queries alone.
+- its bits for one batch entry alone and for a few queries alone;
+- all but the gradients again with products of bfloat16.
 
 Packed sequences have the bits of a padded batch, a cache has the bits of one pass, and both then are such a problem.
 test_random_problems.py checks a few problems, `tools/soak problems` as many as wanted.
@@ -21,6 +22,7 @@ import cattn
 from cattn import _cattn, reference
 from cattn.reference._attention import Problem as Scores
 from cattn.reference._attention import score
+from cattn.reference._shared import rounded_to_bfloat16
 from support import (
     HALVES,
     INF,
@@ -286,6 +288,41 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
     return yardstick
 
 
+def for_products(call: Call) -> Call:
+    """Return the call with products of bfloat16, on numbers of float32 or bfloat16."""
+    found = dict(call) | {"compute_dtype": "bfloat16"}
+    for name in ("query", "key", "value", "attn_mask", "bias"):
+        a = call.get(name)
+        if isinstance(a, np.ndarray) and a.dtype in (np.float64, np.float16):
+            found[name] = quiet(a, np.float32)
+    return found
+
+
+def check_products(call: Call, rng: np.random.Generator) -> None:
+    """Check output, weights and lse with compute_dtype."""
+    call = for_products(call)
+    wide, stored = dequantized(call), call["query"].dtype
+    with table("scalar"), forced("rows"), cattn.num_threads(1):
+        whole = everything(**contiguous(wide))
+    right = reference.scaled_dot_product_attention(**wide, return_weights=True, return_lse=True)
+    assert isinstance(right, cattn.AttentionOutput)
+    problem = scores_of(wide)
+    size = np.abs(problem.query * problem.scale) @ np.abs(problem.key).swapaxes(-1, -2)
+    size = size + np.abs(np.where(problem.visible, problem.scores - problem.capped, 0))
+    eps = float(4 * np.finfo(np.float32).eps * (2 + size.max(initial=0, where=problem.visible)))
+    p = call.get("dropout_p", 0.0)
+    largest = np.abs(rounded_to_bfloat16(wide["value"])).max(initial=0) / (1 - p if p < 1 else 1)
+    assert_within(whole.weights, right.weights, eps, "weights of rounded inputs")
+    assert_within(whole.lse, right.lse, eps * (1 + np.abs(np.nan_to_num(right.lse, posinf=0, neginf=0))), "lse")
+    assert_within(whole.out, right.out, (2.0**-8 + 2 * eps) * largest, "products of bfloat16")
+    halves = stored in HALVES and not any(isinstance(call[name], cattn.Quantized) for name in ("key", "value"))
+    yardstick = rounded(whole, stored) if halves else whole
+    for way in ways(rng):
+        assert_same_bits(everything(**call), yardstick, f"products of bfloat16, {way}")
+    assert_same_bits(everything(**poisoned(call)), yardstick, "poison, products of bfloat16")
+    check_parts(call, yardstick, rng)
+
+
 def check_parts(call: Call, whole: cattn.AttentionOutput, rng: np.random.Generator) -> None:
     """Check one batch entry alone, and a few queries alone."""
     T_q, size = call["query"].shape[-2], call["block_mask"].size if "block_mask" in call else 1
@@ -455,6 +492,7 @@ def gradient_tolerance(call: Call, wanted: cattn.AttentionGradients) -> cattn.At
 def check_call(call: Call, statistics: Call, rng: np.random.Generator) -> None:
     """Check all functions of one call of attention."""
     check_outputs(call, rng)
+    check_products(call, rng)
     check_stages(call, rng)
     check_all_statistics(call, statistics)
     check_gradients(call, rng)

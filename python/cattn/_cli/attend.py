@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--starts", metavar="N,N", help="index of the first valid key of each batch entry: padding on the left")
     add("--scale", type=float, metavar="X", help="factor of the scores, default 1/sqrt(D)")
     add("--softcap", type=float, metavar="X", help="bound of the scaled scores: X * tanh(score / X)")
+    add(
+        "--compute-dtype",
+        choices=["bfloat16"],
+        help="round queries, keys, values and weights to bfloat16 for the products, which are summed in float32; the "
+        "files must hold float32 or bfloat16",
+    )
     add("--mask", metavar="FILE", help="bool: True where the key is visible; or floats to add; as (..., T_q, T_k)")
     add("--bias", metavar="FILE", help="floats to add to the scores; -inf hides a key")
     add("--alibi", action="store_true", help="subtract ALiBi's slope times the distance of query and key; needs heads")
@@ -191,6 +197,7 @@ class _Job:
         self.settings: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
         self.settings |= {"softcap": options.softcap, "is_causal": options.causal is not None}
         self.settings |= {"window_size": options.window} if options.window else {}
+        self.settings |= {"compute_dtype": options.compute_dtype}
         self.settings |= {"enable_gqa": True} if options.enable_gqa else {}
         if options.dropout:
             self.settings["rng"] = secrets.randbits(64) if options.seed is None else options.seed

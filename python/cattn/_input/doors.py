@@ -61,6 +61,7 @@ _STATISTICS = {
     "return_lse": 'ask for it by statistics=["lse"]',
     "return_dropout_mask": _NO_DROPOUT,
     "key_indices": "statistics are of all keys: pass a boolean attn_mask of the listed keys",
+    "compute_dtype": "statistics are of weights in the dtype of the computation",
     "out": "the result has several arrays, which are always new",
 }
 _STATISTICS_OWN = "statistics top_k observation_window"
@@ -68,6 +69,7 @@ _GRADIENTS = dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask
 _GRADIENTS_OWN = "grad_out lse grad_lse merged"
 _TANGENTS = {
     "key_indices": "pass a boolean attn_mask of the listed keys",
+    "compute_dtype": "leave it out, and round the inputs: derivatives are computed in the dtype of the inputs",
     "return_weights": "call attention_weights for them",
     "return_dropout_mask": "the mask is the mask of scaled_dot_product_attention with the same rng",
 }
@@ -119,6 +121,7 @@ DOORS: dict[str, Door] = {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
             "layout": "JAX's arrays are (B, T, N, H)",
             "key_indices": "pass a boolean mask that is True for the listed keys",
+            "compute_dtype": "call cattn on arrays for it: XLA's call has no such attribute",
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
             "return_dropout_mask": "no matrix of weights is computed: call cattn on arrays, with the seed of the mask",
             "out": "JAX's arrays do not change",
@@ -146,7 +149,7 @@ DOORS: dict[str, Door] = {
             (
                 "dropout_p", "enable_gqa", "layout", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
                 "key_value_seq_starts", "window_size", "alibi_slopes", "sinks",
-                "block_mask", "key_indices", "rng", "return_weights", "return_lse",
+                "block_mask", "key_indices", "compute_dtype", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_KERAS,
@@ -158,7 +161,7 @@ DOORS: dict[str, Door] = {
         dict.fromkeys(
             (
                 "dropout_p", "enable_gqa", "layout", "bias", "query_seq_lengths", "key_value_seq_starts",
-                "alibi_slopes", "sinks", "block_mask", "key_indices", "rng", "return_lse",
+                "alibi_slopes", "sinks", "block_mask", "key_indices", "compute_dtype", "rng", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,

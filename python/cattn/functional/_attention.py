@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionOutput, Layout, LseDType, Stage, Window
+from .._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Layout, LseDType, Stage, Window
 from ._signature import implemented_in_c
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class AttentionOptions(TypedDict, total=False):
     sinks: ArrayLike | None
     block_mask: BlockMask | None
     key_indices: ArrayLike | None
+    compute_dtype: ComputeDType
     rng: RNG
 
 
@@ -149,6 +150,7 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -249,6 +251,11 @@ def scaled_dot_product_attention(
         `key`: attn_mask, bias and block_mask are gathered along, and a key outside of causality, window or lengths is
         left out like -1. Weights have the shape (..., T_q, n), 0 where an entry has no key. Not with dropout_p or
         alibi_slopes.
+    compute_dtype : {None, "bfloat16"}
+        "bfloat16" rounds query, key, value and the weights to bfloat16 for the two products, which are summed in
+        float32. That is faster where the processor has the instruction, and the bits are the same everywhere. The
+        inputs are float32 or bfloat16, also `Quantized`, and the result has their dtype. None computes in float32, and
+        float64 inputs in float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`
@@ -449,6 +456,7 @@ def causal_attention(
     sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -513,6 +521,8 @@ def causal_attention(
         Which blocks of queries and keys are visible.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     return_weights : bool
@@ -571,6 +581,7 @@ def attention_weights(  # type: ignore[empty-body]
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
     dropout_p: float = 0.0,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     stage: Stage = "softmax",
     out: NDArray[Any] | None = None,
@@ -631,6 +642,8 @@ def attention_weights(  # type: ignore[empty-body]
         The keys that each query sees, -1 for none.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}

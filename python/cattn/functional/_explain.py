@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from .._input.display import html_table
 from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, Layout, LseDType, Window
+from .._input.types import RNG, Alignment, ComputeDType, Layout, LseDType, Window
 from ._signature import implemented_in_c
 
 __all__ = ["Explanation", "explain"]
@@ -109,6 +109,7 @@ def explain(  # type: ignore[empty-body]
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -157,6 +158,8 @@ def explain(  # type: ignore[empty-body]
         One number for each query head: the slope of ALiBi, and one extra logit.
     block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
+    compute_dtype : {None, "bfloat16"}
+        The dtype of the factors of the products.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits.
     return_weights : bool

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.fp_mode import in_default_mode
 from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionGradients, Layout, Window
+from .._input.types import RNG, Alignment, AttentionGradients, ComputeDType, Layout, Window
 from ._signature import implemented_in_c
 
 __all__ = ["attention_backward"]
@@ -60,6 +60,7 @@ def attention_backward(  # type: ignore[empty-body]
     sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
@@ -125,6 +126,9 @@ def attention_backward(  # type: ignore[empty-body]
         Which blocks of queries and keys are visible.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention. The gradients are computed in float32, from query, key and value rounded to
+        bfloat16.
     rng : int or TorchGenerator
         Draws the mask of the forward pass again: the int that the forward pass got, its ``dropout_seed``, or a
         `TorchGenerator` in its state before the forward pass; it advances as it did there. Ignored without dropout.

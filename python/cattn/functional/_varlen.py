@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.pairs import Stored
-from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, LseDType, Window
+from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, ComputeDType, LseDType, Window
 from ._signature import implemented_in_c
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
@@ -29,6 +29,7 @@ class VarlenOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
+    compute_dtype: ComputeDType
     rng: RNG
 
 
@@ -86,6 +87,7 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_lse: bool | LseDType = False,
     out: NDArray[Any] | None = None,
@@ -132,6 +134,8 @@ def varlen_attention(
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         One number for each query head, or for each sequence and query head: the slope of ALiBi, and one extra logit.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool, np.float32 or np.float64
@@ -191,6 +195,7 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
@@ -239,6 +244,8 @@ def varlen_attention_backward(  # type: ignore[empty-body]
         Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
+    compute_dtype : {None, "bfloat16"}
+        As in scaled_dot_product_attention.
     rng : int
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional

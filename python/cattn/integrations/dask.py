@@ -24,7 +24,7 @@ from cattn._input.names import with_hints
 from cattn._input.pairs import BlockMask, Quantized, scale_error, split_blocks, split_scale
 from cattn._input.quantized import as_scale, check_scale_fits
 from cattn._input.rng import draw_seed
-from cattn._input.types import RNG, Alignment, AttentionOutput, Window
+from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
 
 try:
     import dask.array
@@ -296,6 +296,7 @@ class _Options(TypedDict, total=False):
     alibi_slopes: Any
     sinks: Any
     block_mask: BlockMask | tuple[Any, int] | None
+    compute_dtype: ComputeDType
     rng: RNG
     return_weights: Literal[False]
     return_dropout_mask: Literal[False]
@@ -350,6 +351,7 @@ def attention(
     sinks: Any = None,
     block_mask: BlockMask | tuple[Any, int] | None = None,
     key_indices: None = None,
+    compute_dtype: ComputeDType = None,
     rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -405,6 +407,8 @@ def attention(
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
+    compute_dtype : {None, "bfloat16"}
+        Whether the products are of numbers that are rounded to bfloat16.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.
     return_weights : bool
@@ -489,7 +493,9 @@ def attention(
     # cattn checks the arguments, and says what the whole call would return
     stored: Any = [_stand_in(x) if scale is None else Quantized._of_checked(_stand_in(x), np.ones((), np.float32))
                    for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
-    scores: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap}
+    scores: dict[str, Any] = {
+        "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
+    }  # fmt: skip
     plan = cattn.explain(
         _stand_in(query), stored[0], stored[1], _stand_in(attn_mask), dropout_p, is_causal,
         bias=_stand_in(bias), window_size=window_size, alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks),

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn._input.pairs import BlockMask, Stored
-from cattn._input.types import AttentionOutput, Layout, LseDType, Window
+from cattn._input.types import AttentionOutput, ComputeDType, Layout, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, new_seed, plain, probability, quiet
+from ._shared import Bools, Floats, boolean, deliver, new_seed, plain, probability, quiet, rounded_to_bfloat16
 from ._softmax import softmax
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def scaled_dot_product_attention(
     sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     rng: int | None = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
@@ -58,6 +59,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
+    compute_dtype : {None, "bfloat16"}
+        "bfloat16" rounds query, key and value, but not the weights.
     rng : int or None
         A 64-bit seed, or None for a random one; see `dropout_keep`.
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays
@@ -81,7 +84,7 @@ def scaled_dot_product_attention(
         (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        block_mask=block_mask, key_indices=key_indices,
+        block_mask=block_mask, key_indices=key_indices, compute_dtype=compute_dtype,
     )  # fmt: skip
     if key_indices is not None and (p > 0 or return_dropout_mask):
         raise ValueError("dropout and key_indices do not go together")
@@ -303,10 +306,13 @@ def score(
     alibi_slopes: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
     key_indices: ArrayLike | None = None,
+    compute_dtype: ComputeDType = None,
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
     arrays = [reordered(np.asarray(plain(a), np.float64), layout) for a in inputs]
+    if compute_dtype is not None:
+        arrays = [rounded_to_bfloat16(a) for a in arrays]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
     one_head = rank == 2 or (rank == 3 and not enable_gqa and layout == "bhtd")

@@ -44,3 +44,17 @@ def deliver(result: Array, out: Array | None) -> Array:
         return result
     out[...] = result
     return out
+
+
+def rounded_to_bfloat16(x: ArrayLike) -> Floats:
+    """Return float32 numbers rounded to bfloat16, to nearest even. Subnormal numbers become 0.
+
+    >>> rounded_to_bfloat16([1.0, 1.00390625, 1.01171875, 1e-39])
+    array([1.      , 1.      , 1.015625, 0.      ])
+    """
+    single = np.asarray(x, np.float32)
+    bits = single.view(np.uint32).astype(np.int64)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    rounded = bits.astype(np.uint32).view(np.float32).astype(np.float64)
+    rounded = np.where(np.isnan(single), np.nan, rounded)
+    return np.where(np.abs(single) < np.finfo(np.float32).tiny, 0.0, rounded)

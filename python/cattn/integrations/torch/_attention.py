@@ -48,7 +48,16 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
+    compute_dtype: Literal["bfloat16"] | torch.dtype | None
     rng: int | torch.Generator | None
+
+
+def _read_compute_dtype(compute_dtype: object) -> str | None:
+    if compute_dtype is None:
+        return None
+    if compute_dtype is torch.bfloat16 or (isinstance(compute_dtype, str) and compute_dtype == "bfloat16"):
+        return "bfloat16"
+    raise ValueError(f"compute_dtype must be None, 'bfloat16' or torch.bfloat16, got {compute_dtype!r}")
 
 
 def _read_alignment(is_causal: Any) -> str:
@@ -179,6 +188,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     block_mask: BlockMask | tuple[Tensor, int] | None = None,
     key_indices: Tensor | None = None,
+    compute_dtype: Literal["bfloat16"] | torch.dtype | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -238,6 +248,9 @@ def scaled_dot_product_attention(
         (..., ceil(T_q / size), ceil(T_k / size)).
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
+    compute_dtype : {None, "bfloat16", torch.bfloat16}
+        bfloat16 rounds float32 query, key, value and the weights to bfloat16 for the two products; see
+        `cattn.scaled_dot_product_attention`. The gradients are computed in float32, from the rounded inputs.
     rng : int or torch.Generator, optional
         Seed of the dropout mask, or the generator that draws it. None is PyTorch's default generator, so that
         ``torch.manual_seed`` and checkpointing repeat it. The mask itself is cattn's, not PyTorch's.
@@ -333,7 +346,7 @@ def scaled_dot_product_attention(
         "key_value_seq_lengths": key_value_seq_lengths, "key_value_seq_starts": key_value_seq_starts,
         "window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "key_scale": key_scale,
         "value_scale": value_scale, "block_mask": blocks, "block_size": block_size, "key_indices": key_indices,
-        "rng": seed,
+        "compute_dtype": _read_compute_dtype(compute_dtype), "rng": seed,
     }  # fmt: skip
     if not direct:
         for name in POSITIONS:

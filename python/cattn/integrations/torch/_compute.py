@@ -247,6 +247,7 @@ def _inputs(operands: Operands) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any
 def _of_second_order(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of passes with tangents; an error if there is one that they do not have."""
     refused = {"key_scale": "a quantized key", "value_scale": "a quantized value", "key_indices": "key_indices"}
+    refused |= {"compute_dtype": "compute_dtype"}
     for name, what in refused.items():
         if options.get(name) is not None:
             raise NotImplementedError(f"{OPERATOR} has no second derivatives and no forward mode with {what}")

@@ -44,6 +44,7 @@ _TYPES = {
     "CHOICE": "bool? {}",
     "WINDOW": "int {0}_left, int {0}_right",
     "COUNT": "int? {}",
+    "PRODUCTS": "str? {}",
 }
 
 
