@@ -67,8 +67,8 @@ def decode(q: Array, keys: Array, values: Array) -> Array:
 
 def decode_by_cattn(q: Array, keys: Array, values: Array) -> Array:
     """Do the same: a group reads its key-value head in place, and the last query sees every key."""
-    out: Array = cattn.causal_attention(q.swapaxes(1, 2), keys.swapaxes(1, 2), values.swapaxes(1, 2))
-    return out.swapaxes(1, 2)
+    out: Array = cattn.causal_attention(q, keys, values, layout="bthd")
+    return out
 
 
 # ---- a block that trains: forward and backward pass, (B, H, T, head_dim) ----

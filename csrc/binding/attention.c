@@ -11,9 +11,11 @@
 
 /* ---- outputs ---- */
 
+const char *const cattn_output_names[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    static const char *const fields[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+    const char *const *fields = cattn_output_names;
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
@@ -69,28 +71,36 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
     return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
 }
 
+int cattn_call_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims) {
+    const bool of_pairs = which == WEIGHTS || which == DROPOUT_MASK;
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    dims[call->nd - 1] = which == OUT ? (npy_intp)call->params->d_v : call->weight_cols; /* of the call it is T_k */
+    *type = which == LSE ? lse_type(call, given) : which == DROPOUT_MASK ? NPY_BOOL : call->stored_type;
+    return of_pairs ? call->nd : cattn_call_shape(call, which == LSE ? call->nd - 1 : call->nd, dims);
+}
+
 static bool make_outputs(struct cattn_call *call, PyObject *const *given, const char *const *names) {
     struct cattn_attention_params *params = call->params;
     struct cattn_tensor *const tensors[] = {&params->out, &params->weights, &params->lse, &params->dropout_mask};
-    const int types[N_OUTPUTS] = {call->stored_type, call->stored_type, lse_type(call, given[LSE]), NPY_BOOL};
     for (int i = 0; i < N_OUTPUTS; i++) {
         if (!call->wants[i])
             continue;
         npy_intp dims[NPY_MAXDIMS];
-        memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
-        dims[call->nd - 1] = i == OUT ? (npy_intp)params->d_v : call->weight_cols; /* of the call it is T_k */
+        int type;
+        const int nd = cattn_call_output(call, i, given[i], &type, dims);
         const struct cattn_output_spec spec = {.name = names[i],
-                                               .type = types[i],
-                                               .nd = cattn_call_shape(call, i == LSE ? call->nd - 1 : call->nd, dims),
+                                               .type = type,
+                                               .nd = nd,
                                                .dims = dims,
                                                .inputs = call->inputs,
                                                .n_inputs = N_ATTENTION_OPERANDS};
         if (!cattn_arg_output(call->state, given[i], &spec, &call->outputs[i]))
             return false;
-        if (i == LSE)
-            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
-        else
+        if (i == OUT)
             cattn_call_view(call, call->outputs[i].array, tensors[i]);
+        else
+            cattn_tensor_from(tensors[i], call->outputs[i].array, call->n_batch_dims,
+                              i == LSE ? call->axes & ~CATTN_AXIS_COL : call->axes);
         for (int j = 0; call->outputs[i].given != NULL && j < i; j++) {
             if (!cattn_arg_outputs_apart(call->state, &call->outputs[j], names[j], &call->outputs[i], names[i]))
                 return false;
@@ -183,8 +193,7 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 
 /* ---- entry points ---- */
 
-/* Which results the caller asks for. */
-static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
+bool cattn_call_parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
     const bool weights_only = stage < CATTN_STAGE_OUT;
     call->wants[OUT] = !weights_only;
     if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
@@ -223,8 +232,8 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum 
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
-    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) || !parse_wants(&call, args, stage) ||
-        !take_out(&call, args[ARG_out], given, weights_only))
+    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
+        !cattn_call_parse_wants(&call, args, stage) || !take_out(&call, args[ARG_out], given, weights_only))
         goto done;
     stop_at(&params, stage);
     if (!make_outputs(&call, given, names) || !cattn_call_begin(&call) || !run(&call, args[ARG_rng], &draw))
@@ -244,11 +253,17 @@ PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, P
 
 /* Puts the keys and values of a KVCache, given as key, and the offset that its lengths mean in their places. Returns
  * what owns them. */
-static PyObject *take_cache(PyObject **args) {
+static PyObject *take_cache(struct binding_state *state, PyObject **args) {
     if (!PyObject_HasAttrString(args[ARG_key], "_attended_by")) {
         PyErr_SetString(
             PyExc_TypeError,
             "value must be an array of real numbers, got NoneType; only a key that is a cattn.KVCache needs none");
+        return NULL;
+    }
+    if (cattn_arg_is(args[ARG_layout], state->tokens_first)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "layout='bthd' and a cattn.KVCache do not go together: its keys are (..., heads, "
+                        "tokens, head_dim); pass query.swapaxes(-3, -2)");
         return NULL;
     }
     PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "O", args[ARG_query]);
@@ -267,7 +282,7 @@ static PyObject *take_cache(PyObject **args) {
 /* The public function has no is_causal: without an offset the last query sees every key. */
 PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **args) {
     PyObject *cached = NULL;
-    if (args[ARG_value] == Py_None && (cached = take_cache(args)) == NULL)
+    if (args[ARG_value] == Py_None && (cached = take_cache(state, args)) == NULL)
         return NULL;
     args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->unnamed_corner : state->upper_left;
     PyObject *result = cattn_body_scaled_dot_product_attention(state, args);

@@ -29,6 +29,13 @@ PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct 
  * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */
 bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
                     const void *params, struct cattn_draw *draw);
+/* The names of the outputs in a cattn.AttentionOutput. */
+extern const char *const cattn_output_names[N_OUTPUTS];
+/* Which outputs the caller asks for. */
+bool cattn_call_parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage);
+/* NumPy's type number and the shape of an output, for which the caller gave this object or NULL. Returns its number of
+ * axes. */
+int cattn_call_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims);
 /* return_lse: whether the log-sum-exp is wanted, or its dtype. */
 bool cattn_call_parse_return_lse(struct cattn_call *call, PyObject *object);
 /* Releases the objects that the call owns. */

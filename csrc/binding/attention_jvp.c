@@ -52,10 +52,14 @@ static bool make_field(struct jvp *j, int i, struct cattn_tensor *tensor) {
     npy_intp dims[NPY_MAXDIMS];
     memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
     dims[call->nd - 1] = (npy_intp)call->params->d_v;
-    j->fields[i] = (PyArrayObject *)PyArray_SimpleNew(rows_only ? call->nd - 1 : call->nd, dims, type);
+    const int nd = cattn_call_shape(call, rows_only ? call->nd - 1 : call->nd, dims);
+    j->fields[i] = (PyArrayObject *)PyArray_SimpleNew(nd, dims, type);
     if (j->fields[i] == NULL)
         return false;
-    cattn_tensor_from(tensor, j->fields[i], call->n_batch_dims, rows_only ? call->axes & ~CATTN_AXIS_COL : call->axes);
+    if (rows_only)
+        cattn_tensor_from(tensor, j->fields[i], call->n_batch_dims, call->axes & ~CATTN_AXIS_COL);
+    else
+        cattn_call_view(call, j->fields[i], tensor);
     if (call->params->d_v == 1 && !rows_only)
         tensor->col = 1;
     return true;

@@ -101,6 +101,8 @@ struct cattn_signature {
     O(torch_stream)                                                                                                    \
     O(upper_left)                                                                                                      \
     O(lower_right)                                                                                                     \
+    O(heads_first)                                                                                                     \
+    O(tokens_first)                                                                                                    \
     O(unnamed_corner)                                                                                                  \
     O(neg_inf)                                                                                                         \
     O(renormalize)                                                                                                     \

@@ -26,6 +26,7 @@ bool cattn_ready(const struct binding_state *state);
 PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
 
 /* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
-#define CATTN_LAYOUT_HINT "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on"
+#define CATTN_LAYOUT_HINT                                                                                              \
+    "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on, or layout='bthd'"
 
 #endif

@@ -19,6 +19,8 @@ static bool make_own_objects(struct binding_state *state, PyObject *module) {
     return state->urandom != NULL && (state->eight = PyLong_FromLong(8)) != NULL &&
            (state->upper_left = PyUnicode_InternFromString("upper_left")) != NULL &&
            (state->lower_right = PyUnicode_InternFromString("lower_right")) != NULL &&
+           (state->heads_first = PyUnicode_InternFromString("bhtd")) != NULL &&
+           (state->tokens_first = PyUnicode_InternFromString("bthd")) != NULL &&
            /* not interned: no caller can pass it */
            (state->unnamed_corner = PyUnicode_FromString("lower right, unnamed")) != NULL &&
            (state->neg_inf = PyUnicode_InternFromString("neg_inf")) != NULL &&

@@ -23,6 +23,7 @@
     NUMBER(is_causal, ALIGNMENT)                                                                                       \
     NUMBER(scale, REAL)                                                                                                \
     NUMBER(enable_gqa, CHOICE)                                                                                         \
+    NUMBER(layout, LAYOUT)                                                                                             \
     OPERAND(bias, "NTS", COMPUTED, BROADCASTS, IN_ALL & ~IN_PACKED, bias[0])                                           \
     OPERAND(query_offset, "", OFFSETS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.offsets)                                \
     OPERAND(query_seq_lengths, "", QUERY_COUNTS, BROADCASTS, IN_ALL & ~IN_PACKED, ranges.query_lengths)                \
@@ -76,6 +77,7 @@
     K(ALIGNMENT)   /* a bool or a word */                                                                              \
     K(REAL)        /* a real number or None */                                                                         \
     K(CHOICE)      /* a bool or None */                                                                                \
+    K(LAYOUT)      /* the order of tokens and heads, a word */                                                         \
     K(WINDOW)      /* two numbers of keys, each or both of which may be None */                                        \
     K(COUNT)       /* a positive int or None */                                                                        \
     K(PRODUCTS)    /* the word "bfloat16" or None */                                                                   \

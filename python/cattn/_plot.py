@@ -139,6 +139,8 @@ def plot_attention(
             _draw_staircase(where, seqlen_q, seqlen_k)
     shrink = 0.6 if 1 < heads <= PANELS_IN_A_ROW else 0.8  # as high as a row of panels without their titles
     axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=shrink, fraction=0.05, pad=0.02)
+    if ax is None:
+        axes[0].figure.draw_without_rendering()  # the first layout clips labels, the second does not
     return axes[0] if one else axes
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _cattn
+from ._input.blocks import warn_not_entered
 from ._input.checks import as_size
 from ._input.names import with_hints
 from ._version import __version__
@@ -144,15 +145,20 @@ class num_threads:  # noqa: N801 - a function to its users
     3
     """
 
+    _used = True  # until the call is known to be right
+
     @with_hints
     def __init__(self, n: int) -> None:
         self.n = as_size(n, "n", maximum=2**31 - 1)
         self._before = _Before()
+        self._used = False
 
-    def __reduce__(self) -> tuple[type[num_threads], tuple[int]]:
-        return num_threads, (self.n,)
+    def __reduce__(self) -> tuple[type[num_threads], tuple[int], dict[str, bool]]:
+        self._used = True  # elsewhere
+        return num_threads, (self.n,), {"_used": True}
 
     def __enter__(self) -> num_threads:
+        self._used = True
         _register_threadpoolctl()
         self._before.counts.append(_cattn._override_num_threads(self.n))
         return self
@@ -166,6 +172,10 @@ class num_threads:  # noqa: N801 - a function to its users
 
     def __repr__(self) -> str:
         return f"cattn.num_threads({self.n})"
+
+    def __del__(self) -> None:
+        if not self._used:
+            warn_not_entered(repr(self), f", or cattn.set_num_threads({self.n}) for the process")
 
 
 _register_threadpoolctl()

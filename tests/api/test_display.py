@@ -86,9 +86,9 @@ def test_a_mask_shows_itself() -> None:
 def test_an_explanation_shows_its_lines() -> None:
     plan = cattn.explain(X, X, X)
     assert repr(plan) == str(plan)
-    assert repr(plan).splitlines()[0] == f"path      {plan.path}: {plan.reason}"
+    assert repr(plan).splitlines()[1] == f"path      {plan.path}: {plan.reason}"
     shown = texts(plan)
-    assert shown[:3] == ["Explanation", "path", f"{plan.path}: {plan.reason}"]
+    assert shown[:3] == ["Explanation", "returns", f"out {X.dtype} {X.shape}"]
     assert shown[1::2] == [line.split()[0] for line in repr(plan).splitlines()]
     assert shown[2::2] == [line[10:] for line in repr(plan).splitlines()]
     assert plan == tuple(plan)

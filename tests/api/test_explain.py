@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -87,3 +88,35 @@ def test_errors_are_those_of_the_call() -> None:
         cattn.explain(x, x, x, is_causal="left")
     empty = cattn.explain(np.zeros((0, 4)), x, x)
     assert (empty.visible_pairs, empty.key_blocks_visited) == (0, 0)
+
+
+EXTRAS = {"return_weights": True, "return_lse": True, "return_dropout_mask": True}
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64])
+@pytest.mark.parametrize("extras", [{}, EXTRAS, {"return_lse": np.float64}])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_explain_says_what_the_call_returns(stored: Any, extras: dict[str, Any], layout: Any) -> None:
+    """Of arrays without memory of their own, whose contents are not read."""
+    shapes = (2, 4, 1, 8), (1, 2, 7, 8), (2, 1, 7, 5)
+    arrays = [np.broadcast_to(np.ones((), stored), shape) for shape in shapes]
+    query, key, value = arrays if layout == "bhtd" else (x.swapaxes(1, 2) for x in arrays)
+    call: dict[str, Any] = {"dropout_p": 0.5, "rng": 3, "sinks": np.zeros(4), "scale": 0.3, "layout": layout, **extras}
+    plan = cattn.explain(query, key, value, **call)
+    result = cattn.scaled_dot_product_attention(query, key, value, **call)
+    returned = result._asdict() if isinstance(result, cattn.AttentionOutput) else {"out": result}
+    found = {name: (a.shape, a.dtype) for name, a in returned.items() if isinstance(a, np.ndarray)}
+    assert plan.outputs == found
+
+
+def test_explain_draws_nothing_and_checks_as_the_call_does() -> None:
+    x, rng = np.ones((3, 4)), np.random.default_rng(0)
+    cattn.explain(x, x, x, dropout_p=0.5, rng=rng)
+    assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
+    for wrong in ({"scale": np.nan}, {"softcap": -1}, {"sinks": np.ones(2)}, {"rng": 1.5}, {"return_lse": np.int32}):
+        errors = []
+        for function in (cattn.explain, cattn.scaled_dot_product_attention):
+            with pytest.raises((TypeError, ValueError)) as error:
+                function(x, x, x, **wrong)  # type: ignore[call-overload]
+            errors.append(str(error.value))
+        assert errors[0] == errors[1]

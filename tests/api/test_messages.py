@@ -271,8 +271,6 @@ def test_arguments_of_other_meanings_get_the_right_one() -> None:
     x = np.zeros((2, 3, 4))
     with pytest.raises(TypeError, match=r"'num_heads': heads are an axis of the arrays, \(B, num_heads, T, head_dim\)"):
         cattn.causal_attention(x, x, x, num_heads=2)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"'layout': arrays are \(B, H, T, head_dim\): pass x\.swapaxes\(1, 2\)"):
-        cattn.causal_attention(x, x, x, layout="bthd")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"window_size must be \(left, right\).*\(n - 1, 0\) for n keys.*, got int"):
         cattn.causal_attention(x, x, x, window_size=3)  # type: ignore[arg-type]
 

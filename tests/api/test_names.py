@@ -82,12 +82,17 @@ CASES: list[tuple[Callable[..., Any], str, str]] = [
     (functools.partial(cattn.plot_attention, X), "labels", "did you mean 'tokens'?"),
     (functools.partial(cattn.KVCache, 1), "n_heads", "did you mean 'num_kv_heads'?"),
     (functools.partial(cattn.explain, X, X, X), "causal", "did you mean 'is_causal'?"),
-    (functools.partial(cattn.explain, X, X, X), "scale", "leave it out: how a call is computed does not depend on it"),
+    (functools.partial(cattn.explain, X, X, X), "out", "nothing is computed"),
     (functools.partial(cattn.attention_weights, X, X), "until", "did you mean 'stage'?"),
     (functools.partial(cattn.attention_backward, X, X, X, X, X), "logsumexp", "did you mean 'lse'?"),
     (functools.partial(cattn.varlen_attention, X, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.attention_jvp, X, X, X), "query_tangents", "did you mean 'query_tangent'?"),
     (functools.partial(cattn.attention_jvp_backward, *[X] * 8), "bias_tangents", "did you mean 'bias_tangent'?"),
+    (attend, "cu_seqlens_q", "varlen_attention takes packed sequences"),
+    (functools.partial(cattn.attention_backward, *[X] * 6), "max_seqlen_k", "varlen_attention_backward takes packed"),
+    (functools.partial(cattn.attention_jvp, X, X, X), "cu_seqlens_q", "packed sequences have no tangents: call it for"),
+    (functools.partial(cattn.attention_jvp_backward, *[X] * 8), "cu_seqlens_k", "packed sequences have no tangents"),
+    (functools.partial(cattn.attention_statistics, X, X), "cu_seqlens", "varlen_attention_statistics takes packed"),
     (functools.partial(cattn.varlen_attention_backward, *[X] * 6), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
     (functools.partial(cattn.attention_statistics, X, X), "causal", "did you mean 'is_causal'?"),
     (functools.partial(cattn.varlen_attention_statistics, X, X), "cu_seqlens", "did you mean 'cu_seqlens_q'?"),
@@ -276,7 +281,10 @@ def test_other_masks_that_do_not_fit_get_no_cure(shape: tuple[int, ...], mask: t
 
 def test_errors_that_swapped_axes_explain_say_so() -> None:
     x = np.ones((2, 16, 4, 8), np.float32)  # 16 tokens, 4 heads
-    hint = r"if the arrays are \(\.\.\., tokens, heads, head_dim\), pass query\.swapaxes\(-3, -2\) and so on$"
+    hint = (
+        r"if the arrays are \(\.\.\., tokens, heads, head_dim\), pass query\.swapaxes\(-3, -2\) and so on, "
+        r"or layout='bthd'$"
+    )
     for mask in (np.ones((16, 16), bool), np.ones((2, 1, 1, 16), bool), np.zeros((16, 16))):
         with pytest.raises(ValueError, match="does not broadcast.*: " + hint):
             cattn.scaled_dot_product_attention(x, x, x, mask)

@@ -90,8 +90,8 @@ def test_signatures_are_those_of_the_source() -> None:
     attention = inspect.signature(cattn.scaled_dot_product_attention)
     assert str(attention) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=None, "
-        "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
-        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
+        "layout='bhtd', bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
+        "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
         "block_mask=None, key_indices=None, compute_dtype=None, rng=None, return_weights=False, return_lse=False, "
         "return_dropout_mask=False, out=None)"
     )
@@ -108,9 +108,9 @@ def test_signatures_are_those_of_the_source() -> None:
     )
     assert str(inspect.signature(cattn.softmax)) == "(x, axis=-1, *, where=None, scale=1.0, out=None)"
     assert str(inspect.signature(cattn.attention_weights)) == (
-        "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, bias=None, query_offset=None, "
-        "query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), "
-        "softcap=None, alibi_slopes=None, sinks=None, block_mask=None, "
+        "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, layout='bhtd', bias=None, "
+        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, block_mask=None, "
         "key_indices=None, dropout_p=0.0, compute_dtype=None, rng=None, stage='softmax', out=None)"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
@@ -120,16 +120,14 @@ def test_signatures_are_those_of_the_source() -> None:
     )
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
-        "enable_gqa=None, bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, "
-        "key_value_seq_starts=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, "
-        "block_mask=None, key_indices=None, compute_dtype=None, rng=None, "
+        "enable_gqa=None, layout='bhtd', bias=None, query_offset=None, query_seq_lengths=None, "
+        "key_value_seq_lengths=None, key_value_seq_starts=None, window_size=(-1, -1), softcap=None, "
+        "alibi_slopes=None, sinks=None, block_mask=None, key_indices=None, compute_dtype=None, rng=None, "
         "grad_lse=None, merged=False)"
     )
-    assert str(inspect.signature(cattn.explain)) == (
-        "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, enable_gqa=None, bias=None, "
-        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
-        "window_size=(-1, -1), block_mask=None)"
-    )
+    explained = inspect.signature(cattn.explain).parameters
+    assert list(explained) == [p for p in attention.parameters if p not in ("key_indices", "out")]
+    assert all(parameter.default == attention.parameters[name].default for name, parameter in explained.items())
     assert str(inspect.signature(cattn.causal_mask)) == (
         "(T_q, T_k=None, *, is_causal='lower_right', query_offset=None, window_size=(-1, -1))"
     )

@@ -93,6 +93,7 @@ SCHEMES: dict[str, Callable[[State], State]] = {
     "wq": renamed("wq", "wk", "wv", "wo"),
     "W_Q": renamed("W_Q", "W_K", "W_V", "W_O"),
     "Llama": renamed("q_proj", "k_proj", "v_proj", "o_proj"),
+    "query": renamed("query", "key", "value", "proj"),
     "OPT": renamed("q_proj", "k_proj", "v_proj", "out_proj"),
     "nn.MultiheadAttention": fused("in_proj_weight", "in_proj_bias", "out_proj", conv=False),
     "qkv": fused("qkv.weight", "qkv.bias", "proj", conv=False),

@@ -216,3 +216,100 @@ def test_a_module_that_wants_the_batch_second_mixes_the_batch() -> None:
     """It is the default of PyTorch's module."""
     report = diagnose(made(lambda: nn.MultiheadAttention(8, 2)), kind="full", ndim=3)
     assert names(report)[0] == "batch_mixed", report
+
+
+class Fused(nn.Module):  # type: ignore[misc, name-defined]
+    """Multi-head attention that does not say how many heads it has; `last` is the name of its output projection."""
+
+    def __init__(self, last: str, scale: float | None = None, d: int = 32, h: int = 4) -> None:
+        super().__init__()
+        self.h, self.name, self.scale = h, last, scale
+        self.qkv = nn.Linear(d, 3 * d)
+        setattr(self, last, nn.Linear(d, d))
+
+    def forward(self, x: Any) -> Any:
+        B, T, d = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.h, d // self.h).permute(2, 0, 3, 1, 4)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return getattr(self, self.name)(out.transpose(1, 2).reshape(B, T, d))
+
+
+def test_a_number_of_heads_that_a_module_does_not_say_is_found() -> None:
+    report = diagnose(Fused("proj"))
+    assert report.ok
+    assert "formulas" in str(report)
+    assert names(diagnose(Fused("proj", scale=1.0))) == ["no_scale"]
+    assert names(diagnose(Fused("proj", scale=1.0), kind="full")) == ["sees_no_future", "no_scale"]
+
+
+def test_a_projection_of_unknown_name_leaves_the_properties() -> None:
+    """The formula would be incomplete, and the right module wrong."""
+    report = diagnose(Fused("last"))
+    assert report.ok
+    assert "properties" in str(report)
+    assert report.not_checked
+
+
+class Head(nn.Module):  # type: ignore[misc, name-defined]
+    """One head, as lectures write it; `hide` is the mask."""
+
+    def __init__(self, hide: Any, d: int = 24, size: int = 8) -> None:
+        super().__init__()
+        self.hide = hide
+        self.key, self.query, self.value = (nn.Linear(d, size, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.tril(torch.ones(16, 16)))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Any) -> Any:
+        T = x.shape[-2]
+        weights = self.query(x) @ self.key(x).transpose(-2, -1) * self.key.out_features**-0.5
+        weights = weights.masked_fill(self.hide(self.tril[:T, :T]), float("-inf")).softmax(dim=-1)
+        return self.dropout(weights) @ self.value(x)
+
+
+class ListOfHeads(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self, hide: Any) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([Head(hide) for _ in range(3)])
+        self.proj = nn.Linear(24, 24)
+
+    def forward(self, x: Any) -> Any:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("hide", "wrong"),
+    [
+        (lambda tril: tril == 0, []),
+        (lambda tril: tril == 1, ["inverted_mask"]),
+        (lambda tril: tril.tril(-1) == 0, ["mask_off_by_one"]),
+        (lambda tril: tril > 1, ["sees_future"]),
+    ],
+)
+def test_heads_in_a_list_are_compared_with_the_formula(hide: Any, wrong: list[str]) -> None:
+    report = diagnose(ListOfHeads(hide))
+    assert names(report) == wrong, report
+    assert "formulas" in str(report)
+
+
+def test_a_softmax_over_the_batch_is_one_mistake() -> None:
+    """Its hidden scores are equal, so that it looks like zeros, too."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        scores = torch.bmm(q, k.transpose(1, 2)) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.triu(torch.ones_like(scores[0]), 1) == 1, -1e9)
+        return torch.bmm(nn.functional.softmax(scores, dim=0), v)
+
+    assert names(diagnose(attention)) == ["softmax_axis"]
+
+
+def test_the_number_of_threads_comes_back() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        seen = []
+        diagnose(lambda q, k, v: (seen.append(torch.get_num_threads()), q)[1])
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -508,3 +508,19 @@ def test_a_negative_view_is_read() -> None:
     negative = z.conj().imag
     assert negative.is_neg()
     assert torch.equal(attention(negative, x, x), attention(-z.imag, x, x))
+
+
+@pytest.mark.parametrize("context", [bridge.use_cattn, bridge.batch_invariant])
+def test_a_context_without_with_says_so(context: Any) -> None:
+    with pytest.warns(
+        RuntimeWarning, match=rf"{context.__name__}\(\) has no effect.*with {context.__name__}"
+    ) as caught:
+        context()
+    assert caught[0].filename == __file__
+
+    @context()
+    def decorated() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention
+
+    assert decorated() is not torch.nn.functional.scaled_dot_product_attention
+    del decorated  # which warns of nothing

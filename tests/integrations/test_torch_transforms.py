@@ -227,6 +227,36 @@ def test_other_dtypes(dtype: Any) -> None:
     assert error <= (2 if dtype is torch.float32 else 4) * theirs, (error, theirs)
 
 
+def derivatives(function: Any, inputs: Any, directions: Any, **options: Any) -> dict[str, Any]:
+    """Return the derivative of attention in a direction, and the product of a loss's Hessian and the direction."""
+
+    def value(*x: Any) -> Any:
+        return function(*x, **options)
+
+    gradient = torch.func.grad(lambda *x: value(*x).sin().sum(), argnums=(0, 1, 2))
+    products = torch.func.jvp(gradient, inputs, directions)[1]
+    names = (f"product, {name}" for name in ("query", "key", "value"))
+    return {"tangent": torch.func.jvp(value, inputs, directions)[1], **dict(zip(names, products, strict=True))}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=["plain", "causal", "scale"])
+@pytest.mark.parametrize("shape", [(2, 3, 130, 16), (1, 2, 500, 64)], ids=str)
+def test_errors_in_float32_are_at_most_twice_the_errors_of_pytorch(
+    shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """The largest error and the RMS error, against PyTorch in float64."""
+    exact = [tensor(*shape, seed=seed).float().double() for seed in range(6)]
+    low = [x.float() for x in exact]
+    right = derivatives(by_pytorch, tuple(exact[:3]), tuple(exact[3:]), **options)
+    ours = derivatives(attention, tuple(low[:3]), tuple(low[3:]), **options)
+    theirs = derivatives(by_pytorch, tuple(low[:3]), tuple(low[3:]), **options)
+    for name, expected in right.items():
+        assert ours[name].dtype is torch.float32
+        for size in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
+            error, limit = (size(found[name].double() - expected) for found in (ours, theirs))
+            assert error <= 2 * limit, (name, float(error), float(limit))
+
+
 def test_weights_have_derivatives_of_both_orders() -> None:
     x = tensor(1, 2, 4, 3)
 

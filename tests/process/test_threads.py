@@ -98,7 +98,8 @@ def test_the_context_overrides_the_process_and_ends_with_it() -> None:
 
 
 def test_repr_of_the_context_shows_its_number() -> None:
-    assert repr(cattn.num_threads(np.int64(3))) == "cattn.num_threads(3)"
+    with cattn.num_threads(np.int64(3)) as context:
+        assert repr(context) == "cattn.num_threads(3)"
 
 
 @pytest.mark.promise("settings")
@@ -381,3 +382,15 @@ def test_a_num_threads_object_may_be_shared_by_threads() -> None:
     with pytest.raises(RuntimeError, match="num_threads was not entered in this thread"):
         shared.__exit__(None, None, None)
     assert pickle.loads(pickle.dumps(shared)).n == copy.copy(shared).n == 2
+
+
+def test_a_block_that_is_never_entered_says_so() -> None:
+    """Python drops the object at once, and nothing would have happened."""
+    with pytest.warns(RuntimeWarning, match=r"num_threads\(3\) has no effect.*set_num_threads\(3\)") as caught:
+        cattn.num_threads(3)
+    assert caught[0].filename == __file__
+    for wrong in ("3", 0):
+        with pytest.raises((TypeError, ValueError)):
+            cattn.num_threads(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="did you mean 'n'"):
+        cattn.num_threads(N=3)  # type: ignore[call-arg]

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,14 @@ def test_the_default_table_does_not_warn() -> None:
     if os.environ.get("CATTN_TABLES"):
         pytest.skip("CATTN_TABLES chooses")
     assert import_errors("").stderr == ""
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git applies the patches to a clone")
+def test_the_planted_bugs_fit_the_source() -> None:
+    """tools/sanitize plants them, to see that its checks find them."""
+    names = re.findall(r"^=== (\w+):", (ROOT / "tools" / "planted.patch").read_text("utf-8"), re.MULTILINE)
+    assert len(names) > 3
+    for name in names:
+        patch = subprocess.run([ROOT / "tools" / "planted", name], capture_output=True, check=True).stdout
+        done = subprocess.run(["git", "apply", "--check"], cwd=ROOT, input=patch, capture_output=True, check=False)
+        assert done.returncode == 0, f"{name}: {done.stderr.decode()}"

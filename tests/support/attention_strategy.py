@@ -80,8 +80,11 @@ def quantize(draw: st.DrawFn, call: dict[str, Any]) -> dict[str, Any]:
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 @st.composite
-def calls(draw: st.DrawFn, long: bool = False) -> tuple[dict[str, Any], type]:
-    """Draw the arguments of a call, and the dtype that it is computed in. `long`: some have several chunks of keys."""
+def calls(draw: st.DrawFn, long: bool = False, with_heads: bool = False) -> tuple[dict[str, Any], type]:
+    """Draw the arguments of a call, and the dtype that it is computed in.
+
+    `long`: some have several chunks of keys. `with_heads`: all have four axes or more.
+    """
     stored = draw(st.sampled_from(STORED))
     dtype = np.float64 if stored == np.float64 else np.float32
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -89,9 +92,9 @@ def calls(draw: st.DrawFn, long: bool = False) -> tuple[dict[str, Any], type]:
     if long and draw(st.integers(0, 15)) == 15:
         T_q, T_k = draw(st.sampled_from(ROWS[:9])), draw(st.sampled_from(LONG))
     D, D_v = draw(st.sampled_from(HEAD_DIMS[:20])), draw(st.sampled_from(HEAD_DIMS[:20]))
-    batch_dims = draw(st.lists(st.integers(1, 2), max_size=2))
+    batch_dims = draw(st.lists(st.integers(1, 2), min_size=int(with_heads), max_size=2))
     group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    heads = len(batch_dims) > 0 and draw(st.booleans())
+    heads = with_heads or (len(batch_dims) > 0 and draw(st.booleans()))
 
     content = numbers(draw)
 
@@ -164,9 +167,9 @@ def calls(draw: st.DrawFn, long: bool = False) -> tuple[dict[str, Any], type]:
 
 
 @st.composite
-def gathered_calls(draw: st.DrawFn) -> tuple[dict[str, Any], type]:
+def gathered_calls(draw: st.DrawFn, with_heads: bool = False) -> tuple[dict[str, Any], type]:
     """Draw the arguments of a call with key_indices, and the dtype that it is computed in."""
-    call, dtype = draw(calls())
+    call, dtype = draw(calls(with_heads=with_heads))
     for name in ("alibi_slopes", "dropout_p", "rng"):
         call.pop(name, None)
     if dtype == np.float32 and draw(st.integers(0, 3)) == 0:

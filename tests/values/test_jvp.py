@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,7 @@ def test_bits_depend_on_neither_threads_nor_table(name: str, dtype: Any, isa: st
     tangents = direction(call)
     with table(None if in_contract(isa) else isa), cattn.num_threads(1):
         expected = (derive(call, tangents), second(call, tangents))
-    for threads in (1, 3):
+    for threads in (1, 4):
         with table(isa), cattn.num_threads(threads):
             for actual, right in zip((derive(call, tangents), second(call, tangents)), expected, strict=True):
                 for a, b in zip(actual, right, strict=True):
@@ -348,3 +349,31 @@ def test_the_reference_has_the_same_signatures() -> None:
     result = reference.attention_jvp(X, X, X, query_tangent=X)
     assert result.lse is None
     assert result.lse_tangent is None
+
+
+@pytest.mark.parametrize("module", [cattn, reference])
+@pytest.mark.parametrize("name", ["query", "key", "value", *TANGENTS])
+def test_quantized_arrays_are_refused_by_name(module: Any, name: str) -> None:
+    text = rf"^{name} (is quantized and has no tangent|must be an array of real numbers).*: pass cattn.dequantize"
+    call = {"query": X, "key": X, "value": X, name: cattn.quantize(X)}
+    if name in ("bias_tangent", "sinks_tangent"):
+        call |= {"bias": X[:, :3], "sinks": X[0, :1]}
+    with pytest.raises(TypeError, match=text):
+        module.attention_jvp(**call)
+    with pytest.raises(TypeError, match=text):
+        module.attention_jvp_backward(X, out=X, lse=X[:, 0], out_tangent=X, lse_tangent=X[:, 0], **call)
+
+
+def test_packed_sequences_are_called_one_by_one(rng: np.random.Generator) -> None:
+    """As the error says."""
+    starts = np.array([0, 9, 9, 30])
+    packed = {name: rng.standard_normal((30, 2, 8)).astype(np.float32) for name in ("query", "key", "value")}
+    for function in (cattn.attention_jvp, cattn.attention_jvp_backward):
+        with pytest.raises(TypeError, match="cu_seqlens_q': packed sequences have no tangents: call it for each"):
+            function(**packed, cu_seqlens_q=starts)
+    expected = cattn.varlen_attention(**packed, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for begin, end in itertools.pairwise(starts):
+        call = {name: a[begin:end].swapaxes(0, 1) for name, a in packed.items()}
+        result = derive(call, direction(call))
+        assert_same_bits(result.out.swapaxes(0, 1), expected[begin:end])
+        assert result.out_tangent.shape == result.out.shape

@@ -77,6 +77,16 @@ def test_heads_share_one_scale_and_one_colour_bar() -> None:
         np.testing.assert_array_equal(drawn(ax).filled(0), panel)
 
 
+def test_the_labels_of_a_saved_figure_are_inside_it() -> None:
+    ax: Any = cattn.plot_attention(np.tri(6) / 6, ["the", "cat", "sat", "on", "the", "mat"])
+    ax.figure.canvas.draw()
+    inside = ax.figure.bbox
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        box = label.get_window_extent()
+        assert inside.x0 <= box.x0 < box.x1 <= inside.x1
+        assert inside.y0 <= box.y0 < box.y1 <= inside.y1
+
+
 def test_leading_dimensions_of_size_one_are_dropped() -> None:
     assert cattn.plot_attention(causal_weights(1, 1, 3)).shape == (3,)
     assert cattn.plot_attention(causal_weights(1)).shape == (1,)

@@ -36,8 +36,9 @@ _NOTHING_RETURNED = "it returns no output: call scaled_dot_product_attention for
 _ONLY_GRADIENTS = "only gradients are returned: ask scaled_dot_product_attention for it"
 _NO_DROPOUT = "the statistics are of the weights before dropout"
 _NO_VALUE = "no values are read"
-_SAME_PLAN = "leave it out: how a call is computed does not depend on it"
 _NO_COMMON_SCORES = "packed sequences have no common matrix of scores: pad them for scaled_dot_product_attention"
+
+_HEADS_FIRST = "the arrays are (B, H, T, head_dim): pass {}, which copies nothing, of (B, T, H, head_dim)"
 
 _PACKED = {
     "attn_mask": _NO_COMMON_SCORES,
@@ -45,6 +46,7 @@ _PACKED = {
     "block_mask": _NO_COMMON_SCORES,
     "key_indices": _NO_COMMON_SCORES,
     "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+    "layout": "packed sequences are (total, H, head_dim)",
     "query_offset": "alignment says where the queries of a sequence stand",
     "query_seq_lengths": "cu_seqlens_q has the lengths",
     "key_value_seq_lengths": "cu_seqlens_k has the lengths",
@@ -102,12 +104,14 @@ DOORS: dict[str, Door] = {
     "varlen_attention_backward": Door(_PACKED | _GRADIENTS, own=f"{_PACKED_OWN} {_GRADIENTS_OWN}"),
     "varlen_attention_statistics": Door(_PACKED | _STATISTICS, own=f"{_PACKED_OWN} {_STATISTICS_OWN}"),
     "explain": Door(
-        dict.fromkeys(("scale", "softcap", "alibi_slopes", "sinks", "compute_dtype", "rng"), _SAME_PLAN)
-        | dict.fromkeys(("return_weights", "return_lse", "return_dropout_mask", "out"), "nothing is computed")
-        | {"key_indices": "each list of keys is computed as a call of its own, on the keys of the list"}
+        {
+            "key_indices": "each list of keys is computed as a call of its own, on the keys of the list",
+            "out": "nothing is computed",
+        }
     ),
     "torch": Door(
         {
+            "layout": _HEADS_FIRST.format("x.transpose(1, 2)"),
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
         }
@@ -115,6 +119,7 @@ DOORS: dict[str, Door] = {
     "jax": Door(
         {
             "enable_gqa": "leave it out: grouped heads are inferred from the shapes",
+            "layout": "JAX's arrays are (B, T, N, H)",
             "key_indices": "pass a boolean mask that is True for the listed keys",
             "compute_dtype": "call cattn on arrays for it: XLA's call has no such attribute",
             "return_weights": "no matrix of weights is computed: call cattn.attention_weights on arrays",
@@ -130,6 +135,7 @@ DOORS: dict[str, Door] = {
     ),
     "dask": Door(
         {
+            "layout": _HEADS_FIRST.format("x.swapaxes(1, 2)"),
             "return_weights": _NO_WHOLE_ROWS,
             "return_dropout_mask": _NO_WHOLE_ROWS,
             "key_indices": "the keys of a list lie in any chunk",
@@ -141,9 +147,9 @@ DOORS: dict[str, Door] = {
     "keras": Door(
         dict.fromkeys(
             (
-                "dropout_p", "enable_gqa", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
-                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks", "block_mask", "key_indices",
-                "compute_dtype", "rng", "return_weights", "return_lse",
+                "dropout_p", "enable_gqa", "layout", "query_offset", "query_seq_lengths", "key_value_seq_lengths",
+                "key_value_seq_starts", "window_size", "alibi_slopes", "sinks",
+                "block_mask", "key_indices", "compute_dtype", "rng", "return_weights", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_KERAS,
@@ -154,8 +160,8 @@ DOORS: dict[str, Door] = {
     "onnx": Door(
         dict.fromkeys(
             (
-                "dropout_p", "enable_gqa", "bias", "query_seq_lengths", "key_value_seq_starts", "alibi_slopes",
-                "sinks", "block_mask", "key_indices", "compute_dtype", "rng", "return_lse",
+                "dropout_p", "enable_gqa", "layout", "bias", "query_seq_lengths", "key_value_seq_starts",
+                "alibi_slopes", "sinks", "block_mask", "key_indices", "compute_dtype", "rng", "return_lse",
                 "return_dropout_mask", "out",
             ),
             _NOT_IN_ONNX,
@@ -172,7 +178,7 @@ DOORS: dict[str, Door] = {
         },
     ),
     "attend": Door(
-        dict.fromkeys(("block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
+        dict.fromkeys(("layout", "block_mask", "key_indices", "return_dropout_mask"), _NOT_ON_THE_COMMAND_LINE),
         own="help threads force quiet key_scale value_scale",
         spelled={
             "query": "inputs",

@@ -110,6 +110,12 @@ _SCALES = {
     for prefix in (name, name[0])
     for word in ("scale", "descale")
 }
+_PACKED = [
+    ("query_tangent", "packed sequences have no tangents: call it for each sequence"),
+    ("grad_out", "varlen_attention_backward takes packed sequences"),
+    ("statistics", "varlen_attention_statistics takes packed sequences"),
+    ("query", "varlen_attention takes packed sequences"),
+]
 _HEADS_ARE_AN_AXIS = [
     (
         "query",
@@ -146,12 +152,10 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
     "block_size": [("block_mask", "pass block_mask=cattn.BlockMask(blocks, block_size)")],
     "dtype": [("query", "convert the arrays first"), ("x", "convert x first"), ("scores", "convert scores first")],
     "device": [("", "cattn computes on the CPU")],
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _PACKED),
     "num_heads": _HEADS_ARE_AN_AXIS,
     "n_heads": _HEADS_ARE_AN_AXIS,
     "nhead": _HEADS_ARE_AN_AXIS,
-    "layout": [
-        ("query", "arrays are (B, H, T, head_dim): pass x.swapaxes(1, 2) of (B, T, H, head_dim), which copies nothing")
-    ],
 }
 
 # What people look for in the package itself: names of other libraries, and of the field.

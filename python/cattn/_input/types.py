@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
+Layout: TypeAlias = Literal["bhtd", "bthd"]
 LseDType: TypeAlias = type[np.float32] | type[np.float64] | type[float] | np.dtype[np.float32] | np.dtype[np.float64]
 ComputeDType: TypeAlias = Literal["bfloat16"] | np.dtype[Any] | type[np.generic] | None
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]

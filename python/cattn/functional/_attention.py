@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionOutput, ComputeDType, LseDType, Stage, Window
+from .._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Layout, LseDType, Stage, Window
 from ._signature import implemented_in_c
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class AttentionOptions(TypedDict, total=False):
 
     scale: float | None
     enable_gqa: bool | None
+    layout: Layout
     bias: ArrayLike | None
     query_offset: ArrayLike | None
     query_seq_lengths: ArrayLike | None
@@ -137,6 +138,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -176,8 +178,8 @@ def scaled_dot_product_attention(
         widest; booleans and integers to float64. Halves are computed in float32 and the result is rounded once. Leading
         dimensions of the three arrays broadcast. Two dimensions are (T, head_dim), three are (B, T, head_dim), and four
         are (B, H, T, head_dim): with four or more, axis -3 counts heads and axis -2 tokens. Arrays of
-        (B, T, H, head_dim), as JAX, Keras and FlashAttention take them, give wrong numbers without an error: pass
-        ``query.swapaxes(1, 2)``, which copies nothing, for all three, and swap the result back.
+        (B, T, H, head_dim), as JAX, Keras and FlashAttention take them, need ``layout="bthd"``: without it they give
+        wrong numbers without an error.
     key : array_like or Quantized, shape (..., T_k, head_dim)
         A key-value head may serve several query heads: with H_q a multiple of H_kv, query head h reads head
         ``h // (H_q // H_kv)``. A `Quantized` has int8 or float8_e4m3fn numbers and their scales, as `quantize` and
@@ -208,6 +210,9 @@ def scaled_dot_product_attention(
     enable_gqa : bool, optional
         None infers grouped heads from the shapes, False forbids them, True also makes axis -3 of three-dimensional
         arrays the heads.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value and the output. "bthd" is (..., T, H, head_dim), of three or more
+        dimensions, of which axis -2 counts heads. Masks, weights and lse always have the heads before the queries.
     bias : array_like of float, optional
         Added to the scaled scores, besides attn_mask; -inf hides. Broadcasts to (..., T_q, T_k).
     query_offset : int or array_like of int, optional
@@ -439,6 +444,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -476,7 +482,7 @@ def causal_attention(
     query : array_like, shape (..., T_q, head_dim)
         This and every other argument are the same as in `scaled_dot_product_attention`.
     key : array_like or Quantized, shape (..., T_k, head_dim), or KVCache
-        Keys. A cache holds the values, too: the queries belong to its last tokens.
+        Keys. A cache holds the values, too: the queries belong to its last tokens. Not with layout "bthd".
     value : array_like or Quantized, shape (..., T_k, d_v)
         Values; left out with a cache.
     attn_mask : array_like, optional
@@ -495,6 +501,8 @@ def causal_attention(
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value and the output.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional
@@ -560,6 +568,7 @@ def attention_weights(  # type: ignore[empty-body]
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -611,6 +620,8 @@ def attention_weights(  # type: ignore[empty-body]
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query and key.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional

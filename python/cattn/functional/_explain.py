@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from .._input.display import html_table
 from .._input.pairs import BlockMask, Stored
-from .._input.types import Alignment, Window
+from .._input.types import RNG, Alignment, ComputeDType, Layout, LseDType, Window
 from ._signature import implemented_in_c
 
 __all__ = ["Explanation", "explain"]
@@ -26,6 +27,8 @@ class Explanation(NamedTuple):
 
     Attributes
     ----------
+    outputs : dict
+        The shape and dtype of each result that the call returns, by its name in `AttentionOutput`.
     path : {"tile", "rows", "split", "tiny"}
         The algorithm. All paths give the same bits.
     reason : str
@@ -48,6 +51,7 @@ class Explanation(NamedTuple):
         Scratch memory of a thread. A call allocates nothing else but its outputs.
     """
 
+    outputs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
     path: str
     reason: str
     instruction_set: str
@@ -64,6 +68,7 @@ class Explanation(NamedTuple):
         blocks = self.key_blocks_visited + self.key_blocks_skipped
         used = min(self.threads, self.tasks)
         return {
+            "returns": ", ".join(f"{name} {dtype} {shape}" for name, (shape, dtype) in self.outputs.items()),
             "path": f"{self.path}: {self.reason}",
             "kernels": self.instruction_set,
             "tasks": f"{self.tasks} of at most {self.rows_per_task} queries, {used} at a time",
@@ -91,23 +96,36 @@ def explain(  # type: ignore[empty-body]
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
     *,
+    scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     key_value_seq_starts: ArrayLike | None = None,
     window_size: Window = (-1, -1),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     block_mask: BlockMask | None = None,
+    compute_dtype: ComputeDType = None,
+    rng: RNG = None,
+    return_weights: bool = False,
+    return_lse: bool | LseDType = False,
+    return_dropout_mask: bool = False,
 ) -> Explanation:
-    """Describe how `scaled_dot_product_attention` would compute a call, without computing it.
+    """Describe what `scaled_dot_product_attention` would return, and how it would compute it, without computing it.
+
+    The arguments are checked, with the errors of the call. The contents of query, key, value and masks are not read, so
+    that arrays without memory of their own do, such as ``np.broadcast_to(np.float32(0), shape)``.
 
     Parameters
     ----------
     query : array_like, shape (..., T_q, head_dim)
-        This and every other argument are the same as in `scaled_dot_product_attention`; those that do not change the
-        plan are left out. So are two that turn "split" into "rows": a `TorchGenerator` for dropout, and returned
-        weights of float16 or bfloat16.
+        This and every other argument are the same as in `scaled_dot_product_attention`. Nothing is drawn from rng. A
+        `TorchGenerator` for dropout and returned weights of float16 or bfloat16 turn the path "split" into "rows",
+        which is not shown.
     key : array_like or Quantized, shape (..., T_k, head_dim)
         Keys.
     value : array_like or Quantized, shape (..., T_k, d_v)
@@ -118,8 +136,12 @@ def explain(  # type: ignore[empty-body]
         Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
+    scale : float, optional
+        Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key and value.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional
@@ -130,8 +152,22 @@ def explain(  # type: ignore[empty-body]
         Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys seen before and after a query's position; -1 sets no bound.
+    softcap : float, optional
+        Bound of the scaled scores.
+    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
+        One number for each query head: the slope of ALiBi, and one extra logit.
     block_mask : BlockMask, optional
         Which blocks of queries and keys are visible.
+    compute_dtype : {None, "bfloat16"}
+        The dtype of the factors of the products.
+    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
+        The source of dropout's random bits.
+    return_weights : bool
+        Also return the weights.
+    return_lse : bool, np.float32 or np.float64
+        Also return the log-sum-exp, in this dtype.
+    return_dropout_mask : bool
+        Also return the dropout mask.
 
     Returns
     -------
@@ -157,6 +193,8 @@ def explain(  # type: ignore[empty-body]
     >>> plan = cattn.explain(x, x, x, is_causal="lower_right", window_size=(255, 0))
     >>> plan.path, plan.key_blocks_visited, plan.key_blocks_skipped
     ('tile', 1248, 10104)
+    >>> plan.outputs
+    {'out': ((1, 12, 4096, 64), dtype('float32'))}
     """
 
 

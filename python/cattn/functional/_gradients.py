@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.fp_mode import in_default_mode
 from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionGradients, ComputeDType, Window
+from .._input.types import RNG, Alignment, AttentionGradients, ComputeDType, Layout, Window
 from ._signature import implemented_in_c
 
 __all__ = ["attention_backward"]
@@ -48,6 +48,7 @@ def attention_backward(  # type: ignore[empty-body]
     is_causal: Alignment = False,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -105,6 +106,8 @@ def attention_backward(  # type: ignore[empty-body]
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value, their gradients and the output.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numpy.typing import ArrayLike
 
 from .._input.pairs import BlockMask
-from .._input.types import RNG, Alignment, AttentionGradients, AttentionTangents, LseDType, Window
+from .._input.types import RNG, Alignment, AttentionGradients, AttentionTangents, Layout, LseDType, Window
 from ._signature import implemented_in_c
 
 __all__ = ["attention_jvp", "attention_jvp_backward"]
@@ -25,6 +25,7 @@ def attention_jvp(  # type: ignore[empty-body]
     is_causal: Alignment = False,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -75,6 +76,8 @@ def attention_jvp(  # type: ignore[empty-body]
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value, their tangents and the outputs.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional
@@ -166,6 +169,7 @@ def attention_jvp_backward(  # type: ignore[empty-body]
     is_causal: Alignment = False,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -228,6 +232,8 @@ def attention_jvp_backward(  # type: ignore[empty-body]
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value, their tangents and the outputs.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from numpy.typing import ArrayLike
 
 from .._input.pairs import BlockMask, Stored
-from .._input.types import Alignment, AttentionStatistics, Window
+from .._input.types import Alignment, AttentionStatistics, Layout, Window
 from ._signature import implemented_in_c
 from ._varlen import Corner
 
@@ -31,6 +31,7 @@ def attention_statistics(  # type: ignore[empty-body]
     observation_window: int | None = None,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -79,6 +80,8 @@ def attention_statistics(  # type: ignore[empty-body]
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them.
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query and key.
     bias : array_like of float, optional
         Added to the scaled scores.
     query_offset : int or array_like of int, optional

@@ -23,6 +23,7 @@ from cattn._input.doors import DOORS
 from cattn._input.names import with_hints
 from cattn._input.pairs import BlockMask, Quantized, scale_error, split_blocks, split_scale
 from cattn._input.quantized import as_scale, check_scale_fits
+from cattn._input.rng import draw_seed
 from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
 
 try:
@@ -258,12 +259,9 @@ def _with_dims(array: Any, ndim: int) -> Any:
     return array[(None,) * (ndim - array.ndim)] if array.ndim < ndim else array
 
 
-def _stand_in(obj: Any, rows: int | None = None) -> Any:
+def _stand_in(obj: Any) -> Any:
     """Return an array of the same shape and dtype that occupies no memory, or NumPy's own arrays as they are."""
-    if not isinstance(obj, da.Array):
-        return obj
-    shape = obj.shape if rows is None else (*obj.shape[:-2], rows, *obj.shape[-1:])
-    return np.broadcast_to(np.zeros((), obj.dtype), shape)
+    return np.broadcast_to(np.zeros((), obj.dtype), obj.shape) if isinstance(obj, da.Array) else obj
 
 
 def _refuse(**given: Any) -> None:
@@ -341,6 +339,7 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Literal["bhtd"] = "bhtd",
     bias: Any = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -389,6 +388,8 @@ def attention(
         Default 1 / sqrt(head_dim).
     enable_gqa : bool, optional
         None infers grouped heads, False forbids them, True also makes axis -3 of three-dimensional arrays the heads.
+    layout : {"bhtd"}
+        "bthd" is not available: the arrays are (B, H, T, head_dim), so pass ``x.swapaxes(1, 2)`` of others.
     bias : dask.array.Array or array_like of float, optional
         Added to the scaled scores. Broadcasts to (..., T_q, T_k).
     query_offset, query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
@@ -463,7 +464,13 @@ def attention(
     >>> np.allclose(context.compute(), cattn.scaled_dot_product_attention(x, x, x, is_causal=True))
     True
     """
-    _refuse(return_weights=return_weights, return_dropout_mask=return_dropout_mask, key_indices=key_indices, out=out)
+    _refuse(
+        layout=layout != "bhtd",
+        return_weights=return_weights,
+        return_dropout_mask=return_dropout_mask,
+        key_indices=key_indices,
+        out=out,
+    )
     numbers: dict[str, Any] = {
         "query_offset": query_offset,
         "query_seq_lengths": query_seq_lengths,
@@ -483,39 +490,35 @@ def attention(
     masks = [given if given is None else _as_dask(given, name) for name, given in
              (("attn_mask", attn_mask), ("bias", bias), ("alibi_slopes", alibi_slopes), ("sinks", sinks))]  # fmt: skip
 
-    # cattn's own functions check the arguments: one call plans the whole problem, the other computes none of its rows.
-    wide = [_stand_in(x if scale is None else x.astype(query.dtype))
-            for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
-    cattn.explain(
-        _stand_in(query), wide[0], wide[1], _stand_in(attn_mask), dropout_p, is_causal,
-        enable_gqa=enable_gqa, bias=_stand_in(bias), window_size=window_size,
-        block_mask=blocks if blocks is None else BlockMask._of_argument(_stand_in(blocks), size), **numbers,
+    # cattn checks the arguments, and says what the whole call would return
+    stored: Any = [_stand_in(x) if scale is None else Quantized._of_checked(_stand_in(x), np.ones((), np.float32))
+                   for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
+    scores: dict[str, Any] = {
+        "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
+    }  # fmt: skip
+    plan = cattn.explain(
+        _stand_in(query), stored[0], stored[1], _stand_in(attn_mask), dropout_p, is_causal,
+        bias=_stand_in(bias), window_size=window_size, alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks),
+        block_mask=blocks if blocks is None else BlockMask._of_argument(_stand_in(blocks), size), rng=rng,
+        return_lse=True, **numbers, **scores,
     )  # fmt: skip
+    (shape, dtype), (_, lse_dtype) = plan.outputs["out"], plan.outputs["lse"]
+    dtypes = dtype, lse_dtype
     if blocks is not None:
         masks[0] = _add_blocks(masks[0], blocks, operator.index(size), query.shape[-2], key.shape[-2])
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
-    scores: dict[str, Any] = {
-        "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "compute_dtype": compute_dtype,
-    }  # fmt: skip
-    stored: Any = [_stand_in(x, 0) if scale is None else Quantized(_stand_in(x, 0), 1.0)
-              for x, scale in zip((key, value), scales, strict=True)]  # fmt: skip
-    probe = cattn.scaled_dot_product_attention(
-        _stand_in(query, 0), stored[0], stored[1], None, dropout_p,
-        alibi_slopes=_stand_in(alibi_slopes), sinks=_stand_in(sinks), rng=rng, return_lse=True, **scores,
-    )  # fmt: skip
-    shape = (*probe.out.shape[:-2], query.shape[-2], value.shape[-1])
-
-    problem = _Problem(inputs, masks, scales, shape, enable_gqa is not None and bool(enable_gqa), threads, probe)
+    problem = _Problem(inputs, masks, scales, shape, enable_gqa is not None and bool(enable_gqa), threads, dtypes)
     ranges = _read_ranges(problem.batch, shape[-2], key.shape[-2], is_causal, query_offset, query_seq_lengths,
                           key_value_seq_lengths, key_value_seq_starts, window_size,
                           alibi_slopes is not None)  # fmt: skip
-    if float(dropout_p) > 0:
+    seed = draw_seed(rng) if float(dropout_p) > 0 else None
+    if seed is not None:
         scores["dropout_p"] = float(dropout_p)
-    arrays = problem.build(ranges, scores, probe.dropout_seed)
+    arrays = problem.build(ranges, scores, seed)
     if return_lse:
-        return AttentionOutput(out=arrays[0], lse=arrays[1], dropout_seed=probe.dropout_seed)
+        return AttentionOutput(out=arrays[0], lse=arrays[1], dropout_seed=seed)
     return arrays[0]
 
 
@@ -524,14 +527,14 @@ class _Problem:
 
     def __init__(
         self, inputs: Sequence[Any], masks: Sequence[Any], scales: Sequence[Any], shape: tuple[int, ...],
-        forced_heads: bool, num_threads: int, probe: AttentionOutput,
+        forced_heads: bool, num_threads: int, dtypes: tuple[Any, Any],
     ) -> None:  # fmt: skip
         lead = shape[:-2]
         has_heads = len(shape) > 3 or (forced_heads and len(shape) == 3)
         self.shape, self.batch = shape, lead[:-1] if has_heads else lead
         self.num_threads, self.has_heads = num_threads, has_heads
-        self.dtypes = (probe.out.dtype, probe.lse.dtype)
-        self.compute_dtype: DTypeLike = np.float64 if probe.out.dtype == np.float64 else np.float32
+        self.dtypes = dtypes
+        self.compute_dtype: DTypeLike = np.float64 if dtypes[0] == np.float64 else np.float32
         query, key, value = (_with_dims(x, len(shape)) for x in inputs)
         query, key, value = (x.rechunk({x.ndim - 1: -1}) for x in (query, key, value))
         self.lead = [

@@ -58,10 +58,10 @@ def _read_options(
     for name, number in numbers.items():
         if isinstance(number, (jax.Array, np.ndarray)) and number.ndim == 0:
             numbers[name] = number.item()
-    # cattn checks the numbers, with its own messages, on a call of no rows
+    # cattn checks the numbers, with its own messages
     rows = np.empty((1, query.shape[3]), compute_dtype(query.dtype))
     blocks = None if block_size is None else BlockMask._of_argument(True, block_size)
-    cattn.scaled_dot_product_attention(rows[:0], rows, rows, block_mask=blocks, **numbers)
+    cattn.explain(rows, rows, rows, block_mask=blocks, **numbers)
     left, right = read_window(window, causal=bool(is_causal))
     return Options(
         scale=float(1 / math.sqrt(query.shape[3] or 1) if scale is None else numbers["scale"]),

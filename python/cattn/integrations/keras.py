@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 import cattn
 from cattn._input.arrays import cast, is_bfloat16, load_ml_dtype
+from cattn._input.blocks import block
 
 try:
     import keras
@@ -79,7 +79,7 @@ def _cast(array: NDArray[Any], name: str, dtype: Any) -> NDArray[Any]:
     return array if array.dtype == dtype else cast(array, name, dtype)
 
 
-@contextlib.contextmanager
+@block
 def use_cattn() -> Iterator[None]:
     """Compute ``keras.ops.dot_product_attention`` and the layers that call it by cattn, on Keras's NumPy backend.
 

@@ -7,6 +7,7 @@ A name gives the role of the array (query, key, value, out; weight or bias; whic
 ``W_query``, ``W_q`` without ``.weight``  a bare parameter, (in, out): ``x @ W_query``
 ``bias_q``, ``bias_k``, ``bias_v``        the biases beside such parameters
 ``q_proj.weight`` ... ``o_proj.weight``   ``nn.Linear``
+``query.weight``, ``key.weight`` ...      ``nn.Linear``, as in BERT
 ``in_proj_weight``, ``q_proj_weight``     ``torch.nn.MultiheadAttention``, (out, in)
 ``qkv.weight``, ``proj.weight``           ``nn.Linear``, the rows of query, key and value in this order
 ``c_attn.weight``, ``c_proj.weight``      GPT-2: (in, out) in the original, (out, in) in rewrites with ``nn.Linear``
@@ -37,9 +38,9 @@ Array = NDArray[Any]
 _FUSED = "query, key and value"
 _FUSED_ROLES = ("query", "key", "value")
 _ALIASES = {
-    "query": ("w_query", "w_q", "wq", "q_proj"),
-    "key": ("w_key", "w_k", "wk", "k_proj"),
-    "value": ("w_value", "w_v", "wv", "v_proj"),
+    "query": ("w_query", "w_q", "wq", "q_proj", "query"),
+    "key": ("w_key", "w_k", "wk", "k_proj", "key"),
+    "value": ("w_value", "w_v", "wv", "v_proj", "value"),
     "out": ("out_proj", "o_proj", "w_o", "wo", "c_proj", "proj"),
     _FUSED: ("in_proj", "qkv", "c_attn"),
 }
@@ -113,7 +114,11 @@ def _is_buffer(key: str, value: Any) -> bool:
     """Return whether this is a causal mask that a module stores with its weights, which cattn does not need."""
     last = key.rpartition(".")[2]
     ndim = getattr(value, "ndim", -1)
-    return (last == "mask" and ndim >= 2) or (last == "bias" and ndim == 4) or (last == "masked_bias" and ndim == 0)
+    return (
+        (last in ("mask", "tril") and ndim >= 2)
+        or (last == "bias" and ndim == 4)
+        or (last == "masked_bias" and ndim == 0)
+    )
 
 
 def _read(value: Any, key: str) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn._input.pairs import BlockMask, Stored
-from cattn._input.types import AttentionOutput, ComputeDType, LseDType, Window
+from cattn._input.types import AttentionOutput, ComputeDType, Layout, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
@@ -33,6 +33,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     query_offset: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
@@ -80,7 +81,7 @@ def scaled_dot_product_attention(
     """
     p = probability(dropout_p, "dropout_p")
     problem = score(
-        (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, bias=bias,
+        (query, key, value), attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, layout=layout, bias=bias,
         query_offset=query_offset, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         key_value_seq_starts=key_value_seq_starts, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
         block_mask=block_mask, key_indices=key_indices, compute_dtype=compute_dtype,
@@ -97,7 +98,7 @@ def scaled_dot_product_attention(
         result, weights = result[..., 0, :, :], weights[..., 0, :, :]
         drop_bits, lse = drop_bits[..., 0, :, :], lse[..., 0, :]
     given = out if isinstance(out, AttentionOutput) else AttentionOutput(out)
-    result = deliver(result, given.out)
+    result = deliver(reordered(result, layout), given.out)
     if not (return_weights or return_lse or return_dropout_mask or isinstance(out, AttentionOutput)):
         return result
     return AttentionOutput(
@@ -299,6 +300,7 @@ def score(
     *,
     scale: float | None = None,
     enable_gqa: bool | None = None,
+    layout: Layout = "bhtd",
     bias: ArrayLike | None = None,
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -308,12 +310,12 @@ def score(
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
-    arrays = [np.asarray(plain(a), np.float64) for a in inputs]
+    arrays = [reordered(np.asarray(plain(a), np.float64), layout) for a in inputs]
     if compute_dtype is not None:
         arrays = [rounded_to_bfloat16(a) for a in arrays]
     rank = max(a.ndim for a in arrays)
     arrays = [a.reshape((1,) * (rank - a.ndim) + a.shape) for a in arrays]
-    one_head = rank == 2 or (rank == 3 and not enable_gqa)
+    one_head = rank == 2 or (rank == 3 and not enable_gqa and layout == "bhtd")
     if one_head:
         arrays = [np.expand_dims(a, -3) for a in arrays]
     q, k, v = match_heads(arrays[0], arrays[1], arrays[2], enable_gqa)
@@ -364,6 +366,13 @@ def score(
     products, capped, scores = (problem.of_listed_keys(a, -np.inf) for a in (products, capped, scores))
     visible = problem.of_listed_keys(visible, False)
     return problem._replace(products=products, capped=capped, scores=scores, visible=visible)
+
+
+def reordered(array: Floats, layout: Layout) -> Floats:
+    """Return an array (..., heads, tokens, width) in this layout, or the other way round."""
+    if layout not in ("bhtd", "bthd"):
+        raise ValueError(f"layout must be 'bhtd' or 'bthd', got {layout!r}")
+    return array.swapaxes(-3, -2) if layout == "bthd" else array
 
 
 def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:

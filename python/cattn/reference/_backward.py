@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cattn._input.pairs import Stored
-from cattn._input.types import AttentionGradients
+from cattn._input.types import AttentionGradients, Layout
 
-from ._attention import _dropout_bits, _weighted_sum, pad, padded_options, score, unpad
+from ._attention import Problem, _dropout_bits, _weighted_sum, pad, padded_options, reordered, score, unpad
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
 from ._shared import Floats, boolean, deliver, probability, quiet
@@ -55,11 +55,12 @@ def attention_backward(
     array([[0.5, 0.5],
            [0.5, 0.5]])
     """
-    p = probability(dropout_p, "dropout_p")
+    p, layout = probability(dropout_p, "dropout_p"), options.get("layout", "bhtd")
     inputs = (query, key, value)
     problem = score(inputs, attn_mask, is_causal, **options)
     q, k, v, visible = problem.query, problem.key, problem.value, problem.visible
-    grads_out, outs, row_lse = (np.asarray(a, np.float64) for a in (grad_out, out, lse))
+    grads_out, outs = (reordered(np.asarray(a, np.float64), layout) for a in (grad_out, out))
+    row_lse = np.asarray(lse, np.float64)
     if problem.one_head:
         grads_out, outs, row_lse = grads_out[..., None, :, :], outs[..., None, :, :], row_lse[..., None, :]
 
@@ -95,10 +96,8 @@ def attention_backward(
         sink_mass = (sink != -np.inf) & (visible.any(axis=-1) | (grad_lse is not None))
         mass = np.where(sink_mass, np.exp(sink - row_lse) * sink_delta, 0.0)
         grad_sinks = _sum_to(-mass.sum(axis=-1), np.shape(sinks))
-    grads = []
-    for grad, given in zip((grad_q, grad_k, grad_v), inputs, strict=True):
-        grads.append(_sum_groups(grad[..., 0, :, :] if problem.one_head else grad, np.shape(given)))
-    return AttentionGradients(grads[0], grads[1], grads[2], grad_bias, grad_sinks)
+    grads = sum_inputs(problem, (grad_q, grad_k, grad_v), inputs, layout)
+    return AttentionGradients(*grads, grad_bias, grad_sinks)
 
 
 def varlen_attention_backward(
@@ -181,6 +180,18 @@ def dropout_backward(
     else:
         result = apply_dropout(np.asarray(grad_out, np.float64), boolean(mask, "mask"), probability(p, "p"))
     return deliver(result, out)
+
+
+def sum_inputs(
+    problem: Problem, gradients: tuple[Floats, Floats, Floats], inputs: tuple[Any, Any, Any], layout: Layout
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of query, key and value in the shapes and the layout of the inputs."""
+    shapes = [reordered(np.broadcast_to(0.0, np.shape(x)), layout).shape for x in inputs]
+    query, key, value = (
+        reordered(_sum_groups(gradient[..., 0, :, :] if problem.one_head else gradient, shape), layout)
+        for gradient, shape in zip(gradients, shapes, strict=True)
+    )
+    return query, key, value
 
 
 def _sum_groups(grad: Floats, shape: tuple[int, ...]) -> Any:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cattn._input.pairs import Quantized
 from cattn._input.types import AttentionGradients, AttentionTangents
 
-from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, score
-from ._backward import _sum_groups, _sum_to
+from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, reordered, score
+from ._backward import _sum_to, sum_inputs
 from ._masks import Causal
 from ._shared import Bools, Floats, probability, quiet
 
@@ -35,8 +36,15 @@ class _Linearized(NamedTuple):
 
 def _products(problem: Problem, inputs: Inputs, options: dict[str, Any]) -> Problem:
     """Return the problem of tangents, with the scale of `problem`."""
-    kept = {name: options[name] for name in ("enable_gqa", "key_indices") if name in options}
+    kept = {name: options[name] for name in ("enable_gqa", "layout", "key_indices") if name in options}
     return score(inputs, scale=problem.scale, **kept)
+
+
+def _refuse_quantized(**arrays: Any) -> None:
+    for name, array in arrays.items():
+        if isinstance(array, Quantized):
+            what = "is quantized and has no tangent" if name in ("key", "value") else "must be an array of real numbers"
+            raise TypeError(f"{name} {what}: pass cattn.dequantize({name})")
 
 
 def _sink_weights(sinks: ArrayLike, lse: Floats) -> Floats:
@@ -60,6 +68,10 @@ def _linearize(
     p = probability(dropout_p, "dropout_p")
     query, key, value = inputs
     query_tangent, key_tangent, value_tangent = tangents
+    _refuse_quantized(
+        query=query, key=key, value=value, query_tangent=query_tangent, key_tangent=key_tangent,
+        value_tangent=value_tangent, bias_tangent=bias_tangent, sinks_tangent=sinks_tangent,
+    )  # fmt: skip
     problem = score(inputs, attn_mask, is_causal, **options)
     weights, lse = normalize(problem.scores, problem.visible, sinks)
     factor = np.zeros(weights.shape)
@@ -144,6 +156,8 @@ def attention_jvp(
     if problem.one_head:
         out, out_tangent = out[..., 0, :, :], out_tangent[..., 0, :, :]
         lse, mean = lse[..., 0, :], mean[..., 0, :]
+    layout = options.get("layout", "bhtd")
+    out, out_tangent = reordered(out, layout), reordered(out_tangent, layout)
     return AttentionTangents(out, out_tangent, lse if return_lse else None, mean if return_lse else None)
 
 
@@ -200,7 +214,10 @@ def attention_jvp_backward(
         sinks_tangent, options,
     )  # fmt: skip
     problem, visible = at.problem, at.problem.visible
-    grads, outs, outs_tangent = (np.asarray(a, np.float64) for a in (grad_out_tangent, out, out_tangent))
+    layout = options.get("layout", "bhtd")
+    grads, outs, outs_tangent = (
+        reordered(np.asarray(a, np.float64), layout) for a in (grad_out_tangent, out, out_tangent)
+    )
     row_lse, mean = np.asarray(lse, np.float64), np.asarray(lse_tangent, np.float64)
     if problem.one_head:
         grads, outs, outs_tangent = (a[..., None, :, :] for a in (grads, outs, outs_tangent))
@@ -235,7 +252,7 @@ def attention_jvp_backward(
     if query_tangent is not None:
         moved = _products(problem, (query_tangent, key, value), options).query
         of_key = of_key + _weighted_sum(np.swapaxes(d_raw_tangent, -1, -2), moved, columns)
-    gradients = [of_query, of_key, _weighted_sum(np.swapaxes(of_value, -1, -2), grads, columns)]
+    gradients = (of_query, of_key, _weighted_sum(np.swapaxes(of_value, -1, -2), grads, columns))
 
     of_bias, of_sinks = None, None
     additive = attn_mask if options.get("bias") is None else options["bias"]
@@ -247,8 +264,4 @@ def attention_jvp_backward(
         per_row = sink_weight * ((moved - mean) * delta + delta_tangent)
         per_row = np.where((sink_weight != 0) & problem.visible.any(axis=-1), per_row, 0.0)
         of_sinks = _sum_to(-per_row.sum(axis=-1), np.shape(sinks))
-    sums = [
-        _sum_groups(gradient[..., 0, :, :] if problem.one_head else gradient, np.shape(given))
-        for gradient, given in zip(gradients, inputs, strict=True)
-    ]
-    return AttentionGradients(sums[0], sums[1], sums[2], of_bias, of_sinks)
+    return AttentionGradients(*sum_inputs(problem, gradients, inputs, layout), of_bias, of_sinks)

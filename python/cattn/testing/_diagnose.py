@@ -15,7 +15,9 @@ from ._subject import (
     find_state,
     library_of,
     number_of_inputs,
+    possible_heads,
     prepared,
+    unknown_weights,
 )
 
 Kind = Literal["causal", "full", "multi_head", "multi_head_full"]
@@ -58,7 +60,8 @@ def diagnose(
         into heads themselves. The heads of a module are found in each kind.
     num_heads : int, optional
         Number of heads into which the function splits its arrays. The default is the attribute ``num_heads`` or
-        ``n_heads`` of a module; a function of kind "multi_head" needs it.
+        ``n_heads`` of a module. For a module without it, numbers up to 64 are tried. A function of kind "multi_head"
+        needs it.
     ndim : {2, 3, 4}, optional
         The rank of the arrays: (T, D), (B, T, D) or (B, H, T, D). By default all are tested that the function takes,
         and it has to be right for all of them.
@@ -147,9 +150,12 @@ def diagnose(
 
     inputs = num_inputs or number_of_inputs(function)
     state = find_state(function) if weights is True else dict(weights) if isinstance(weights, Mapping) else {}
-    heads = num_heads or find_num_heads(function, state)
+    named = num_heads or find_num_heads(function, state)
+    heads = named or 1
     projects = inputs == 1 or hasattr(function, "state_dict") or isinstance(weights, Mapping)
     projections = find_projections(state, heads) if projects else None
+    if weights is True and inputs == 1 and unknown_weights(state):
+        projections = None
     multi = kind.startswith("multi_head")
     splits = multi and inputs == 3 and projections is None
     if splits and num_heads is None and not hasattr(function, "num_heads"):
@@ -166,7 +172,10 @@ def diagnose(
         for each in libraries:
             subject = Subject(function, inputs, masks, each, dtype)
             run = Diagnosis(subject, kind, heads, projections, num_tokens, width, check_nan=check_nan)
-            if run.find_ranks(ranks):
-                return run.report()
-            runs.append(run)
+            if not run.find_ranks(ranks):
+                runs.append(run)
+                continue
+            if projections is not None and not named:
+                run.find_heads(possible_heads(projections))
+            return run.report()
         return runs[0].report_refusal()

@@ -83,6 +83,12 @@ CAUSAL = {
         "Hide all j > i, as in np.tril(...) or np.triu(..., k=1).",
     ),
 }  # fmt: skip
+FULL = {
+    "causal": Wrong(
+        "sees_no_future", "A token does not see the tokens after it, as under a causal mask.",
+        'Leave the causal mask out, or call diagnose with kind="causal" if the mask is meant.',
+    ),
+}  # fmt: skip
 GIVEN = {
     "none": Wrong("mask_ignored", "The mask has no effect: hidden keys are seen."),
     "inverted": Wrong("inverted_mask", "The mask is inverted: hidden keys are seen, and visible keys are hidden."),
@@ -184,7 +190,7 @@ Choices = Mapping[str, Any]
 
 def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
     """Return the wrong choices that make sense for a problem."""
-    masks = CAUSAL if problem.causal else {}
+    masks = CAUSAL if problem.causal else FULL
     hides = problem.causal or problem.mask is not None or problem.padding is not None
     found: dict[str, Mapping[Any, Wrong]] = {"mask": masks, "method": METHODS if hides else {}}
     if problem.mask is not None:
@@ -221,6 +227,9 @@ def formulas(problem: Problem, most: int) -> Iterator[dict[str, Any]]:
 def mistakes_of(problem: Problem, chosen: Choices) -> list[Wrong]:
     """Return the mistakes of a formula."""
     tables = choices(problem)
+    if chosen.get("axis") in ("heads", "batch") and chosen.get("method") == "zero":
+        # Over this axis the hidden scores of a key are equal, whatever the number is that hides them.
+        chosen = {step: picked for step, picked in chosen.items() if step != "method"}
     return [tables[step][picked] for step, picked in chosen.items()]
 
 
@@ -251,7 +260,7 @@ def _merge(x: Floats, how: str | None, heads: str | None) -> Floats:
 
 def visible_keys(problem: Problem, chosen: Choices, T: int) -> NDArray[np.bool_]:
     """Return the visible keys of a formula, (T, T) or (B, 1, T, T)."""
-    visible = np.ones((T, T), np.bool_)
+    visible = np.tri(T, dtype=np.bool_) if chosen.get("mask") == "causal" else np.ones((T, T), np.bool_)
     if problem.causal:
         lower = {"strict": -1, "next": 1}
         mask = chosen.get("mask")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._formulas import AXES, CAUSAL, GIVEN, METHODS, PADDING, Wrong
+from ._formulas import AXES, CAUSAL, FULL, GIVEN, METHODS, PADDING, Wrong
 from ._subject import RefusedError
 
 Floats = NDArray[np.float64]
@@ -65,7 +65,9 @@ def _pattern(seen: Bools, causal: bool) -> Wrong | None:
     """Return the mistake that a matrix of influence shows. A token always changes its own query."""
     T = len(seen)
     if not causal:
-        return None if seen.all() else _UNSEEN
+        if seen.all():
+            return None
+        return FULL["causal"] if np.array_equal(seen, np.tri(T, dtype=np.bool_)) else _UNSEEN
     lower = np.tri(T, dtype=np.bool_)[1:-1]
     seen = seen[1:-1]  # the first and last rows may see nothing, and then anything
     if not (seen & ~lower).any():

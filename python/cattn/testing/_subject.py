@@ -205,7 +205,7 @@ def _quiet(library: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepared(function: Any, seed: int = 0) -> Iterator[None]:
-    """Switch a module to evaluation, and seed the global generators; put everything back at the end."""
+    """Switch a module to evaluation, seed the global generators, use one thread; put everything back at the end."""
     torch, state = _torch(), np.random.get_state()  # noqa: NPY002 - the user's function may draw from it
     modules = {m: m.training for m in function.modules()} if is_module(function) else {}
     other = getattr(function, "training", None) if not modules and hasattr(function, "eval") else None
@@ -213,6 +213,8 @@ def prepared(function: Any, seed: int = 0) -> Iterator[None]:
         if torch is not None:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # on arrays as small as these, threads wait for each other
         np.random.seed(seed)  # noqa: NPY002
         try:
             if modules or isinstance(other, bool):
@@ -243,7 +245,6 @@ class Projections(NamedTuple):
     biases: tuple[Floats, Floats, Floats]
     out: Floats | None
     out_bias: Floats | None
-    num_heads: int
 
     @property
     def d_in(self) -> int:
@@ -254,6 +255,11 @@ class Projections(NamedTuple):
         """Return query, key and value of three inputs."""
         q, k, v = (x @ w + b for x, w, b in zip(inputs, self.weights, self.biases, strict=True))
         return q, k, v
+
+    def narrowed(self, columns: int) -> Projections:
+        """Return the projections with an output of the first columns only."""
+        out = None if self.out is None else np.ascontiguousarray(self.out[:, :columns])
+        return self._replace(out=out, out_bias=None if self.out_bias is None else self.out_bias[:columns])
 
     def finish(self, context: Floats) -> Floats:
         """Return the output of the module, given the output of all heads."""
@@ -274,13 +280,27 @@ def find_state(function: Any) -> dict[str, Any]:
     return state
 
 
-def find_num_heads(function: Any, state: Mapping[str, Any]) -> int:
-    """Return the number of heads that a module says it has, or 1."""
+def find_num_heads(function: Any, state: Mapping[str, Any]) -> int | None:
+    """Return the number of heads that a module says it has; None if it does not say it."""
     for name in ("num_heads", "n_heads", "n_head", "num_attention_heads"):
         if isinstance(found := getattr(function, name, None), int):
             return found
     numbers = {key.split("heads.")[1].split(".")[0] for key in state if "heads." in key}
-    return max(1, len(numbers))
+    return len(numbers) or None
+
+
+def unknown_weights(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of weights that are no projection of attention. A module that has them has another formula."""
+    from ..nn._state_dict import _parse
+
+    return [key for key in state if key.endswith(".weight") and _parse(key) is None]
+
+
+def possible_heads(projections: Projections) -> list[int]:
+    """Return the numbers of heads, up to 64, into which the columns can be split: 1 first, then the usual ones."""
+    widths = [weight.shape[1] for weight in projections.weights]  # usual heads have 64 columns
+    numbers = [n for n in range(2, min(64, *widths) + 1) if not any(width % n for width in widths)]
+    return [1, *sorted(numbers, key=lambda n: abs(np.log(widths[0] / n / 64)))]
 
 
 def find_projections(state: Mapping[str, Any], num_heads: int) -> Projections | None:
@@ -320,5 +340,5 @@ def find_projections(state: Mapping[str, Any], num_heads: int) -> Projections | 
     out = found.get("out_proj.weight")
     return Projections(
         (weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), None if out is None else out.T,
-        found.get("out_proj.bias"), num_heads,
+        found.get("out_proj.bias"),
     )  # fmt: skip

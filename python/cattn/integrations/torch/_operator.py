@@ -29,7 +29,7 @@ from ._tensors import (
 _WITH_GRADIENT = ("STORED", "KEYS", "VALUES", "MASK", "COMPUTED", "LOGITS")  # kinds
 OPERANDS = [name for name, _, kind, *_ in _cattn._operands() if kind in _WITH_GRADIENT]
 _ARRAYS = [name for name, _, kind, *_ in _cattn._operands() if kind not in _WITH_GRADIENT]
-_NUMBERS = [(name, kind) for name, kind in _cattn._numbers() if kind != "SEED"]
+_NUMBERS = [(name, kind) for name, kind in _cattn._numbers() if kind not in ("LAYOUT", "SEED")]
 _OF_RESULTS = ["grad_out", "grad_lse", "grad_weights", "out", "lse"]
 N_OPERANDS, N_ARRAYS, N_OF_RESULTS = len(OPERANDS), len(_ARRAYS) + 1, len(_OF_RESULTS)
 POSITIONS = [name for name, axes, kind, *_ in _cattn._operands() if kind in ("OFFSETS", "QUERY_COUNTS", "KEY_COUNTS")]

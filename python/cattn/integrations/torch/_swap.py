@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from cattn._input.blocks import block
+
 from ._attention import scaled_dot_product_attention
 from ._products import products_by_cattn
 from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
@@ -141,16 +143,15 @@ class _Swap:
 _swap = _Swap()
 
 
-@contextlib.contextmanager
+@block
 def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
 
     Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
     PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
-    dimension, nested and sparse tensors, forward-mode differentiation, ``torch.func.grad``, and compiled TorchScript.
-    Subclasses with ``__torch_function__`` and modes (``TorchFunctionMode``) see the function as they do without the
-    context. A wrong call raises PyTorch's error, whose context is cattn's. Second derivatives are a
-    NotImplementedError. The name belongs to the process, so all threads share it; PyTorch's function returns when the
+    dimension, nested and sparse tensors, and compiled TorchScript. Subclasses with ``__torch_function__`` and modes
+    (``TorchFunctionMode``) see the function as they do without the context. A wrong call raises PyTorch's error, whose
+    context is cattn's. The name belongs to the process, so all threads share it; PyTorch's function returns when the
     last of several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by
     checkpointing must run inside.
 
@@ -186,7 +187,7 @@ def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
             yield seen
 
 
-@contextlib.contextmanager
+@block
 def batch_invariant() -> Iterator[Seen]:
     """Compute on the CPU so that the bits of a text do not depend on the other texts of its batch, nor on padding.
 
