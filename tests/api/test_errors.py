@@ -63,6 +63,9 @@ def test_the_calls_that_the_table_changes_work(function: str) -> None:
     threads = cattn.get_num_threads()
     arguments = WORKING[function]()
     result = find(function)(**arguments)
+    if function == "num_threads":  # a block, which warns if it is not entered
+        with result:
+            assert cattn.get_num_threads() == 1
     cattn.set_num_threads(None)
     assert cattn.get_num_threads() == threads
     if "out" in arguments:
