@@ -230,10 +230,14 @@ class BuildTables(build_ext):
             tables.pop("gnu512", None)  # for the tests only
         if wanted := switch("TABLES"):
             tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
-        isa = tables.get("avx512", tables.get("avx512_256"))
-        if isa is not None and self.accepts([AVX512_BF16_FLAG]):
-            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]
         return tables
+
+    def bf16_flags(self, tables: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Return the stub with the instruction for products of bfloat16, if a table and the compiler have it."""
+        isa = tables.get("avx512", tables.get("avx512_256"))
+        if isa is None or not self.accepts([AVX512_BF16_FLAG]):
+            return {}
+        return {AVX512_BF16: [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]}
 
     def flags(self) -> list[str]:
         """Return the flags of every object."""
@@ -271,6 +275,7 @@ class BuildTables(build_ext):
             self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
             self.check_link(ext.extra_link_args)
         tables = self.table_flags()
+        tables |= self.bf16_flags(tables)
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
         jobs = [(source, have, flags) for source in ext.sources]
         for name, isa in tables.items():

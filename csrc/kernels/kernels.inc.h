@@ -34,6 +34,8 @@
 
 #include "rows.inc.h"
 #include "rowwise.inc.h"
+#include "tile_extents.inc.h"
+
 #include "tile.inc.h"
 
 #ifndef BF16_PRODUCTS
