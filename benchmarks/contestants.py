@@ -522,7 +522,10 @@ def attention_calls(query: Array, key: Array, value: Array, *, matrix: bool = Tr
     problem = Problem(query, key, value, **options)
     out = np.empty((*query.shape[:-1], value.shape[-1]), query.dtype)
     attend, alignment = cattn.scaled_dot_product_attention, "upper_left" if problem.causal else False
-    calls: Calls = {"cattn": lambda: attend(query, key, value, is_causal=alignment, out=out)}
+    ours = functools.partial(attend, query, key, value, is_causal=alignment, out=out)
+    calls: Calls = {"cattn": ours}
+    if query.dtype.name == "bfloat16":  # OpenVINO's products in these rows, too
+        calls["bfloat16 products"] = functools.partial(ours, compute_dtype="bfloat16")
     left_out = {}
     for name, peer in PEERS.items():
         try:
