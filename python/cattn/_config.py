@@ -105,11 +105,12 @@ def config_lines(config: dict[str, Any]) -> list[str]:
             lines.append(f"{key + ':':18}{entry}")
             continue
         lines.append("tables:")
+        width = max(len(table["name"]) for table in entry) + 1
         for table in entry:
             rows, cols = table["micro_tile"]
             notes = [f"{table['lanes_float32']:2} lanes, micro-tile {rows}x{cols}, blocks of {table['block_queries']}"]
             notes += [] if table["usable"] else ["not on this CPU"]
             notes += [] if table["bit_contract"] else ["outside the bit contract"]
             notes += ["for tests only"] if table["test_only"] else []
-            lines.append(f"  {table['name']:12}{', '.join(notes)}")
+            lines.append(f"  {table['name']:{width}}{', '.join(notes)}")
     return lines
