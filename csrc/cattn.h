@@ -359,6 +359,7 @@ struct cattn_operand {
 /* out[i][j] = the sum over d of a[i][d] * b[j][d], plus bias[i][j]; for each of n_batch pairs of matrices. */
 struct cattn_product_params {
     enum cattn_dtype dtype;
+    bool bf16_products; /* a and b are rounded to bfloat16; dtype float32 */
     int num_threads;
     int64_t n_batch;
     int64_t n_a, n_b; /* rows */

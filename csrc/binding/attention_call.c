@@ -3,6 +3,7 @@
  */
 #include "attention_call.h"
 #include "arrays.h"
+#include "compute_dtype.h"
 #include "error.h"
 #include "numbers.h"
 #include "quantized.h"
@@ -152,24 +153,6 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
     return true;
 }
 
-/* Replaces an array of float32 by a copy that is rounded to bfloat16, to nearest even. */
-static bool round_input(PyArrayObject **input) {
-    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*input, NPY_CORDER);
-    if (copy == NULL)
-        return false;
-    uint32_t *bits = PyArray_DATA(copy);
-    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
-        const uint32_t size = bits[i] & 0x7fffffffu;
-        if (size < 0x00800000u) /* subnormal */
-            bits[i] &= 0x80000000u;
-        else if (size <= 0x7f800000u) /* not NaN */
-            bits[i] = (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
-    }
-    Py_DECREF((PyObject *)*input);
-    *input = copy;
-    return true;
-}
-
 /* Gradients are computed in float32, from the numbers that the forward pass has multiplied. */
 static bool round_inputs(struct cattn_call *call) {
     if (call->params->quantized_key || call->params->quantized_value) {
@@ -177,43 +160,15 @@ static bool round_inputs(struct cattn_call *call) {
         return false;
     }
     for (int i = OPERAND_query; i <= OPERAND_value && call->stored_type == NPY_FLOAT; i++)
-        if (call->inputs[i] != NULL && !round_input(&call->inputs[i]))
+        if (call->inputs[i] != NULL && !cattn_arg_round_to_bfloat16(&call->inputs[i]))
             return false;
     return true;
 }
 
-/* Whether an object is a dtype by this name, or the type of its scalars. No exception is set. */
-static bool is_dtype(PyObject *object, const char *name) {
-    PyArray_Descr *descr = NULL;
-    if (!PyType_Check(object) && !PyArray_DescrCheck(object))
-        return false;
-    PyObject *own =
-        PyArray_DescrConverter(object, &descr) != NPY_FAIL ? PyObject_GetAttrString((PyObject *)descr, "name") : NULL;
-    const bool is = own != NULL && PyUnicode_CompareWithASCIIString(own, name) == 0;
-    Py_XDECREF(own);
-    Py_XDECREF((PyObject *)descr);
-    PyErr_Clear();
-    return is;
-}
-
-/* compute_dtype: None, or bfloat16 for products of numbers that are rounded to it. It comes before the arrays, because
- * Python code may run here. */
-static bool parse_compute_dtype(PyObject *object, bool *bfloat16) {
-    *bfloat16 = object != Py_None;
-    if (!*bfloat16 || is_dtype(object, "bfloat16") ||
-        (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0))
-        return true;
-    return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
-}
-
 static bool use_bfloat16(struct cattn_call *call) {
-    if (call->params->dtype != CATTN_F32 || call->params->storage == CATTN_STORED_F16 || call->half_type == NPY_HALF) {
-        PyErr_Format(PyExc_TypeError,
-                     "compute_dtype='bfloat16' is for float32 and bfloat16, and query, key and value are %s: convert "
-                     "them",
-                     call->compute_type == NPY_DOUBLE ? "float64" : "float16");
-        return false;
-    }
+    if (call->params->dtype != CATTN_F32 || call->params->storage == CATTN_STORED_F16 || call->half_type == NPY_HALF)
+        return cattn_error_not_bfloat16("query, key and value",
+                                        call->compute_type == NPY_DOUBLE ? "float64" : "float16");
     call->params->bf16_products = !call->rounds_inputs;
     return !call->rounds_inputs || round_inputs(call);
 }
@@ -354,7 +309,7 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
 
 bool cattn_call_parse_shapes(struct cattn_call *call, PyObject *const *args) {
     bool bfloat16;
-    return parse_compute_dtype(args[ARG_compute_dtype], &bfloat16) && parse_layout(call, args[ARG_layout]) &&
+    return cattn_arg_compute_dtype(args[ARG_compute_dtype], &bfloat16) && parse_layout(call, args[ARG_layout]) &&
            parse_arrays(call, args) && (!bfloat16 || use_bfloat16(call)) && parse_sizes(call) &&
            parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call);
 }

@@ -1,5 +1,6 @@
 /* linear.c -- linear(...) and the products of its gradients: parse, check, allocate, run, return. */
 #include "arrays.h"
+#include "compute_dtype.h"
 #include "error.h"
 #include "gil.h"
 #include "outputs.h"
@@ -13,6 +14,7 @@ struct call {
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     int type;                        /* of the result */
     enum cattn_storage quantized;    /* of the weight, if it has a scale */
+    bool bfloat16;                   /* products of numbers that are rounded to it */
     int nd;                          /* of x and the result */
     npy_intp dims[NPY_MAXDIMS];      /* of the result */
 };
@@ -118,6 +120,17 @@ static bool convert(struct call *call) {
     return check_unchanged(call, types);
 }
 
+/* TypeError for products of bfloat16 unless the two factors are float32 or bfloat16. */
+static bool check_bfloat16(const struct call *call, const char *names) {
+    if (!call->bfloat16)
+        return true;
+    const int compute_type = cattn_arg_compute_type(call->type);
+    const bool is_half = PyArray_TYPE(call->inputs[X]) == NPY_HALF || PyArray_TYPE(call->inputs[WEIGHT]) == NPY_HALF;
+    if (compute_type == NPY_FLOAT && !is_half)
+        return true;
+    return cattn_error_not_bfloat16(names, compute_type == NPY_DOUBLE ? "float64" : "float16");
+}
+
 /* ---- views with two axes ---- */
 
 /* Sets the stride in bytes of the rows, if all axes but the last one are one axis of rows. */
@@ -203,6 +216,7 @@ static void fill_params(const struct call *call, struct cattn_product_params *p)
     PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
     npy_intp row;
     *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
+    p->bf16_products = call->bfloat16;
     p->depth = PyArray_DIM(weight, 1);
     p->n_a = PyArray_DIM(weight, 0);
     p->a = (struct cattn_operand){.storage = storage_of(call, WEIGHT),
@@ -246,12 +260,14 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
     PyObject *bias = args[LINEAR_bias];
-    if ((call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
+    if (!cattn_arg_compute_dtype(args[LINEAR_compute_dtype], &call.bfloat16) ||
+        (call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
         !parse_weight(&call, args[LINEAR_weight]) ||
         (bias != Py_None && (call.inputs[BIAS] = cattn_arg_floats(state, bias, "bias")) == NULL))
         goto done;
     call.type = result_type(&call, "x, weight and bias");
-    if (call.type < 0 || !convert(&call) || !check_shapes(&call) || !make_rows_even(&call.inputs[X]))
+    if (call.type < 0 || !check_bfloat16(&call, "x, weight and bias") || !convert(&call) || !check_shapes(&call) ||
+        !make_rows_even(&call.inputs[X]))
         goto done;
     fill_params(&call, &params); /* first: making the output may run Python code, which might change the arrays */
     if (!make_output(&call, args[LINEAR_out], &output))
@@ -288,18 +304,23 @@ static bool check_product(const struct call *call) {
     return false;
 }
 
-/* _product(a, b): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to. */
+/* _product(a, b, compute_dtype): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to.
+ * It serves gradients: with compute_dtype="bfloat16" b is a factor of the forward pass and is rounded as it was there. */
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct call call = {.state = cattn_state(module)};
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
-    if (!cattn_error_count("_product", n_args, 2) || !cattn_ready(call.state))
+    if (!cattn_error_count("_product", n_args, 3) || !cattn_ready(call.state))
         return NULL;
-    if ((call.inputs[X] = cattn_arg_floats(call.state, args[0], "a")) == NULL ||
+    if (!cattn_arg_compute_dtype(args[2], &call.bfloat16) ||
+        (call.inputs[X] = cattn_arg_floats(call.state, args[0], "a")) == NULL ||
         (call.inputs[WEIGHT] = cattn_arg_floats(call.state, args[1], "b")) == NULL)
         goto done;
     call.type = result_type(&call, "the factors");
-    if (call.type < 0 || !convert(&call) || !check_product(&call))
+    if (call.type < 0 || !check_bfloat16(&call, "grad_out, x and weight") || !convert(&call) || !check_product(&call))
+        goto done;
+    if (call.bfloat16 && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
+        !cattn_arg_round_to_bfloat16(&call.inputs[WEIGHT]))
         goto done;
     PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];
     call.nd = PyArray_NDIM(a);

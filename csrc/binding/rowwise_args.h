@@ -10,7 +10,7 @@
 #define CAUSAL_MASK_ARGUMENTS(A) A(T_q) A(T_k) A(is_causal) A(query_offset) A(window_size)
 #define ROPE_ARGUMENTS(A) A(x) A(positions) A(theta) A(rotary_dim) A(interleaved) A(scaling) A(inverse) A(out)
 #define RMS_NORM_ARGUMENTS(A) A(x) A(weight) A(eps) A(out)
-#define LINEAR_ARGUMENTS(A) A(x) A(weight) A(bias) A(out)
+#define LINEAR_ARGUMENTS(A) A(x) A(weight) A(bias) A(compute_dtype) A(out)
 #define LAYER_NORM_ARGUMENTS(A) A(x) A(weight) A(bias) A(eps) A(out)
 #define ACTIVATION_ARGUMENTS(A) A(grad_out) A(x) A(approximate) A(out)
 

@@ -306,7 +306,7 @@ static void check_operand(const struct cattn_operand *operand, enum cattn_dtype 
 }
 
 void cattn_check_product(const struct cattn_product_params *p) {
-    assert(p->dtype == CATTN_F32 || p->dtype == CATTN_F64);
+    assert(p->dtype == CATTN_F32 || (p->dtype == CATTN_F64 && !p->bf16_products));
     assert(p->n_batch >= 0 && p->n_a >= 0 && p->n_b >= 0 && p->depth >= 0);
     assert(p->out_storage == CATTN_STORED_PLAIN || p->dtype == CATTN_F32);
     assert(CATTN_STORED_PLAIN <= p->out_storage && p->out_storage <= CATTN_STORED_BF16);

@@ -45,17 +45,22 @@ static void swap_operands(struct cattn_product_params *p) {
     p->bias_b = from.bias_a;
 }
 
-/* Whether kernels read this operand in place. */
-static bool lies_in_rows(const struct cattn_operand *operand) {
-    return operand->storage == CATTN_STORED_PLAIN && operand->col == 1;
+/* What a sum adds: a product of elements, or of pairs of them. */
+static int64_t count_terms(const struct cattn_product_params *p) {
+    return p->bf16_products ? cattn_ceil_div(p->depth, 2) : p->depth;
+}
+
+/* Whether kernels read this operand in place, or round it row by row. */
+static bool lies_in_rows(const struct cattn_product_params *p, const struct cattn_operand *operand) {
+    return (operand->storage == CATTN_STORED_PLAIN || p->bf16_products) && operand->col == 1;
 }
 
 static bool should_swap(const struct cattn_product_params *p) {
     const bool few_a = p->n_a <= CATTN_FEW_ROWS, few_b = p->n_b <= CATTN_FEW_ROWS;
     if (few_a != few_b) /* the larger matrix is read once */
         return few_a;
-    if (lies_in_rows(&p->a) != lies_in_rows(&p->b))
-        return lies_in_rows(&p->b);
+    if (lies_in_rows(p, &p->a) != lies_in_rows(p, &p->b))
+        return lies_in_rows(p, &p->b);
     return p->n_a < p->n_b;
 }
 
@@ -64,15 +69,16 @@ static bool should_swap(const struct cattn_product_params *p) {
 static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
     const size_t packed_rows = job->few ? (size_t)job->p.n_b : (size_t)job->b_rows;
-    const size_t cols = (size_t)cattn_round_up(job->p.depth, CATTN_PRODUCT_CHAINS);
+    const size_t cols = (size_t)cattn_round_up(count_terms(&job->p), CATTN_PRODUCT_CHAINS);
     const size_t chains_of_rows =
         (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
     const size_t chains_of_columns = (size_t)CATTN_FEW_COLUMNS * (CATTN_PRODUCT_CHAINS + 1);
     const size_t few_sums = chains_of_rows > chains_of_columns ? chains_of_rows : chains_of_columns;
     const size_t sums = job->few ? few_sums : (size_t)CATTN_PRODUCT_ROWS * CATTN_PRODUCT_LANES;
     const size_t converted = job->few ? CATTN_PRODUCT_CHAINS : CATTN_PRODUCT_LANES;
-    const bool converts = job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
-    const bool copies = job->p.a.col != 1;
+    const bool pairs = job->p.bf16_products;
+    const bool converts = pairs || job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
+    const bool copies = job->p.a.col != 1 && !pairs;
     product->packed = cattn_carve(arena, packed_rows * cols * element);
     product->sums = cattn_carve(arena, sums * element);
     product->a_copy = cattn_carve(arena, copies ? CATTN_PRODUCT_ROWS * slab : 0);
@@ -131,7 +137,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
 /* Cuts both operands into blocks. */
 static void cut(struct product_job *job) {
     const struct cattn_product_params *p = &job->p;
-    const int64_t row_bytes = cattn_round_up(p->depth, CATTN_PRODUCT_CHAINS) * (int64_t)cattn_element_size(p->dtype);
+    const int64_t element = (int64_t)cattn_element_size(p->dtype);
+    const int64_t row_bytes = cattn_round_up(count_terms(p), CATTN_PRODUCT_CHAINS) * element;
     const int64_t fitting = PACKED_BYTES / (row_bytes + 1) / CATTN_PAD * CATTN_PAD;
     const int64_t most = fitting < CATTN_PAD ? CATTN_PAD : cattn_min(fitting, CATTN_PRODUCT_LANES);
     job->few = p->n_b <= CATTN_FEW_ROWS;
@@ -155,7 +162,8 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
         return CATTN_OK;
     if (params->depth > MOST_TERMS)
         return CATTN_NO_MEMORY;
-    struct product_job job = {.p = *params, .kernels = cattn_kernels_for(params->dtype)};
+    struct product_job job = {.p = *params};
+    job.kernels = params->bf16_products ? cattn_bf16_kernels() : cattn_kernels_for(params->dtype);
     if (should_swap(params))
         swap_operands(&job.p);
     if ((double)params->n_batch * (double)params->n_a * (double)params->n_b * (double)params->depth < PARALLEL_WORK)

@@ -60,7 +60,17 @@ INLINE int64_t chain_end(int64_t term, int64_t end) {
     return min64(end, (term / CATTN_CHAIN_TERMS + 1) * CATTN_CHAIN_TERMS);
 }
 
+INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = sum[m][n] + chain[m][n];
+}
+
 #ifndef BF16_PRODUCTS /* pairs.inc.h has the products of pairs */
+
+/* Nothing to do before and after products of the table's own type. */
+INLINE void products_begin(void) {}
+INLINE void products_end(void) {}
 
 /* mr and nr are constants after inlining. Set the accumulators one by one and unroll every loop over them: with `= {0}`
  * or a plain loop GCC keeps them in memory instead of registers. */
@@ -80,12 +90,6 @@ INLINE void micro_tile(int mr, int nr, int64_t depth, const real *a, int64_t a_r
                 acc[m][n] = vf_fma(a_mk, b_k[n], acc[m][n]);
         }
     }
-}
-
-INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            sum[m][n] = sum[m][n] + chain[m][n];
 }
 
 /* The terms begin .. end-1 of a sum; a and b point at the term `begin`. In tiles of 12 x 1 vectors both the chain and

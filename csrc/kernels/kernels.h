@@ -366,7 +366,7 @@ struct cattn_product {
     void *packed;
     void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains and sums of few rows */
     void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise */
-    void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage */
+    void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs */
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
 };
 

@@ -6,7 +6,7 @@
 #include "kernels.h"
 #include "tangents.h"
 
-#ifdef BF16_PRODUCTS /* a table of attention's forward pass only */
+#ifdef BF16_PRODUCTS /* a table of attention's forward pass and of products of matrices only */
 #pragma GCC diagnostic ignored "-Wunused-function"
 #endif
 
@@ -26,10 +26,17 @@
 #include "gemm.inc.h"
 #ifdef BF16_PRODUCTS
 #include "pairs.inc.h"
+#endif
+
+#include "product_terms.inc.h"
+
+#ifdef BF16_PRODUCTS
+#include "product_pairs.inc.h"
 #else
+#include "product_reals.inc.h"
+#endif
 #include "product.inc.h"
 #include "product_few.inc.h"
-#endif
 #include "row_scores.inc.h"
 
 #include "rows.inc.h"
@@ -94,6 +101,10 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .dropout_mask_row = dropout_mask_row,
     .widen_row = widen_row,
     .narrow_row = narrow_row,
+    .product_pack = product_pack,
+    .product_pack_few = product_pack_few,
+    .product_tile = product_tile,
+    .product_few = product_few,
 #ifdef BF16_PRODUCTS
     .round_row = round_row,
 #else
@@ -121,10 +132,6 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .rope_angles = rope_angles,
 #endif
     .rope_rows = rope_rows,
-    .product_pack = product_pack,
-    .product_pack_few = product_pack_few,
-    .product_tile = product_tile,
-    .product_few = product_few,
     .norm_row = norm_row,
     .norm_gradient = norm_gradient,
     .activation_row = activation_row,

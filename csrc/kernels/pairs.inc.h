@@ -115,14 +115,13 @@ INLINE uint32_t load_pair(const uint16_t *p) {
     return swapped_pair(pair);
 }
 INLINE vu load_pair_vector(const uint16_t *p) {
-    real pairs[LANES];
-    memcpy(pairs, p, sizeof pairs);
-    return swapped(vu_of_vf(vf_loadu(pairs)));
+    vf pairs; /* an array would be copied in parts, and loads of a vector that was stored in parts are slow */
+    memcpy(&pairs, p, sizeof pairs);
+    return swapped(vu_of_vf(pairs));
 }
 INLINE void store_pairs(uint16_t *p, vu pairs) {
-    real stored[LANES];
-    vf_storeu(stored, vf_of_vu(swapped(pairs)));
-    memcpy(p, stored, sizeof stored);
+    const vf stored = vf_of_vu(swapped(pairs));
+    memcpy(p, &stored, sizeof stored);
 }
 
 /* Rounding to bfloat16, to nearest even. Subnormal elements become zeros first, as the conversions of x86 have it. */
@@ -134,12 +133,7 @@ INLINE vf rounded_bf16(vf v) {
 }
 INLINE vh vh_rounded(vf v) { return vh_bf16(with_one_nan(flushed(v))); }
 INLINE vu vf_paired(vf even, vf odd) { return joined(rounded_bf16(even), rounded_bf16(odd)); }
-INLINE vu vu_rounded(vf low, vf high) {
-    uint16_t halves[2 * LANES];
-    vh_storeu(halves, vh_rounded(low));
-    vh_storeu(halves + LANES, vh_rounded(high));
-    return load_pair_vector(halves);
-}
+INLINE vu vu_rounded(vf low, vf high) { return swapped(vu_joined(vh_rounded(low), vh_rounded(high))); }
 #endif
 
 /* n <= LANES elements, rounded. */
@@ -235,6 +229,16 @@ INLINE void keep_tile(int mr, int nr, vf sum[MR][NR]) {
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             keep_sum(&sum[m][n]);
+}
+
+/* The sums of n pairs. */
+INLINE void micro_tile(int mr, int nr, int64_t n, const uint16_t *a, int64_t a_row, int64_t a_col, const uint16_t *b,
+                       int64_t b_row, vf sum[MR][NR]) {
+    clear_tile(mr, nr, sum);
+    products_begin();
+    add_pairs(mr, nr, n, a, a_row, a_col, b, b_row, sum);
+    keep_tile(mr, nr, sum);
+    products_end();
 }
 
 /* Packs Q^T: panels [pairs of columns][PANEL]. The last vector's lanes after the last row are 0. */
@@ -334,12 +338,8 @@ INLINE void score_products(int mr, int nr, const struct cattn_rows *rows, int v,
     const int64_t n_pairs = pairs_of(rows->call.head_dim);
     const vf scale = vf_set1((real)rows->call.score_options.scale);
     const uint16_t *query = rows->scratch.packed_query;
-    clear_tile(mr, nr, score);
-    products_begin();
-    add_pairs(mr, nr, n_pairs, key.first, key.row, 2, query + 2 * (v / NR * n_pairs * PANEL + v % NR * LANES),
-              2 * PANEL, score);
-    keep_tile(mr, nr, score);
-    products_end();
+    micro_tile(mr, nr, n_pairs, key.first, key.row, 2, query + 2 * (v / NR * n_pairs * PANEL + v % NR * LANES),
+               2 * PANEL, score);
     UNROLLED(m, mr)
         UNROLLED(n, nr)
             score[m][n] = vf_fma(score[m][n], scale, vf_set1(0));

@@ -25,32 +25,31 @@ struct few_chains {
     real of[CATTN_FEW_SLABS][CATTN_FEW_ROWS][LANES][CHAINS];
 };
 
-/* Rows of A and of B from the first column of a few slabs on. The rows of A have unit column stride and one scale each;
+/* Rows of A and of B from the first term of a few slabs on. The rows of A have unit column stride and one scale each;
  * the rows of B are packed, with zeros up to the end of the last chain. */
 struct few_rows {
     struct cattn_matrix a;
     int n_a, n_b;
-    const real *b;
+    const operand *b;
     int64_t b_row;
     int first_b; /* in `chains` */
     struct few_chains *chains;
 };
 
-/* Adds n terms from column d on, at most one for each chain, of `beside` rows of A with the indices `row`. */
+/* Adds n terms from term d on, at most one for each chain, of `beside` rows of A with the indices `row`. */
 INLINE void add_few_terms(int together, int beside, const struct few_rows *few, const int64_t *row, int64_t d, int n,
                           vf chain[MOST_BESIDE][MOST_TOGETHER * CHAIN_VECTORS]) {
-    const real *row_b[MOST_TOGETHER];
+    const operand *row_b[MOST_TOGETHER];
     UNROLLED(b, together)
         row_b[b] = few->b + min64(b, few->n_b - 1) * few->b_row; /* the last row again, as in A */
     UNROLLED(v, CHAIN_VECTORS) {
         const int width = n == CHAINS ? LANES : (int)max64(0, min64(LANES, n - v * LANES));
         const int64_t at = d + v * LANES;
         UNROLLED(i, beside) {
-            vf a = load_stored(few->a.storage, few->a.first, row[i] * few->a.row + at, 1, width);
-            if (cattn_is_quantized(few->a.storage))
-                a = scaled(&few->a, a, row[i], 0, LANES);
+            const vf a = terms_of_row(&few->a, row[i], at, width);
             UNROLLED(b, together)
-                chain[i][v * together + b] = vf_fma(a, vf_loadu(row_b[b] + at), chain[i][v * together + b]);
+                chain[i][v * together + b] =
+                    add_product(a, packed_terms(row_b[b] + at * TERM_ELEMENTS), chain[i][v * together + b]);
         }
     }
 }
@@ -100,20 +99,13 @@ INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int 
     }
 }
 
-/* Whether the rows of A are converted as they are loaded; otherwise they are converted once, for all rows of B. */
-static bool few_rows_in_place(const struct cattn_matrix *a) {
-#ifdef HALVES_ARE_QUICK
-    const bool quick = a->storage != CATTN_STORED_F8;
-#else
-    const bool quick = a->storage == CATTN_STORED_PLAIN;
-#endif
-    return quick && a->col == 1 && a->scale_col == 0;
-}
-
 static void sum_few(const struct few_rows *few, int n_b, int64_t n) {
-    if (few->a.storage == CATTN_STORED_PLAIN)
+    if (few->a.storage == OPERAND_STORAGE)
+        sum_few_stored(OPERAND_STORAGE, *few, n_b, n);
+#ifdef BF16_PRODUCTS
+    else
         sum_few_stored(CATTN_STORED_PLAIN, *few, n_b, n);
-#ifdef HALVES_ARE_QUICK
+#elif defined(HALVES_ARE_QUICK)
     else if (few->a.storage == CATTN_STORED_F16)
         sum_few_stored(CATTN_STORED_F16, *few, n_b, n);
     else if (few->a.storage == CATTN_STORED_BF16)
@@ -136,18 +128,9 @@ INLINE vf add_few_chains(const real chains[LANES][CHAINS], vf sum) {
     return sum;
 }
 
-/* Packs all rows of B, with zeros after the last column. */
+/* Packs all rows of B. */
 static void product_pack_few(struct cattn_product *p) {
-    const int64_t cols = cattn_round_up(p->depth, CHAINS);
-    real *packed = p->packed;
-    memset(packed, 0, (size_t)(p->n_b * cols) * sizeof *packed);
-    for (int64_t r = 0; r < p->n_b; r++) {
-        const struct cattn_matrix row = rows_from(p->b, r);
-        if (cattn_is_quantized(row.storage))
-            dequantize_row(&row, 0, p->depth, packed + r * cols);
-        else
-            widen_row(row.storage, row.first, row.col, p->depth, packed + r * cols);
-    }
+    pack_rows(p, cattn_round_up(terms_of(p->depth), CHAINS), p->packed);
 }
 
 /* ---- columns ---- */
@@ -155,12 +138,12 @@ static void product_pack_few(struct cattn_product *p) {
 /* Terms of one chain that are read side by side: as many streams as processors follow. */
 #define COLUMN_TERMS 8
 
-/* Rows of A from the first term of a slab on, and the chains of this slab: [row of B][CHAINS][n_a]. */
+/* Rows of A from the first of the n terms of a slab on, and the chains of this slab: [row of B][CHAINS][n_a]. */
 struct few_columns {
     struct cattn_matrix a;
     int n_a, n_b;
-    const real *b;
-    int64_t b_row, n;
+    const operand *b;
+    int64_t b_row, n, n_elements;
     real *chains;
 };
 
@@ -170,12 +153,12 @@ INLINE void add_column_terms(enum cattn_storage storage, int n_terms, const stru
     real *chain = few->chains + d % CHAINS * few->n_a + l;
     vf a[COLUMN_TERMS];
     UNROLLED(t, n_terms)
-        a[t] = load_stored(storage, few->a.first, (d + t * CHAINS) * few->a.col + l, 1, width);
+        a[t] = terms_of_column(&few->a, storage, d + t * CHAINS, few->n_elements, l, width);
     for (int r = 0; r < few->n_b; r++, chain += CHAINS * few->n_a) {
-        const real *b = few->b + r * few->b_row + d;
+        const operand *b = few->b + r * few->b_row + d * TERM_ELEMENTS;
         vf sum = d < CHAINS ? vf_set1(0) : load_strided(chain, 1, width);
         UNROLLED(t, n_terms)
-            sum = vf_fma(a[t], vf_set1(b[t * CHAINS]), sum);
+            sum = add_product(a[t], packed_term_in_all_lanes(b + t * CHAINS * TERM_ELEMENTS), sum);
         store_strided(chain, 1, sum, width);
     }
 }
@@ -234,15 +217,18 @@ static sum_columns_of *find_columns(const struct cattn_matrix *a) {
 
 /* n_a rows of A from `first` on; n_a * n_b is at most CATTN_FEW_COLUMNS. */
 static void few_columns_tile(const struct cattn_product *p, sum_columns_of *sum_columns, int64_t first, int n_a) {
-    struct few_columns few = {
-        .n_a = n_a, .n_b = (int)p->n_b, .b_row = cattn_round_up(p->depth, CHAINS), .chains = p->sums};
+    const int64_t n_terms = terms_of(p->depth), b_row = cattn_round_up(n_terms, CHAINS) * TERM_ELEMENTS;
+    struct few_columns few = {.n_a = n_a, .n_b = (int)p->n_b, .b_row = b_row, .chains = p->sums};
     real *sums = (real *)p->sums + CHAINS * CATTN_FEW_COLUMNS;
     memset(sums, 0, CATTN_FEW_COLUMNS * sizeof *sums);
-    for (int64_t d = 0; d < p->depth; d += SLAB) {
-        few.a = matrix_from(&p->a, first, d);
-        few.b = (const real *)p->packed + d;
-        few.n = min64(SLAB, p->depth - d);
+    for (int64_t d = 0; d < n_terms; d += SLAB) {
+        few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);
+        few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
+        few.n = min64(SLAB, n_terms - d);
+        few.n_elements = min64(SLAB * TERM_ELEMENTS, p->depth - d * TERM_ELEMENTS);
+        products_begin();
         sum_columns(&few);
+        products_end();
         add_column_chains(&few, sums);
     }
     for (int r = 0; r < few.n_b; r++)
@@ -256,22 +242,26 @@ static void few_columns_tile(const struct cattn_product *p, sum_columns_of *sum_
 
 /* LANES rows of A from `first` on, of which n_rows exist, times the few rows of packed B. */
 static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
-    const int64_t most = (int64_t)CATTN_FEW_SLABS * SLAB, b_row = cattn_round_up(p->depth, CHAINS);
-    const bool in_place = few_rows_in_place(&p->a);
+    const int64_t n_terms = terms_of(p->depth), b_row = cattn_round_up(n_terms, CHAINS) * TERM_ELEMENTS;
+    const int64_t most = (int64_t)CATTN_FEW_SLABS * SLAB;
+    const bool in_place = few_rows_in_place(p);
     struct few_chains *chains = p->sums;
     vf sum[CATTN_FEW_ROWS];
     for (int r = 0; r < p->n_b; r++)
         sum[r] = vf_set1(0);
-    for (int64_t d = 0, n; d < p->depth; d += n) {
-        n = min64(in_place ? most : SLAB, p->depth - d);
-        struct few_rows few = {.a = matrix_from(&p->a, first, d), .n_a = n_rows, .b_row = b_row, .chains = chains};
-        few.b = (const real *)p->packed + d;
+    for (int64_t d = 0, n; d < n_terms; d += n) {
+        n = min64(in_place ? most : SLAB, n_terms - d);
+        struct few_rows few = {.n_a = n_rows, .b_row = b_row, .chains = chains};
+        few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);
+        few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
         if (!in_place) {
             const struct source from = slab_of_a(p, first, n_rows, d, n);
             few.a =
-                (struct cattn_matrix){.storage = CATTN_STORED_PLAIN, .first = from.first, .row = from.row, .col = 1};
+                (struct cattn_matrix){.storage = OPERAND_STORAGE, .first = from.first, .row = from.row, .col = 1};
         }
+        products_begin();
         sum_few(&few, (int)p->n_b, n);
+        products_end();
         for (int r = 0; r < p->n_b; r++)
             for (int64_t slab = 0; slab * SLAB < n; slab++)
                 sum[r] = add_few_chains((const real(*)[CHAINS])chains->of[slab][r], sum[r]);

@@ -51,6 +51,7 @@
  *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
  *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. With HAS_PAIR_DOT
  *   vu_rounded(low, high)                 pairs of the elements of low, then of high
+ *   vu_joined(low, high)                  the bits of low, then of high, as they would lie in memory
  *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)

@@ -99,6 +99,7 @@ INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
     vh_storeu(lanes, a);
     memcpy(p, lanes, (size_t)n * sizeof *p);
 }
+INLINE vu vu_joined(vh low, vh high) { return _mm256_set_m128i(high, low); }
 INLINE vh vh_f16(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vh vh_bf16(vf v) {
     const vu high = bf16_bits(v);

@@ -111,6 +111,7 @@ INLINE vh vh_f16(vf v) {
     return _mm512_maskz_cvtps_ph((__mmask16)0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
+INLINE vu vu_joined(vh low, vh high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
 #if defined(__AVX512BF16__) && defined(BF16_PRODUCTS)
 #define HAS_PAIR_DOT

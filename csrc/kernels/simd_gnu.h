@@ -111,6 +111,12 @@ INLINE vh vh_loadu_n(const uint16_t *p, int n) {
 INLINE vh vh_loadu(const uint16_t *p) { return vh_loadu_n(p, LANES); }
 INLINE void vh_storeu(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
 INLINE void vh_storeu_n(uint16_t *p, vh a, int n) { memcpy(p, &a, (size_t)n * sizeof *p); }
+INLINE vu vu_joined(vh low, vh high) {
+    const vh both[2] = {low, high};
+    vu pairs;
+    memcpy(&pairs, both, sizeof pairs);
+    return pairs;
+}
 INLINE vf vf_from_f16(vh a) {
     const vu w = __builtin_convertvector(a, vu), magnitude = (w & 0x7fff) << 13;
     const vu finite = (vu)((vf)magnitude * vf_set1(0x1p112f)); /* changes the exponent bias, also of subnormals */

@@ -50,6 +50,12 @@ INLINE void vh_storeu_n(uint16_t *p, vh a, int n) {
     if (n > 0)
         *p = a;
 }
+INLINE vu vu_joined(vh low, vh high) {
+    const vh both[2] = {low, high};
+    vu pair;
+    memcpy(&pair, both, sizeof pair);
+    return pair;
+}
 INLINE vf vf_from_f16(vh a) {
     const uint32_t magnitude = (a & 0x7fffu) << 13, sign = (a & 0x8000u) << 16;
     if ((a & 0x7c00) == 0x7c00)

@@ -1,7 +1,6 @@
 """Products of bfloat16: the bits of one arithmetic, on every path and table, for every way to the same numbers."""
 
 import functools
-from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -11,10 +10,8 @@ import pytest
 import cattn
 from cattn import reference
 from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, quiet, table
+from support.bfloat16 import BF16, PRODUCTS, flushed, product
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstick
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-PRODUCTS: Any = {"compute_dtype": "bfloat16"}
 
 
 @functools.cache
@@ -42,33 +39,6 @@ def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal) -
 
 
 # ---- the arithmetic ------------------------------------------------------------------------------------------------
-def fma(a: float, b: float, c: float) -> float:
-    """Return c + a * b, rounded once to float32; 0 if it is below 2**-126 after rounding to 24 bits."""
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if exact == 0:
-        return 0.0
-    if abs(exact) < Fraction(2) ** -126 - Fraction(2) ** -151:
-        return 0.0
-    near = np.float32(float(exact))  # may have been rounded twice
-    around = [np.nextafter(near, np.float32(-INF)), near, np.nextafter(near, np.float32(INF))]
-    least = min(abs(Fraction(float(x)) - exact) for x in around)
-    nearest = [x for x in around if abs(Fraction(float(x)) - exact) == least]
-    return float(next(x for x in nearest if len(nearest) == 1 or int(x.view(np.uint32)) % 2 == 0))
-
-
-def product(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the sum of products of two rows of bfloat16: of each pair of elements, the second one comes first."""
-    a, b = (np.append(x, [0.0] * (len(x) % 2)) for x in (a, b))
-    total = 0.0
-    for i in range(0, len(a), 2):
-        total = fma(a[i], b[i], fma(a[i + 1], b[i + 1], total))
-    return total
-
-
-def flushed(a: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(a) < np.finfo(np.float32).tiny, 0.0, a)
-
-
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("power", [0, 20, -60, -63, -75])
 @pytest.mark.parametrize("columns", [1, 2, 7, 32, 45])

@@ -681,6 +681,109 @@ static void activation(int64_t index) {
     forget();
 }
 
+/* ---- products of matrices ---- */
+
+/* Around vectors, 8 rows, blocks of rows, chains and slabs, of elements and of pairs. */
+static const int PRODUCT_ROWS[] = {1, 2, 3, 5, 8, 9, 15, 16, 17, 33, 95, 97, 193, 230};
+static const int TERMS[] = {0, 1, 2, 5, 15, 16, 17, 31, 32, 33, 64, 100, 511, 512, 513, 700, 1023, 1025, 1600};
+
+static struct cattn_operand operand_of(const struct cattn_tensor *tensor, const struct type *type) {
+    return (struct cattn_operand){.storage = type->storage,
+                                  .data = tensor->data,
+                                  .batch = tensor->batch[0],
+                                  .row = tensor->row,
+                                  .col = tensor->col};
+}
+
+/* A matrix by rows or by columns, of this type or quantized, which then also is `plain` in float32. */
+static struct cattn_operand draw_operand(const struct type *type, struct shape shape, struct cattn_operand *plain) {
+    const bool quantize = type->dtype == CATTN_F32 && chance(25), by_columns = chance(30);
+    struct cattn_tensor tensor, scale, wide;
+    struct shape laid = shape;
+    if (by_columns) {
+        laid.rows = shape.cols;
+        laid.cols = shape.rows;
+    }
+    type = quantize ? &QUANTIZED[between(0, 1)] : type;
+    const struct block block = quantize ? quantized_input(&tensor, type, laid) : input(&tensor, type, laid);
+    if (quantize) {
+        laid.n_batch_dims = 0; /* scales have no batch */
+        scales(&scale, laid);
+        laid.n_batch_dims = 1;
+        wide = dequantized(&tensor, type->storage, &scale, laid);
+    }
+    if (chance(20) && !quantize)
+        spoil(type, &block);
+    struct cattn_operand operand = operand_of(&tensor, type);
+    *plain = quantize ? operand_of(&wide, &TYPES[CATTN_F32]) : operand;
+    if (quantize) {
+        operand.scale = scale.data;
+        operand.scale_row = by_columns ? scale.col : scale.row;
+        operand.scale_col = by_columns ? scale.row : scale.col;
+    }
+    for (int i = 0; i < 2 && by_columns; i++) {
+        struct cattn_operand *turned = i == 0 ? &operand : plain;
+        const int64_t row = turned->row;
+        turned->row = turned->col;
+        turned->col = row;
+    }
+    say(" %s%s", type->name, by_columns ? " by columns" : "");
+    return operand;
+}
+
+static void multiply(struct cattn_product_params *p, const char *way, int num_threads, int direction) {
+    p->num_threads = num_threads;
+    clear_outputs();
+    fesetround(direction);
+    const enum cattn_status status = cattn_product(p);
+    fesetround(FE_TONEAREST);
+    compare(status, way, num_threads);
+}
+
+static void product(int64_t index) {
+    const struct type *type = &TYPES[index % 4], *wide = &TYPES[type->dtype];
+    struct cattn_product_params p = {.dtype = type->dtype, .out_storage = type->storage};
+    struct shape shape = {.n_batch_dims = 1, .heads = 1};
+    struct cattn_operand plain_a, plain_b;
+    struct cattn_tensor out, bias;
+    begin("product", index);
+    p.bf16_products = type->dtype == CATTN_F32 && chance(50);
+    p.n_batch = shape.batch[0] = between(1, 2);
+    p.n_a = PICK(PRODUCT_ROWS);
+    p.n_b = PICK(PRODUCT_ROWS);
+    p.depth = PICK(TERMS);
+    while ((double)p.n_batch * (double)p.n_a * (double)p.n_b * (double)p.depth > 1e6) { /* emulators are slow */
+        p.n_a = cattn_ceil_div(p.n_a, 2);
+        p.n_b = cattn_ceil_div(p.n_b, 2);
+    }
+    say(" %s%s, %" PRId64 " of %" PRId64 "x%" PRId64 "x%" PRId64, type->name, p.bf16_products ? " by pairs" : "",
+        p.n_batch, p.n_a, p.n_b, p.depth);
+    shape.cols = p.depth;
+    shape.rows = p.n_a;
+    p.a = draw_operand(type, shape, &plain_a);
+    shape.rows = p.n_b;
+    p.b = draw_operand(type, shape, &plain_b);
+    shape.rows = p.n_a;
+    shape.cols = p.n_b;
+    output(&out, type, shape, false);
+    p.out = out.data;
+    p.out_batch = out.batch[0];
+    p.out_a = out.row;
+    p.out_b = out.col;
+    if (chance(50)) {
+        input(&bias, wide, (struct shape){.heads = 1, .rows = 1, .cols = p.n_b});
+        p.bias = bias.data;
+        p.bias_b = bias.col;
+    }
+    multiply(&p, "product", 1, FE_TONEAREST);
+    multiply(&p, "product", 3, FE_UPWARD);
+    p.a = plain_a;
+    p.b = plain_b;
+    multiply(&p, "in float32", 1, FE_DOWNWARD);
+    end_line();
+    forget();
+}
+
 /* ---- PyTorch's random numbers ---- */
 
 static const char *const DISTRIBUTIONS[] = {"uniform", "normal", "integer", "bernoulli", "keep"};
@@ -749,6 +852,7 @@ int main(int argc, char **argv) {
         norm(i);
         norm_gradient(i);
         activation(i);
+        product(i);
         torch(i);
     }
     return agree ? 0 : 1;

@@ -187,6 +187,15 @@ def quiet(a: np.ndarray, dtype: Any) -> np.ndarray:
         return a.astype(dtype)
 
 
+def layouts(array: np.ndarray) -> list[np.ndarray]:
+    """Return the same matrix with other strides: Fortran's, with gaps along each axis, reversed."""
+    wide = np.zeros((*array.shape[:-1], 3 * array.shape[-1] + 1), array.dtype)
+    wide[..., 1::3] = array
+    gaps = np.zeros((array.shape[1], 2 * array.shape[0]), array.dtype)
+    gaps[:, ::2] = array.T
+    return [np.asfortranarray(array), wide[..., 1::3], gaps[:, ::2].T, array[::-1, ::-1].copy()[::-1, ::-1]]
+
+
 def widened(call: Call) -> dict[str, Any]:
     """Return the call with its halves converted to float32."""
     halves = {name: a for name, a in call.items() if isinstance(a, np.ndarray) and a.dtype in HALVES}

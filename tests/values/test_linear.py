@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cattn
 from cattn import _cattn, reference
 from cattn.functional import linear, linear_backward
-from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, in_contract, table
+from support import HALVES, INF, NAN, assert_same_bits, floating_point_mode, in_contract, layouts, table
 
 # Sizes (T, K, N) around vectors, 16 chains, slabs of 512 columns, blocks of 96 and 192 rows, and 8 rows, up to which
 # lanes are chains.
@@ -33,15 +33,6 @@ def sum_by_law(products: np.ndarray) -> Any:
         for chain in chains:
             total += chain
     return total
-
-
-def layouts(array: np.ndarray) -> list[np.ndarray]:
-    """Return the same numbers with other strides: Fortran's, with gaps along each axis, reversed."""
-    wide = np.zeros((*array.shape[:-1], 3 * array.shape[-1] + 1), array.dtype)
-    wide[..., 1::3] = array
-    gaps = np.zeros((array.shape[1], 2 * array.shape[0]), array.dtype)
-    gaps[:, ::2] = array.T
-    return [np.asfortranarray(array), wide[..., 1::3], gaps[:, ::2].T, array[::-1, ::-1].copy()[::-1, ::-1]]
 
 
 def tolerance(x: np.ndarray, weight: np.ndarray, dtype: Any) -> Any:
@@ -214,8 +205,8 @@ def test_products_of_batches(dtype: type, rng: np.random.Generator) -> None:
     a, b = rng.standard_normal((3, 20, 70)).astype(dtype), rng.standard_normal((3, 70, 40)).astype(dtype)
     expected = np.stack([linear(x, y.T) for x, y in zip(a, b, strict=True)])
     with cattn.num_threads(2):
-        assert_same_bits(_cattn._product(a, b.swapaxes(1, 2)), expected)
-    assert _cattn._product(a[:0], b[:0].swapaxes(1, 2)).shape == (0, 20, 40)
+        assert_same_bits(_cattn._product(a, b.swapaxes(1, 2), None), expected)
+    assert _cattn._product(a[:0], b[:0].swapaxes(1, 2), None).shape == (0, 20, 40)
 
 
 # ---- storage ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from .._input.arrays import as_array, common_dtype, read_array, refuse_without_s
 from .._input.fp_mode import in_default_mode
 from .._input.pairs import Quantized, Stored
 from .._input.quantized import multiply
+from .._input.types import ComputeDType
 from ._signature import implemented_in_c
 
 __all__ = ["linear", "linear_backward"]
@@ -26,6 +27,7 @@ def linear(  # type: ignore[empty-body]
     weight: Stored,
     bias: ArrayLike | None = None,
     *,
+    compute_dtype: ComputeDType = None,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     r"""Return ``x @ weight.T + bias``, with the same bits for a row alone and in any batch.
@@ -40,6 +42,11 @@ def linear(  # type: ignore[empty-body]
         row, means its float32 products.
     bias : array_like, shape (N,), optional
         Added to each row.
+    compute_dtype : {None, "bfloat16"}
+        "bfloat16" rounds x and weight to bfloat16, after the scales of a quantized weight, and sums their products in
+        float32. That is faster where the processor has the instruction, and the bits are the same everywhere. x and
+        weight are float32 or bfloat16, weight also `cattn.Quantized`, and the result has their dtype. None computes in
+        float32, and float64 in float64.
     out : ndarray, optional
         Takes the result: its shape and dtype, any strides.
 
@@ -52,10 +59,10 @@ def linear(  # type: ignore[empty-body]
     Raises
     ------
     TypeError
-        A dtype is not supported, the arrays mix float16 and bfloat16, or weight is int8 or float8_e4m3fn without a
-        scale.
+        A dtype is not supported, or not with compute_dtype, the arrays mix float16 and bfloat16, or weight is int8 or
+        float8_e4m3fn without a scale.
     ValueError
-        A shape does not fit, or out has another shape.
+        A shape does not fit, out has another shape, or compute_dtype is another one.
 
     See Also
     --------
@@ -72,7 +79,9 @@ def linear(  # type: ignore[empty-body]
     The sum is cut into slabs of 512 columns, and a slab into 16 chains of fused multiply-adds: chain c has the columns
     with an index of c modulo 16. The chains are added in their order, then the bias. So a row of the result has the
     same bits whatever the other rows are, for every number of threads, all strides and every instruction set with an
-    FMA. Halves and quantized numbers are computed in float32, and the result is rounded once.
+    FMA. Halves and quantized numbers are computed in float32, and the result is rounded once. With
+    ``compute_dtype="bfloat16"`` pairs of columns take the place of columns: the product of the odd column is added
+    first, then the product of the even one, and numbers below 2**-126 count as zeros.
 
     Nothing is masked here: NaN and infinity spread as in ``x @ weight.T``.
 
@@ -89,26 +98,35 @@ def linear(  # type: ignore[empty-body]
     >>> x, weight = rng.standard_normal((100, 768)), rng.standard_normal((64, 768))
     >>> np.array_equal(linear(x[:1], weight), linear(x, weight)[:1])
     True
+
+    Numbers with more digits than bfloat16 has are rounded to it:
+
+    >>> linear(np.float32([[1.0009765625]]), np.float32([[3.0]]), compute_dtype="bfloat16")
+    array([[3.]], dtype=float32)
     """
 
 
 @overload
-def linear_backward(grad_out: ArrayLike, x: None, weight: Stored) -> tuple[NDArray[Any], None, NDArray[Any]]: ...
-
-
-@overload
-def linear_backward(grad_out: ArrayLike, x: ArrayLike, weight: None) -> tuple[None, NDArray[Any], NDArray[Any]]: ...
+def linear_backward(
+    grad_out: ArrayLike, x: None, weight: Stored, *, compute_dtype: ComputeDType = None
+) -> tuple[NDArray[Any], None, NDArray[Any]]: ...
 
 
 @overload
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike, weight: Stored
+    grad_out: ArrayLike, x: ArrayLike, weight: None, *, compute_dtype: ComputeDType = None
+) -> tuple[None, NDArray[Any], NDArray[Any]]: ...
+
+
+@overload
+def linear_backward(
+    grad_out: ArrayLike, x: ArrayLike, weight: Stored, *, compute_dtype: ComputeDType = None
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]: ...
 
 
 @in_default_mode
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None
+    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None, *, compute_dtype: ComputeDType = None
 ) -> tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any]]:
     r"""Return the gradients of the arguments of `linear`, given the gradient of its result.
 
@@ -121,6 +139,8 @@ def linear_backward(
     weight : array_like or Quantized, shape (N, K), or None
         The matrix of the forward pass. None leaves out the gradient of x, which needs it. A quantized weight gets no
         gradient of its own: grad_weight is the gradient of the dequantized matrix.
+    compute_dtype : {None, "bfloat16"}
+        As in `linear`. The gradients are computed in float32, from x and weight rounded to bfloat16.
 
     Returns
     -------
@@ -185,11 +205,11 @@ def linear_backward(
     grad_x = grad_weight = None
     with np.errstate(all="ignore"):
         if matrix is not None:
-            grad_x = _cattn._product(rows, matrix.T).astype(dtype, copy=False)
+            grad_x = _cattn._product(rows, matrix.T, compute_dtype).astype(dtype, copy=False)
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
         if given is not None:
-            grad_weight = _cattn._product(rows.T, _as_rows(given).T).astype(dtype, copy=False)
-        grad_bias = _cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T)[0].astype(dtype, copy=False)
+            grad_weight = _cattn._product(rows.T, _as_rows(given).T, compute_dtype).astype(dtype, copy=False)
+        grad_bias = _cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None)[0].astype(dtype, copy=False)
     return grad_x, grad_weight, grad_bias
 
 

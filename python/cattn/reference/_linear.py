@@ -4,8 +4,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cattn._input.pairs import Stored
+from cattn._input.types import ComputeDType
 
-from ._shared import Floats, deliver, plain, quiet
+from ._shared import Floats, deliver, plain, quiet, rounded_to_bfloat16
 
 
 @quiet
@@ -14,25 +15,27 @@ def linear(
     weight: Stored,
     bias: ArrayLike | None = None,
     *,
+    compute_dtype: ComputeDType = None,
     out: Floats | None = None,
 ) -> Floats:
-    """Return ``x @ weight.T + bias``; `weight` is (N, K).
+    """Return ``x @ weight.T + bias``; `weight` is (N, K). `compute_dtype` "bfloat16" rounds both to it.
 
     Examples
     --------
     >>> linear([[1.0, 2.0]], [[3.0, 4.0], [0.0, 1.0]], [0.5, 0.0])
     array([[11.5,  2. ]])
     """
-    matrix = plain(weight).astype(np.float64)
-    result: Floats = np.asarray(x, np.float64) @ matrix.T
+    result: Floats = _factor(x, compute_dtype) @ _factor(weight, compute_dtype).T
     return deliver(result if bias is None else result + np.asarray(bias, np.float64), out)
 
 
 @quiet
 def linear_backward(
-    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None
+    grad_out: ArrayLike, x: ArrayLike | None, weight: Stored | None, *, compute_dtype: ComputeDType = None
 ) -> tuple[Floats | None, Floats | None, Floats]:
     """Return the gradients of `x`, `weight` and bias, given the gradient of the result of `linear`.
+
+    With `compute_dtype` "bfloat16" they are the gradients at the rounded x and weight.
 
     Examples
     --------
@@ -44,8 +47,14 @@ def linear_backward(
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = grad @ plain(weight).astype(np.float64)
+        grad_x = grad @ _factor(weight, compute_dtype)
     if x is not None:
-        given = np.asarray(x, np.float64)
+        given = _factor(x, compute_dtype)
         grad_weight = rows.T @ given.reshape(-1, given.shape[-1])
     return grad_x, grad_weight, rows.sum(axis=0)
+
+
+def _factor(array: Stored, compute_dtype: ComputeDType) -> Floats:
+    """Return the numbers that a product takes."""
+    numbers = np.asarray(plain(array), np.float64)
+    return numbers if compute_dtype is None else rounded_to_bfloat16(numbers)

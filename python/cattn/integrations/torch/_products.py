@@ -35,7 +35,7 @@ def _as_result(array: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, of matrices or of batches of them."""
-    return _as_result(_cattn._product(as_array(a), as_array(b).swapaxes(-1, -2)), a)
+    return _as_result(_cattn._product(as_array(a), as_array(b).swapaxes(-1, -2), None), a)
 
 
 def _multiply_vector(a: Tensor, x: Tensor) -> Tensor:

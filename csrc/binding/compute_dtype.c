@@ -1,0 +1,49 @@
+/* compute_dtype.c -- the argument compute_dtype, and numbers that are rounded to bfloat16. */
+#include "compute_dtype.h"
+
+#include "error.h"
+
+/* Whether an object is a dtype by this name, or the type of its scalars. No exception is set. */
+static bool is_dtype(PyObject *object, const char *name) {
+    PyArray_Descr *descr = NULL;
+    if (!PyType_Check(object) && !PyArray_DescrCheck(object))
+        return false;
+    PyObject *own =
+        PyArray_DescrConverter(object, &descr) != NPY_FAIL ? PyObject_GetAttrString((PyObject *)descr, "name") : NULL;
+    const bool is = own != NULL && PyUnicode_CompareWithASCIIString(own, name) == 0;
+    Py_XDECREF(own);
+    Py_XDECREF((PyObject *)descr);
+    PyErr_Clear();
+    return is;
+}
+
+bool cattn_arg_compute_dtype(PyObject *object, bool *bfloat16) {
+    *bfloat16 = object != Py_None;
+    if (!*bfloat16 || is_dtype(object, "bfloat16") ||
+        (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0))
+        return true;
+    return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
+}
+
+bool cattn_error_not_bfloat16(const char *names, const char *dtype) {
+    PyErr_Format(PyExc_TypeError, "compute_dtype='bfloat16' is for float32 and bfloat16, and %s are %s: convert them",
+                 names, dtype);
+    return false;
+}
+
+bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*array, NPY_CORDER);
+    if (copy == NULL)
+        return false;
+    uint32_t *bits = PyArray_DATA(copy);
+    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        const uint32_t size = bits[i] & 0x7fffffffu;
+        if (size < 0x00800000u) /* subnormal */
+            bits[i] &= 0x80000000u;
+        else if (size <= 0x7f800000u) /* not NaN */
+            bits[i] = (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
+    }
+    Py_DECREF((PyObject *)*array);
+    *array = copy;
+    return true;
+}

@@ -1,0 +1,156 @@
+/* product_reals.inc.h -- the operands of products of two matrices in the table's own type. product_pairs.inc.h has the
+ * same functions for products of bfloat16.
+ */
+
+#define OPERAND_STORAGE CATTN_STORED_PLAIN
+
+/* A matrix in the table's own type. */
+struct plain_matrix {
+    const real *first;
+    int64_t row, col;
+};
+
+/* The first rows and columns of a matrix; converted in `scratch` if they are stored otherwise. */
+static struct plain_matrix plain_part(const struct cattn_matrix *matrix, int n_rows, int n_cols, void *scratch) {
+    if (matrix->storage == CATTN_STORED_PLAIN)
+        return (struct plain_matrix){matrix->first, matrix->row, matrix->col};
+    if (matrix->row == 1 && matrix->col != 1) {
+        const struct cattn_matrix flipped = transposed(matrix);
+        const struct source from = rows_of(&flipped, n_cols, n_rows, scratch);
+        return (struct plain_matrix){from.first, 1, from.row};
+    }
+    const struct source from = rows_of(matrix, n_rows, n_cols, scratch);
+    return (struct plain_matrix){from.first, from.row, 1};
+}
+
+/* Column c + i of n_rows rows in the lanes of v[i], for i < n_cols. Both counts are at most LANES; the lanes after the
+ * last row are 0. */
+NOINLINE void load_square(const struct plain_matrix *m, int64_t r, int n_rows, int64_t c, int n_cols, vf v[LANES]) {
+    const real *first = m->first + r * m->row + c * m->col;
+    if (m->row == 1) {
+        for (int i = 0; i < n_cols; i++)
+            v[i] = load_strided(first + i * m->col, 1, n_rows);
+        return;
+    }
+    for (int i = 0; i < LANES; i++)
+        v[i] = i < n_rows ? load_strided(first + i * m->row, m->col, n_cols) : vf_set1(0);
+    transpose_square(v);
+}
+
+/* load_square of a whole square whose rows lie in memory without gaps. */
+INLINE void load_whole_square(const struct plain_matrix *m, int64_t r, int64_t c, vf v[LANES]) {
+    const real *first = m->first + r * m->row + c;
+    UNROLLED(i, LANES)
+        v[i] = vf_loadu(first + i * m->row);
+    transpose_square(v);
+}
+
+/* Packs n columns of a slab for LANES rows from r on, of which n_rows exist. */
+static void pack_lanes(const struct plain_matrix *m, int64_t r, int n_rows, int64_t n, real *panel) {
+    for (int64_t d = 0; d < n; d += LANES) {
+        const int n_cols = (int)min64(LANES, n - d);
+        vf v[LANES];
+        if (m->col == 1 && n_rows == LANES && n_cols == LANES)
+            load_whole_square(m, r, d, v);
+        else
+            load_square(m, r, n_rows, d, n_cols, v);
+        for (int i = 0; i < n_cols; i++)
+            vf_storeu(panel + packed_term(d + i, n) * PANEL, v[i]);
+    }
+}
+
+/* The same for all panels of a slab, if rows lie side by side: memory is read in its order. */
+static void pack_columns(const struct plain_matrix *m, int64_t n_rows, int64_t padded, int64_t n, real *slab) {
+    for (int64_t d = 0; d < n; d++) {
+        const real *from = m->first + d * m->col;
+        real *to = slab + packed_term(d, n) * PANEL;
+        for (int64_t r = 0; r < padded; r += LANES) {
+            const int64_t left = n_rows - r;
+            vf_storeu(to + r / PANEL * PANEL * n + r % PANEL, left >= LANES ? vf_loadu(from + r)
+                                                              : left > 0    ? vf_loadu_n(from + r, (int)left)
+                                                                            : vf_set1(0));
+        }
+    }
+}
+
+/* Packs the n terms of a slab from term d on: panels [term][PANEL] of the padded rows of B. */
+static void pack_slab(struct cattn_product *p, int64_t d, int64_t n, int64_t padded, real *slab) {
+    const struct cattn_matrix part = matrix_from(&p->b, 0, d);
+    const struct plain_matrix from = plain_part(&part, (int)p->n_b, (int)n, p->converted);
+    if (from.row == 1) {
+        pack_columns(&from, p->n_b, padded, n, slab);
+        return;
+    }
+    for (int64_t r = 0; r < padded; r += LANES) {
+        const int n_rows = (int)max64(0, min64(LANES, p->n_b - r));
+        pack_lanes(&from, r, n_rows, n, slab + r / PANEL * PANEL * n + r % PANEL);
+    }
+}
+
+/* Copies n_rows rows into `copy`, row after row. */
+static struct source copy_rows_of(const struct plain_matrix *m, int n_rows, int64_t n, real *copy) {
+    const struct plain_matrix flipped = {m->first, m->col, m->row};
+    for (int64_t d = 0; d < n; d += LANES) {
+        const int n_cols = (int)min64(LANES, n - d);
+        for (int r = 0; r < n_rows; r += LANES) {
+            const int height = (int)min64(LANES, n_rows - r);
+            vf v[LANES];
+            if (m->row == 1 && n_cols == LANES && height == LANES)
+                load_whole_square(&flipped, d, r, v);
+            else
+                load_square(&flipped, d, n_cols, r, height, v);
+            for (int i = 0; i < height; i++)
+                vf_storeu_n(copy + (r + i) * SLAB + d, v[i], n_cols);
+        }
+    }
+    return (struct source){copy, SLAB};
+}
+
+static struct source slab_of_a(const struct cattn_product *p, int64_t first, int n_rows, int64_t d, int64_t n) {
+    const struct cattn_matrix part = matrix_from(&p->a, first, d);
+    const struct plain_matrix from = plain_part(&part, n_rows, (int)n, p->converted);
+    if (from.col == 1)
+        return (struct source){from.first, from.row};
+    return copy_rows_of(&from, n_rows, n, p->a_copy);
+}
+
+/* ---- few rows of B ---- */
+
+/* Rows of B of whole chains, with zeros after the last column. */
+static void pack_rows(const struct cattn_product *p, int64_t cols, real *packed) {
+    memset(packed, 0, (size_t)(p->n_b * cols) * sizeof *packed);
+    for (int64_t r = 0; r < p->n_b; r++) {
+        const struct cattn_matrix row = rows_from(p->b, r);
+        if (cattn_is_quantized(row.storage))
+            dequantize_row(&row, 0, p->depth, packed + r * cols);
+        else
+            widen_row(row.storage, row.first, row.col, p->depth, packed + r * cols);
+    }
+}
+
+/* Whether the rows of A are converted as they are loaded; otherwise they are converted once, for all rows of B. */
+static bool few_rows_in_place(const struct cattn_product *p) {
+#ifdef HALVES_ARE_QUICK
+    const bool quick = p->a.storage != CATTN_STORED_F8;
+#else
+    const bool quick = p->a.storage == CATTN_STORED_PLAIN;
+#endif
+    return quick && p->a.col == 1 && p->a.scale_col == 0;
+}
+
+/* n <= LANES terms of row r from column d on; the other ones are 0. */
+INLINE vf terms_of_row(const struct cattn_matrix *a, int64_t r, int64_t d, int n) {
+    const vf v = load_stored(a->storage, a->first, r * a->row + d, 1, n);
+    return cattn_is_quantized(a->storage) ? scaled(a, v, r, 0, LANES) : v;
+}
+
+/* Column d of `width` rows of A from l on, which lie side by side. */
+INLINE vf terms_of_column(const struct cattn_matrix *a, enum cattn_storage storage, int64_t d, int64_t n_elements, int l,
+                          int width) {
+    (void)n_elements;
+    return load_stored(storage, a->first, d * a->col + l, 1, width);
+}
+
+INLINE vf packed_terms(const real *b) { return vf_loadu(b); }
+INLINE vf packed_term_in_all_lanes(const real *b) { return vf_set1(*b); }
+INLINE vf add_product(vf a, vf b, vf sum) { return vf_fma(a, b, sum); }
