@@ -559,11 +559,11 @@ def rms(array: Array) -> float:
     return float(np.sqrt(np.mean(np.square(array))))
 
 
-def agreeing(calls: Calls) -> Calls:
+def agreeing(calls: Calls, tolerance: float = TOLERANCE) -> Calls:
     """Return the calls, after comparing their results in float32 with cattn's."""
     right = as_floats(calls["cattn"]())
     for name, call in calls.items():
-        atol = TOLERANCE * max(1.0, np.abs(right).max())
+        atol = tolerance * max(1.0, np.abs(right).max())
         np.testing.assert_allclose(as_floats(call()), right, rtol=0, atol=atol, err_msg=name)
     return calls
 

@@ -13,7 +13,7 @@ import numpy as np
 from cattn.functional import linear as cattn_linear
 from cattn.functional import linear_backward
 
-from .contestants import Calls, agreeing, as_floats, torch_or_none
+from .contestants import Calls, agreeing, as_floats, as_tensor, torch_or_none
 from .machine import Probe
 from .timing import Case
 
@@ -24,9 +24,15 @@ WEIGHTS = (  # (outputs, inputs)
 
 
 def linear(probe: Probe | None) -> Any:
-    """Projections of rows, one thread, beside PyTorch and BLAS; and gradients, and float64."""
+    """Projections of rows, one thread, beside PyTorch and BLAS; and products of bfloat16, gradients, and float64."""
     for (outputs, inputs), rows in itertools.product(WEIGHTS, ROWS):
         yield projection("float32", rows, outputs, inputs, {"torch": 1.0} | ({"percent": 88} if rows >= 32 else {}))
+    for (outputs, inputs), rows in itertools.product(((768, 768), (3072, 768), (768, 3072), (4096, 4096)), ROWS):
+        yield Case(
+            f"bfloat16 products, {rows} rows, weight ({outputs}, {inputs})",
+            functools.partial(_bfloat16_projection, rows, outputs, inputs), "float32", 2.0 * rows * outputs * inputs,
+            {"torch": 0.95, "float32": 1.7}, {"dtype": "bfloat16", "rows": rows, "weight": (outputs, inputs)},
+        )  # fmt: skip
     for rows, outputs, inputs in ((1, 768, 768), (32, 3072, 768), (512, 768, 768)):
         yield projection("float64", rows, outputs, inputs, {})
     for dtype, rows, outputs, inputs in (
@@ -64,6 +70,24 @@ def _projection(dtype: str, rows: int, outputs: int, inputs: int) -> Calls:
         tensors = torch.from_numpy(x), torch.from_numpy(weight)
         calls["torch"] = functools.partial(torch.nn.functional.linear, *tensors)
     return agreeing(calls)
+
+
+def _bfloat16_projection(rows: int, outputs: int, inputs: int) -> Calls:
+    """Arrays of bfloat16, with products in bfloat16; and the same numbers in float32."""
+    import ml_dtypes
+
+    wide = x, weight = _arrays("float32", (rows, inputs), (outputs, inputs))
+    weight /= np.sqrt(inputs)
+    halves = [array.astype(ml_dtypes.bfloat16) for array in wide]
+    calls: Calls = {
+        "cattn": functools.partial(cattn_linear, *halves, compute_dtype="bfloat16"),
+        "float32 inputs": functools.partial(cattn_linear, x, weight, compute_dtype="bfloat16"),
+        "float32": functools.partial(cattn_linear, x, weight),
+    }
+    torch = torch_or_none()
+    if torch is not None:
+        calls["torch"] = functools.partial(torch.nn.functional.linear, *(as_tensor(torch, array) for array in halves))
+    return agreeing(calls, 2.0**-6)
 
 
 def _gradients(dtype: str, rows: int, outputs: int, inputs: int) -> Calls:

@@ -8,7 +8,8 @@
 bool cattn_arg_compute_dtype(PyObject *object, bool *bfloat16);
 /* TypeError for products of bfloat16 of arrays of another dtype; `names` is what messages call them. Always false. */
 bool cattn_error_not_bfloat16(const char *names, const char *dtype);
-/* Replaces an array of float32 by a copy that is rounded to bfloat16, to nearest even; subnormal numbers become zeros. */
+/* Replaces an array of float32 by a copy that is rounded to bfloat16, to nearest even; subnormal numbers become zeros.
+ */
 bool cattn_arg_round_to_bfloat16(PyArrayObject **array);
 
 #endif

@@ -305,7 +305,8 @@ static bool check_product(const struct call *call) {
 }
 
 /* _product(a, b, compute_dtype): a @ b.mT, of matrices or of batches of them, in the dtype that NumPy promotes both to.
- * It serves gradients: with compute_dtype="bfloat16" b is a factor of the forward pass and is rounded as it was there. */
+ * It serves gradients: with compute_dtype="bfloat16" b is a factor of the forward pass and is rounded as it was there.
+ */
 PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
     struct call call = {.state = cattn_state(module)};
     struct cattn_output output = {NULL, NULL};

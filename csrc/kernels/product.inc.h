@@ -20,7 +20,7 @@ struct product_slab {
     struct source a;
     int64_t n;
     const operand *packed; /* of B */
-    bool first;         /* of the sum */
+    bool first;            /* of the sum */
     int n_rows;
 };
 
@@ -49,8 +49,8 @@ INLINE void slab_tile(int mr, int nr, const struct cattn_product *p, const struc
             sum[m][n] = s->first ? vf_set1(0) : vf_loadu(sums + m * sums_row + n * LANES);
     if (s->n == SLAB) /* a constant length is faster */
         for (int c = 0; c < CHAINS; c++) {
-            micro_tile(mr, nr, SLAB / CHAINS, a.first + c * TERM_ELEMENTS, a.row, a_col, b + c * (SLAB / CHAINS) * b_row,
-                       b_row, chain);
+            micro_tile(mr, nr, SLAB / CHAINS, a.first + c * TERM_ELEMENTS, a.row, a_col,
+                       b + c * (SLAB / CHAINS) * b_row, b_row, chain);
             add_tile(mr, nr, sum, chain);
         }
     else
@@ -69,7 +69,8 @@ static void add_slab(const struct cattn_product *p, const struct product_slab *s
         for (int r = 0; r < s->n_rows;) {
             const int height = tile_height(SCORE_MR, s->n_rows - r);
             const struct source a = a_rows(p, s, r, height);
-            AT_SIZE(SCORE_MR, height, p->n_b - l > LANES, slab_tile, p, s, r, l, a, s->packed + l * s->n * TERM_ELEMENTS);
+            AT_SIZE(SCORE_MR, height, p->n_b - l > LANES, slab_tile, p, s, r, l, a,
+                    s->packed + l * s->n * TERM_ELEMENTS);
             r += height;
         }
 }

@@ -256,8 +256,7 @@ static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
         few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
         if (!in_place) {
             const struct source from = slab_of_a(p, first, n_rows, d, n);
-            few.a =
-                (struct cattn_matrix){.storage = OPERAND_STORAGE, .first = from.first, .row = from.row, .col = 1};
+            few.a = (struct cattn_matrix){.storage = OPERAND_STORAGE, .first = from.first, .row = from.row, .col = 1};
         }
         products_begin();
         sum_few(&few, (int)p->n_b, n);

@@ -106,8 +106,8 @@ INLINE vf terms_of_row(const struct cattn_matrix *a, int64_t r, int64_t d, int n
 }
 
 /* Term d of `width` rows of A from l on, which lie side by side, in a slab of n_elements columns. */
-INLINE vf terms_of_column(const struct cattn_matrix *a, enum cattn_storage storage, int64_t d, int64_t n_elements, int l,
-                          int width) {
+INLINE vf terms_of_column(const struct cattn_matrix *a, enum cattn_storage storage, int64_t d, int64_t n_elements,
+                          int l, int width) {
     struct cattn_matrix columns = transposed(a);
     columns.storage = storage;
     columns.col = 1;

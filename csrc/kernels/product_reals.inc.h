@@ -145,8 +145,8 @@ INLINE vf terms_of_row(const struct cattn_matrix *a, int64_t r, int64_t d, int n
 }
 
 /* Column d of `width` rows of A from l on, which lie side by side. */
-INLINE vf terms_of_column(const struct cattn_matrix *a, enum cattn_storage storage, int64_t d, int64_t n_elements, int l,
-                          int width) {
+INLINE vf terms_of_column(const struct cattn_matrix *a, enum cattn_storage storage, int64_t d, int64_t n_elements,
+                          int l, int width) {
     (void)n_elements;
     return load_stored(storage, a->first, d * a->col + l, 1, width);
 }
