@@ -5,6 +5,7 @@
 #define MR 8
 #define NR 2
 #define VECTOR_BYTES 64
+#define QUICK_TO_COMPILE
 #include "simd_gnu.h"
 
 #include "kernels.inc.h"

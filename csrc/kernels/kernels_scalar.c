@@ -3,6 +3,7 @@
 #define ISA scalar
 #define MR 4
 #define NR 1
+#define QUICK_TO_COMPILE
 #include "simd_scalar.h"
 
 #include "kernels.inc.h"

@@ -102,7 +102,7 @@ INLINE void sum_few_stored(enum cattn_storage storage, struct few_rows few, int 
 static void sum_few(const struct few_rows *few, int n_b, int64_t n) {
     if (few->a.storage == OPERAND_STORAGE)
         sum_few_stored(OPERAND_STORAGE, *few, n_b, n);
-#ifdef BF16_PRODUCTS
+#if defined(BF16_PRODUCTS) && defined(HALVES_ARE_QUICK)
     else
         sum_few_stored(CATTN_STORED_PLAIN, *few, n_b, n);
 #elif defined(HALVES_ARE_QUICK)

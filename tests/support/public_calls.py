@@ -235,6 +235,7 @@ CALLS: dict[str, Call] = {
     "rms_norm_backward": lambda: cattn.rms_norm_backward(SCORES, SCORES, np.arange(90, dtype=np.float32)),
     "linear": lambda: functional.linear(SCORES, np.ones((4, 90), np.float32), np.arange(4)),
     "linear, half": lambda: functional.linear(HALF, np.ones((3, HALF.shape[-1]), np.float32)[:, ::-1]),
+    "linear, products of bfloat16": lambda: functional.linear(SCORES, SCORES[0, :4], compute_dtype="bfloat16"),
     "linear_backward": lambda: functional.linear_backward(SCORES, SCORES, np.ones((90, 90), np.float32)),
     "rms_norm_backward, threads": lambda: _threaded(lambda: cattn.rms_norm_backward(OUT_LIKE, OUT_LIKE, WEIGHT_OF_9)),
     "layer_norm": lambda: functional.layer_norm(SCORES, np.arange(90), np.arange(90)),
