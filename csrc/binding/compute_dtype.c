@@ -32,7 +32,7 @@ bool cattn_error_not_bfloat16(const char *names, const char *dtype) {
 }
 
 bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
-    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*array, NPY_CORDER);
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*array, NPY_KEEPORDER); /* without gaps */
     if (copy == NULL)
         return false;
     uint32_t *bits = PyArray_DATA(copy);

@@ -62,7 +62,7 @@ def linear(  # type: ignore[empty-body]
         A dtype is not supported, or not with compute_dtype, the arrays mix float16 and bfloat16, or weight is int8 or
         float8_e4m3fn without a scale.
     ValueError
-        A shape does not fit, out has another shape, or compute_dtype is another one.
+        A shape does not fit, out has another shape, or compute_dtype is neither None nor "bfloat16".
 
     See Also
     --------
