@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         common = item.nodeid.replace(name, "table", 1)
         if name not in slower or name != slower[zlib.crc32(common.encode()) % len(slower)]:
             item.add_marker(pytest.mark.long)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Reset PyTorch's compiler after each test.
+
+    It compiles a function eight times and then runs it as it is, without a word, so that a later test would compile
+    nothing and compare a function with itself.
+    """
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture(params=table_names())
