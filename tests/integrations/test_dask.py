@@ -226,6 +226,18 @@ def test_blocks_are_the_mask_that_they_stand_for(size: int, given: str | None) -
     assert_same_bits(compute(out), compute(attention(*x, attn_mask=whole)))
 
 
+@pytest.mark.parametrize("size", [1, 16, 50, 200])
+def test_blocks_add_few_tasks(size: int) -> None:
+    """A mask has a chunk for each pair of chunks of queries and keys. dask's own ``take`` makes thousands of them."""
+    query, key = da.ones((2, 300, 8), chunks=(2, 70, 8)), da.ones((2, 400, 8), chunks=(2, 110, 8))
+    blocks = da.ones((-(-300 // size), -(-400 // size)), dtype=bool, chunks=(2, -1))
+    mask = da.ones((300, 400), dtype=bool, chunks=(70, 110))
+    out, plain = attention(query, key, key, block_mask=(blocks, size)), attention(query, key, key, attn_mask=mask)
+    assert out.chunks == plain.chunks
+    assert pairs(out) == pairs(plain)
+    assert len(out.__dask_graph__()) <= 3 * len(plain.__dask_graph__()) + 2 * len(blocks.__dask_graph__())
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 def problem() -> tuple[list[Any], dict[str, Any]]:
     """Return a call that uses every operand: grouped heads, masks, sinks, slopes, lengths, dropout."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
@@ -32,12 +32,12 @@ try:
     from dask.highlevelgraph import HighLevelGraph
 except ImportError as error:
     raise ImportError("cattn.integrations.dask needs dask: pip install 'cattn[dask]'") from error
+from ._dask_chunks import Interval, Operand, add_blocks, batch_intervals, head_intervals, intervals_of
 
 __all__ = ["attention"]
 
 da: Any = dask.array  # its functions have no types
 
-Interval: TypeAlias = tuple[int, int]
 Part: TypeAlias = tuple[NDArray[Any], NDArray[Any]]  # the output over some keys, and its float64 lse
 
 _MERGED_AT_ONCE = 4  # parts that one task merges: few, so that a worker holds few of them at a time
@@ -97,59 +97,6 @@ def _finish(part: Part, field: int, dtype: Any) -> NDArray[Any]:
     """Return the output (field 0) or the lse (field 1) of all keys, rounded once."""
     array = part[field]
     return array if array.dtype == dtype else cast(array, ("out", "lse")[field], dtype)
-
-
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-def _intervals(sizes: Iterable[int]) -> list[Interval]:
-    """Return the intervals of consecutive chunks, without the empty ones."""
-    return [(a, b) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0)) if a < b]
-
-
-def _split_at(bounds: Iterable[int]) -> list[Interval]:
-    return list(itertools.pairwise(sorted({0, *bounds})))
-
-
-class _Operand:
-    """A dask array, chunked so that each interval of the whole problem needs exactly one of its blocks."""
-
-    def __init__(self, array: Any, intervals: Sequence[list[Interval]]) -> None:
-        self.blocks: list[list[int]] = []  # on each axis, the block of each interval
-        chunks = []
-        for n, own_size in zip(intervals, array.shape, strict=True):
-            whole = n[-1][1] if n else 0
-            shared = max(1, whole // max(1, own_size))  # positions that share one of this array: all, or a group's
-            own = [(a // shared, (b - 1) // shared + 1) for a, b in n]
-            distinct = list(dict.fromkeys(own))
-            self.blocks.append([distinct.index(interval) for interval in own] or [0])
-            chunks.append(tuple(b - a for a, b in distinct) or (own_size,))
-        self.array = array.rechunk(tuple(chunks))
-
-    def at(self, index: Iterable[int]) -> tuple[Any, ...]:
-        """Return the key of the block for these intervals."""
-        return (self.array.name, *(blocks[i] for blocks, i in zip(self.blocks, index, strict=True)))
-
-
-def _head_intervals(n: int, arrays: Sequence[Any], axis: int) -> list[Interval]:
-    """Return common chunks of the heads, in which each array has whole groups, or all heads are in one group."""
-    groups = {n // array.shape[axis] for array in arrays if 1 < array.shape[axis] < n}
-    bounds = {
-        n // array.shape[axis] * end
-        for array in arrays
-        if array.shape[axis] > 1
-        for end in itertools.accumulate(array.chunks[axis])
-    } | {n}
-    for group in groups:
-        for a, b in _split_at(bounds):
-            first, last = -(-a // group) * group, b // group * group
-            if a // group != (b - 1) // group:
-                bounds |= {first, last}
-    return _split_at(bounds)
-
-
-def _batch_intervals(n: int, arrays: Sequence[Any], axis: int) -> list[Interval]:
-    """Return common chunks of a batch dimension."""
-    ends = (itertools.accumulate(array.chunks[axis]) for array in arrays if array.shape[axis] == n)
-    return _split_at({n}.union(*ends))
 
 
 # ---- which pairs of chunks are visible -------------------------------------------------------------------------------
@@ -227,17 +174,6 @@ def _as_dask(obj: Any, name: str) -> Any:
     if np.isnan(obj.shape).any():
         raise ValueError(f"{name} has chunks of unknown sizes: call {name}.compute_chunk_sizes() first")
     return obj.rechunk(tuple(tuple(n for n in sizes if n > 0) or (0,) for sizes in obj.chunks))
-
-
-def _add_blocks(attn_mask: Any, block_mask: Any, size: int, T_q: int, T_k: int) -> Any:
-    """Return attn_mask without the pairs that the block mask hides."""
-    blocks = block_mask[(None,) * (2 - block_mask.ndim)] if block_mask.ndim < 2 else block_mask
-    for axis, length in ((-2, T_q), (-1, T_k)):
-        if blocks.shape[axis] > 1:
-            blocks = da.take(blocks, np.arange(length) // size, axis=axis)
-    if attn_mask is None:
-        return blocks
-    return attn_mask & blocks if attn_mask.dtype == bool else da.where(blocks, attn_mask, attn_mask.dtype.type(-np.inf))
 
 
 def _read_stored(obj: Any, name: str) -> tuple[Any, Any]:
@@ -505,7 +441,7 @@ def attention(
     (shape, dtype), (_, lse_dtype) = plan.outputs["out"], plan.outputs["lse"]
     dtypes = dtype, lse_dtype
     if blocks is not None:
-        masks[0] = _add_blocks(masks[0], blocks, operator.index(size), query.shape[-2], key.shape[-2])
+        masks[0] = add_blocks(masks[0], blocks, operator.index(size), query, key)
     if float(dropout_p) > 0 and isinstance(rng, cattn.TorchGenerator):
         raise TypeError("rng is a TorchGenerator, whose numbers depend on all that it drew before: chunks need an int, "
                         "or what numpy.random.default_rng takes")  # fmt: skip
@@ -538,21 +474,21 @@ class _Problem:
         query, key, value = (_with_dims(x, len(shape)) for x in inputs)
         query, key, value = (x.rechunk({x.ndim - 1: -1}) for x in (query, key, value))
         self.lead = [
-            (_head_intervals if has_heads and axis == len(lead) - 1 else _batch_intervals)(n, (query, key, value), axis)
+            (head_intervals if has_heads and axis == len(lead) - 1 else batch_intervals)(n, (query, key, value), axis)
             for axis, n in enumerate(lead)
         ]
-        self.rows, self.keys = _intervals(query.chunks[-2]), _intervals(key.chunks[-2])
-        depth, d_v = _intervals(query.shape[-1:]), _intervals(value.shape[-1:])
-        self.query = _Operand(query, [*self.lead, self.rows, depth])
-        self.key = _Operand(key, [*self.lead, self.keys, depth])
-        self.value = _Operand(value, [*self.lead, self.keys, d_v])
+        self.rows, self.keys = intervals_of(query.chunks[-2]), intervals_of(key.chunks[-2])
+        depth, d_v = intervals_of(query.shape[-1:]), intervals_of(value.shape[-1:])
+        self.query = Operand(query, [*self.lead, self.rows, depth])
+        self.key = Operand(key, [*self.lead, self.keys, depth])
+        self.value = Operand(value, [*self.lead, self.keys, d_v])
         self.scales = [
-            x if x is None else _Operand(_with_dims(x, len(shape)), [*self.lead, self.keys, columns])
+            x if x is None else Operand(_with_dims(x, len(shape)), [*self.lead, self.keys, columns])
             for x, columns in zip(scales, (depth, d_v), strict=True)
         ]
         elementwise, per_head = [*self.lead, self.rows, self.keys], [*self.lead, *[[(0, 1)]] * (not has_heads)]
-        self.masks = [x if x is None else _Operand(_with_dims(x, len(elementwise)), elementwise) for x in masks[:2]]
-        self.per_head = [x if x is None else _Operand(_with_dims(x, len(per_head)), per_head) for x in masks[2:]]
+        self.masks = [x if x is None else Operand(_with_dims(x, len(elementwise)), elementwise) for x in masks[:2]]
+        self.per_head = [x if x is None else Operand(_with_dims(x, len(per_head)), per_head) for x in masks[2:]]
 
     def operands(self) -> Iterator[Any]:
         """Yield all dask arrays."""
