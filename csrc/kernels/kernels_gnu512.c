@@ -6,6 +6,7 @@
 #define NR 2
 #define VECTOR_BYTES 64
 #define QUICK_TO_COMPILE
+#define KEEP_LOOPS
 #include "simd_gnu.h"
 
 #include "kernels.inc.h"
