@@ -1,0 +1,149 @@
+"""Every function, option and source is in each net: fuzzers, soak, bits on other machines, mutants; or a list says why.
+
+A net that has a list of its own falls behind without a word, and what it misses is where a wrong number stays unseen.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+import cattn
+import cattn.functional
+import cattn.nn
+import cattn.testing
+from support import ROOT
+
+CSRC = ROOT / "csrc"
+if not (ROOT / "fuzz").exists() or not (ROOT / "tools").exists():
+    pytest.skip("the source distribution has no nets", allow_module_level=True)
+
+
+def text_of(*patterns: str) -> str:
+    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert len(paths) >= len(patterns), "a net has no source"
+    return "\n".join(re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL) for path in paths)
+
+
+def missing(subjects: set[str], net: str, exceptions: dict[str, str], start: str = r"\b") -> set[str]:
+    """Return the subjects that the text of a net does not name, and the exceptions that need no exception."""
+    named = {name for name in subjects if re.search(rf"{start}{name}\b", net)}
+    return (subjects - named) ^ (exceptions.keys() & subjects) | (exceptions.keys() - subjects)
+
+
+# ---- functions of the core -------------------------------------------------------------------------------------------
+DECLARATION = re.compile(r"^(?:CATTN_EXPORT )?(?:enum |struct |unsigned |const )?\w+ \**(cattn_\w+)\(", re.MULTILINE)
+FUNCTIONS = {name for file in ("cattn.h", "torch_random.h") for name in DECLARATION.findall((CSRC / file).read_text())}
+SETTINGS = dict.fromkeys(
+    [
+        *["cattn_get_num_threads", "cattn_is_thread_count", "cattn_set_num_threads", "cattn_override_num_threads"],
+        *["cattn_fork_count", "cattn_sleep_ns", "cattn_isa_keeps_arithmetic"],
+        *["cattn_isa_wastes_fma", "cattn_block_keys", "cattn_chunk_keys"],
+    ],
+    "a setting or a constant, which reads no array",
+)
+CLEARED = {
+    f"cattn_clear_{name}": "the binding's way to begin; the nets write whole structs"
+    for name in re.findall(r"\bcattn_clear_(\w+)", (CSRC / "cattn.h").read_text())
+}
+LATER = "still without a generator"
+NOT_IN_C_FUZZER = {
+    **SETTINGS,
+    **CLEARED,
+    **dict.fromkeys(["cattn_attention_jvp", "cattn_gathered_attention", "cattn_gathered_backward"], LATER),
+    **dict.fromkeys(["cattn_attention_statistics", "cattn_mask", "cattn_product"], LATER),
+    "cattn_set_dropout": "the nets compute threshold and scale themselves",
+    "cattn_attention_counts_fit": "arrays of a fuzzer are small",
+}
+NOT_IN_BITS = {
+    **SETTINGS,
+    **CLEARED,
+    **dict.fromkeys(
+        ["cattn_attention_jvp", "cattn_gathered_attention", "cattn_gathered_backward", "cattn_mask"], LATER
+    ),
+    "cattn_set_dropout": "the nets compute threshold and scale themselves",
+    "cattn_attention_counts_fit": "the sizes are small",
+    "cattn_attention_explain": "it returns counts; tests/api/test_explain.py checks them on each table",
+    "cattn_isa_current": "the table is an argument",
+    "cattn_release": "memory and threads, not bits",
+}
+
+
+def test_every_function_of_the_core_is_fuzzed_and_compared_across_machines() -> None:
+    assert len(FUNCTIONS) > 40
+    assert missing(FUNCTIONS, text_of("fuzz/core/*.[ch]"), NOT_IN_C_FUZZER) == set()
+    assert missing(FUNCTIONS, text_of("tests/core/*.[ch]"), NOT_IN_BITS) == set()
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+SOURCES = {path.relative_to(ROOT).as_posix() for path in [*CSRC.rglob("*.c"), *CSRC.rglob("*.inc.h")]}
+
+
+def test_every_source_has_mutants() -> None:
+    mutate = runpy.run_path(str(ROOT / "tools" / "mutate"))
+    assert len(SOURCES) > 110
+    assert set(mutate["FILES"]) | set(mutate["LEFT_OUT"]) == SOURCES
+    assert not set(mutate["FILES"]) & set(mutate["LEFT_OUT"])
+    for tests in mutate["FILES"].values():
+        assert tests
+        for name in tests:
+            assert mutate["find_tests"](name)
+
+
+def test_the_c_fuzzer_compiles_every_source_of_the_core() -> None:
+    """Kernels by table; the sources of the core, the table of options and the generator by pattern."""
+    text = (ROOT / "tools" / "fuzz").read_text("utf-8")
+    for pattern in ("csrc/core/*.c", "fuzz/core/*.c", "csrc/kernels/kernels_$name.c"):
+        assert pattern.removeprefix("csrc/") in text
+
+
+# ---- public functions ------------------------------------------------------------------------------------------------
+MODULES = [cattn, cattn.functional, cattn.nn, cattn.testing]
+PUBLIC = {name for module in MODULES for name in module.__all__ if callable(getattr(module, name))}
+ERRORS_AND_RESULTS = {
+    name: "a class of results or warnings, which other functions make"
+    for name in PUBLIC
+    if isinstance(getattr(cattn, name, None), type) and (issubclass(getattr(cattn, name), (tuple, Warning)))
+}
+PICTURES = {
+    **dict.fromkeys(["plot_attention", "view_attention"], "it draws; tests/view and tests/cli compare the pictures"),
+    **dict.fromkeys(["AttentionView", "show_config"], "it returns text of this machine"),
+    **dict.fromkeys(["Mistake", "Report", "assert_attention_close", "diagnose"], "tests/api/test_testing.py"),
+}
+
+
+def without(names: dict[str, str], *named: str) -> dict[str, str]:
+    return {name: why for name, why in names.items() if name not in named}
+
+
+NOT_IN_PYTHON_FUZZER = {
+    **without(ERRORS_AND_RESULTS, "AttentionOutput", "BlockMask"),
+    **PICTURES,
+    **dict.fromkeys(["attention_jvp", "attention_jvp_backward", "attention_statistics", "Quantized"], LATER),
+    **dict.fromkeys(["varlen_attention_backward", "varlen_attention_statistics", "head_scores"], LATER),
+    **dict.fromkeys(["attention_rollout", "manual_seed", "num_threads", "get_num_threads"], LATER),
+    **dict.fromkeys(["CausalAttention", "Dropout", "MultiHeadAttentionWrapper"], LATER),
+    **dict.fromkeys(["SelfAttention_v1", "SelfAttention_v2"], LATER),
+}
+NOT_IN_SOAK = {
+    **without(
+        ERRORS_AND_RESULTS, "AttentionOutput", "BlockMask", "Quantized", "AttentionStatistics", "AttentionGradients"
+    ),
+    **PICTURES,
+    **dict.fromkeys(["attention_jvp", "attention_jvp_backward", "explain"], LATER),
+    **dict.fromkeys(["causal_mask", "show_mask", "sliding_window", "get_alibi_slopes"], LATER),
+    **dict.fromkeys(["quantize", "dequantize", "head_scores", "attention_rollout"], LATER),
+    **dict.fromkeys(["manual_seed", "get_num_threads", "set_num_threads"], "a setting of the process"),
+    **dict.fromkeys(["CausalAttention", "Dropout", "Linear", "MultiHeadAttentionWrapper"], LATER),
+    **dict.fromkeys(["SelfAttention_v1", "SelfAttention_v2"], LATER),
+}
+CALLED = r"\b(?:cattn|functional|nn|cattn\.testing)\."
+
+
+def test_every_public_function_is_fuzzed_and_repeated_by_the_soak() -> None:
+    assert len(PUBLIC) > 60
+    assert missing(PUBLIC, text_of("fuzz/*.py"), NOT_IN_PYTHON_FUZZER, CALLED) == set()
+    soak = text_of("tests/support/*_strategy.py", "tests/support/random_problems.py", "tools/soak")
+    assert missing(PUBLIC, soak, NOT_IN_SOAK, CALLED) == set()
