@@ -348,8 +348,9 @@ static __attribute__((noinline)) enum cattn_status run_with_stream(struct forwar
 static enum cattn_status attend(const struct cattn_attention_params *params) {
     struct forward_job job;
     job.params = params;
-    job.kernels = cattn_attention_kernels(params);
-    job.plan = cattn_plan(params, job.kernels);
+    const struct cattn_kernel_pair kernels = cattn_attention_kernels(params);
+    job.plan = cattn_plan(params, kernels.tiles);
+    job.kernels = job.plan.path == CATTN_PATH_TILE ? kernels.tiles : kernels.few;
     cattn_call_shape_fill(params, &job.call);
     job.dropout_stream = NULL;
     job.overflowed = job.small_weights = false;
@@ -408,7 +409,7 @@ static void explain_block(const struct forward_job *job, int64_t block, struct c
 enum cattn_status cattn_attention_explain(const struct cattn_attention_params *params,
                                           struct cattn_explanation *explanation) {
     CATTN_CHECK(attention, params);
-    struct forward_job job = {.params = params, .kernels = cattn_attention_kernels(params)};
+    struct forward_job job = {.params = params, .kernels = cattn_attention_kernels(params).tiles};
     job.plan = cattn_plan(params, job.kernels);
     cattn_call_shape_fill(params, &job.call);
     const int64_t n_blocks = job.plan.n_units * job.plan.blocks_per_unit;

@@ -9,6 +9,7 @@
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
+#include <string.h>
 #endif
 
 static unsigned features;
@@ -39,13 +40,16 @@ static unsigned saved_registers(void) {
     return low;
 }
 
-/* Whether this is AMD's family 25, from CPUID 0 and the eax of CPUID 1. */
+/* Whether CPUID 0 names this vendor, in 12 letters. */
+static bool is_vendor(const char *name) {
+    unsigned eax, words[3];
+    return __get_cpuid(0, &eax, &words[0], &words[2], &words[1]) && memcmp(words, name, sizeof words) == 0;
+}
+
+/* Whether this is AMD's family 25, from the eax of CPUID 1. */
 static bool is_amd_25(unsigned signature) {
-    unsigned eax, ebx, ecx, edx;
     const unsigned family = (signature >> 8 & 15) + (signature >> 20 & 255);
-    /* "AuthenticAMD" in ebx, edx, ecx */
-    return family == 25 && __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == 0x68747541 && edx == 0x69746e65 &&
-           ecx == 0x444d4163;
+    return family == 25 && is_vendor("AuthenticAMD");
 }
 
 static void detect(void) {
@@ -66,6 +70,8 @@ static void detect(void) {
         features |= CATTN_CPU_AVX512_BF16;
     if (is_amd_25(signature))
         features |= CATTN_CPU_SPLITS_512;
+    if (is_vendor("GenuineIntel"))
+        features |= CATTN_CPU_SLOW_PAIRS;
 }
 
 #else

@@ -12,6 +12,9 @@
  * 12 x 1 vectors are 1 to 4 % faster than 8 x 2. On Zen 5 they are 20 % slower. */
 #define CATTN_CPU_SPLITS_512 8u
 #define CATTN_CPU_AVX512_BF16 16u /* with AVX-512 */
+/* Multiplies pairs of bfloat16 at half the rate of FMAs, so that two FMAs a pair are faster where operands stay in
+ * registers: all processors of Intel so far, whose VDPBF16PS starts every other cycle. AMD's starts twice a cycle. */
+#define CATTN_CPU_SLOW_PAIRS 32u
 
 /* The sum of this processor's features; the same at any time, on any thread. */
 unsigned cattn_cpu(void);

@@ -14,15 +14,17 @@
 struct table {
     const char *name;
     const struct cattn_kernels *kernels[2]; /* by dtype */
-    const struct cattn_kernels *bf16;       /* of float32 whose products are of bfloat16 */
+    struct cattn_kernel_pair bf16;          /* of float32 whose products are of bfloat16 */
     unsigned needs;                         /* features of the processor */
     unsigned slow_with;                     /* features with which an earlier table is faster */
     bool test_only;
 };
 
-#define TABLE_WITH(name, text, bf16)                                                                                   \
-    text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}, &cattn_kernels_##bf16##_16
-#define TABLE(name) TABLE_WITH(name, #name, name)
+#define TABLE_WITH(name, text, bf16, few)                                                                              \
+    text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}, {                                                  \
+        &cattn_kernels_##bf16##_16, &cattn_kernels_##few##_16                                                          \
+    }
+#define TABLE(name) TABLE_WITH(name, #name, name, name)
 
 /* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
@@ -39,14 +41,18 @@ static const struct table tables[] = {
 #ifdef CATTN_HAVE_AVX512_256
     {TABLE(avx512_256), CATTN_CPU_AVX512, 0, false},
 #ifdef CATTN_HAVE_AVX512_BF16
-    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0, false},
+    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0,
+     false},
 #endif
 #endif
 #ifdef CATTN_HAVE_AVX512
     {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
 #ifdef CATTN_HAVE_AVX512_BF16
-    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512,
-     false},
+    /* the instruction serves few rows, where conversions and memory count; FMAs multiply tiles */
+    {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16,
+     CATTN_CPU_SPLITS_512, false},
+    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16,
+     CATTN_CPU_SPLITS_512 | CATTN_CPU_SLOW_PAIRS, false},
 #endif
 #endif
 };
@@ -82,7 +88,7 @@ bool cattn_isa_keeps_arithmetic(int index) {
     bool kept = true;
     for (int dtype = CATTN_F32; dtype <= CATTN_F64; dtype++)
         kept &= tables[index].kernels[dtype]->keeps_arithmetic();
-    kept &= tables[index].bf16->keeps_arithmetic();
+    kept &= tables[index].bf16.tiles->keeps_arithmetic() && tables[index].bf16.few->keeps_arithmetic();
     cattn_fp_leave(saved);
     return kept;
 }
@@ -108,7 +114,7 @@ const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype) {
     return tables[atomic_load(&current)].kernels[dtype];
 }
 
-const struct cattn_kernels *cattn_bf16_kernels(void) { return tables[atomic_load(&current)].bf16; }
+struct cattn_kernel_pair cattn_bf16_kernels(void) { return tables[atomic_load(&current)].bf16; }
 
 int64_t cattn_block_keys(void) { return CATTN_BLOCK_KEYS; }
 int64_t cattn_chunk_keys(void) { return CATTN_CHUNK_KEYS; }

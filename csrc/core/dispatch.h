@@ -6,7 +6,11 @@
 #include "../kernels/kernels.h"
 
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype);
-/* The kernels of attention in float32 with products of bfloat16: the members of a forward pass. */
-const struct cattn_kernels *cattn_bf16_kernels(void);
+/* Two tables with equal lanes and tiles: for tiles, and for few rows, whose conversions and memory take the time. */
+struct cattn_kernel_pair {
+    const struct cattn_kernels *tiles, *few;
+};
+/* The kernels of float32 with products of bfloat16. A call asks once, because tests switch. */
+struct cattn_kernel_pair cattn_bf16_kernels(void);
 
 #endif

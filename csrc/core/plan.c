@@ -4,7 +4,6 @@
 #include <assert.h>
 
 #include "arena.h"
-#include "dispatch.h"
 #include "dropout_stream.h"
 
 /* Work is counted in multiply-adds. A call below this costs less than waking a thread or polling for Ctrl-C. */
@@ -23,8 +22,9 @@
 /* Bytes of partial results of the split path that may wait to be merged. */
 #define SPLIT_BUDGET ((size_t)512 << 10)
 
-const struct cattn_kernels *cattn_attention_kernels(const struct cattn_attention_params *p) {
-    return p->bf16_products ? cattn_bf16_kernels() : cattn_kernels_for(p->dtype);
+struct cattn_kernel_pair cattn_attention_kernels(const struct cattn_attention_params *p) {
+    const struct cattn_kernels *own = cattn_kernels_for(p->dtype);
+    return p->bf16_products ? cattn_bf16_kernels() : (struct cattn_kernel_pair){own, own};
 }
 
 double cattn_attention_work(const struct cattn_attention_params *p) {
@@ -215,6 +215,6 @@ int64_t cattn_plan_wave(const struct cattn_plan *plan, int64_t n_tasks, size_t p
 bool cattn_attention_path_fits(const struct cattn_attention_params *p) {
     if (p->path != CATTN_PATH_TINY || p->key_indices.data) /* each query chooses anew there */
         return true;
-    struct cattn_plan plan = cattn_plan(p, cattn_attention_kernels(p));
+    struct cattn_plan plan = cattn_plan(p, cattn_attention_kernels(p).tiles);
     return tiny_fits(&plan, p);
 }

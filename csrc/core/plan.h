@@ -15,6 +15,7 @@
 #include "../cattn.h"
 #include "../kernels/kernels.h"
 #include "../kernels/tangents.h"
+#include "dispatch.h"
 
 /* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is
  * faster than the thread's scratch. Threads may have stacks of only 64 KiB, of which a call should leave a quarter. */
@@ -35,7 +36,7 @@ struct cattn_plan {
 };
 
 /* The kernels of a forward pass, in the table in use. */
-const struct cattn_kernels *cattn_attention_kernels(const struct cattn_attention_params *params);
+struct cattn_kernel_pair cattn_attention_kernels(const struct cattn_attention_params *params);
 
 struct cattn_plan cattn_plan(const struct cattn_attention_params *params, const struct cattn_kernels *kernels);
 

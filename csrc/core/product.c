@@ -163,12 +163,13 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
     if (params->depth > MOST_TERMS)
         return CATTN_NO_MEMORY;
     struct product_job job = {.p = *params};
-    job.kernels = params->bf16_products ? cattn_bf16_kernels() : cattn_kernels_for(params->dtype);
     if (should_swap(params))
         swap_operands(&job.p);
     if ((double)params->n_batch * (double)params->n_a * (double)params->n_b * (double)params->depth < PARALLEL_WORK)
         job.p.num_threads = 1;
     cut(&job);
+    const struct cattn_kernel_pair pairs = cattn_bf16_kernels();
+    job.kernels = !params->bf16_products ? cattn_kernels_for(params->dtype) : job.few ? pairs.few : pairs.tiles;
     const int64_t n_tasks = params->n_batch * job.b_blocks * job.a_blocks;
     return cattn_parallel_for(n_tasks, job.p.num_threads, job.scratch_size, product_task, &job, &params->poll);
 }

@@ -82,7 +82,7 @@ static bool is_repeated(const struct cattn_attention_params *p, const struct cat
 
 static void round_rows(const struct cattn_matrix *from, const struct cattn_matrix *to, int64_t begin, int64_t end,
                        int64_t n_cols) {
-    const struct cattn_kernels *kernels = cattn_bf16_kernels();
+    const struct cattn_kernels *kernels = cattn_bf16_kernels().few;
     for (int64_t r = begin; r < end; r++)
         kernels->round_row(from, r, n_cols, (uint16_t *)(uintptr_t)to->first + r * to->row);
 }

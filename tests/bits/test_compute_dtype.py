@@ -349,8 +349,8 @@ def test_tables_name_the_same_kernels_elsewhere() -> None:
     x = np.random.default_rng(0).standard_normal((3, 200, 16)).astype(np.float32)
     usable = {entry["name"] for entry in cattn.show_config("dicts")["tables"] if entry["usable"]}
     for name in usable:
-        if name.endswith("_bf16"):
+        if "_bf16" in name:
             with table(name):
                 found = cattn.scaled_dot_product_attention(x, x, x)
-            with table(name.removesuffix("_bf16")):
+            with table(name.partition("_bf16")[0]):
                 assert_same_bits(found, cattn.scaled_dot_product_attention(x, x, x))
