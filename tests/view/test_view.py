@@ -280,6 +280,15 @@ def test_a_saved_page_is_one_file_with_everything(tmp_path: Path) -> None:
     assert "<title>other</title>" in path.read_text("utf-8")
 
 
+@pytest.mark.parametrize("name", ["x.png", "x.svg", "x.PDF", "x.npy", "x.html.gz"])
+def test_a_name_that_is_no_page_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: a view is a page, so its name must end in \.html; plot_attention"):
+        cattn.view_attention(ones(3, 3)).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    for page in ("x.html", "x.HTM", "x"):
+        cattn.view_attention(ones(3, 3)).save(tmp_path / page)
+
+
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     view = cattn.view_attention(ones(3, 3))
     with pytest.raises(OSError, match=r"nowhere.a\.html"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import ArrayLike
@@ -14,7 +12,7 @@ from numpy.typing import ArrayLike
 from .._input.names import with_hints
 from .._input.types import AttentionOutput, AttentionStatistics
 from .._plot import as_text
-from ..nn._files import FilePath, replacing
+from ..nn._files import FilePath, followed, replacing
 from ._contents import Statistics, Weights, WeightsOf
 from ._page import page, picture
 
@@ -94,11 +92,20 @@ class AttentionView:
         Parameters
         ----------
         path : str or os.PathLike
-            The file. An existing one is replaced when the new one is complete.
+            The file, whose name ends in .html. An existing one is replaced when the new one is complete.
         title : str, optional
             The title of the page. The view's own by default, or the name of the file.
+
+        Raises
+        ------
+        ValueError
+            The name has another ending, as of a picture.
         """
-        target = Path(os.path.realpath(path))
+        target = followed(path)
+        if target.suffix.lower() not in ("", ".htm", ".html"):
+            raise ValueError(
+                f"{target.name}: a view is a page, so its name must end in .html; plot_attention draws .png, .pdf, .svg"
+            )
         text = self.to_html(title or self._contents.info.get("heading") or target.stem)
         with replacing(target) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -72,6 +73,32 @@ def temporary_beside(target: Path) -> Path:
     return target.with_name(f".cattn-{secrets.token_hex(8)}{_TEMPORARY}")
 
 
+def new_temporary() -> Path:
+    """Create a temporary file that only its owner reads, of a name that nobody can foretell."""
+    handle, name = tempfile.mkstemp(prefix="cattn-", suffix=_TEMPORARY)
+    os.close(handle)
+    return Path(name)
+
+
+def remove(temporary: Path) -> None:
+    """Delete a temporary file if that is possible: Windows deletes none that is mapped."""
+    with contextlib.suppress(OSError):
+        temporary.unlink()
+
+
+def followed(path: FilePath) -> Path:
+    """Return the file that a link points to, which is replaced in place of the link.
+
+    As Linux does for open(), refuse a link that another user has laid in a directory where everybody may write.
+    """
+    if os.path.islink(path) and hasattr(os, "geteuid"):
+        folder = os.stat(os.path.dirname(os.path.abspath(path)))
+        everybody = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+        if everybody and os.lstat(path).st_uid not in (os.geteuid(), folder.st_uid):
+            raise PermissionError(errno.EACCES, "a link that another user has laid", str(path))
+    return Path(os.path.realpath(path))
+
+
 def create(temporary: Path, target: Path) -> None:
     """Create an empty file for what will replace the target. Until then only its owner reads what replaces a file."""
     mode = 0o600 if target.exists() else 0o666
@@ -108,8 +135,11 @@ def errors_name(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None and Path(error.filename).suffix != _TEMPORARY:
+        names = [name for name in (error.filename, error.filename2) if name is not None]
+        if names and not any(str(name).endswith(_TEMPORARY) for name in names):
             raise
+        if error.errno is None:  # not of the operating system, but of a library that raises OSError
+            raise OSError(f"{target}: {error}") from error
         raise OSError(error.errno, error.strerror or str(error), str(target)) from error
 
 
@@ -120,17 +150,21 @@ def replacing(target: Path) -> Iterator[Path]:
     A device or a pipe stays in its place and takes the contents.
     """
     special = target.exists() and not target.is_file() and not target.is_dir()
-    temporary = temporary_beside(Path(tempfile.gettempdir(), target.name) if special else target)
+    temporary = None
     try:
         with errors_name(target):
-            create(temporary, target)
+            if special:
+                temporary = new_temporary()
+            else:
+                create(temporary := temporary_beside(target), target)
             yield temporary
             if special:
                 target.write_bytes(temporary.read_bytes())
             else:
                 replace(temporary, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            remove(temporary)
 
 
 def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
@@ -147,7 +181,7 @@ def write_arrays(stream: Any, suffix: str, arrays: Mapping[str, Array]) -> None:
 
 def save_arrays(path: FilePath, arrays: Mapping[str, Array]) -> None:
     """Write arrays to path. An existing file is replaced only when the new one is complete."""
-    target = Path(os.path.realpath(path))  # replace the file that a link points to, not the link
+    target = followed(path)
     suffix = _suffix(target)
     with replacing(target) as temporary, open(temporary, "wb") as stream:
         write_arrays(stream, suffix, arrays)
@@ -169,15 +203,18 @@ def load_arrays(path: FilePath) -> dict[str, Array]:
 
 @contextlib.contextmanager
 def open_npz(
-    source: Path, explain: Callable[[Exception], Exception]
+    source: Path, explain: Callable[[Exception], Exception], shown: str | None = None
 ) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Yield the names of a file's arrays, and a function that reads one of them. `explain` makes the error to raise."""
+    """Yield the names of a file's arrays, and a function that reads one of them.
+
+    `explain` makes the error to raise; `shown` is the name of the file in messages.
+    """
 
     def read(name: str) -> Array:
         array = archive[name]
         if not isinstance(array, np.ndarray):  # NumPy returns the bytes of a member without its magic number
             raise ValueError(f"{name} is not in the .npy format")
-        return refuse_lost_dtype(array, f"{source}: {name}")
+        return refuse_lost_dtype(array, f"{shown or source}: {name}")
 
     with open(source, "rb") as stream:
         try:
@@ -202,8 +239,8 @@ def show_damage(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
-    """Yield the names of a file's arrays, and a function that reads one of them."""
+def open_safetensors(source: Path, shown: str | None = None) -> Iterator[tuple[list[str], Callable[[str], Array]]]:
+    """Yield the names of a file's arrays, and a function that reads one of them; `shown` is its name in messages."""
     package = safetensors_package()
     with open(source, "rb"):  # Python's own error for a missing file has its name
         pass
@@ -214,7 +251,7 @@ def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], 
         except (AttributeError, TypeError) as error:
             dtype = archive.get_slice(name).get_dtype()
             raise ValueError(
-                f"{printable(f'{source}: {name}')} is of type {dtype}, which NumPy does not have "
+                f"{printable(f'{shown or source}: {name}')} is of type {dtype}, which NumPy does not have "
                 "(bfloat16: pip install 'cattn[bf16]')"
             ) from error
         return array
@@ -222,6 +259,6 @@ def open_safetensors(source: Path) -> Iterator[tuple[list[str], Callable[[str], 
     try:
         archive = package.safe_open(source, framework="np")
     except Exception as error:  # the package's own exception type moved between its versions
-        raise ValueError(printable(f"{source} is no .safetensors file, or damaged: {error}")) from error
+        raise ValueError(printable(f"{shown or source} is no .safetensors file, or damaged: {error}")) from error
     with archive:
         yield list(archive.keys()), read
