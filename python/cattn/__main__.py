@@ -6,19 +6,34 @@ Exit codes: 0 done, 1 a failure while running (disk, memory), 2 bad arguments or
 import argparse
 import contextlib
 import errno
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import cattn
 from cattn._cli import attend, example, info, machine, plot, statistics, view, walk
-from cattn._cli.files import InputError
+from cattn._cli.files import STDOUT, InputError, mark_pipes, number_pipes
 from cattn._cli.messages import finish, tell
+from cattn.nn._files import errors_name
 
 COMMANDS = {"example": example, "attend": attend, "view": view, "statistics": statistics, "plot": plot}
 
 
+# What argparse takes for the value of an option although it begins with a minus: a number, or several with commas.
+_NEGATIVE = re.compile(r"-(\.?\d.*|inf(inity)?|nan)", re.IGNORECASE)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose options take negative numbers in every spelling that float and int read; so do subparsers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = _NEGATIVE
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cattn",
         description="Causal attention for NumPy arrays. Without a command: a walk through it on a six-token sentence.",
     )
@@ -47,12 +62,13 @@ def _parser() -> argparse.ArgumentParser:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Input files may stand on both sides of an option, which argparse alone does not allow."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(mark_pipes(arguments))
     if options.command == "attend":
         options.inputs += [argument for argument in rest if argument == "-" or not argument.startswith("-")]
         rest = [argument for argument in rest if argument not in options.inputs]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_close(rest, parser, options.command)}")
+    number_pipes(options, getattr(COMMANDS.get(options.command), "INPUTS", ()))
     return options
 
 
@@ -73,7 +89,10 @@ def _close(rest: Sequence[str], parser: argparse.ArgumentParser, command: str | 
 def _is_closed_pipe(error: BaseException) -> bool:
     """Return whether the reader of the output is gone. The C library of Windows calls that an invalid argument."""
     return isinstance(error, BrokenPipeError) or (
-        sys.platform == "win32" and isinstance(error, OSError) and (error.errno, error.filename) == (errno.EINVAL, None)
+        sys.platform == "win32"
+        and isinstance(error, OSError)
+        and error.errno == errno.EINVAL
+        and error.filename in (None, str(STDOUT))
     )
 
 
@@ -85,10 +104,12 @@ def _run(arguments: Sequence[str]) -> int:
     if options.command in COMMANDS:
         COMMANDS[options.command].run(options)
     elif options.command == "info":
-        info.run()
+        with errors_name(STDOUT):
+            info.run()
     else:
-        walk.run()
-        print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
+        with errors_name(STDOUT):
+            walk.run()
+            print(machine.measure(), walk.NEXT, sep="\n\n", flush=True)
     return 0
 
 

@@ -206,7 +206,7 @@ def test_a_dtype_that_a_file_has_lost_is_not_called_a_wrong_number(
         ("info 2>&-", 0, ""),
         ("info | true", 1, ""),
         ("--help | true", 1, ""),
-        ("info > /dev/full", 1, "cattn: error: [Errno 28] No space left on device"),
+        ("info > /dev/full", 1, "cattn: error: [Errno 28] No space left on device: 'standard output'"),
         ("attend q.npy q.npy q.npy -o o.npy >&- 2>&-", 0, ""),
         ("attend nothing.npy q.npy q.npy -o o.npy 2>&-", 2, ""),
         ("attend nothing.npy q.npy q.npy -o o.npy 2>&1 >&- | true", 2, ""),

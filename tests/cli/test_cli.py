@@ -261,7 +261,7 @@ BAD_INPUTS = {
     "missing": (lambda: os.remove("k.npy"), [], "k.npy: No such file"),
     "directory": (lambda: (os.remove("k.npy"), os.mkdir("k.npy")), [], "k.npy: Is a directory"),
     "text": (lambda: Path("k.npy").write_text("hello there"), [], "k.npy is neither a .npy nor a .npz"),
-    "empty": (lambda: Path("k.npy").write_bytes(b""), [], "k.npy is neither a .npy nor a .npz"),
+    "empty": (lambda: Path("k.npy").write_bytes(b""), [], "k.npy is empty"),
     "objects": (write_object_array, [], "k.npy holds Python objects"),
     "truncated": (lambda: damage("k.npy", 0.9), [], "k.npy is truncated or damaged"),
     "truncated header": (lambda: damage("k.npy", 0.1), [], "k.npy is truncated or damaged"),

@@ -1,9 +1,11 @@
 """The files of ``python -m cattn attend``: formats, dtypes, names that cannot be written, a closed output stream."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -171,6 +173,84 @@ def test_attend_takes_files_on_both_sides_of_an_option(folder: Path, capsys: pyt
     assert_same_bits(np.load("out.npy"), cattn.causal_attention(q, k, v))
     assert main(["attend", "q.npy", "--bogus", "k.npy", "v.npy", "-o", "out.npy"]) == 2
     assert "unrecognized arguments: --bogus" in capsys.readouterr().err
+
+
+WRITES = {
+    "attend": ["attend", "q.npy", "k.npy", "v.npy", "-o", "{}/out.npy"],
+    "attend to an archive": ["attend", "q.npy", "k.npy", "v.npy", "-o", "{}/out.npz"],
+    "view": ["view", "w.npy", "-o", "{}/out.html"],
+    "plot": ["plot", "w.npy", "-o", "{}/out.png"],
+    "statistics": ["statistics", "q.npy", "k.npy", "-o", "{}/out.npz", "--quiet"],
+    "example": ["example", "{}"],
+}
+
+
+@pytest.mark.parametrize("place", ["read-only", "no permission"])
+@pytest.mark.parametrize("words", WRITES.values(), ids=WRITES)
+def test_a_place_where_nothing_can_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], place: str
+) -> None:
+    """A read-only file system also refuses to delete the temporary file that it did not let be made."""
+    if words[0] == "plot":
+        pytest.importorskip("matplotlib")
+    save((5, 4), (6, 4), (6, 3))
+    np.save("w.npy", np.full((5, 6), 1 / 6))
+    os.mkdir("place")
+    error = (
+        OSError(errno.EROFS, os.strerror(errno.EROFS)) if place == "read-only" else PermissionError(13, "Permission")
+    )
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        if ".part" in str(path):
+            raise type(error)(error.errno, error.strerror, str(path))
+        raise AssertionError(path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    if place == "read-only":
+        monkeypatch.setattr(os, "unlink", refuse)
+        monkeypatch.setattr(Path, "unlink", refuse)
+    assert main([word.format("place") for word in words]) == 1
+    message = capsys.readouterr().err
+    assert os.path.join("place", "out." if words[0] != "example" else "q.npy") in message
+    assert ".part" not in message
+    assert os.listdir("place") == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize(
+    "words",
+    [["attend", "q.npy", "k.npy", "v.npy", "-o", "-"], ["view", "w.npy", "-o", "-"], ["plot", "w.npy", "-o", "-"],
+     ["statistics", "q.npy", "k.npy"], ["info"], []],
+)  # fmt: skip
+def test_a_standard_output_without_room_is_named(folder: Path, words: list[str]) -> None:
+    if "plot" in words:
+        pytest.importorskip("matplotlib")
+    save((5, 4), (6, 4), (6, 3))
+    np.save("w.npy", np.full((5, 6), 1 / 6))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cattn", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1
+    assert "No space left on device: 'standard output'" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a link away")
+def test_no_link_of_another_user_is_followed_where_everybody_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save((5, 4), (6, 4), (6, 3))
+    Path("precious.npy").write_text("precious")
+    (folder / "shared").mkdir()
+    os.chmod("shared", 0o1777)
+    os.symlink(folder / "precious.npy", "shared/out.npy")
+    os.chown("shared/out.npy", 12345, -1, follow_symlinks=False)
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "shared/out.npy"]) == 1
+    assert "a link that another user has laid: 'shared/out.npy'" in capsys.readouterr().err
+    os.chown("shared/out.npy", 0, -1, follow_symlinks=False)
+    assert Path("precious.npy").read_text() == "precious"
+    assert main(["attend", "q.npy", "k.npy", "v.npy", "-o", "shared/out.npy"]) == 0
+    assert np.load("precious.npy").shape == (5, 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")

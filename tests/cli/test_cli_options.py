@@ -127,6 +127,49 @@ def test_one_archive_holds_all_arrays_and_scales(folder: Path) -> None:
     np.testing.assert_array_equal(np.load("out.npy"), np.full((3, 4), 0.25, np.float32))
 
 
+@pytest.mark.parametrize("number", ["-1e-3", "-.5", "-1", "-2.", "-1_0", "-1E+2"])
+def test_a_negative_number_may_follow_its_option(folder: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
+    q, k, v = save(*FLAT)
+    for words in (["--scale", number], [f"--scale={number}"], ["--sc", number]):
+        assert attend_files(*words) == 0
+        expected = cattn.scaled_dot_product_attention(q, k, v, scale=float(number))
+        np.testing.assert_array_equal(np.load("out.npy"), expected)
+    capsys.readouterr()
+    for command, option, says in (
+        ("attend", "--softcap", "softcap"),
+        ("attend", "--dropout", r"--dropout must be in"),
+        ("statistics", "--softcap", "softcap"),
+    ):  # fmt: skip
+        files = ["q.npy", "k.npy"] if command == "statistics" else ["q.npy", "k.npy", "v.npy", "-o", "out.npy"]
+        assert main([command, *files, option, number]) == 2
+        assert re.search(f"{says}.*got {re.escape(str(float(number)))}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--scale", "-inf"], "scale must be finite, got -inf"),
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--scale", "-nan"], "scale must be finite, got nan"),
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--lengths", "-1,2,3"], "_lengths must be .* got -1"),
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--starts", "-1,2,3"], "_starts must be .* got -1"),
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--seed", "-5", "--dropout", ".1"], "--seed .* got -5"),
+        (["attend", "q.npy", "k.npy", "v.npy", "-o", "o.npy", "--threads", "-2"], "--threads .* got -2"),
+        (["statistics", "q.npy", "k.npy", "--top-k", "-3"], "top_k must be at least 0, got -3"),
+        (["plot", "q.npy", "-o", "o.png", "--heads", "-1,2"], "--heads must be .* got -1,2"),
+        (["plot", "q.npy", "-o", "o.png", "--dpi", "-5"], "--dpi must be .* got -5"),
+        (["view", "q.npy", "-o", "o.html", "--entry", "-1"], "--entry must be .* got -1"),
+    ],
+)
+def test_a_negative_number_that_is_refused_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    if words[0] == "plot":
+        pytest.importorskip("matplotlib")
+    save(*HEADS)
+    assert main(words) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
 def test_a_window_that_is_ambiguous_warns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(*HEADS)
     assert attend_files("--window", "4", "2") == 0

@@ -37,6 +37,7 @@ Attention of the arrays in .npy (memory-mapped), .npz or .safetensors files:
   cattn attend a.npz:queries b.npz:keys v.npy -o out.npy
   cattn attend qkv.npz -o out.npy --causal --window 255 0 --lengths 512,300
   cattn attend - -o - --causal < qkv.npz > out.npy      (- is standard input or output; one output can go there)
+  cat q.npy k.npy | cattn attend - - v.npy -o out.npy   (each - takes the next array of the pipe)
 
 Shapes are as in cattn.scaled_dot_product_attention: (..., T_q, D), (..., T_k, D), (..., T_k, D_v), from four
 dimensions on with heads on axis -3. Results are written to a temporary file next to the target and renamed when they
@@ -46,6 +47,7 @@ with --force."""
 # The arguments are collected at run time, which the overloads of the function do not allow.
 _attention: Callable[..., Any] = cattn.scaled_dot_product_attention
 
+INPUTS = ("inputs", "mask", "bias", "sinks", "key_scale", "value_scale", "lengths", "query_lengths", "starts")
 ALIGNMENTS = ("upper_left", "lower_right")
 SLICE_SECONDS = 0.25
 FIRST_SLICE = 2e8  # multiply-adds of the first slice, when the speed is not known yet

@@ -1,20 +1,22 @@
 """Arrays from .npy, .npz and .safetensors files; results written next to their target and renamed into place."""
 
+import argparse
 import atexit
 import contextlib
 import errno
-import functools
+import io
+import math
 import os
 import shutil
 import stat
 import sys
-import tempfile
 import traceback
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,14 @@ from numpy.typing import NDArray
 from cattn.nn._files import (
     create,
     errors_name,
+    followed,
     loses_dtype,
     needs_pickle,
+    new_temporary,
     open_npz,
     open_safetensors,
     refuse_lost_dtype,
+    remove,
     replace,
     safetensors_package,
     show_damage,
@@ -44,24 +49,153 @@ class InputError(Exception):
 
 
 PIPE = "-"  # standard input, or standard output
+STDIN, STDOUT = Path("standard input"), Path("standard output")  # the names in messages
+_NPY = b"\x93NUMPY"
 
 
-@functools.cache
-def _standard_input() -> Path:
-    """Copy what comes through the pipe to a temporary file, once, so that it can be mapped and read again."""
-    stream = getattr(sys.stdin, "buffer", None)
-    if stream is None or sys.stdin.isatty():
-        raise InputError("-: standard input is not a pipe")
-    handle, name = tempfile.mkstemp(prefix="cattn-")
-    atexit.register(_forget, Path(name))
-    with open(handle, "wb") as copy:
-        shutil.copyfileobj(stream, copy)
-    return Path(name)
+class Dash(str):
+    """A - of a command line, with its place in it."""
+
+    def __new__(cls, place: int) -> "Dash":
+        self = super().__new__(cls, PIPE)
+        self.place = place
+        return self
+
+    place: int
 
 
-def _forget(file: Path) -> None:
-    with contextlib.suppress(OSError):  # Windows deletes no file that is mapped
-        file.unlink(missing_ok=True)
+class Piped(str):
+    """A - that is an input: the file of this number in the pipe. Messages name standard input."""
+
+    def __new__(cls, pipe: "_Pipe", number: int) -> "Piped":
+        self = super().__new__(cls, PIPE)
+        self.pipe, self.number = pipe, number
+        return self
+
+    pipe: "_Pipe"
+    number: int
+
+    def __str__(self) -> str:
+        return str(STDIN)
+
+
+class _Pipe:
+    """What comes through standard input: arrays in the .npy format, one after the other, or one archive.
+
+    Each becomes a temporary file, which can be mapped and read again. `uses` is the number of inputs that are -.
+    """
+
+    def __init__(self, uses: int) -> None:
+        self.uses = uses
+        self._files: list[Path] = []
+        self._stream: BinaryIO | None = None
+
+    def file(self, number: int) -> Path:
+        """Return the temporary file for the input of this number. The pipe must end with the last one."""
+        if not self._files:
+            self._stream = getattr(sys.stdin, "buffer", None)
+            if self._stream is None or self._stream.isatty():
+                raise InputError("-: standard input is not a pipe")
+            if not self._copy(b""):
+                raise InputError("standard input is empty")
+        kind = _kind(_Source(self._files[0], str(STDIN)))
+        if kind == ".npz" and not _is_one_zip(self._files[0]):
+            raise InputError("standard input goes on after an archive: give one archive, or .npy arrays")
+        if kind != ".npy":  # an archive has names for all inputs
+            return self._files[0]
+        while len(self._files) < self.uses and self._copy(_NPY):
+            pass
+        arrays = f"{len(self._files)} array{'s'[: len(self._files) - 1]}"
+        if len(self._files) < self.uses:
+            raise InputError(f"standard input ends after {arrays}, but {self.uses} inputs are -")
+        if self._stream is not None and self._stream.read(1):
+            raise InputError(f"standard input goes on after {arrays}: give - as often as there are arrays in it")
+        self._stream = None
+        return self._files[number]
+
+    def _copy(self, magic: bytes) -> bool:
+        """Copy one .npy array, or all of anything else, to a temporary file; False where nothing is left."""
+        assert self._stream is not None
+        with errors_name(STDIN):
+            start = self._stream.read(8)
+            if not start:
+                return False
+            if not start.startswith(magic):
+                raise InputError(f"standard input goes on after array {len(self._files)} with another kind of file")
+            self._files.append(new_temporary())
+            atexit.register(remove, self._files[-1])  # not before: it is mapped
+            with open(self._files[-1], "wb") as copy:
+                copy.write(start)
+                left = _copy_header(self._stream, copy, start) if start.startswith(_NPY) else None
+                if left is None:
+                    shutil.copyfileobj(self._stream, copy)
+                while left and (block := self._stream.read(min(left, 1 << 20))):
+                    copy.write(block)
+                    left -= len(block)
+        return True
+
+
+def _copy_header(stream: BinaryIO, copy: BinaryIO, start: bytes) -> int | None:
+    """Copy the header of a .npy array; return the bytes of its numbers, None where the header does not tell."""
+    size = stream.read(2 if start[6] == 1 else 4)
+    header = stream.read(int.from_bytes(size, "little"))
+    copy.write(size + header)
+    read = np.lib.format.read_array_header_1_0 if start[6] == 1 else np.lib.format.read_array_header_2_0
+    try:
+        shape, _, dtype = read(io.BytesIO(size + header))
+    except Exception:  # NumPy raises many types for damaged headers: `load` reports them
+        return None
+    return None if dtype.hasobject or min(shape, default=0) < 0 else math.prod(shape) * dtype.itemsize
+
+
+def _is_one_zip(file: Path) -> bool:
+    """Return whether nothing comes before the first member of a zip file and after its end: zipfile ignores that."""
+    try:
+        with zipfile.ZipFile(file) as archive, open(file, "rb") as stream:
+            begins = min((member.header_offset for member in archive.infolist()), default=0)
+            end = 22 + len(archive.comment)
+            stream.seek(-end, os.SEEK_END)
+            return begins == 0 and stream.read(4) == b"PK\x05\x06"
+    except (zipfile.BadZipFile, OSError):  # `load` reports the damage
+        return True
+
+
+def mark_pipes(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line with each - as a `Dash`, which argparse passes on; --option=- as two."""
+    result: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if equals and value == PIPE and option.startswith("--"):
+            result.append(option)
+            argument = value
+        result.append(Dash(len(result)) if argument == PIPE else argument)
+    return result
+
+
+def number_pipes(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Let each - among these options be one file of the pipe, in the order of the command line."""
+    given = [value for name in names for value in _listed(getattr(options, name)) if isinstance(value, Dash)]
+    places = sorted(dash.place for dash in given)
+    pipe = _Pipe(len(places))
+
+    def piped(value: Any) -> Any:
+        return Piped(pipe, places.index(value.place)) if isinstance(value, Dash) else value
+
+    for name in names:
+        value = getattr(options, name)
+        setattr(options, name, [*map(piped, value)] if isinstance(value, list) else piped(value))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+class _Source(NamedTuple):
+    """A file to read, its name in messages, and the name of the array in it that the user gave."""
+
+    path: Path
+    shown: str
+    member: str | None = None
 
 
 def load(spec: str, name: str) -> Array:
@@ -70,36 +204,41 @@ def load(spec: str, name: str) -> Array:
     Without a name that is the member `name`, its short form, or the only member. ``.safetensors`` files are like
     ``.npz``. An array of a .npy file is memory-mapped, read-only. Nothing is ever unpickled.
     """
-    file, member = _split(spec)
-    if _kind(file) in ARCHIVES:
-        return _read(file, [name], member)[0]
-    if member is not None:
-        raise InputError(f"{file} is a single array, so {spec!r} cannot name one in it")
+    source = _split(spec)
+    if _kind(source) in ARCHIVES:
+        return _read(source, [name])[0]
+    if source.member is not None:
+        raise InputError(f"{source.shown} is a single array, so {spec!r} cannot name one in it")
     try:
-        array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        array = np.asarray(np.load(source.path, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # NumPy's parser of headers raises many types for damaged files
-        raise _damage(file, error) from error
+        raise _damage(source, error) from error
     try:
-        return refuse_lost_dtype(array, str(file))
+        return refuse_lost_dtype(array, source.shown)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 def load_members(spec: str, names: Sequence[str]) -> list[Array]:
     """Read the named arrays of a .npz or .safetensors file, under these names or their short forms."""
-    file = _standard_input() if spec == PIPE else Path(spec)
-    if _kind(file) not in ARCHIVES:
+    source = _Source(Path(spec), spec) if not isinstance(spec, Piped) else _split(spec)
+    if _kind(source) not in ARCHIVES:
         raise InputError(
-            f"{spec} is a single array; give query, key and value, or a .npz or .safetensors file that holds all three"
+            f"{source.shown} is a single array; give {', '.join(names[:-1])} and {names[-1]}, or a .npz or "
+            f".safetensors file that holds {'both' if len(names) == 2 else 'all three'}"
         )
-    return _read(file, names, None)
+    return _read(source, names)
 
 
-def _read(file: Path, names: Sequence[str], member: str | None) -> list[Array]:
-    """Read arrays of an archive; `member` is the name that the user gave for the only one."""
+def _read(source: _Source, names: Sequence[str]) -> list[Array]:
+    """Read arrays of an archive."""
+    path, shown, member = source
     try:
-        safetensors = _kind(file) == ".safetensors"
-        with open_safetensors(file) if safetensors else open_npz(file, partial(_damage, file)) as (present, read):
+        if _kind(source) == ".safetensors":
+            archive = open_safetensors(path, shown)
+        else:
+            archive = open_npz(path, partial(_damage, source), shown)
+        with archive as (present, read):
             if member is not None:
                 chosen = [member]
             elif len(names) == len(present) == 1:
@@ -111,52 +250,57 @@ def _read(file: Path, names: Sequence[str], member: str | None) -> list[Array]:
                 return [read(name) for name in chosen]
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from error
-    text = f"{file} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}"
+    text = f"{shown} has no array {', '.join(missing)}; it has {', '.join(present) or 'none'}"
     if member is None and present:
-        example = " ".join(f"{file}:{name}" for name in (present if len(present) == len(names) else ["NAME"]))
+        example = " ".join(f"{shown}:{name}" for name in (present if len(present) == len(names) else ["NAME"]))
         short = f", or {', '.join(SHORT[name] for name in names)}" if all(name in SHORT for name in names) else ""
-        text += f". Name arrays {', '.join(names)}{short}; or say which array to read: {example}"
+        text += f". Name arrays {', '.join(names)}{short}"
+        text += "" if shown == str(STDIN) else f"; or say which array to read: {example}"
     raise InputError(text)
 
 
-def _split(spec: str) -> tuple[Path, str | None]:
-    """Split ``file.npz:name``. A pipe becomes a temporary file."""
-    if spec == PIPE:
-        return _standard_input(), None
+def _split(spec: str) -> _Source:
+    """Split ``file.npz:name``. A - is a file of the pipe."""
+    if isinstance(spec, Piped):
+        return _Source(spec.pipe.file(spec.number), str(STDIN))
     for suffix in ARCHIVES:
         stem, colon, member = spec.rpartition(f"{suffix}:")
         if colon:
-            return Path(stem + suffix), member
-    return Path(spec), None
+            return _Source(Path(stem + suffix), stem + suffix, member)
+    return _Source(Path(spec), spec)
 
 
-def _kind(file: Path) -> str:
+def _kind(source: _Source) -> str:
     """Return the format of a file, by its content. Refuse all other formats."""
+    file, shown = source.path, source.shown
     try:
         mode = os.stat(file).st_mode
         if stat.S_ISDIR(mode):  # Windows calls that a lack of permission
-            raise InputError(f"{file}: {os.strerror(errno.EISDIR)}")
+            raise InputError(f"{shown}: {os.strerror(errno.EISDIR)}")
         if not stat.S_ISREG(mode):  # a pipe can be read only once, and not be mapped
-            raise InputError(f"{file} is not a regular file: give a file, not a pipe or a device")
+            raise InputError(f"{shown} is not a regular file: give a file, or - for standard input")
         with open(file, "rb") as stream:
             start = stream.read(9)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         # the text of the C library, since Windows writes in the user's language
-        raise InputError(f"{file}: {os.strerror(error.errno) if error.errno else error}") from error
-    if start.startswith(b"\x93NUMPY"):
+        number = getattr(error, "errno", None)
+        raise InputError(f"{shown}: {os.strerror(number) if number else error}") from error
+    if start.startswith(_NPY):
         return ".npy"
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return ".npz"
     if start[8:] == b"{":  # after eight bytes with the length of the header
         return ".safetensors"
-    raise InputError(f"{file} is neither a .npy nor a .npz nor a .safetensors file")
+    raise InputError(f"{shown} is {'neither a .npy nor a .npz nor a .safetensors file' if start else 'empty'}")
 
 
-def _damage(file: Path, error: Exception) -> InputError:
+def _damage(source: _Source, error: Exception) -> InputError:
     """Return the error to raise for an error of NumPy's."""
     if needs_pickle(error):
-        return InputError(f"{file} holds Python objects, which only unpickling could read; cattn never does that")
-    return InputError(f"{file} is truncated or damaged ({show_damage(error)})")
+        return InputError(
+            f"{source.shown} holds Python objects, which only unpickling could read; cattn never does that"
+        )
+    return InputError(f"{source.shown} is truncated or damaged ({show_damage(error)})")
 
 
 class Output:
@@ -171,31 +315,33 @@ class Output:
         if not target:
             raise InputError(f"{self.option} must name a file, got ''")
         self.piped = target == PIPE
-        if self.piped:
-            target = os.path.join(tempfile.gettempdir(), f"cattn-{os.getpid()}.npy")  # an .npy file goes down the pipe
-        self.target = Path(os.path.realpath(target))  # replace the file that a link points to, not the link
+        self.target = STDOUT if self.piped else followed(target)
         self.name = name
         self.array: Array | None = None
         self._flush: Callable[[], None] | None = None
-        if self.target.suffix not in (".npy", *ARCHIVES):
+        self._suffix = ".npy" if self.piped else self.target.suffix  # an .npy file goes down the pipe
+        if self._suffix not in (".npy", *ARCHIVES):
             raise InputError(f"{target}: output files end in .npy, .npz or .safetensors")
-        if self.target.is_dir() or not self.target.parent.is_dir():
+        if not self.piped and (self.target.is_dir() or not self.target.parent.is_dir()):
             raise InputError(f"{target}: there is no such directory, or the name is a directory's")
-        if self.target.suffix == ".safetensors":
+        if self._suffix == ".safetensors":
             try:
                 safetensors_package()
             except ImportError as error:
                 raise InputError(str(error)) from error
-        self._temporary = temporary_beside(self.target)
+        self._temporary = None if self.piped else temporary_beside(self.target)
         self._former: Path | None = None  # the file that `replace` replaced
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Create the temporary file and return its array, to be filled in."""
         self._dtype = dtype
-        if loses_dtype(dtype) and self.target.suffix != ".safetensors":
-            raise InputError(f"{self.target}: {self.target.suffix} files cannot hold {dtype}, .safetensors files can")
+        if loses_dtype(dtype) and self._suffix != ".safetensors":
+            raise InputError(f"{self.target}: {self._suffix} files cannot hold {dtype}, .safetensors files can")
         with errors_name(self.target):
-            create(self._temporary, self.target)
+            if self._temporary is None:
+                self._temporary = new_temporary()
+            else:
+                create(self._temporary, self.target)
             if 0 in shape:  # an empty array cannot be mapped
                 self.array = np.empty(shape, dtype)
                 with open(self._temporary, "wb") as stream:  # numpy.save would add .npy to the name
@@ -215,13 +361,14 @@ class Output:
             if self._flush is not None:
                 self._flush()
             self.array = self._flush = None
-            if self.target.suffix in ARCHIVES:
+            if self._suffix in ARCHIVES:
+                assert self._temporary is not None
                 mapped, self._temporary = self._temporary, temporary_beside(self.target)
                 try:
                     create(self._temporary, self.target)
                     with open(self._temporary, "wb") as stream:
                         write_arrays(
-                            stream, self.target.suffix, {self.name: np.load(mapped, mmap_mode="r").view(self._dtype)}
+                            stream, self._suffix, {self.name: np.load(mapped, mmap_mode="r").view(self._dtype)}
                         )
                 except BaseException as error:
                     _unlink(mapped, error)
@@ -230,12 +377,13 @@ class Output:
 
     def replace(self, *, revocable: bool) -> None:
         """Put the finished file in its place. If revocable, `restore` can undo it."""
-        if self.piped:
-            with open(self._temporary, "rb") as stream:
-                shutil.copyfileobj(stream, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-            return
+        assert self._temporary is not None
         with errors_name(self.target):
+            if self.piped:
+                with open(self._temporary, "rb") as stream:
+                    shutil.copyfileobj(stream, sys.stdout.buffer)
+                sys.stdout.buffer.flush()
+                return
             if revocable and self.target.exists():
                 former = temporary_beside(self.target)
                 try:
@@ -249,9 +397,7 @@ class Output:
         """Undo `replace`, which may have failed."""
         if self._former is not None:
             os.replace(self._former, self.target)
-        elif self.piped:
-            return
-        elif not self._temporary.exists():
+        elif not self.piped and self._temporary is not None and not self._temporary.exists():
             self.target.unlink(missing_ok=True)
 
     def __enter__(self) -> "Output":
@@ -262,24 +408,26 @@ class Output:
     ) -> None:
         self.array = self._flush = None
         _unlink(self._temporary, error)
-        if self._former is not None:
-            self._former.unlink(missing_ok=True)
+        _unlink(self._former)
 
 
-def _unlink(file: Path, error: BaseException | None = None) -> None:
+def _unlink(file: Path | None, error: BaseException | None = None) -> None:
     """Delete a temporary file, also while an error is handled.
 
     Windows does not delete a file that is mapped: the frames that have ended with the error must drop their arrays.
     """
     if error is not None:
         traceback.clear_frames(error.__traceback__)
-    file.unlink(missing_ok=True)
+    if file is not None:
+        remove(file)
 
 
 def refuse_inputs(option: str, target: Path, inputs: Mapping[str, str]) -> None:
     """Refuse a target that is one of the input files; `inputs` has the name of each argument and its file."""
     for name, spec in inputs.items():
-        file, _ = _split(spec)
+        if isinstance(spec, Piped):  # a temporary file
+            continue
+        file = _split(spec).path
         if target.exists() and file.exists() and target.samefile(file):
             raise InputError(
                 f"{option}: {target.name} is the input file of {name}; write to another file, or replace it by --force"

@@ -4,9 +4,10 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
-from cattn.nn._files import printable
+from cattn.nn._files import errors_name, printable
 
 
 def encodable(text: str) -> str:
@@ -20,7 +21,8 @@ def finish(stream: TextIO | None) -> None:
     if stream is None or stream.closed:
         return
     try:
-        stream.flush()
+        with errors_name(Path("standard output")):
+            stream.flush()
     except OSError:
         with contextlib.suppress(OSError):
             stream.close()

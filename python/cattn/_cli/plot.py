@@ -5,11 +5,11 @@ import sys
 from typing import Any
 
 import cattn
-from cattn._cli.files import PIPE, Array, InputError, load, refuse_inputs
+from cattn._cli.files import PIPE, STDOUT, Array, InputError, load, refuse_inputs
 from cattn._cli.messages import plain_warnings, say
 from cattn._cli.weights import add_entry, add_tokens, choose_entry, target_of, tokens_of
 from cattn._plot import as_text
-from cattn.nn._files import replacing
+from cattn.nn._files import errors_name, replacing
 
 DESCRIPTION = """\
 Heat maps of attention weights in a .npy, .npz or .safetensors file. Needs pip install 'cattn[plot]'.
@@ -20,6 +20,7 @@ Heat maps of attention weights in a .npy, .npz or .safetensors file. Needs pip i
 
 Weights have the shape (T_q, T_k), (H, T_q, T_k) with a panel for each head, or more batch dimensions before the heads,
 from which --entry chooses. An archive holds them as "weights", as its only array, or as FILE:NAME."""
+INPUTS = ("weights",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,8 @@ def run(options: argparse.Namespace) -> None:
             if title:
                 figure.suptitle(as_text(title), parse_math=False)
             if options.output == PIPE:
-                figure.savefig(sys.stdout.buffer, format=kind, dpi=options.dpi)
+                with errors_name(STDOUT):
+                    figure.savefig(sys.stdout.buffer, format=kind, dpi=options.dpi)
                 return
             with replacing(target) as temporary, open(temporary, "wb") as stream:
                 figure.savefig(stream, format=kind, dpi=options.dpi)

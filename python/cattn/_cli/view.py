@@ -5,9 +5,10 @@ import sys
 from typing import Any
 
 import cattn
-from cattn._cli.files import PIPE, InputError, load, refuse_inputs
+from cattn._cli.files import PIPE, STDOUT, InputError, load, refuse_inputs
 from cattn._cli.messages import plain_warnings, say
 from cattn._cli.weights import add_entry, add_tokens, choose_entry, target_of, tokens_of
+from cattn.nn._files import errors_name
 
 DESCRIPTION = """\
 Attention weights in a .npy, .npz or .safetensors file as a page to look at with pointer and keyboard: one file of HTML
@@ -19,6 +20,7 @@ that fetches nothing. Needs no other package.
 
 Weights have the shape (T_q, T_k), (H, T_q, T_k), or more batch dimensions before the heads, from which --entry chooses.
 With --layers the first of four dimensions are the layers of one text."""
+INPUTS = ("weights",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write(view: Any, options: argparse.Namespace) -> bool:
     """Write the page to the file of --output, or to standard output; return whether a closing line may follow."""
     if options.output == PIPE:
-        sys.stdout.write(view.to_html())
+        with errors_name(STDOUT):
+            sys.stdout.write(view.to_html())
         return False
     view.save(options.output)
     return not options.quiet

@@ -1,10 +1,10 @@
 """What the commands that show weights have in common: the tokens, and the entry of the batch."""
 
 import argparse
-import os
 from pathlib import Path
 
 from cattn._cli.files import PIPE, Array, InputError
+from cattn.nn._files import followed
 
 
 def add_tokens(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def target_of(output: str, kinds: list[str]) -> tuple[Path, str]:
     """Return the file that an option names, and its kind; - is standard output, of the first kind."""
     if output == PIPE:
         return Path(output), kinds[0]
-    target = Path(os.path.realpath(output))
+    target = followed(output)
     kind = target.suffix.removeprefix(".").lower()
     if kind not in kinds:
         raise InputError(f"{output}: the name must end in .{', .'.join(sorted(set(kinds)))}")
