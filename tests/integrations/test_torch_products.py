@@ -175,6 +175,25 @@ def test_an_older_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Seen() == Seen(0, 0, 0, 0)
 
 
+def test_kernels_are_made_once_but_serve_a_kernel_that_somebody_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    integers, calls = torch.ones(3, 3, dtype=torch.int64), []
+    with batch_invariant():
+        own = F.linear(X, W)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", lambda a, b: calls.append(1) or a, "CPU", allow_override=True)
+    try:
+        with batch_invariant():
+            integers @ integers  # passed on
+            assert torch.equal(F.linear(X, W), own)
+    finally:
+        library._destroy()
+    assert calls == [1]
+    monkeypatch.setattr(torch.library, "get_kernel", None)
+    with batch_invariant():
+        assert torch.equal(F.linear(X, W), own)
+        assert (integers @ integers).tolist() == [[3] * 3] * 3
+
+
 # ---- batch_invariant -----------------------------------------------------------------------------------------------
 def encoder() -> Any:
     torch.manual_seed(0)

@@ -151,9 +151,9 @@ class _Active:
     def begin(self, counter: Callable[[bool], None], invariant: bool) -> None:
         with self.lock:
             if self.products is None:
-                self.products = _install_products()
+                self.products = _products.register()
             if invariant and self.guards is None:
-                self.guards = _install_guards()
+                self.guards = _guards.register()
                 # the fast path of PyTorch's own encoder layers has products that are no operators
                 self.fast_path = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
@@ -165,46 +165,61 @@ class _Active:
             self.counters.remove(counter)
             self.n_invariant -= invariant
             if self.n_invariant == 0 and self.guards is not None:
-                self.guards._destroy()
+                self.guards.reset()
                 self.guards = None
                 torch.backends.mha.set_fastpath_enabled(self.fast_path)
             if not self.counters:
-                self.products._destroy()
+                self.products.reset()
                 self.products = None
 
 
 _active = _Active()
 
 
-def _install(kernels: dict[str, Callable[[Any], Callable[..., Any]]], refused: tuple[str, ...] = ()) -> Any:
-    """Register kernels for the CPU, each made from the kernel that it replaces, and those that refuse."""
-    get_kernel = getattr(torch.library, "get_kernel", None)
-    if get_kernel is None:
-        raise RuntimeError(
-            "cattn computes PyTorch's products where torch.library.get_kernel exists, from PyTorch 2.9 on; this is "
-            f"PyTorch {torch.__version__}"
-        )
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
-        for name, make in kernels.items():
-            library.impl(name, make(get_kernel(f"aten::{name}", "CPU")), "CPU", with_keyset=True)
-        for name in refused:
-            library.impl(name, kernel_that_refuses(name), "CPU")
-    return library
+class _Kernels:
+    """Kernels for the CPU, each made from the kernel that it replaces, and those that refuse.
+
+    They are made once. A registration takes a few microseconds, and is undone at the end of the last context.
+    """
+
+    def __init__(self, makers: dict[str, Callable[[Any], Callable[..., Any]]], refused: tuple[str, ...] = ()) -> None:
+        self.makers, self.refused = makers, refused
+        # PyTorch's list of kernels from Python has such names
+        self.names = {f"aten/{name}/CPU" for name in (*makers, *refused)}
+        self.made: dict[str, Callable[..., Any]] | None = None
+
+    def register(self) -> Any:
+        """Register the kernels and return the library whose `reset` removes them."""
+        if not hasattr(torch.library, "get_kernel"):
+            raise RuntimeError(
+                "cattn computes PyTorch's products where torch.library.get_kernel exists, from PyTorch 2.9 on; this is "
+                f"PyTorch {torch.__version__}"
+            )
+        alone = self.names.isdisjoint(torch.library._impls)
+        kernels = self.made if alone and self.made is not None else self._make()
+        if alone:  # otherwise somebody else's kernels are replaced, which may be gone the next time
+            self.made = kernels
+        library: Any = torch._C._dispatch_library("IMPL", "aten", "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+            for name, kernel in kernels.items():
+                library.impl(name, torch._C.DispatchKey.CPU, kernel, name not in self.refused)
+        return library
+
+    def _make(self) -> dict[str, Callable[..., Any]]:
+        get_kernel: Any = torch.library.get_kernel
+        made = {name: make(get_kernel(f"aten::{name}", "CPU")) for name, make in self.makers.items()}
+        return made | {name: kernel_that_refuses(name) for name in self.refused}
 
 
-def _install_products() -> Any:
-    kernels: dict[str, Callable[[Any], Callable[..., Any]]] = {}
-    for operator in _OPERATORS:
-        for suffix in operator.forms:
-            overload = operator.name + suffix
-            kernels[overload] = partial(_kernel_of_product, operator, overload)
-    return _install(kernels)
-
-
-def _install_guards() -> Any:
-    return _install(INVARIANT, REFUSED)
+_products = _Kernels(
+    {
+        operator.name + suffix: partial(_kernel_of_product, operator, operator.name + suffix)
+        for operator in _OPERATORS
+        for suffix in operator.forms
+    }
+)
+_guards = _Kernels(INVARIANT, REFUSED)
 
 
 @contextmanager
