@@ -82,6 +82,48 @@ def drops(q: Array, k: Array, v: Array, p: float) -> Array:
     return np.where(np.random.random(weights.shape) < p, 0, weights / (1 - p)) @ v  # noqa: NPY002
 
 
+def rectangular(corner: str) -> Callable[[Array, Array, Array], Array]:
+    """Causal attention of any numbers of queries and keys."""
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        T_q, T_k = q.shape[-2], k.shape[-2]
+        visible = np.tri(T_q, T_k, k=T_k - T_q if corner == "lower_right" else 0, dtype=bool)
+        return softmax(np.where(visible, scores_of(q, k), -np.inf)) @ v
+
+    return attention
+
+
+def grouped(repeat: Callable[[Array, int], Array]) -> Callable[[Array, Array, Array], Array]:
+    """Causal attention that repeats the heads of keys and values if there are fewer."""
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        if q.ndim == 4 and k.shape[1] < q.shape[1]:
+            k, v = (repeat(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        return by_einsum(q, k, v)
+
+    return attention
+
+
+class Dropping:
+    """A module of NumPy; `drop` gets the weights, random numbers and p."""
+
+    def __init__(self, drop: Callable[[Array, Array, float], Array], p: float = 0.5) -> None:
+        self.p, self.drop, self.training = p, drop, True
+        self.W_query, self.W_key, self.W_value = np.random.default_rng(1).standard_normal((3, 6, 4))
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def __call__(self, x: Array) -> Array:
+        weights = softmax(np.where(hidden(x.shape[-2]), -np.inf, scores_of(x @ self.W_query, x @ self.W_key)))
+        if self.training:
+            weights = self.drop(weights, np.random.random(weights.shape), self.p)  # noqa: NPY002
+        return weights @ (x @ self.W_value)
+
+
 RIGHT: dict[str, Callable[[], Report]] = {
     "loops": lambda: diagnose(by_loops),
     "einsum": lambda: diagnose(by_einsum, num_tokens=6),
@@ -99,6 +141,11 @@ RIGHT: dict[str, Callable[[], Report]] = {
     "heads": lambda: diagnose(heads_by_numpy, kind="multi_head", num_heads=2),
     "mask and padding": lambda: diagnose(hides_given, kind="full", mask="mask", padding="pad"),
     "dropout": lambda: diagnose(drops, dropout="p", ndim=3),
+    "dropout of an object": lambda: diagnose(Dropping(lambda w, r, p: np.where(r < p, 0, w / (1 - p)))),
+    "fewer queries": lambda: diagnose(rectangular("lower_right"), alignment="lower_right"),
+    "fewer queries, as PyTorch": lambda: diagnose(rectangular("upper_left"), alignment="upper_left"),
+    "fewer heads of keys": lambda: diagnose(grouped(lambda x, n: np.repeat(x, n, axis=1))),
+    "-1e4 hides": lambda: diagnose(causal(lambda s, m: softmax(np.where(m, -1e4, s)))),
 }
 W = np.random.default_rng(0).standard_normal((3, 3))
 
@@ -106,6 +153,46 @@ W = np.random.default_rng(0).standard_normal((3, 3))
 @pytest.mark.parametrize("style", RIGHT)
 def test_right_attention_passes(style: str) -> None:
     assert_passes(RIGHT[style](), unknown="unknown" in style)
+
+
+def causal(weigh: Callable[[Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
+    """Attention whose weights are a function of the scaled scores and the mask, True where a key is hidden."""
+    return lambda q, k, v: weigh(scores_of(q, k), hidden(q.shape[-2])) @ v
+
+
+def weigh_hidden(change: Callable[[Array], Array]) -> Callable[[Array, Array, Array], Array]:
+    """Causal attention whose weights are a function of the masked scores."""
+    return causal(lambda scores, mask: change(np.where(mask, -np.inf, scores)))
+
+
+def divided(e: Array, keepdims: bool = True) -> Array:
+    return e / e.sum(axis=-1, keepdims=keepdims)
+
+
+def dropping(change: Callable[[Array, Array, float], Array]) -> Report:
+    """The report on attention with dropout of weights; `change` gets the weights, random numbers and p."""
+
+    def attention(q: Array, k: Array, v: Array, p: float) -> Array:
+        weights = softmax(np.where(hidden(q.shape[-2]), -np.inf, scores_of(q, k)))
+        return change(weights, np.random.random(weights.shape), p) @ v  # noqa: NPY002
+
+    return diagnose(attention, dropout="p")
+
+
+def drops_scores(q: Array, k: Array, v: Array, p: float) -> Array:
+    scores = scores_of(q, k)
+    scores = np.where(np.random.random(scores.shape) < p, 0, scores / (1 - p))  # noqa: NPY002
+    return softmax(np.where(hidden(q.shape[-2]), -np.inf, scores)) @ v
+
+
+def drops_result(q: Array, k: Array, v: Array, p: float) -> Array:
+    out = by_einsum(q, k, v)
+    return np.where(np.random.random(out.shape) < p, 0, out / (1 - p))  # noqa: NPY002
+
+
+def unmasked_rectangles(q: Array, k: Array, v: Array) -> Array:
+    scores = scores_of(q, k)
+    return softmax(np.where(hidden(len(q)), -np.inf, scores) if len(q) == len(k) else scores) @ v
 
 
 # ---- wrong attention -----------------------------------------------------------------------------------------------
@@ -221,6 +308,69 @@ WRONG: dict[str, tuple[str, Callable[[], Report]]] = {
         "hidden_has_weight",
         lambda: diagnose(wrong(lambda q, k, v, kT, m: softmax(scores_of(q, k) - 12 * m) @ v)),
     ),
+    "no maximum": ("softmax_overflows", lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s))))),
+    "no maximum, float32": (
+        "softmax_overflows",
+        lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s.astype(np.float32)))), dtype=np.float32),
+    ),
+    "one maximum for all rows": (
+        "softmax_overflows",
+        lambda: diagnose(lambda q, k, v: divided(np.exp(scores_of(q, k) - 1)) @ v, kind="full"),
+    ),
+    "a fill of -50": ("hidden_has_weight", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, -50, s))))),
+    "a fill of 1e-9": ("masked_with_zero", lambda: diagnose(causal(lambda s, m: softmax(np.where(m, 1e-9, s))))),
+    "a mask that is added": ("mask_added", lambda: diagnose(causal(lambda s, m: softmax(s + m)))),
+    "0 * -inf": ("mask_times_inf", lambda: diagnose(causal(lambda s, m: softmax(s + m * -np.inf)))),
+    "-inf after the softmax": (
+        "masked_after_softmax",
+        lambda: diagnose(causal(lambda s, m: np.where(m, -np.inf, softmax(s)))),
+    ),
+    "two softmaxes": ("softmax_twice", lambda: diagnose(weigh_hidden(lambda s: softmax(softmax(s))))),
+    "two softmaxes and two masks": (
+        "softmax_twice",
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(m, F, softmax(np.where(m, F, s)))))),
+    ),
+    "a mask between two softmaxes": (
+        "softmax_twice",
+        lambda: diagnose(causal(lambda s, m: softmax(np.where(m, F, softmax(s))))),
+    ),
+    "weights.T": ("weights_transposed", lambda: diagnose(weigh_hidden(lambda s: softmax(s).swapaxes(-1, -2)))),
+    "weights.T, all visible": (
+        "weights_transposed",
+        lambda: diagnose(lambda q, k, v: softmax(scores_of(q, k)).swapaxes(-1, -2) @ v, kind="full"),
+    ),
+    "sigmoid": ("sigmoid", lambda: diagnose(weigh_hidden(lambda s: 1 / (1 + np.exp(-s))))),
+    "exp": ("not_normalized", lambda: diagnose(weigh_hidden(np.exp))),
+    "log": ("log_softmax", lambda: diagnose(weigh_hidden(lambda s: np.log(softmax(s))))),
+    "sums of columns": ("keepdims_missing", lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s), False)))),
+    "maxima of columns": (
+        "keepdims_missing",
+        lambda: diagnose(weigh_hidden(lambda s: divided(np.exp(s - s.max(axis=-1))))),
+    ),
+    "key.reshape": (
+        "key_reshaped",
+        lambda: diagnose(
+            wrong(lambda q, k, v, kT, m: softmax(np.where(m, F, q @ k.reshape(kT.shape) / q.shape[-1] ** 0.5)) @ v)
+        ),
+    ),
+    "residual": ("residual_inside", lambda: diagnose(lambda q, k, v: by_einsum(q, k, v) + q)),
+    "dropout keeps with p": ("dropout_keeps_p", lambda: dropping(lambda w, r, p: np.where(r < p, w, 0) / (1 - p))),
+    "dropout keeps with p and divides by it": (
+        "dropout_keeps_p",
+        lambda: dropping(lambda w, r, p: np.where(r < p, w / (p or 1), 0)),
+    ),
+    "dropout of an object keeps with p": (
+        "dropout_keeps_p",
+        lambda: diagnose(Dropping(lambda w, r, p: np.where(r < p, w / p, 0))),
+    ),
+    "dropout divides by p": ("dropout_mean", lambda: dropping(lambda w, r, p: np.where(r < p, 0, w / p))),
+    "dropout of scores": ("dropout_before_softmax", lambda: diagnose(drops_scores, dropout="p")),
+    "dropout of the result": ("dropout_place", lambda: diagnose(drops_result, dropout="p")),
+    "dropout without effect": ("no_dropout", lambda: dropping(lambda w, r, p: w)),
+    "other corner": ("upper_left", lambda: diagnose(rectangular("upper_left"), alignment="lower_right")),
+    "the corner of decoding": ("lower_right", lambda: diagnose(rectangular("lower_right"), alignment="upper_left")),
+    "no mask for fewer queries": ("sees_future", lambda: diagnose(unmasked_rectangles, ndim=2)),
+    "heads of keys in turn": ("groups_order", lambda: diagnose(grouped(lambda x, n: np.tile(x, (1, n, 1, 1))))),
     "in place": ("changes_inputs", lambda: diagnose(changes_query)),
     "(B, T, H, D)": (
         "other_layout",
@@ -240,6 +390,25 @@ def test_wrong_attention_is_named(which: str) -> None:
     report = call()
     assert names(report)[0] == name, report
     assert len(set(names(report))) == 1, report
+
+
+def test_a_note_tells_where_fewer_queries_stand() -> None:
+    """Both alignments are in use, so that neither is a mistake unless the caller names one."""
+    assert diagnose(rectangular("lower_right")).notes == ()
+    report = diagnose(rectangular("upper_left"))
+    assert report.ok
+    assert report.notes[0].startswith("upper_left: with 3 queries and 5 keys, the first query sees the first key only")
+
+
+def test_a_right_function_gets_no_note() -> None:
+    """Most attention lets NaN in a hidden value through."""
+    assert diagnose(by_einsum).notes == ()
+
+
+def test_the_probability_of_a_module_comes_back() -> None:
+    module = Dropping(lambda w, r, p: np.where(r < p, 0, w / (1 - p)), p=0.1)
+    assert "the mean over dropout" in diagnose(module).checked
+    assert module.p == 0.1
 
 
 def test_several_mistakes_are_named_together() -> None:
@@ -335,6 +504,7 @@ def test_it_imports_no_torch_for_numpy() -> None:
         ({"num_tokens": 2}, ValueError, "num_tokens must be at least 4, got 2"),
         ({"num_heads": "2"}, TypeError, "num_heads must be an int, got str"),
         ({"mask": True}, TypeError, "mask must be the name of an argument, a str, got bool"),
+        ({"alignment": "left"}, ValueError, "alignment must be one of None, 'upper_left', 'lower_right', got 'left'"),
         ({"kind": "multi_head"}, ValueError, 'kind="multi_head" needs num_heads'),
         ({"kind": "multi_head", "num_heads": 2, "width": 5}, ValueError, "width must be a multiple of num_heads, 2"),
         ({"num_inputs": 1, "weights": {"W": np.eye(2)}}, ValueError, "weights must hold query, key and value"),
@@ -348,6 +518,10 @@ def test_wrong_arguments(options: dict[str, Any], error: type[Exception], says: 
 def test_what_is_not_callable_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^function must be callable, got int"):
         diagnose(3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"^function is the class Dropping: make an object, diagnose\(Dropping\(...\)\)"
+    ):
+        diagnose(Dropping)
 
 
 def test_the_examples_run() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import cattn
 from cattn.testing import Report, diagnose
 from support import assert_passes
 
@@ -98,6 +99,54 @@ class Hiding(Book):
         return super().forward(x)
 
 
+class Grouped(nn.Module):  # type: ignore[misc, name-defined]
+    """Causal attention whose heads share keys and values; the repetition and the rotation may be wrong ones."""
+
+    def __init__(
+        self, repeat: tuple[str, str] = ("right", "right"), turns: str = "", says: bool = True, scale: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.H, self.turns, self.repeat, self.scale = 6, turns, repeat, scale
+        if says:
+            self.num_heads = 6
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(12, n * 4, bias=False) for n in (6, 2, 2))
+        self.o_proj = nn.Linear(24, 12)
+
+    def turn(self, x: Any, heads: bool = False) -> Any:
+        turned = cattn.rope(x.detach().transpose(1, 2) if heads else x.detach(), interleaved="pairs" in self.turns)
+        return torch.from_numpy(turned).transpose(1, 2) if heads else torch.from_numpy(turned)
+
+    def project(self, x: Any) -> tuple[Any, Any, Any]:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(self, x: Any) -> Any:
+        B, T, _ = x.shape
+        q, k, v = (each.view(B, T, -1, 4).transpose(1, 2) for each in self.project(x))
+        if self.turns:
+            q, k = self.turn(q, "heads" in self.turns), self.turn(k, "heads" in self.turns)
+            v = self.turn(v) if "values" in self.turns else v
+        k, v = (
+            each.repeat_interleave(3, dim=1) if how == "right" else each.repeat(1, 3, 1, 1)
+            for each, how in zip((k, v), self.repeat, strict=True)
+        )
+        scores = (q @ k.transpose(2, 3) * self.scale).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        return self.o_proj((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(B, T, -1))
+
+
+def grouped_weights(module: Any) -> dict[str, Any]:
+    """Hide the projections of a module under other names; return them by names that `diagnose` knows."""
+    module.a, module.b, module.c = module.q_proj, module.k_proj, module.v_proj
+    del module.q_proj, module.k_proj, module.v_proj
+    module.project = lambda x: (module.a(x), module.b(x), module.c(x))
+    named = {"W_query": module.a.weight.T, "W_key": module.b.weight.T, "W_value": module.c.weight.T}
+    return named | {"out_proj.weight": module.o_proj.weight, "out_proj.bias": module.o_proj.bias}
+
+
+def by_weights(repeat: str) -> Report:
+    module = made(lambda: Grouped((repeat, repeat)))
+    return diagnose(module, weights=grouped_weights(module))
+
+
 RIGHT: dict[str, Callable[[], Report]] = {
     "functional": lambda: diagnose(by_torch),
     "bfloat16": lambda: diagnose(by_torch, dtype=torch.bfloat16),
@@ -107,6 +156,15 @@ RIGHT: dict[str, Callable[[], Report]] = {
     "PyTorch's module": lambda: diagnose(made(Mha), kind="full", mask="attn_mask", true_hides=True),
     "PyTorch's module of three": lambda: diagnose(
         made(lambda: nn.MultiheadAttention(8, 2, batch_first=True)), kind="full"
+    ),
+    "fewer heads of keys": lambda: diagnose(made(Grouped)),
+    "fewer heads of keys, not said": lambda: diagnose(made(lambda: Grouped(says=False))),
+    "weights of fewer heads": lambda: by_weights("right"),
+    "rotary": lambda: diagnose(made(lambda: Grouped(turns="halves"))),
+    "rotary of pairs": lambda: diagnose(made(lambda: Grouped(turns="pairs", says=False))),
+    "an encoder layer, unknown": lambda: diagnose(made(lambda: nn.TransformerEncoderLayer(8, 2, 16)), kind="full"),
+    "the batch is the second axis": lambda: diagnose(
+        made(lambda: nn.MultiheadAttention(8, 2)), kind="full", mask="attn_mask", true_hides=True
     ),
     "mask and padding": lambda: diagnose(made(Hiding), mask="mask", padding="pad"),
     "mask and padding, unknown names": lambda: diagnose(unnamed(made(Hiding)), mask="mask", padding="pad"),
@@ -139,7 +197,59 @@ def anonymous(p: float = 0.0, n: int = 2, **steps: Callable[..., Any]) -> Callab
     return lambda: unnamed(made(lambda: Replaced(p, n, **steps)))
 
 
+class Residual(Book):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + x
+
+
+class Unprojected(Book):
+    def project(self, x: Any) -> tuple[Any, Any, Any]:
+        return self.W_query(x), x, self.W_value(x)
+
+
+class NoOutput(Book):
+    def forward(self, x: Any) -> Any:
+        out, self.out_proj = self.out_proj, nn.Identity()
+        result, self.out_proj = super().forward(x), out
+        return result
+
+
+class Averaged(Book):
+    """The output projection takes the mean of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8, 0.0, 2)
+        self.out_proj = nn.Linear(4, 6)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (self.split(each) for each in self.project(x))
+        return self.out_proj((self.weigh(self.hide(q @ k.transpose(2, 3)), 4) @ v).mean(1))
+
+
 WRONG_MODULES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "repeat for repeat_interleave": ("groups_order", lambda: made(lambda: Grouped(("wrong", "wrong")))),
+    "repeat of the values only": ("groups_order", lambda: made(lambda: Grouped(("right", "wrong"), says=False))),
+    "fewer heads of keys, no scale": ("no_scale", lambda: made(lambda: Grouped(scale=1.0))),
+    "rotary values": ("wrong_rotary", lambda: made(lambda: Grouped(turns="halves, values"))),
+    "rotary along the heads": ("wrong_rotary", lambda: made(lambda: Grouped(turns="halves, heads"))),
+    "rotary, no scale": ("no_scale", lambda: made(lambda: Grouped(turns="pairs", scale=1.0))),
+    "residual": ("residual_inside", lambda: made(lambda: Residual(8, 8, 0.0, 2, out=True))),
+    "the key is x": ("not_projected", lambda: made(lambda: Unprojected(8, 8, 0.0, 2, out=True))),
+    "no output projection": ("no_output_projection", lambda: made(lambda: NoOutput(6, 8, 0.0, 2, out=True))),
+    "mean of heads": ("heads_averaged", lambda: made(Averaged)),
+    "mean of weights": (
+        "heads_averaged",
+        replaced(weigh=lambda self, s, d: torch.softmax(s / d**0.5, -1).mean(1, keepdim=True)),
+    ),
+    "two softmaxes": (
+        "softmax_twice",
+        replaced(weigh=lambda self, s, d: torch.softmax(torch.softmax(s / d**0.5, -1), -1)),
+    ),
+    "no maximum": (
+        "softmax_overflows",
+        replaced(weigh=lambda self, s, d: torch.exp(s / d**0.5) / torch.exp(s / d**0.5).sum(-1, keepdim=True)),
+    ),
+    "dropout is never called": ("no_dropout", replaced(0.5, weigh=lambda self, s, d: torch.softmax(s / d**0.5, -1))),
     "scores are scaled by d": ("scaled_by_d", replaced(weigh=lambda self, s, d: torch.softmax(s / d, -1))),
     "scores are not scaled": ("no_scale", replaced(weigh=lambda self, s, d: torch.softmax(s, -1))),
     "key and value projections swapped": ("key_value_swapped", replaced(project=swapped)),
@@ -212,10 +322,25 @@ def test_wrong_modules_are_named(which: str) -> None:
     assert bool(report.not_checked) == (which in WRONG_PROPERTIES or name == "dropout_in_evaluation")
 
 
-def test_a_module_that_wants_the_batch_second_mixes_the_batch() -> None:
-    """It is the default of PyTorch's module."""
-    report = diagnose(made(lambda: nn.MultiheadAttention(8, 2)), kind="full", ndim=3)
-    assert names(report)[0] == "batch_mixed", report
+def test_a_module_inside_that_wants_the_batch_second_mixes_the_batch() -> None:
+    """It is the default of PyTorch's module, and a wrapper does not say it."""
+    module = made(Mha)
+    module.inner.batch_first = False
+    (mistake,) = diagnose(module, kind="full", ndim=3).mistakes
+    assert mistake.name == "batch_mixed"
+    assert mistake.cure.startswith("MultiheadAttention inside has batch_first=False")
+
+
+def test_a_module_of_other_positions_is_said_to_differ_in_the_scores() -> None:
+    class Other(Grouped):
+        def turn(self, x: Any, heads: bool = False) -> Any:
+            return torch.from_numpy(cattn.rope(x.detach(), theta=77.0))
+
+    (mistake,) = diagnose(made(lambda: Other(turns="halves"))).mistakes
+    assert mistake.name == "different"
+    assert "The first token, which sees only itself, agrees: rotary positions" in mistake.text
+    note = diagnose(made(lambda: Grouped(turns="pairs"))).notes[0]
+    assert note == "the scores depend on positions: cattn.rope(x, theta=10000, interleaved=True) of query and key"
 
 
 class Fused(nn.Module):  # type: ignore[misc, name-defined]

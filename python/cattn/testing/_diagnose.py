@@ -41,6 +41,7 @@ def diagnose(
     library: Literal["numpy", "torch"] | None = None,
     dtype: Any = None,
     check_nan: bool = False,
+    alignment: Literal["upper_left", "lower_right"] | None = None,
 ) -> Report:
     """Call an attention function or module on small inputs, and name its mistake.
 
@@ -88,8 +89,12 @@ def diagnose(
     dtype : dtype, optional
         The dtype of the inputs. The default is a module's own, float32 for PyTorch and float64 for NumPy.
     check_nan : bool
-        Whether it is a mistake that NaN in a hidden token reaches the results of others. The default makes it a note,
-        because most attention has it, PyTorch's too.
+        Whether it is a mistake that NaN in a hidden token reaches the results of others. Most attention has it,
+        PyTorch's too.
+    alignment : {"upper_left", "lower_right"}, optional
+        Which query and key a causal function aligns if it takes fewer queries than keys: the first ones, as PyTorch
+        does, or the last ones, as decoding with a cache needs. The other one is a mistake then. By default both are
+        right, and a note tells of the upper left.
 
     Returns
     -------
@@ -126,11 +131,15 @@ def diagnose(
     AssertionError: attention(query, key, value), causal: 1 mistake
     ...
     """
+    if isinstance(function, type):
+        raise TypeError(
+            f"function is the class {function.__name__}: make an object, diagnose({function.__name__}(...))"
+        )
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
     for name, given, allowed in (
         ("kind", kind, KINDS), ("ndim", ndim, (None, 2, 3, 4)), ("num_inputs", num_inputs, (None, 1, 3)),
-        ("library", library, (None, "numpy", "torch")),
+        ("library", library, (None, "numpy", "torch")), ("alignment", alignment, (None, "upper_left", "lower_right")),
     ):  # fmt: skip
         if given not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
@@ -153,7 +162,7 @@ def diagnose(
     named = num_heads or find_num_heads(function, state)
     heads = named or 1
     projects = inputs == 1 or hasattr(function, "state_dict") or isinstance(weights, Mapping)
-    projections = find_projections(state, heads) if projects else None
+    projections = find_projections(state, named) if projects else None
     if weights is True and inputs == 1 and unknown_weights(state):
         projections = None
     multi = kind.startswith("multi_head")
@@ -161,7 +170,9 @@ def diagnose(
     if splits and num_heads is None and not hasattr(function, "num_heads"):
         raise ValueError(f'kind="{kind}" needs num_heads, the number of heads that the function makes')
     if isinstance(weights, Mapping) and projections is None:
-        raise ValueError("weights must hold query, key and value projections of one shape, in names of load_state_dict")
+        raise ValueError(
+            "weights must hold query, key and value projections that num_heads divides, in names of load_state_dict"
+        )
     if width is not None and splits and width % heads:
         raise ValueError(f"width must be a multiple of num_heads, {heads}, got {width}")
     ranks = (ndim,) if ndim else (3,) if splits else (2, 3) if inputs == 1 or projections else (2, 3, 4)
@@ -171,11 +182,14 @@ def diagnose(
         runs: list[Diagnosis] = []
         for each in libraries:
             subject = Subject(function, inputs, masks, each, dtype)
-            run = Diagnosis(subject, kind, heads, projections, num_tokens, width, check_nan=check_nan)
+            subject.heads = heads if splits else 1
+            run = Diagnosis(
+                subject, kind, heads, projections, num_tokens, width, check_nan=check_nan, alignment=alignment
+            )
             if not run.find_ranks(ranks):
                 runs.append(run)
                 continue
-            if projections is not None and not named:
-                run.find_heads(possible_heads(projections))
+            if projections is not None:
+                run.find_formula([named] if named else possible_heads(projections))
             return run.report()
         return runs[0].report_refusal()

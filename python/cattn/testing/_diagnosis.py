@@ -11,16 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _properties
-from ._formulas import CAUSAL, Problem, Wrong, compute, formulas, matches, mistakes_of
+from ._dropout import Dropout
+from ._formulas import CAUSAL, Positions, Problem, Wrong, compute, formulas, matches, mistakes_of, scores_of
 from ._probe import Probe
 from ._report import Mistake, Report
-from ._subject import RefusedError, is_module
+from ._subject import RefusedError, inner_batch_second, possible_positions
 
 Floats = NDArray[np.float64]
 SHAPES = {2: "(T, D)", 3: "(B, T, D)", 4: "(B, H, T, D)"}
 _MOST = 3  # mistakes at a time
-_SAMPLES = 1600  # results from which the mean of dropout is estimated
-_BATCH = 200  # of them in one call
 _COLUMNS = 16  # of the result that are compared first
 _UNKNOWN = "The result differs from attention in a way that no known mistake explains."
 
@@ -28,9 +27,10 @@ _UNKNOWN = "The result differs from attention in a way that no known mistake exp
 class Diagnosis(Probe):
     """One call of `diagnose` with arrays of one library."""
 
-    def __init__(self, *probed: Any, check_nan: bool) -> None:
+    def __init__(self, *probed: Any, check_nan: bool, alignment: str | None) -> None:
         super().__init__(*probed)
         self.check_nan = check_nan
+        self.wanted = alignment
         self.ranks: list[int] = []
         self.wrong_ranks: list[int] = []
         self.refusals: dict[int, RefusedError] = {}
@@ -72,11 +72,13 @@ class Diagnosis(Probe):
 
     def report(self) -> Report:
         """Check everything and return the report."""
-        if self.is_repeatable():
+        if (wrong := Dropout(self, self.ranks[-1]).without()) is not None:
+            self.mistakes.append(wrong)
+        elif self.is_repeatable():
             for ndim in self.ranks:
                 self.check_rank(ndim)
             if not self.mistakes:
-                self.check_dropout(self.ranks[-1])
+                Dropout(self, self.ranks[-1]).check()
         if self.subject.changed_inputs:
             text = "It changes its inputs in place."
             cure = "Compute with a copy, or without += and masked_fill_."
@@ -84,6 +86,8 @@ class Diagnosis(Probe):
         first: dict[str, Mistake] = {}  # the same mistake for arrays of another rank is not told again
         for mistake in self.mistakes:
             first.setdefault(mistake.name if mistake.name == "different" else mistake.text, mistake)
+        if self.subject.swaps and 3 in self.ranks:
+            self.notes.append("batch_first is False, so it was given arrays of (T, B, D)")
         if 0 < len(self.wrong_ranks) < len(self.ranks):
             shapes = " and ".join(SHAPES[ndim] for ndim in self.wrong_ranks)
             self.notes.append(f"it is wrong only for arrays of {shapes}; if it is not meant for them, say so by ndim=")
@@ -137,16 +141,22 @@ class Diagnosis(Probe):
         if len(self.mistakes) == before and known:
             self.compare(ndim)
             self.has_checked("formulas")
+            if len(self.mistakes) == before and self.subject.num_inputs == 3 and self.projections is None:
+                self.check_lengths(ndim)
+                self.check_groups(ndim)
         elif len(self.mistakes) == before:
             found = _properties.check(self.call_of_x, self.shape(ndim), self.causal, self.subject.tolerance)
             for wrong, x, got, right in found:
                 self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, {"x": x}, got, right))
             self.has_checked("properties")
         if not known:
-            self.not_checked.append(
-                "scale, order of heads, query, key and value, because the projections are not known: pass them as "
-                "weights={'W_query': ..., 'W_key': ..., 'W_value': ...}"
-            )
+            why = (
+                "the projections are not known: pass them as weights={'W_query': ..., 'W_key': ..., 'W_value': ...}"
+                if self.is_only_attention() else "other layers stand around them: diagnose the attention inside"
+            )  # fmt: skip
+            self.not_checked.append(f"scale, order of heads, query, key and value, because {why}")
+        if len(self.mistakes) == before and (large := self.large(ndim, known)) is not None:
+            self.mistakes.append(large)
         if len(self.mistakes) == before and (self.causal or (names.padding is not None and ndim > 2)):
             self.check_leaks(ndim)
         if len(self.mistakes) > before:
@@ -157,19 +167,26 @@ class Diagnosis(Probe):
         inputs = self.draw(self.shape(ndim), 1)
         return self.explain(inputs, {}) is not None
 
-    def find_heads(self, numbers: list[int]) -> None:
-        """Take the number of heads with which a formula, right or wrong, gives the results for one sequence."""
+    def find_formula(self, numbers: list[int]) -> None:
+        """Take the number of heads, and the positions, with which a formula gives the results for one sequence."""
         assert self.projections is not None
-        before = self.num_heads
+        before = self.num_heads, None
         inputs = self.draw(self.shape(self.ranks[-1], lead=1), 1)
-        for most, number in itertools.product(range(1, _MOST), numbers):
-            self.num_heads = number
+        places: list[Positions | None] = [None, *possible_positions(self.subject.function)]
+        for most, (positions, number) in itertools.product(range(_MOST), itertools.product(places, numbers)):
+            self.num_heads, self.positions = number, positions
+            d = self.projections.weights[0].shape[1] // number
+            if positions is not None and (most == 2 or (positions.name == "rotary" and d % 2)):
+                continue
             try:
-                if self.explain(inputs, {}, most) is not None:
-                    return
+                chosen = self.explain(inputs, {}, most)
             except RefusedError:  # it takes another number of sequences
                 break
-        self.num_heads = before
+            if chosen is not None and positions is not None:
+                self.notes.append(f"the scores depend on positions: {positions}")
+            if chosen is not None:
+                return
+        self.num_heads, self.positions = before
 
     # ---- formulas ----
     def explain(self, inputs: tuple[Floats, ...], masks: dict[str, Any], most: int = _MOST) -> dict[str, Any] | None:
@@ -178,10 +195,11 @@ class Diagnosis(Probe):
         columns, first = slice(None), problem
         if self.projections is not None and self.projections.out is not None:  # a wide output projection takes long
             columns, first = slice(_COLUMNS), problem._replace(finish=self.projections.narrowed(_COLUMNS).finish)
-        others = self.draw(inputs[0].shape, 77)
+        others = self.draw_like(inputs, 77)
         got_others: Floats | None = None
         for chosen in formulas(problem, most):
-            if not matches(got[..., columns], *compute(first, chosen), 10 * self.subject.tolerance):
+            part, rows = compute(first, chosen)
+            if not matches(got[..., columns], part[..., columns], rows, 10 * self.subject.tolerance):
                 continue
             if not matches(got, *compute(problem, chosen), self.subject.tolerance):
                 continue
@@ -195,20 +213,28 @@ class Diagnosis(Probe):
         inputs = self.draw(self.shape(ndim), 1)
         chosen = self.explain(inputs, masks)
         if chosen is not None:
-            self.add([(wrong, chosen) for wrong in mistakes_of(self.problem(inputs, **masks), chosen)], ndim, masks)
+            self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks)
             return
         mixed = _properties.mixes_batch(lambda *a: self.call(a, **masks), inputs, self.subject.tolerance)
         if not masks and not mixed and self.causal and (leak := self.smallest(ndim, self.leak, {})) is not None:
             self.mistakes.append(leak)
             return
         if mixed and not masks:
-            self.add([(_properties.BATCH, None)], ndim, masks, lead=2)
+            self.add([(self.batch_mixed(), None)], ndim, masks, lead=2)
             alone = self.draw(self.shape(ndim, lead=1), 1)
             chosen = self.explain(alone, masks)
             if chosen is not None:
-                self.add([(wrong, chosen) for wrong in mistakes_of(self.problem(alone), chosen)], ndim, masks, lead=1)
+                self.add([(wrong, chosen) for wrong in mistakes_of(chosen)], ndim, masks, lead=1)
             return
         self.add([(self.unknown(inputs, masks), None)], ndim, masks)
+
+    def batch_mixed(self) -> Wrong:
+        """Return the mistake of mixed entries of a batch; PyTorch's module inside may be the cause."""
+        inner = None if self.subject.swaps else inner_batch_second(self.subject.function)
+        if inner is None:
+            return _properties.BATCH
+        cure = f"{inner} inside has batch_first=False and takes (T, B, D): make it with batch_first=True."
+        return _properties.BATCH._replace(cure=cure)
 
     def unknown(self, inputs: tuple[Floats, ...], masks: dict[str, Any]) -> Wrong:
         """Return a sentence for a result that no formula explains."""
@@ -220,6 +246,9 @@ class Diagnosis(Probe):
         if not np.isfinite(got[rows]).all():
             text = f"{_UNKNOWN} {(~np.isfinite(got).all(axis=-1)).sum()} of {rows.size} rows hold NaN or infinity."
         cure = ""
+        first = wrong.reshape(-1, wrong.shape[-1])[:, 0]
+        if self.causal and not masks and wrong.any() and not first.any():
+            text += " The first token, which sees only itself, agrees: rotary positions, or another bias of the scores?"
         if self.projections is not None:
             cure = "If it also has positions, norms or a window, weights=False checks its properties without a formula."
         return Wrong("different", text, cure)
@@ -253,20 +282,112 @@ class Diagnosis(Probe):
                 break
         got, (right, _) = self.call(shown, **given), compute(self.problem(shown, **given), {})
         named = self.named(shown) | dict(given)
-        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, right) for w, _ in wrongs]
+        known = right if np.isfinite(right).any() else None
+        self.mistakes += [Mistake(w.name, w.text, w.cure, named, got, known) for w, _ in wrongs]
 
     def tells(self, problem: Problem, got: Floats, wrong: Wrong, chosen: dict[str, Any] | None) -> bool:
         """Return whether an input shows a mistake: without it the result would be another."""
         if chosen is None:
             return True
         for step in chosen:
-            if mistakes_of(problem, {step: chosen[step]})[0] == wrong:
+            if mistakes_of({step: chosen[step]})[0] == wrong:
                 without = {name: picked for name, picked in chosen.items() if name != step}
                 return not matches(got, *compute(problem, without), self.subject.tolerance)
         return True
 
-    # ---- masks ----
+    # ---- other shapes and large numbers ----
+    def check_lengths(self, ndim: int) -> None:
+        """Compare with the formula for fewer queries than keys, if the function takes them."""
+        masked = self.subject.masks.mask is not None or self.subject.masks.padding is not None
+        for T_q in () if masked else (3, 1):
+            query, *rest = self.draw(self.shape(ndim), 3)
+            inputs = (query[..., :T_q, :], *rest)
+            self.alignment = self.wanted or "lower_right"
+            found = self.explain_other(inputs)
+            if found is None:
+                continue
+            what = f"with {T_q} {'queries' if T_q > 1 else 'query'} and {self.T} keys"
+            if not found:
+                self.notes.append(f"{what} the result is another one, which no known mistake explains")
+            for wrong in found[:1]:
+                if wrong.name in ("upper_left", "lower_right") and self.wanted is None:
+                    self.notes.append(f"{wrong.name}: {what}, {wrong.text[0].lower()}{wrong.text[1:]} {wrong.cure}")
+                else:
+                    text = f"{what[0].upper()}{what[1:]}: {wrong.text}"
+                    got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
+                    self.mistakes.append(Mistake(wrong.name, text, wrong.cure, self.named(inputs), got, right))
+            return
 
+    def check_groups(self, ndim: int) -> None:
+        """Compare with the formula for key and value of fewer heads than the query, if the function takes them."""
+        if ndim < 4 or self.mistakes:
+            return
+        for T, D in ((2, 1), (3, 2), (self.T, self.width or self.shape(ndim)[-1])):
+            shape = (1, 4, T, self.width or D)
+            query, key, value = self.draw(shape, 9)
+            inputs = (query, key[:, :2], value[:, :2])
+            found = self.explain_other(inputs)
+            if found is None or (not found and T < self.T):
+                continue
+            if not found:
+                self.notes.append("with fewer heads of keys and values the result is another one")
+            got, (right, _) = self.call(inputs), compute(self.problem(inputs), {})
+            self.mistakes += [Mistake(w.name, w.text, w.cure, self.named(inputs), got, right) for w in found]
+            return
+
+    def explain_other(self, inputs: tuple[Floats, ...]) -> list[Wrong] | None:
+        """Return the mistakes for inputs of other shapes, [] if unknown; None if it is right or refuses them."""
+        try:
+            got = self.call(inputs)
+        except RefusedError:
+            return None
+        if matches(got, *compute(self.problem(inputs), {}), self.subject.tolerance):
+            return None
+        chosen = self.explain(inputs, {}, 2)
+        return [] if chosen is None else mistakes_of(chosen)
+
+    def large(self, ndim: int, known: bool) -> Mistake | None:
+        """Return the mistake if the result is wrong where scores are so large that exp(score) is infinite."""
+        sizes = {"float64": 900.0, "float32": 900.0, "bfloat16": 400.0, "float16": 40.0}
+        dtype = str(self.subject.dtype).removeprefix("torch.")
+
+        def test(shape: tuple[int, ...], masks: dict[str, Any], sign: float = 1.0) -> Mistake | None:
+            query, *others = self.draw((*shape[:-2], 1, shape[-1]), 10)
+            noise = self.draw(shape, 11)
+            centre = (
+                query,
+                *([sign * query, others[-1]] if others else []),
+            )  # scores are far from 0, and close together
+            inputs = tuple(middle + 0.01 * array for middle, array in zip(centre, noise, strict=True))
+            scores = np.abs(scores_of(self.problem(inputs))).max() if known else 1.0
+            factor = (sizes.get(dtype, 40.0) / max(scores, 1e-6)) ** 0.5 if known else 100.0
+            inputs = tuple(factor * array if i < 2 or known else array for i, array in enumerate(inputs))
+            got = self.call(inputs)
+            right, rows = compute(self.problem(inputs), {}) if known else (got, np.ones(got.shape[:-1], np.bool_))
+            if not np.isfinite(got[rows]).all():
+                text = "With large scores the result is NaN or infinite: exp(score) overflows."
+                cure = "Subtract the maximum of each row first: np.exp(scores - scores.max(axis=-1, keepdims=True))."
+                shown = right if known else None
+                return Mistake("softmax_overflows", text, cure, self.named(inputs), got, shown)
+            loose = max(self.subject.tolerance, 0.01)
+            if not known or dtype not in ("float64", "float32") or matches(got, right, rows, loose):
+                return None
+            if not self.causal:
+                return Mistake(
+                    "different", f"{_UNKNOWN} It is right for small scores.", "", self.named(inputs), got, right
+                )
+            text = "With large scores, hidden tokens have weight."
+            cure = "Fill hidden scores with -inf, or a number like -1e9, not with one that scores can reach."
+            return Mistake("hidden_has_weight", text, cure, self.named(inputs), got, right)
+
+        if not known and dtype in ("float16", "bfloat16"):  # products may overflow, too
+            return None
+        try:
+            return self.smallest(ndim, test, {}) or self.smallest(ndim, functools.partial(test, sign=-1.0), {})
+        except RefusedError as error:
+            return Mistake(error.name, f"With large scores: {error}")
+
+    # ---- masks ----
     def check_masked(self, ndim: int, name: str, known: bool) -> None:
         """Check a mask that the function is given as an argument."""
         shape = self.shape(ndim)
@@ -353,80 +474,11 @@ class Diagnosis(Probe):
         if (leak := self.smallest(ndim, self.leak, masks)) is not None:
             self.mistakes.append(leak)
             return
+        if not self.check_nan:
+            return
         try:
             leak = self.smallest(ndim, self.nan_leak, masks)
         except RefusedError:  # a function may refuse NaN
             return
-        if leak is not None and self.check_nan:
+        if leak is not None:
             self.mistakes.append(leak)
-        elif leak is not None:
-            self.notes.append(f"{leak.text} PyTorch's attention has the same. check_nan=True makes it a mistake.")
-
-    # ---- dropout ----
-    def check_dropout(self, ndim: int) -> None:
-        """Check that the mean over dropout is the result without it."""
-        function, named = self.subject.function, self.subject.masks.dropout
-        trains = named is None and hasattr(function, "train") and hasattr(function, "eval")
-        if named is None and not trains:
-            return
-        depth = None if self.width else self.num_heads if self.splits else 1
-        inputs = tuple(np.round(a, 1) for a in self.draw(self.shape(ndim, T=3, lead=1, depth=depth), 4))
-        try:
-            right = self.call(inputs)
-        except RefusedError:  # it takes one number of tokens only
-            inputs = self.draw(self.shape(ndim, lead=1), 4)
-            right = self.call(inputs)
-        p = 0.5 if named is not None else _probability(function)
-        try:
-            if trains:
-                function.train()
-            options: dict[str, Any] = {} if named is None else {"dropout_p": p}
-            first, second = self.call(inputs, **options), self.call(inputs, **options)
-            if np.array_equal(first, second) and matches(first, right, np.ones(right.shape[:-1], np.bool_), 1e-6):
-                if named is not None:
-                    text = f"{named}={p} has no effect."
-                    self.mistakes.append(Mistake("no_dropout", text, "", self.named(inputs), first, None))
-                return
-            samples = self.samples(inputs, options)
-        finally:
-            if trains:
-                function.eval()
-        self.has_checked("the mean over dropout")
-        mean, error = samples.mean(axis=0), samples.std(axis=0) / len(samples) ** 0.5
-        floor = self.subject.tolerance * np.abs(right).max()
-        if not (np.abs(mean - right) > 8 * error + floor).any():
-            return
-        centred = right - right.mean(axis=-2, keepdims=True)
-        ratio = float(((mean - mean.mean(axis=-2, keepdims=True)) * centred).sum() / (centred**2).sum())
-        said = f"In training the mean of the result is {ratio:.2f} times the result without dropout"
-        if p is not None and abs(ratio - (1 - p)) < 0.15 * p:
-            text, cure = f"{said}: kept weights are not divided by 1 - p.", "Divide kept weights by 1 - p."
-            wrong = Wrong("dropout_not_rescaled", text, cure)
-        elif p is None and ratio < 1:
-            wrong = Wrong("dropout_not_rescaled", f"{said}.", "Divide kept weights by 1 - p.")
-        else:
-            text = f"{said}, and dropout must not change the mean."
-            wrong = Wrong("dropout_mean", text, "Drop weights, after the softmax, and divide the kept ones by 1 - p.")
-        self.mistakes.append(Mistake(wrong.name, wrong.text, wrong.cure, self.named(inputs), mean, right))
-
-    def samples(self, inputs: tuple[Floats, ...], options: dict[str, Any]) -> Floats:
-        """Return many results of dropout for one input: from the entries of a batch if each has its own draw."""
-        if inputs[0].ndim > 2:
-            many = tuple(np.repeat(array, _BATCH, axis=0) for array in inputs)
-            drawn = self.call(many, **options)
-            if not np.array_equal(drawn[0], drawn[1]):
-                results = [drawn, *(self.call(many, **options) for _ in range(_SAMPLES // _BATCH - 1))]
-                return np.concatenate(results)[:, None]
-        return np.stack([self.call(inputs, **options) for _ in range(_SAMPLES)])
-
-
-def _probability(function: Any) -> float | None:
-    """Return the dropout probability of a module, or None if it is not known."""
-    found = set()
-    for module in (
-        function.modules() if is_module(function) else [function, *getattr(function, "__dict__", {}).values()]
-    ):
-        for name in ("p", "dropout_p", "dropout"):
-            if isinstance(p := getattr(module, name, None), float) and p > 0:
-                found.add(p)
-    return found.pop() if len(found) == 1 else None

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..functional import get_alibi_slopes
+
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
@@ -36,6 +38,18 @@ SCALES = {
         "scaled_by_model", "The scores are divided by the root of the width of all heads together.",
         "d is the width of one head: head_dim, not num_heads * head_dim.",
     ),
+    "input": Wrong(
+        "scaled_by_input", "The scores are divided by the root of the width of the input instead of √d.",
+        "d is the width of one head after the projection: query.shape[-1].",
+    ),
+    "value": Wrong(
+        "scaled_by_value", "The scores are divided by the root of the width of the values instead of √d.",
+        "d is query.shape[-1].",
+    ),
+    "heads": Wrong(
+        "scaled_by_heads", "The scores are divided by the root of the number of heads instead of √d.",
+        "d is query.shape[-1].",
+    ),
     "tokens": Wrong(
         "scaled_by_tokens", "The scores are divided by the root of the number of tokens instead of √d.",
         "d is query.shape[-1].",
@@ -45,6 +59,16 @@ SCALES = {
         "Divide the scores, before the softmax.",
     ),
 }  # fmt: skip
+_TWICE = Wrong(
+    "softmax_twice",
+    "The softmax is taken twice, so that the weights are nearly equal.",
+    "Take it once: weights that are softmaxes of softmaxes lie between 1 / (e * T) and e / T.",
+)
+_KEEPDIMS = Wrong(
+    "keepdims_missing",
+    "The maximum or the sum of a row of scores is taken for a column: keepdims=True is missing.",
+    "Write scores.max(axis=-1, keepdims=True) and weights.sum(axis=-1, keepdims=True).",
+)
 AXES = {
     "queries": Wrong(
         "softmax_axis", "The softmax is taken over the queries, so that columns of weights sum to 1 and rows do not.",
@@ -61,6 +85,24 @@ AXES = {
         "Take it over the last axis of the scores: axis=-1.",
     ),
     "none": Wrong("no_softmax", "There is no softmax: the scores themselves multiply the values."),
+    "twice": _TWICE,
+    "twice_between": _TWICE,
+    "twice_masked": _TWICE,
+    "sigmoid": Wrong(
+        "sigmoid", "The weights are sigmoids of the scores, so that rows do not sum to 1.",
+        "Use the softmax over the last axis.",
+    ),
+    "exp": Wrong(
+        "not_normalized", "The weights are exp(scores), and are not divided by the sum of their row.",
+        "Divide: weights / weights.sum(axis=-1, keepdims=True).",
+    ),
+    "log": Wrong(
+        "log_softmax", "The weights are the logarithm of the softmax.", "Use softmax in the place of log_softmax."
+    ),
+    "sums": _KEEPDIMS,
+    "sums_only": _KEEPDIMS,
+    "maxima": _KEEPDIMS,
+    "both": _KEEPDIMS,
 }  # fmt: skip
 CAUSAL = {
     "none": Wrong(
@@ -82,6 +124,15 @@ CAUSAL = {
         "mask_off_by_one", "The mask is off by one: a token sees the next token.",
         "Hide all j > i, as in np.tril(...) or np.triu(..., k=1).",
     ),
+    "upper_left": Wrong(
+        "upper_left", "The first query sees the first key only, so that the last one does not see the last key.",
+        "Align the last query with the last key: np.tri(T_q, T_k, k=T_k - T_q, dtype=bool). "
+        'If alignment to the upper left is meant, as in PyTorch, pass alignment="upper_left".',
+    ),
+    "lower_right": Wrong(
+        "lower_right", "The last query sees the last key, and so the first one sees several keys.",
+        "Align the first query with the first key: np.tri(T_q, T_k, dtype=bool).",
+    ),
 }  # fmt: skip
 FULL = {
     "causal": Wrong(
@@ -102,6 +153,11 @@ PADDING = {
         "Give the mask an axis for the queries: (B, T) becomes (B, 1, T).",
     ),
 }  # fmt: skip
+_ADDED = Wrong(
+    "mask_added",
+    "The boolean mask is added to the scores as 0 and 1, and hides nothing.",
+    "Set hidden scores to -inf before the softmax.",
+)
 METHODS = {
     "after": Wrong(
         "masked_after_softmax",
@@ -113,9 +169,15 @@ METHODS = {
         "masked_with_zero", "Hidden scores are set to 0 instead of -inf, and a score of 0 has the weight exp(0) = 1.",
         "Set hidden scores to -inf before the softmax.",
     ),
-    "added": Wrong(
-        "mask_added", "The boolean mask is added to the scores as 0 and 1, and hides nothing.",
+    "added": _ADDED,
+    "added_hidden": _ADDED,
+    "inf_after": Wrong(
+        "masked_after_softmax", "Hidden weights are set to -inf after the softmax.",
         "Set hidden scores to -inf before the softmax.",
+    ),
+    "times_inf": Wrong(
+        "mask_times_inf", "All numbers are NaN, as by a mask of 0 and 1 that is multiplied by -inf: 0 * -inf is NaN.",
+        "Use np.where(visible, scores, -np.inf), or masked_fill.",
     ),
 }  # fmt: skip
 _ROLE = ("query", "key", "value")
@@ -162,12 +224,92 @@ MERGES = {
         "Join with out.swapaxes(1, 2).reshape(B, T, num_heads * head_dim).",
     ),
 }  # fmt: skip
+_SUM = "Join them: out.swapaxes(1, 2).reshape(B, T, num_heads * head_dim)."
+MERGES |= {
+    "mean": Wrong("heads_averaged", "The result is the mean over the heads.", _SUM),
+    "sum": Wrong("heads_averaged", "The result is the sum over the heads.", _SUM),
+}
+_GROUPS = "Repeat with np.repeat(key, n, axis=1), or key.repeat_interleave(n, dim=1), n = num_heads // num_kv_heads."
+GROUPS = {
+    what: Wrong(
+        "groups_order",
+        f"The heads of {name} are repeated in the order 0, 1, 0, 1 and not 0, 0, 1, 1, so that a query head gets the "
+        "key head of another group.",
+        _GROUPS,
+    )
+    for what, name in (("tiled", "key and value"), ("key", "key"), ("value", "value"))
+}
+TRANSPOSES = {
+    "reshape": Wrong(
+        "key_reshaped", "The key is reshaped to (head_dim, T) and not transposed, which mixes its tokens.",
+        "Swap its last two axes: key.swapaxes(-1, -2), or key.transpose(-2, -1) in PyTorch.",
+    ),
+}  # fmt: skip
+WEIGHTS = {
+    "transposed": Wrong(
+        "weights_transposed", "The weights are transposed before they multiply the values.",
+        "It is weights @ value: rows of the weights are queries, columns are keys.",
+    ),
+    "mean": Wrong(
+        "heads_averaged", "The weights are averaged over the heads before they multiply the values.",
+        "Each head multiplies its values by its own weights.",
+    ),
+}  # fmt: skip
+OUTPUT = {
+    "unused": Wrong(
+        "no_output_projection", "The output projection has no effect.", "Return out_proj of the joined heads."
+    ),
+    "residual": Wrong(
+        "residual_inside", "The input is added to the result.",
+        "A residual connection belongs to the block around attention.",
+    ),
+}  # fmt: skip
+UNPROJECTED = {
+    _ROLE[i]: Wrong(
+        "not_projected", f"The {_ROLE[i]} is the input itself: its projection has no effect.",
+        f"Use W_{_ROLE[i]}(x) as {_ROLE[i]}.",
+    )
+    for i in range(3)
+}  # fmt: skip
+ROTARY = {
+    "value": Wrong("wrong_rotary", "The values are rotated, too.", "Rotate query and key only."),
+    "query": Wrong("wrong_rotary", "The query is rotated, and the key is not.", "Rotate both."),
+    "key": Wrong("wrong_rotary", "The key is rotated, and the query is not.", "Rotate both."),
+    "heads": Wrong(
+        "wrong_rotary", "Positions are counted along the heads, not along the tokens.",
+        "Rotate arrays of (B, num_heads, T, head_dim), or let positions follow the axis of the tokens.",
+    ),
+    "width": Wrong(
+        "wrong_rotary", "The rotation takes all columns of all heads for one head.",
+        "Split the heads before the rotation: frequencies depend on head_dim.",
+    ),
+}  # fmt: skip
 LAYOUT = {
     "across": Wrong(
         "other_layout", "The tokens are taken from the second axis, so that it attends across heads.",
         "If your arrays are (B, T, H, D), swap two axes before and after, or call diagnose with a function that does.",
     ),
 }  # fmt: skip
+
+
+_TABLES: dict[str, Mapping[Any, Wrong]] = {
+    "mask": CAUSAL | FULL, "method": METHODS, "given": GIVEN, "padding": PADDING, "axis": AXES, "scale": SCALES,
+    "roles": ROLES, "heads": HEADS, "merge": MERGES, "groups": GROUPS, "layout": LAYOUT, "transpose": TRANSPOSES,
+    "weights": WEIGHTS, "unprojected": UNPROJECTED, "output": OUTPUT, "rotary": ROTARY,
+}  # fmt: skip
+
+
+class Positions(NamedTuple):
+    """How scores depend on positions: by rotation, or by the slopes of ALiBi."""
+
+    name: str
+    interleaved: bool = False
+    theta: float = 0.0
+
+    def __str__(self) -> str:
+        if self.name != "rotary":
+            return f"{self.name} with the usual slopes"
+        return f"cattn.rope(x, theta={self.theta:g}{', interleaved=True' * self.interleaved}) of query and key"
 
 
 class Problem(NamedTuple):
@@ -181,8 +323,11 @@ class Problem(NamedTuple):
     padding: NDArray[np.bool_] | None = None  # (B, T), True where the token is none
     num_heads: int | None = None
     finish: Callable[[Floats], Floats] | None = None  # the output projection
-    same: bool = False  # query, key and value are one array, or cannot be swapped because their widths differ
+    same: bool = False  # query, key and value are one array
     flat: bool = False  # the user's arrays have no axis for the batch
+    inputs: tuple[Floats, ...] = ()  # what the function got: query, key and value before their projections
+    positions: Positions | None = None
+    alignment: str = "lower_right"
 
 
 Choices = Mapping[str, Any]
@@ -190,47 +335,111 @@ Choices = Mapping[str, Any]
 
 def choices(problem: Problem) -> dict[str, Mapping[Any, Wrong]]:
     """Return the wrong choices that make sense for a problem."""
-    masks = CAUSAL if problem.causal else FULL
+    q, k, v = (x.shape for x in (problem.query, problem.key, problem.value))
+    ndim, square = len(q), q[-2] == k[-2]
+    heads = problem.num_heads if problem.num_heads is not None else q[1] if ndim == 4 else 1
+    many = problem.num_heads is not None and problem.num_heads > 1
+    grouped = k[-1] < q[-1] if problem.num_heads is not None else k[:-2] != q[:-2]
     hides = problem.causal or problem.mask is not None or problem.padding is not None
+    masks = dict(CAUSAL if problem.causal else FULL)
+    for corner in ("upper_left", "lower_right"):
+        if square or corner == problem.alignment:
+            masks.pop(corner, None)
     found: dict[str, Mapping[Any, Wrong]] = {"mask": masks, "method": METHODS if hides else {}}
     if problem.mask is not None:
         found["given"] = GIVEN
     if problem.padding is not None:
         found["padding"] = PADDING
-    ndim = problem.query.ndim
-    axes = {name for name in AXES if not (name == "batch" and ndim == 2)}
-    many = problem.num_heads is not None and problem.num_heads > 1
-    found["axis"] = {name: AXES[name] for name in AXES if name in axes and (name != "heads" or ndim == 4 or many)}
-    found["scale"] = {name: wrong for name, wrong in SCALES.items() if name != "model" or many}
-    found["roles"] = {} if problem.same else ROLES
+    leave = {"batch": ndim == 2, "heads": ndim < 4 and not many}
+    leave |= dict.fromkeys(("sums", "sums_only", "maxima", "both"), not square or (ndim > 2 and not problem.flat))
+    leave |= dict.fromkeys(("twice_between", "twice_masked"), not hides)
+    found["axis"] = {name: wrong for name, wrong in AXES.items() if not leave.get(name, False)}
+    d = q[-1] if problem.num_heads is None else q[-1] // heads
+    factors = _scales(problem, d)
+    first = {factor: name for name, factor in reversed(factors.items())}  # each number once, without the right one
+    found["scale"] = {
+        name: wrong for name, wrong in SCALES.items()
+        if name == "after" or (first[factors[name]] == name and factors[name] != d**-0.5)
+    }  # fmt: skip
+    found["roles"] = {} if problem.same else {order: wrong for order, wrong in ROLES.items() if _fit(order, q, k, v)}
     if many:
-        found["heads"] = HEADS
+        found["heads"] = {name: wrong for name, wrong in HEADS.items() if not grouped or name == "view"}
         found["merge"] = MERGES
-    if ndim == 4 and problem.mask is None and problem.padding is None:
+    if grouped:
+        found["groups"] = GROUPS
+    if ndim == 4 and problem.mask is None and problem.padding is None and not grouped and square:
         found["layout"] = LAYOUT
+    if q[-2] > 1 and k[-1] > 1:
+        found["transpose"] = TRANSPOSES
+    found["weights"] = {name: w for name, w in WEIGHTS.items() if (square if name == "transposed" else heads > 1)}
+    if problem.inputs:
+        width = problem.inputs[0].shape
+        unprojected = problem.inputs[0] is not problem.query
+        widths = (q, k, v)
+        found["unprojected"] = {
+            _ROLE[i]: UNPROJECTED[_ROLE[i]] for i in range(3) if unprojected and problem.inputs[i].shape == widths[i]
+        }
+        wide = (*v[:-1], q[-1]) if grouped and problem.num_heads is not None else (*q[:-1], v[-1])
+        out = problem.finish(np.zeros(wide)).shape if problem.finish is not None else wide
+        fits = {"unused": problem.finish is not None and out == wide, "residual": out == width}
+        found["output"] = {name: wrong for name, wrong in OUTPUT.items() if fits[name]}
+    if problem.positions is not None and problem.positions.name == "rotary":
+        found["rotary"] = {name: wrong for name, wrong in ROTARY.items() if many or name not in ("heads", "width")}
     return found
 
 
+def _fit(order: tuple[int, ...], *shapes: tuple[int, ...]) -> bool:
+    """Return whether query, key and value have the same shapes in another order."""
+    return all(shapes[order[i]] == shapes[i] for i in range(3))
+
+
+def _scales(problem: Problem, d: int) -> dict[str, float]:
+    """Return the factors of wrong scales for heads of d columns."""
+    width, T = problem.query.shape[-1], problem.query.shape[-2]
+    heads = problem.num_heads or (problem.query.shape[1] if problem.query.ndim == 4 else 1)
+    d_in = problem.inputs[0].shape[-1] if problem.inputs else d
+    d_v = problem.value.shape[-1] * d // problem.key.shape[-1]
+    return {
+        "none": 1.0, "d": 1 / d, "times": d**0.5, "model": width**-0.5, "input": d_in**-0.5, "value": d_v**-0.5,
+        "heads": heads**-0.5, "tokens": T**-0.5, "after": 1.0,
+    }  # fmt: skip
+
+
+_OFTEN = {"mask", "method", "given", "padding", "axis", "scale", "roles", "heads", "merge", "layout"}
+_SELDOM = {  # choices that are not tried together with two others
+    "method": {"added_hidden", "inf_after", "times_inf"},
+    "axis": {"twice", "twice_between", "twice_masked", "sigmoid", "exp", "log", "sums", "sums_only", "maxima", "both"},
+    "scale": {"input", "value", "heads"},
+    "merge": {"mean", "sum"},
+}
+
+
 def formulas(problem: Problem, most: int) -> Iterator[dict[str, Any]]:
-    """Yield every choice with up to `most` mistakes, those with few mistakes first. The first is the right formula."""
+    """Yield every choice with up to `most` mistakes, few mistakes first: the first is the right formula."""
     found = {step: list(wrongs) for step, wrongs in choices(problem).items() if wrongs}
     for number in range(most + 1):
+        if number > 2:
+            found = {
+                step: [name for name in wrongs if name not in _SELDOM.get(step, ())]
+                for step, wrongs in found.items() if step in _OFTEN
+            }  # fmt: skip
         for steps in itertools.combinations(found, number):
             if number > 1 and "roles" in steps:
                 few = dict(found, roles=[order for order in found["roles"] if len(set(order)) == 3])
             else:
                 few = found
             for picked in itertools.product(*(few[step] for step in steps)):
+                if number > 1 and "times_inf" in picked:  # what would come after it would not show
+                    continue
                 yield dict(zip(steps, picked, strict=True))
 
 
-def mistakes_of(problem: Problem, chosen: Choices) -> list[Wrong]:
+def mistakes_of(chosen: Choices) -> list[Wrong]:
     """Return the mistakes of a formula."""
-    tables = choices(problem)
     if chosen.get("axis") in ("heads", "batch") and chosen.get("method") == "zero":
         # Over this axis the hidden scores of a key are equal, whatever the number is that hides them.
         chosen = {step: picked for step, picked in chosen.items() if step != "method"}
-    return [tables[step][picked] for step, picked in chosen.items()]
+    return [_TABLES[step][picked] for step, picked in chosen.items()]
 
 
 def _split(x: Floats, num_heads: int, how: str | None) -> Floats:
@@ -255,19 +464,24 @@ def _merge(x: Floats, how: str | None, heads: str | None) -> Floats:
         return x.reshape(B, T, -1)
     if how == "interleaved":
         return x.transpose(0, 2, 3, 1).reshape(B, T, -1)
+    if how in ("mean", "sum"):
+        return np.asarray(getattr(x, how)(axis=1))
     return x.swapaxes(1, 2).reshape(B, T, -1)
 
 
-def visible_keys(problem: Problem, chosen: Choices, T: int) -> NDArray[np.bool_]:
-    """Return the visible keys of a formula, (T, T) or (B, 1, T, T)."""
-    visible = np.tri(T, dtype=np.bool_) if chosen.get("mask") == "causal" else np.ones((T, T), np.bool_)
-    if problem.causal:
-        lower = {"strict": -1, "next": 1}
-        mask = chosen.get("mask")
-        visible = np.tri(T, k=lower.get(mask, 0), dtype=np.bool_)  # type: ignore[arg-type]
-        visible = {"none": np.ones_like(visible), "inverted": ~visible, "inverted_inclusive": visible.T}.get(
-            mask, visible  # type: ignore[arg-type]
-        )  # fmt: skip
+def visible_keys(problem: Problem, chosen: Choices, T_q: int, T_k: int) -> NDArray[np.bool_]:
+    """Return the visible keys of a formula, (T_q, T_k) or (B, 1, T_q, T_k)."""
+    mask = chosen.get("mask")
+    visible = np.ones((T_q, T_k), np.bool_)
+    if problem.causal or mask == "causal":
+        corner = mask if mask in ("upper_left", "lower_right") else problem.alignment
+        last = T_k - T_q if corner == "lower_right" else 0
+        lower = {"strict": -1, "next": 1}.get(mask or "", 0)
+        visible = np.tri(T_q, T_k, k=last + lower, dtype=np.bool_)
+        if mask == "none":
+            visible = np.ones_like(visible)
+        elif mask in ("inverted", "inverted_inclusive"):
+            visible = ~np.tri(T_q, T_k, k=last - (mask == "inverted_inclusive"), dtype=np.bool_)
     for step, given in (("given", problem.mask), ("padding", problem.padding)):
         if given is None:
             continue
@@ -282,50 +496,139 @@ def visible_keys(problem: Problem, chosen: Choices, T: int) -> NDArray[np.bool_]
     return visible
 
 
-def _softmax(scores: Floats, axis: int | tuple[int, ...]) -> Floats:
+def _softmax(scores: Floats, axis: int | tuple[int, ...] = -1) -> Floats:
     e = np.exp(scores - scores.max(axis=axis, keepdims=True))
     return np.asarray(e / e.sum(axis=axis, keepdims=True))
 
 
-def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the output of a formula, and for each of its rows whether the formula gives it a meaning."""
-    inputs = (problem.query, problem.key, problem.value)
-    q, k, v = (inputs[i] for i in chosen.get("roles", (0, 1, 2)))
-    ndim, heads, n = q.ndim, chosen.get("heads"), problem.num_heads
-    width = q.shape[-1]
-    across = chosen.get("layout") == "across"
+def _weigh(scores: Floats, visible: NDArray[np.bool_], axis: str | None) -> Floats:
+    """Return the weights: the softmax, or what stands in its place."""
+    over: dict[Any, int | tuple[int, ...]] = {"queries": -2, "heads": 1, "batch": 0, "all": (-1, -2)}
+    if axis == "none":
+        return np.where(np.isfinite(scores), scores, 0.0)
+    if axis == "sigmoid":
+        return np.asarray(1 / (1 + np.exp(-scores)))
+    if axis == "exp":
+        return np.exp(scores)
+    if axis == "log":
+        return np.log(_softmax(scores))
+    if axis == "twice":
+        return _softmax(_softmax(scores))
+    if axis == "twice_masked":
+        return _softmax(np.where(visible, _softmax(scores), -np.inf))
+    if axis in ("sums", "sums_only", "maxima", "both"):
+        maxima = np.zeros((1, 1)) if axis == "sums_only" else scores.max(axis=-1, keepdims=True)
+        e = np.exp(scores - (maxima.swapaxes(-1, -2) if axis in ("maxima", "both") else maxima))
+        sums = e.sum(axis=-1, keepdims=True)
+        return np.asarray(e / (sums if axis == "maxima" else sums.swapaxes(-1, -2)))
+    return _softmax(scores, over.get(axis, -1))
+
+
+def _rotate(x: Floats, positions: Positions, wrong: str | None) -> Floats:
+    """Return (B, H, T, d) after the rotation by positions."""
+    if wrong == "heads":
+        return _rotate(x.swapaxes(1, 2), positions, None).swapaxes(1, 2)
+    if wrong == "width":
+        B, H, T, d = x.shape
+        whole = x.swapaxes(1, 2).reshape(B, 1, T, H * d)
+        return _rotate(whole, positions, None).reshape(B, T, H, d).swapaxes(1, 2)
+    d = x.shape[-1]
+    angles = np.arange(x.shape[-2])[:, None] * positions.theta ** (-2 * np.arange(d // 2) / d)
+    cos, sin = np.cos(angles), np.sin(angles)
+    out = np.empty_like(x)
+    first, second = (np.s_[..., ::2], np.s_[..., 1::2]) if positions.interleaved else (
+        np.s_[..., : d // 2], np.s_[..., d // 2 :]
+    )  # fmt: skip
+    out[first] = x[first] * cos - x[second] * sin
+    out[second] = x[second] * cos + x[first] * sin
+    return out
+
+
+def _repeat(x: Floats, heads: int, tiled: bool) -> Floats:
+    """Return (B, heads, T, d) of fewer heads."""
+    n = heads // x.shape[1]
+    return np.tile(x, (1, n, 1, 1)) if tiled else np.repeat(x, n, axis=1)
+
+
+def _heads_of(problem: Problem, chosen: Choices) -> tuple[Floats, Floats, Floats]:
+    """Return query, key and value of a formula, (B, H, T, d)."""
+    given = [problem.query, problem.key, problem.value]
+    if (name := chosen.get("unprojected")) is not None:
+        given[_ROLE.index(name)] = problem.inputs[_ROLE.index(name)]
+    q, k, v = (given[i] for i in chosen.get("roles", (0, 1, 2)))
+    n, how, ndim = problem.num_heads, chosen.get("heads"), problem.query.ndim
     if n is not None:
-        q, k, v = (_split(x, n, heads) for x in (q, k, v))
+        kv = max(1, k.shape[-1] * n // q.shape[-1])
+        q, k, v = _split(q, n, how), _split(k, kv, how), _split(v, kv, how)
     elif ndim < 4:
         q, k, v = (x[None, None] if ndim == 2 else x[:, None] for x in (q, k, v))
-    elif across:
+    elif chosen.get("layout") == "across":
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    T, d = q.shape[-2:]
-    scale = {"none": 1.0, "d": 1 / d, "times": d**0.5, "model": width**-0.5, "tokens": T**-0.5, "after": 1.0}
+    rotary = chosen.get("rotary")
+    if problem.positions is not None and problem.positions.name == "rotary":
+        q = q if rotary == "key" else _rotate(q, problem.positions, rotary)
+        k = k if rotary == "query" else _rotate(k, problem.positions, rotary)
+        v = _rotate(v, problem.positions, None) if rotary == "value" else v
+    if k.shape[1] < q.shape[1]:
+        tiled = chosen.get("groups")
+        k = _repeat(k, q.shape[1], tiled in ("tiled", "key"))
+        v = _repeat(v, q.shape[1], tiled in ("tiled", "value"))
+    return q, k, v
+
+
+def _score(problem: Problem, chosen: Choices, q: Floats, k: Floats) -> Floats:
+    """Return the scaled scores of a formula, with the bias of positions."""
+    T_k, d = k.shape[-2:]
+    transposed = np.ascontiguousarray(k).reshape(*k.shape[:-2], d, T_k) if "transpose" in chosen else k.swapaxes(-1, -2)
     picked = chosen.get("scale")
-    scores = q @ k.swapaxes(-1, -2) * (d**-0.5 if picked is None else scale[picked])
+    factor = d**-0.5 if picked is None else _scales(problem, d)[picked]
+    scores = q @ transposed * factor
+    if problem.positions is not None and problem.positions.name == "ALiBi":
+        distance = np.arange(T_k) - np.arange(T_k - q.shape[-2], T_k)[:, None]
+        scores = scores + get_alibi_slopes(q.shape[1])[:, None, None] * -np.abs(distance)
+    return np.asarray(scores)
+
+
+def scores_of(problem: Problem) -> Floats:
+    """Return the scores of the right formula, of all pairs of tokens."""
+    q, k, _ = _heads_of(problem, {})
+    return _score(problem, {}, q, k)
+
+
+@np.errstate(all="ignore")
+def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the output of a formula, and for each of its rows whether the formula gives it a meaning."""
+    q, k, v = _heads_of(problem, chosen)
+    ndim, heads, n = problem.query.ndim, chosen.get("heads"), problem.num_heads
+    scores = _score(problem, chosen, q, k)
+    T_q, T_k = scores.shape[-2:]
     if heads == "across" and (problem.mask is not None or problem.padding is not None):
-        visible = np.ones((T, T), np.bool_)
+        visible = np.ones((T_q, T_k), np.bool_)
     else:
-        visible = visible_keys(problem, chosen, T)
-    method = chosen.get("method")
+        visible = visible_keys(problem, chosen, T_q, T_k)
+    method, axis = chosen.get("method"), chosen.get("axis")
     if method == "zero":
         scores = scores * visible
     elif method == "added":
         scores = scores + visible
+    elif method == "added_hidden":
+        scores = scores + ~visible
+    elif method == "times_inf":
+        scores = np.full_like(scores, np.nan)
     elif method is None:
-        scores = np.where(visible, scores, -np.inf)
-    over: dict[Any, int | tuple[int, ...]] = {"queries": -2, "heads": 1, "batch": 0, "all": (-1, -2)}
-    with np.errstate(all="ignore"):
-        if chosen.get("axis") == "none":
-            weights = np.where(np.isfinite(scores), scores, 0.0)
-        else:
-            weights = _softmax(scores, over.get(chosen.get("axis"), -1))
-        if method == "after":
-            weights = weights * visible
-        if picked == "after":
-            weights = weights * d**-0.5
-        out = weights @ v
+        scores = np.where(visible, _softmax(scores) if axis == "twice_between" else scores, -np.inf)
+    weights = _weigh(scores, visible, axis)
+    if method == "after":
+        weights = weights * visible
+    elif method == "inf_after":
+        weights = np.where(visible, weights, -np.inf)
+    if chosen.get("scale") == "after":
+        weights = weights * q.shape[-1] ** -0.5
+    if chosen.get("weights") == "mean":
+        weights = np.broadcast_to(weights.mean(axis=1, keepdims=True), weights.shape)
+    elif chosen.get("weights") == "transposed":
+        weights = weights.swapaxes(-1, -2)
+    out = weights @ v
     rows = np.broadcast_to(visible.any(axis=-1), out.shape[:-1])
     if problem.padding is not None:
         rows = rows & ~problem.padding[:, None, :]
@@ -338,16 +641,25 @@ def compute(problem: Problem, chosen: Choices) -> tuple[Floats, NDArray[np.bool_
             rows = np.broadcast_to(rows.all(axis=-1, keepdims=True), rows.shape)
     elif ndim < 4:
         out, rows = (out[0, 0], rows[0, 0]) if ndim == 2 else (out[:, 0], rows[:, 0])
-    elif across:
+    elif chosen.get("layout") == "across":
         out, rows = out.swapaxes(1, 2), rows.swapaxes(1, 2)
-    out = out if problem.finish is None else problem.finish(out)
+    last = chosen.get("output")
+    if problem.finish is not None and last != "unused":
+        out = problem.finish(out)
+    if last == "residual":
+        added = problem.inputs[0][..., : out.shape[-1]]
+        out = out + added if added.shape == out.shape else out
     return (out[0], rows[0]) if problem.flat else (out, rows)
 
 
+@np.errstate(all="ignore")
 def matches(got: Array, wanted: Floats, rows: NDArray[np.bool_], tolerance: float) -> bool:
     """Return whether a result is the output of a formula, in the rows to which that gives a meaning."""
     if got.shape != wanted.shape or 5 * rows.sum() < rows.size:
         return False
-    wanted = wanted[rows]
+    got, wanted = got[rows], wanted[rows]
+    if np.isfinite(wanted).all():
+        allowed = tolerance * max(np.abs(wanted).max(initial=0.0), 1e-30)
+        return bool((np.abs(got - wanted) <= allowed).all())  # NaN is not
     largest = np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max(initial=0.0)
-    return bool(np.allclose(got[rows], wanted, rtol=0, atol=tolerance * max(largest, 1e-30), equal_nan=True))
+    return bool(np.allclose(got, wanted, rtol=0, atol=tolerance * max(largest, 1e-30), equal_nan=True))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._formulas import Problem
+from ._formulas import Positions, Problem
 from ._subject import Projections, Subject, is_module
 
 Floats = NDArray[np.float64]
@@ -33,6 +33,8 @@ class Probe:
         self.splits = kind.startswith("multi_head") and subject.num_inputs == 3 and projections is None
         subject.keeps_width = subject.num_inputs == 3 and projections is None
         self.num_heads = num_heads
+        self.positions: Positions | None = None
+        self.alignment = "lower_right"
         self.T = num_tokens
         self.width = width or (projections.d_in if projections else self._width_of_module())
 
@@ -43,6 +45,14 @@ class Probe:
                 if parameter.ndim == 2:
                     return int(parameter.shape[1])
         return None
+
+    def is_only_attention(self) -> bool:
+        """Return whether the module has no norm, and no other layer than projections."""
+        if self.projections is not None or not is_module(self.subject.function):
+            return True
+        parameters = list(self.subject.function.named_parameters())
+        norms = [name for name, array in parameters if name.endswith("weight") and array.ndim == 1]
+        return not norms and sum(array.ndim == 2 for _, array in parameters) <= 4
 
     def shape(
         self, ndim: int, T: int | None = None, lead: int | None = None, depth: int | None = None
@@ -65,24 +75,34 @@ class Probe:
         size = 3.0 if self.subject.num_inputs == 1 or self.projections is not None else 1.0
         return tuple(size * rng.standard_normal(shape) for _ in range(self.subject.num_inputs))
 
+    def draw_like(self, inputs: tuple[Floats, ...], seed: int) -> tuple[Floats, ...]:
+        """Return other inputs of the same shapes."""
+        largest = tuple(max(sizes) for sizes in zip(*(array.shape for array in inputs), strict=True))
+        drawn = self.draw(largest, seed)
+        return tuple(array[tuple(slice(n) for n in own.shape)] for array, own in zip(drawn, inputs, strict=True))
+
     def problem(self, inputs: tuple[Floats, ...], **masks: Any) -> Problem:
         """Return the formula's view of the inputs: after the projections of a module."""
         if self.projections is not None:
             batches = [array if array.ndim == 3 else array[None] for array in inputs]
             q, k, v = self.projections.project(*(batches if len(batches) == 3 else batches * 3))
             return Problem(
-                q, k, v, self.causal, num_heads=self.num_heads, finish=self.projections.finish, same=q.shape != v.shape,
-                flat=inputs[0].ndim == 2, **masks,
+                q, k, v, self.causal, num_heads=self.num_heads, finish=self.projections.finish,
+                flat=inputs[0].ndim == 2, inputs=tuple(batches * (3 // len(batches))),
+                positions=self.positions, **masks,
             )  # fmt: skip
         q, k, v = inputs if len(inputs) == 3 else inputs * 3
         heads = self.num_heads if self.splits else None
-        return Problem(q, k, v, self.causal, num_heads=heads, same=len(inputs) == 1, **masks)
+        return Problem(
+            q, k, v, self.causal, num_heads=heads, same=len(inputs) == 1, inputs=(q, k, v), positions=self.positions,
+            alignment=self.alignment, **masks,
+        )  # fmt: skip
 
     def call(self, inputs: tuple[Floats, ...], **masks: Any) -> Floats:
         """Call the function in the way of evaluation; a mask argument that exists gets a mask that hides nothing."""
-        T, names = inputs[0].shape[-2], self.subject.masks
+        T, names = inputs[-1].shape[-2], self.subject.masks
         if names.mask is not None and masks.get("mask") is None:
-            masks["mask"] = np.ones((T, T), np.bool_)
+            masks["mask"] = np.ones((inputs[0].shape[-2], T), np.bool_)
         if names.padding is not None and masks.get("padding") is None and inputs[0].ndim > 2:
             masks["padding"] = np.zeros((inputs[0].shape[0], T), np.bool_)
         if names.dropout is not None:

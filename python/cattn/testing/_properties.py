@@ -21,6 +21,9 @@ BATCH = Wrong(
     "Keep the batch axis apart: reshape and softmax must not join it with the tokens.",
 )
 _ROW_SUMS = Wrong("rows_not_one", "Rows of weights do not sum to 1: equal tokens do not give the result of one token.")
+_FUTURE = CAUSAL["none"]._replace(
+    text="A token sees the tokens after it: there is no causal mask, it has no effect, or a second softmax undoes it."
+)
 _UNSEEN = Wrong("hides_too_much", "A token does not see all the tokens that it should see.")
 _SOME = Wrong("wrong_mask", "Tokens see other tokens than they should.")
 
@@ -77,7 +80,7 @@ def _pattern(seen: Bools, causal: bool) -> Wrong | None:
         return CAUSAL["inverted"]
     if not (seen & ~np.tri(T, k=1, dtype=np.bool_)[1:-1]).any():
         return CAUSAL["next"]
-    return CAUSAL["none"] if seen[~lower].all() else _SOME
+    return _FUTURE if seen[~lower].all() else _SOME
 
 
 def _equal_tokens(call: Callable[[Floats], Floats], x: Floats, causal: bool, tolerance: float) -> Found | None:

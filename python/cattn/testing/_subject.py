@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._input.arrays import read_array
+from ._formulas import Positions
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -75,6 +76,20 @@ def _filled(cell: Any) -> bool:
     return True
 
 
+def takes_batch_second(function: Any) -> bool:
+    """Return whether a module says, by its batch_first, that it takes (T, B, D). A class of PyTorch says it inside."""
+    if not is_module(function):
+        return False
+    own = type(function).__module__.split(".")[0] == "torch"
+    return False in [getattr(m, "batch_first", None) for m in (function.modules() if own else [function])]
+
+
+def inner_batch_second(function: Any) -> str | None:
+    """Return the class of a module inside this one that takes (T, B, D), or None."""
+    modules = function.modules() if is_module(function) else ()
+    return next((type(m).__name__ for m in modules if getattr(m, "batch_first", None) is False), None)
+
+
 def number_of_inputs(function: Any) -> int:
     """Return 1 for function(x), and 3 for function(query, key, value)."""
     target = function.forward if is_module(function) else function
@@ -100,6 +115,8 @@ class Subject:
         self.dtype = self._dtype(dtype)
         self.changed_inputs = False
         self.keeps_width = num_inputs == 3  # the output has the shape of the query
+        self.heads = 1  # into which the function itself splits its arrays
+        self.swaps = takes_batch_second(function)  # arrays are (T, B, D)
 
     def _dtype(self, dtype: Any) -> Any:
         if self.library == "numpy":
@@ -147,7 +164,8 @@ class Subject:
             keywords[self.masks.padding] = self._convert(padding if self.masks.true_hides else ~padding, mask=True)
         if dropout_p is not None and self.masks.dropout is not None:
             keywords[self.masks.dropout] = dropout_p
-        given = [self._convert(array) for array in inputs]
+        swaps = self.swaps and inputs[0].ndim == 3
+        given = [self._convert(array.swapaxes(0, 1) if swaps else array) for array in inputs]
         before = [_plain(each) for each in given]
         try:
             with _quiet(self.library):
@@ -159,9 +177,9 @@ class Subject:
             raise RefusedError("raises", text + "." * (not text.endswith("."))) from error
         after = [_plain(each) for each in given]
         self.changed_inputs |= any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))
-        return self._read(result, inputs[0])
+        return self._read(result, inputs[0], swaps)
 
-    def _read(self, result: Any, query: Floats) -> Floats:
+    def _read(self, result: Any, query: Floats, swaps: bool) -> Floats:
         if isinstance(result, (tuple, list)) and len(result) and hasattr(result[0], "shape"):
             result = result[0]  # the output comes first, then the weights
         if result is None:
@@ -171,12 +189,15 @@ class Subject:
         except (TypeError, ValueError):
             text = f"It returns {type(result).__name__}, which is neither an array nor a tensor."
             raise RefusedError("wrong_shape", text) from None
+        out = out.swapaxes(0, 1) if swaps and out.ndim == 3 else out
         lead, T = query.shape[:-1], query.shape[-2]
         columns = "any number of columns"
         fits = out.shape == query.shape if self.keeps_width else out.ndim == query.ndim and out.shape[:-1] == lead
         if not fits:
             wanted = query.shape if self.keeps_width else (*lead, columns)
             hint = " That is the shape of the weights." if out.shape[-2:] == (T, T) else ""
+            if self.heads > 1 and out.shape == (*lead, query.shape[-1] // self.heads):
+                hint = " That is the width of one head: the heads must be joined, not averaged or summed."
             text = f"It returns an array of {out.shape} for arrays of {query.shape}, wanted {wanted}.{hint}"
             raise RefusedError("wrong_shape", text.replace("'", ""))
         return out
@@ -265,6 +286,8 @@ class Projections(NamedTuple):
         """Return the output of the module, given the output of all heads."""
         if self.out is None:
             return context
+        if context.shape[-1] != len(self.out):  # it takes one head, or the mean of all: the right result is unknown
+            return np.full((*context.shape[:-1], self.out.shape[1]), np.nan)
         return np.asarray(context @ self.out + (0.0 if self.out_bias is None else self.out_bias))
 
 
@@ -282,7 +305,7 @@ def find_state(function: Any) -> dict[str, Any]:
 
 def find_num_heads(function: Any, state: Mapping[str, Any]) -> int | None:
     """Return the number of heads that a module says it has; None if it does not say it."""
-    for name in ("num_heads", "n_heads", "n_head", "num_attention_heads"):
+    for name in ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead"):
         if isinstance(found := getattr(function, name, None), int):
             return found
     numbers = {key.split("heads.")[1].split(".")[0] for key in state if "heads." in key}
@@ -298,44 +321,77 @@ def unknown_weights(state: Mapping[str, Any]) -> list[str]:
 
 def possible_heads(projections: Projections) -> list[int]:
     """Return the numbers of heads, up to 64, into which the columns can be split: 1 first, then the usual ones."""
-    widths = [weight.shape[1] for weight in projections.weights]  # usual heads have 64 columns
-    numbers = [n for n in range(2, min(64, *widths) + 1) if not any(width % n for width in widths)]
-    return [1, *sorted(numbers, key=lambda n: abs(np.log(widths[0] / n / 64)))]
+    widths = [weight.shape[1] for weight in projections.weights]
+    numbers = [n for n in range(2, min(64, widths[0]) + 1) if _splits(widths, n)]
+    one = [1] if widths[0] == widths[1] else []
+    return one + sorted(numbers, key=lambda n: abs(np.log(widths[0] / n / 64)))  # usual heads have 64 columns
 
 
-def find_projections(state: Mapping[str, Any], num_heads: int) -> Projections | None:
-    """Return the projections if the names belong to a scheme that `load_state_dict` knows, else None."""
+def possible_positions(function: Any) -> list[Positions]:
+    """Return the positions with which a module without learned ones is compared: rotations, and ALiBi."""
+    owners = [*function.modules()] if is_module(function) else [function]
+    own = {
+        float(theta)
+        for owner in owners for name in ("theta", "rope_theta", "theta_base", "base", "rotary_base")
+        if isinstance(theta := getattr(owner, name, None), (int, float)) and theta > 1
+    }  # fmt: skip
+    thetas = sorted({*own, 10_000.0, 500_000.0})
+    rotary = [Positions("rotary", interleaved, theta) for theta in thetas for interleaved in (False, True)]
+    return [*rotary, Positions("ALiBi")]
+
+
+def _splits(widths: list[int], heads: int) -> bool:
+    """Return whether query, key and value of these widths have so many heads, of which several may share a key."""
+    query, key, value = widths
+    if query % heads or key % (d := query // heads):
+        return False
+    return heads % (key // d) == 0 and value % (key // d) == 0
+
+
+def find_projections(state: Mapping[str, Any], num_heads: int | None) -> Projections | None:
+    """Return the projections if the names belong to a scheme that `load_state_dict` knows, else None.
+
+    Keys and values may have fewer columns than queries, if they have fewer heads.
+    """
     from ..nn._state_dict import _parse, match
 
     sizes: dict[str, int] = {}
-    d_in = 0
+    d_in = fused = 0
+    last: tuple[int, ...] = ()
     for key, value in state.items():
         name, shape = _parse(key), tuple(getattr(value, "shape", ()))
-        if name is None or name.part != "weight" or len(shape) != 2 or name.role == "out":
+        if name is None or name.part != "weight" or len(shape) != 2:
             continue
         rows, columns = shape[::-1] if name.bare else shape
-        if "query, key" in name.role:
-            rows, columns = (columns, rows) if rows < columns else (rows, columns)
-            sizes = dict.fromkeys(("query", "key", "value"), rows // 3)
+        if name.role == "out":
+            last = (rows, columns)
+        elif "query, key" in name.role:
+            fused, d_in = (columns, rows) if rows < columns else (rows, columns)
         else:
             sizes[name.role] = sizes.get(name.role, 0) + rows
-        d_in = columns
-    if set(sizes) != {"query", "key", "value"} or sizes["query"] != sizes["key"]:
+            d_in = columns
+    if fused:
+        query = last[1] if last and last[1] < fused and (fused - last[1]) % 2 == 0 else fused // 3
+        sizes = {"query": query, "key": (fused - query) // 2, "value": (fused - query) // 2}
+    if set(sizes) != {"query", "key", "value"} or not sizes["key"] or sizes["query"] % sizes["key"]:
         return None
-    width = sizes["value"]
+    width = sizes["value"] * (sizes["query"] // sizes["key"])  # of all heads together
     own: dict[str, Array] = {}
     for role in ("query", "key", "value"):
         own[f"W_{role}.weight"], own[f"W_{role}.bias"] = np.zeros((sizes[role], d_in)), np.zeros(sizes[role])
-    d_out = next((value.shape for key, value in state.items() if (n := _parse(key)) and n.role == "out"), (width,))[0]
+    if last and num_heads and last[1] * num_heads == width:
+        width = last[1]
+    d_out = last[0] if last else width
     own |= {"out_proj.weight": np.zeros((d_out, width)), "out_proj.bias": np.zeros(d_out)}
     try:
         new, _ = match(state, own, strict=False, what="the formula of diagnose")
     except (TypeError, ValueError):
         return None
     found = {name: np.asarray(array, np.float64) for name, array in new.items()}
-    weights = [found[f"W_{role}.weight"].T for role in ("query", "key", "value") if f"W_{role}.weight" in found]
+    roles = [role for role in ("query", "key", "value") if f"W_{role}.weight" in found]
+    weights = [np.ascontiguousarray(found[f"W_{role}.weight"].T) for role in roles]  # stacks multiply faster
     biases = [found.get(f"W_{role}.bias", np.zeros(sizes[role])) for role in ("query", "key", "value")]
-    if len(weights) < 3 or any(size % num_heads for size in sizes.values()):
+    if len(weights) < 3 or (num_heads and not _splits([weight.shape[1] for weight in weights], num_heads)):
         return None
     out = found.get("out_proj.weight")
     return Projections(
