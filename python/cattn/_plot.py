@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ Labels = Sequence[str] | None
 MOST_LABELS = 40  # with more tokens than this the axis shows positions instead
 MOST_NUMBERS = 12  # cells of wider matrices do not show their numbers
 PANELS_IN_A_ROW = 3
+LONGEST_LABEL = 40  # characters of a token along an axis
+# What no file of XML may hold, or what turns the text around it: controls but tab and line feed, noncharacters, bidi.
+_UNWRITABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufdd0-\ufdef"
+    + "".join(f"{chr(plane << 16 | 0xFFFE)}{chr(plane << 16 | 0xFFFF)}" for plane in range(17))
+    + "]"
+)
 
 
 @with_hints
@@ -138,7 +146,7 @@ def plot_attention(
         if future[0].size > 0 and blank[future].all():
             _draw_staircase(where, seqlen_q, seqlen_k)
     shrink = 0.6 if 1 < heads <= PANELS_IN_A_ROW else 0.8  # as high as a row of panels without their titles
-    axes[0].figure.colorbar(image, ax=list(axes), label=label, shrink=shrink, fraction=0.05, pad=0.02)
+    axes[0].figure.colorbar(image, ax=list(axes), label=as_text(label), shrink=shrink, fraction=0.05, pad=0.02)
     if ax is None:
         axes[0].figure.draw_without_rendering()  # the first layout clips labels, the second does not
     return axes[0] if one else axes
@@ -176,12 +184,23 @@ def _panels(weights: ArrayLike, entry: int | None) -> tuple[NDArray[Any], int]:
     return (panels.astype(np.float32) if is_bfloat16(array.dtype) else panels), batch  # matplotlib has no bfloat16
 
 
-def as_text(label: str) -> str:
+def _whole(label: str) -> str:
     """Return a str with U+FFFD in place of halves of surrogate pairs, which no file and no browser can show.
 
     Names of files that are not UTF-8 have them.
     """
     return label.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def as_text(label: str) -> str:
+    """Return a str with U+FFFD in place of all that a picture or a page cannot write as text."""
+    return _UNWRITABLE.sub("\ufffd", _whole(label))
+
+
+def _tick(label: str) -> str:
+    """Return a token as one short line."""
+    text = as_text(label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…")
+    return text.replace("\n", "↵").replace("\t", "→")
 
 
 def strings(labels: Sequence[object], name: str, length: int, what: str = "tokens") -> list[str]:
@@ -190,7 +209,7 @@ def strings(labels: Sequence[object], name: str, length: int, what: str = "token
         raise TypeError(f"{name} must be a sequence of str, got one {type(labels).__name__}: split it, or list() it")
     if not isinstance(labels, Iterable):
         raise TypeError(f"{name} must be a sequence of str, got {type(labels).__name__}")
-    found = [as_text(str(label)) for label in labels]
+    found = [_whole(str(label)) for label in labels]
     if len(found) != length:
         raise ValueError(f"{name} must name {length} {what}, got {len(found)}")
     return found
@@ -253,7 +272,8 @@ def _name_ticks(axis: Axis, labels: list[str] | None, rotation: float) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
         return
     # no parse_math, because a token may contain "$"
-    axis.set_ticks(range(len(labels)), labels, rotation=rotation, ha="right", rotation_mode="anchor", parse_math=False)
+    names = [_tick(label) for label in labels]
+    axis.set_ticks(range(len(labels)), names, rotation=rotation, ha="right", rotation_mode="anchor", parse_math=False)
     axis.set_tick_params(length=0, labelsize="small")
 
 

@@ -1,9 +1,11 @@
 """plot_attention: cells, borders, labels, colours, and errors."""
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -201,6 +203,34 @@ def test_bfloat16_and_tokens_with_dollar_signs_are_drawn() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == tokens
     assert not any(label.get_parse_math() for label in (*ax.get_xticklabels(), *ax.get_yticklabels()))
     plt.close("all")
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
+@pytest.mark.parametrize("fonttype", ["none", "path"])
+def test_a_picture_can_be_read_whatever_the_tokens_hold(kind: str, fonttype: str) -> None:
+    tokens = [
+        "\0",
+        "\x1b[31m",
+        "\ud800",
+        "\ufffe",
+        "a\u202eb",
+        "<b>&amp;--",
+        "\n",
+        "x" * 5000,
+        chr(0x1FFFF),
+        "\x85\x7f",
+    ]
+    title = "a\x01\nb"
+    with plt.rc_context({"svg.fonttype": fonttype}):
+        ax = cattn.plot_attention(np.eye(10), tokens, titles=title, label="\x02")
+        file = io.BytesIO()
+        ax.figure.savefig(file, format=kind)
+    shown = texts(ax.get_xticklabels())
+    assert shown[:7] == ["�", "�[31m", "�", "�", "a�b", "<b>&amp;--", "↵"]
+    assert len(shown[7]) == 40
+    assert ax.get_title() == "a�\nb"
+    if kind == "svg":
+        ElementTree.fromstring(file.getvalue())
 
 
 @pytest.mark.parametrize("vmax", [float("nan"), float("inf")])

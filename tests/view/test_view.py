@@ -280,6 +280,37 @@ def test_a_saved_page_is_one_file_with_everything(tmp_path: Path) -> None:
     assert "<title>other</title>" in path.read_text("utf-8")
 
 
+def test_what_cannot_be_weights_is_said() -> None:
+    query, key = np.random.default_rng(0).standard_normal((2, 2, 5, 4))
+    for scores in (query, query @ key.swapaxes(-1, -2), query.astype(ml_dtypes.bfloat16)):
+        with pytest.warns(UserWarning, match="rows do not sum to 1: these are scores or queries") as caught:
+            view = cattn.view_attention(scores)
+        assert caught[0].filename == __file__
+        assert "Rows do not sum to 1" in state_of(view.to_html())["info"]["note"]
+    for weights in (cattn.dropout(cattn.attention_weights(query, key), 0.5, rng=0), random(3, 3), ones(3, 3)):
+        assert "Rows do not sum to 1" in state_of(cattn.view_attention(weights).to_html())["info"]["note"]
+    masked = np.where(np.tri(5, dtype=bool), query @ key.swapaxes(-1, -2), -np.inf)
+    assert "Rows do not" in state_of(cattn.view_attention(masked).to_html())["info"]["note"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_not_called_something_else(dtype: Any) -> None:
+    query, key = np.random.default_rng(0).standard_normal((2, 2, 700, 4), dtype=np.float32)
+    weights = cattn.attention_weights(query, key, is_causal=True).astype(dtype)
+    weights[0, 3] = 0  # a query of padding
+    weights[1, 4] = np.nan
+    assert state_of(cattn.view_attention(weights).to_html())["info"]["note"] == ""
+
+
+def test_the_first_axis_of_one_array_is_a_batch_unless_its_layers_are_named() -> None:
+    weights = cattn.attention_weights(random(2, 3, 4, 5), random(2, 3, 4, 5))
+    for given, options, word in (
+        (weights, {}, "entry"), (list(weights), {}, "layer"), (weights, {"layers": range(2)}, "layer"),
+        (weights[:, None], {}, "layer"), (cattn.attention_statistics(*random(2, 2, 3, 4, 5)), {}, "entry"),
+    ):  # fmt: skip
+        assert state_of(cattn.view_attention(given, **options).to_html())["info"]["axis"] == word
+
+
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.PDF", "x.npy", "x.html.gz"])
 def test_a_name_that_is_no_page_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name}: a view is a page, so its name must end in \.html; plot_attention"):
@@ -341,6 +372,7 @@ def test_without_matplotlib_there_is_no_picture(monkeypatch: pytest.MonkeyPatch)
     assert "<img" not in data["text/html"]
 
 
+@pytest.mark.filterwarnings("ignore:weights has negative numbers")
 @pytest.mark.parametrize(
     "view",
     [

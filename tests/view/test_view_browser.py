@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import ml_dtypes
 import numpy as np
@@ -219,6 +220,7 @@ def test_a_click_pins_and_escape_lets_go(show: Open) -> None:
     chip(page, 1, 1).hover()
     assert status(page).query == 4
     page.keyboard.press("Escape")
+    assert "pinned" not in status(page).text
     chip(page, 1, 2).hover()
     now = status(page)
     assert (now.query, now.key) == (2, 2)
@@ -358,8 +360,8 @@ def test_the_theme_follows_the_page(show: Open) -> None:
 def test_screen_readers_get_names(show: Open) -> None:
     page = show(cattn.view_attention(weights_of(2, 3, 6), TOKENS))
     assert page.get_by_role("grid", name="heads").get_by_role("gridcell").count() == 6
-    assert page.get_by_role("gridcell", name="layer 1, head 2").count() == 1
-    assert page.get_by_role("gridcell", selected=True).get_attribute("aria-label") == "layer 0, head 0"
+    assert page.get_by_role("gridcell", name="entry 1, head 2").count() == 1
+    assert page.get_by_role("gridcell", selected=True).get_attribute("aria-label") == "entry 0, head 0"
     assert "6 queries, 6 keys" in page.locator(".cattn-map").get_attribute("aria-label")
     chip(page, 1, 1).hover()
     frame(page)
@@ -394,6 +396,8 @@ def test_byte_pair_tokens_are_text(show: Open) -> None:
         (["The", "Ġca", "fÃ©", "Ċ", "âĤ¬"], ["The", "·ca", "fé", "↵", "€"]),
         (["▁The", "▁ca", "fé", "<0x0A>", "x"], ["·The", "·ca", "fé", "<0x0A>", "x"]),
         (["The", "Ã©", "x", "y", "z"], ["The", "Ã©", "x", "y", "z"]),
+        (["x▁", "a▁b", "▁", "y", "z"], ["x·", "a b", "·", "y", "z"]),
+        (["Ġthe", "▁", "x", "y", "Ā"], ["·the", "·", "x", "y", "␀"]),
     ):
         page = show(cattn.view_attention(weights_of(1, 5), tokens))
         assert page.locator(".cattn-lane").first.locator("bdi").all_inner_texts() == shown
@@ -407,6 +411,92 @@ def test_lines_join_the_tokens_that_look_at_each_other(show: Open) -> None:
     page.locator(".cattn-lines text[data-kind='query'][data-at='1']").click()
     assert status(page).query == 1
     assert page.locator(".cattn-lines .cattn-marked").all_text_contents() == ["b", "b"]
+
+
+ODD = [
+    "\0",
+    "\x1b[0m",
+    "\ud800x",
+    "\ufffe",
+    "a\u202eb\u2066",
+    "</svg><b>&",
+    "long" * 400,
+    chr(0x1FFFF),
+    "\x7f\x85",
+    "\n\t",
+]
+SHOWN = ["␀", "␛[0m", "�x", "�", "a�b�", "</svg><b>&", "long" * 24 + "lon…", "�", "␡�", "↵→"]
+
+
+@pytest.mark.parametrize("bytes_as_letters", [False, True])
+def test_pictures_of_any_token_can_be_read(show: Open, tmp_path: Path, bytes_as_letters: bool) -> None:
+    tokens = [*ODD[:-1], "Ċ" if bytes_as_letters else ODD[-1]]
+    page = show(cattn.view_attention(np.tri(10) / np.arange(1, 11)[:, None], tokens, layers=["a\0"], title="a\x01"))
+    shown = page.locator(".cattn-lane").first.locator("bdi").all_text_contents()
+    assert shown == [*SHOWN[:-1], "↵" if bytes_as_letters else SHOWN[-1]]
+    for form in ("map", "lines"):
+        page.get_by_role("button", name=form).click()
+        for kind in ("PNG", "SVG"):
+            with page.expect_download() as download:
+                page.get_by_role("button", name=f"save as {kind}").click()
+            file = tmp_path / download.value.suggested_filename
+            download.value.save_as(file)
+            if kind == "PNG":
+                assert file.read_bytes().startswith(b"\x89PNG")
+                continue
+            names = [node.text for node in ElementTree.parse(file).iter() if node.tag.endswith("}text")]
+            assert set(SHOWN[:6]) <= set(names)
+            cut = {name for name in names if name.startswith("long")}
+            assert cut
+            assert all(name.endswith("…") and len(name) < 40 for name in cut)
+
+
+def test_a_picture_that_cannot_be_drawn_is_said(show: Open) -> None:
+    page = show(cattn.view_attention(weights_of(1, 6), TOKENS))
+    page.get_by_role("button", name="lines").click()
+    page.evaluate("() => { window.Image = class { set src(_) { this.onerror(); } }; }")
+    page.get_by_role("button", name="save as PNG").click()
+    assert "save it as SVG" in page.locator(".cattn-status").inner_text()
+
+
+@pytest.mark.usefixtures("from_the_first")
+def test_keys_move_in_every_form_after_a_click(show: Open) -> None:
+    page = show(cattn.view_attention(weights_of(1, 6), TOKENS))
+    zoom = page.get_by_role("button", name="zoom in")
+    assert zoom.is_visible()
+    for form, click in (
+        ("step by step", ".cattn-steps tbody tr >> nth=2"),
+        ("lines", ".cattn-lines text[data-at='2']"),
+    ):
+        page.get_by_role("button", name=form).click()
+        assert not zoom.is_visible()
+        page.keyboard.press("Home")  # after the click on the button
+        before = status(page)
+        assert before.key == 0
+        page.locator(click).first.click()
+        assert "pinned" in status(page).text
+        now = status(page)
+        page.keyboard.press("ArrowRight" if form == "lines" else "ArrowDown")
+        assert status(page).key == now.key + 1
+        page.keyboard.press("ArrowUp" if form == "lines" else "ArrowLeft")
+        assert status(page).query == now.query - 1
+        page.keyboard.press("Escape")
+        assert "pinned" not in status(page).text
+    page.get_by_role("button", name="step by step").click()
+    headings = page.locator(".cattn-steps thead th").all_inner_texts()
+    assert headings == ["key", "score", "masked", "weight", "after dropout", ""]
+    slider = page.get_by_label("temperature")
+    slider.focus()
+    before = status(page)
+    page.keyboard.press("ArrowRight")
+    assert (status(page).key, slider.input_value()) == (before.key, "1.1")
+
+
+def test_rows_that_do_not_sum_to_1_are_said(show: Open) -> None:
+    page = show(cattn.view_attention(np.tri(6), TOKENS))
+    assert page.locator(".cattn-note").inner_text().startswith("Rows do not sum to 1")
+    page = show(cattn.view_attention(weights_of(2, 6), TOKENS))
+    assert page.locator(".cattn-note").count() == 0
 
 
 def column(page: Any, at: int) -> list[str]:
@@ -508,7 +598,7 @@ def strip_numbers(page: Any) -> dict[str, str]:
 def test_strips_show_the_numbers_of_the_statistics(show: Open, dtype: Any) -> None:
     statistics = statistics_of(2, 3, 50, dtype=dtype)
     page = show(cattn.view_attention(statistics))
-    page.get_by_role("option", name="layer 1, head 2").click()
+    page.get_by_role("option", name="entry 1, head 2").click()
     page.locator(".cattn-strips").focus()
     for at in range(49, 40, -1):
         page.keyboard.press("ArrowLeft") if at < 49 else None

@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
     title = ", ".join(part for part in (options.title, words) if part) or None
     with plain_warnings():
         try:
-            view = cattn.view_attention(weights, tokens, query_tokens=query_tokens, title=title)
+            layers = range(len(weights)) if options.layers and weights.ndim == 4 else None
+            view = cattn.view_attention(weights, tokens, query_tokens=query_tokens, title=title, layers=layers)
         except (ValueError, TypeError) as error:
             raise InputError(f"{error} (weights: {options.weights})") from error
         if write(view, options):

@@ -182,11 +182,12 @@ def view_attention(
     query_tokens : sequence of str, optional
         The T_q tokens of the queries, if they differ from `tokens`.
     layers : sequence, optional
-        Names of the L layers. Their indices by default.
+        Names of the L layers. Their indices by default; the first of four axes of one array is then called a batch
+        entry, and ``layers=range(L)`` calls it a layer.
     entry : int, optional
         The entry of the batch that is shown: of weights (B, H, T_q, T_k), of an `AttentionOutput`, of a sequence of
         such layers, or of (L, B, H, T_q, T_k). Default 0 where the weights can only be a batch, and the view says so if
-        there are several. Four axes without `entry` are layers.
+        there are several. Four axes without `entry` are all shown.
     title : str, optional
         A heading above the view, and the title of a saved page.
     query, key, value : array_like, optional
@@ -203,6 +204,12 @@ def view_attention(
     -------
     AttentionView
         A notebook shows it, and ``save("attention.html")`` writes it to a file.
+
+    Warns
+    -----
+    UserWarning
+        weights has negative numbers, no -inf, and rows that do not sum to 1, as queries and scores. The page says so of
+        all rows that do not sum to 1.
 
     Raises
     ------

@@ -7,6 +7,7 @@ is reduced in blocks; the exact part in which the reader is interested is then s
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from .._input.arrays import as_array, common_dtype, is_bfloat16
 from .._input.display import summary
 from .._input.types import AttentionStatistics
-from .._plot import strings, take_entry, token_labels
+from .._plot import as_text, strings, take_entry, token_labels
 
 Array = NDArray[Any]
 WeightsOf = Callable[[int, int, slice], Any]
@@ -82,7 +83,14 @@ def _smallest_block(size: Callable[[int], int], most: int) -> int:
 
 
 def _layer_names(layers: Sequence[object] | None, count: int) -> list[str] | None:
-    return None if layers is None else strings(layers, "layers", count, "layers")
+    return None if layers is None else [as_text(name) for name in strings(layers, "layers", count, "layers")]
+
+
+def _sum_to_1(layer: Array) -> bool:
+    """Return whether each row of weights sums to 1, or to 0 where it sees no key."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = (layer.astype(np.float32) if is_bfloat16(layer.dtype) else layer).sum(axis=-1, dtype=np.float64)
+        return bool(((np.abs(sums - 1) <= (0.03 if layer.dtype.itemsize == 2 else 1e-3)) | ~(np.abs(sums) > 0)).all())
 
 
 class Weights:
@@ -104,10 +112,20 @@ class Weights:
         for layer in self.layers:
             finite = layer[np.isfinite(layer)]
             low, high = min(low, float(finite.min(initial=0))), max(high, float(finite.max(initial=0)))
+        are_weights = all(map(_sum_to_1, self.layers))
+        if low < 0 and not are_weights and not any(np.isneginf(layer).any() for layer in self.layers):
+            warnings.warn(
+                "weights has negative numbers, and its rows do not sum to 1: these are scores or queries, which are "
+                "drawn as they are; attention_weights(query, key) computes weights",
+                stacklevel=4,
+            )
         self.info: dict[str, Any] = {
             "kind": "weights",
             "title": "attention weights",
             "entry": f"entry {0 if entry is None else int(entry)} of {batch}" if batch > 1 else "",
+            "note": "" if are_weights else "Rows do not sum to 1: these are no weights, or dropout has changed them.",
+            # the axis before the heads: of one array, as attention_weights returns it, that is a batch
+            "axis": "entry" if layers is None and getattr(given, "ndim", 0) == 4 else "layer",
             "n_layers": len(self.layers),
             "heads": heads,
             "T_q": seqlen_q,
@@ -301,6 +319,7 @@ class Statistics:
             "kind": "statistics",
             "title": "attention statistics",
             "entry": f"entry {entry} of {batch}" if batch > 1 else "",
+            "axis": "entry" if layers is None else "layer",
             "n_layers": self.shape[0],
             "heads": self.shape[1],
             "T_q": seqlen_q,

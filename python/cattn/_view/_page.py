@@ -113,7 +113,7 @@ def picture(contents: Weights | Statistics) -> tuple[bytes, dict[str, int]] | No
 
 def _head_title(contents: Weights | Statistics, layer: int, head: int) -> str:
     info = contents.info
-    named = f"layer {info['layers'][layer] if info['layers'] else layer}, "
+    named = f"{info['axis']} {info['layers'][layer] if info['layers'] else layer}, "
     return (named if info["n_layers"] > 1 or info["layers"] else "") + f"head {head}"
 
 
@@ -170,7 +170,7 @@ def _draw_sheet(figure: Any, contents: Weights) -> None:
     middles = [np.arange(count) * (size + gap) + size / 2 for count, size in ((columns, width), (rows, height))]
     if n_layers > 1:
         names = contents.info["layers"] or [str(layer) for layer in range(n_layers)]
-        axes.set(xlabel="head", ylabel="layer")
+        axes.set(xlabel="head", ylabel=contents.info["axis"])
     else:
         names = [f"{first} to {min(first + columns, heads) - 1}" for first in range(0, heads, columns)]
         axes.set(xlabel="", ylabel="heads")

@@ -18,7 +18,7 @@ function draw(tag, attributes = {}, ...children) {
 class Lines {
   constructor({ point }) {
     this.point = point;
-    this.element = make("div", { class: "cattn-lines", hidden: true });
+    this.element = make("div", { class: "cattn-lines", tabindex: "0", hidden: true });
     this.hint = make("p", { class: "cattn-hint" });
   }
 
@@ -33,11 +33,16 @@ class Lines {
     }
     const row = 18;
     const height = Math.max(q1 - q0, k1 - k0) * row + 24;
+    const context = make("canvas").getContext("2d");
+    context.font = `700 ${FONT}`; // as the marked ones
     const side = (from, to, name, x, anchor, kind) => Array.from({ length: to - from }, (_, i) => {
       const text = draw("text", {
         x, y: 30 + i * row, "text-anchor": anchor, class: "cattn-name", "data-kind": kind, "data-at": from + i,
       });
-      text.textContent = name ? name(from + i) : String(from + i);
+      const whole = name ? name(from + i) : String(from + i);
+      const short = cutText(context, whole, 118);
+      text.textContent = short;
+      if (short !== whole) text.append(draw("title", {}, whole));
       return text;
     });
     const lines = [];
@@ -110,17 +115,18 @@ class Steps {
     this.table = make("tbody");
     this.heads = make("tr");
     this.after = make("div", { class: "cattn-output" });
+    this.scroll = make("div", { class: "cattn-scroll" }, make("table", {}, make("thead", {}, this.heads), this.table));
     const again = make("button", { type: "button", onclick: () => { this.seed += 1; this.show(); } }, "drop others");
     this.table.addEventListener("click", (event) => {
       const row = event.target.closest("tr");
       if (row) this.point(Number(row.dataset.at), "tap");
     });
-    this.element = make("div", { class: "cattn-steps", hidden: true },
+    this.element = make("div", { class: "cattn-steps", tabindex: "0", role: "group", "aria-label": "steps", hidden: true },
       make("div", { class: "cattn-sliders" },
         make("label", {}, "temperature ", this.temperature, this.labels[0]),
         make("label", {}, "dropout ", this.dropout, this.labels[1]), again),
       this.intro,
-      make("div", { class: "cattn-scroll" }, make("table", {}, make("thead", {}, this.heads), this.table)), this.after);
+      this.scroll, this.after);
   }
 
   // row: the weights of the query; vectors: query, key(k) and value(k), or null where they were not given.
@@ -148,7 +154,7 @@ class Steps {
     const given = vectors && vectors.query;
     const words = given ? "scores are query · key × scale" : "scores are the logarithms of the weights, as far as weights tell";
     setText(this.intro, `Query ${this.query}: ${words}; divided by the temperature, hidden ones −∞, then the softmax.`);
-    this.heads.replaceChildren(...["key", "score", "masked", "weight", "dropped", ""].map((text) => make("th", { scope: "col" }, text)));
+    this.heads.replaceChildren(...["key", "score", "masked", "weight", "after dropout", ""].map((text) => make("th", { scope: "col" }, text)));
     const write = (x) => (x === -Infinity ? "−∞" : Number.isFinite(x) ? x.toFixed(3) : "");
     this.table.replaceChildren(...row.map((_, i) => {
       const bar = make("span", { class: "cattn-bar" });
@@ -159,6 +165,8 @@ class Steps {
         make("td", {}, write(masked[i])), make("td", {}, hidden[i] ? "hidden" : write(weights[i])),
         make("td", {}, hidden[i] ? "" : dropped[i] === 0 ? "dropped" : write(dropped[i])), make("td", { class: "cattn-room" }, bar));
     }));
+    if (this.key !== this.revealed && this.table.rows[this.key - from]) scrollInto(this.scroll, this.table.rows[this.key - from]);
+    this.revealed = this.key;
     this.after.replaceChildren(...this.outputs(dropped, from));
     this.sums = { weights, dropped };
   }

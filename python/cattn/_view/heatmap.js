@@ -115,13 +115,6 @@ class HeatMap {
     return getComputedStyle(this.element).getPropertyValue(name).trim();
   }
 
-  cutText(context, text, room) {
-    if (context.measureText(text).width <= room) return text;
-    let short = [...text];
-    while (short.length > 1 && context.measureText(`${short.join("")}…`).width > room) short.pop();
-    return `${short.join("")}…`;
-  }
-
   drawNames(context) {
     const { left, top, bottom, end, width, height, keysNamed, queriesNamed, cut, aslant } = this.shape;
     const { q0, q1, k0, k1 } = this.window;
@@ -145,7 +138,7 @@ class HeatMap {
       context.translate(x, top - 6);
       if (keysNamed) context.rotate(aslant ? -Math.PI / 4 : -Math.PI / 2);
       context.textAlign = keysNamed ? "left" : "center";
-      context.fillText(keysNamed ? this.cutText(context, this.names.key(k), cut) : String(k), 0, keysNamed ? 0 : -4);
+      context.fillText(keysNamed ? cutText(context, this.names.key(k), cut) : String(k), 0, keysNamed ? 0 : -4);
       context.restore();
       if (!keysNamed) this.tick(context, x, top - 4, x, top);
     }
@@ -153,7 +146,7 @@ class HeatMap {
     context.textAlign = "right";
     for (const q of queryTicks) {
       const y = top + (q - q0 + 0.5) * height;
-      const text = queriesNamed ? this.cutText(context, this.names.query(q), cut) : String(q);
+      const text = queriesNamed ? cutText(context, this.names.query(q), cut) : String(q);
       context.fillText(text, left - 6, y + 0.5);
       if (!queriesNamed) this.tick(context, left - 4, y, left, y);
     }
@@ -251,11 +244,14 @@ class HeatMap {
     this.changed(window);
   }
 
-  press(event) {
+  // `swapped`: up and down are for keys, as in a list of them.
+  press(event, swapped = false) {
     const { q = this.window.q0, k = this.window.k0 } = this.at || {};
     const far = event.shiftKey ? 10 : 1;
+    const [down, right] = swapped ? [[q, k + far], [q + far, k]] : [[q + far, k], [q, k + far]];
+    const [up, left] = [down, right].map(([a, b]) => [2 * q - a, 2 * k - b]);
     const moves = {
-      ArrowUp: [q - far, k], ArrowDown: [q + far, k], ArrowLeft: [q, k - far], ArrowRight: [q, k + far],
+      ArrowUp: up, ArrowDown: down, ArrowLeft: left, ArrowRight: right,
       Home: [q, this.window.k0], End: [q, this.window.k1 - 1], PageUp: [q - 10, k], PageDown: [q + 10, k],
     };
     const zooms = { "+": 2, "=": 2, "-": 0.5, 0: 0 };

@@ -16,29 +16,56 @@ function setText(element, text) {
 }
 
 // Tokens of byte-pair encodings as the text that they stand for: GPT-2 writes each byte as a letter, SentencePiece a
-// space as ▁.
-function readable(tokens) {
+// space as ▁. `all` are the tokens of the whole view, which tell the kind.
+function readable(tokens, all = tokens) {
   if (!tokens) return tokens;
-  if (tokens.some((token) => /[ĠĊ]/.test(token))) {
+  const plain = (token) => token.replace(/▁/g, " ");
+  if (all.some((token) => /[ĠĊ]/.test(token))) {
     const bytes = new Map();
     let next = 256;
     for (let byte = 0; byte < 256; byte++) {
-      const plain = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
-      bytes.set(String.fromCodePoint(plain ? byte : next++), byte);
+      const itself = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
+      bytes.set(String.fromCodePoint(itself ? byte : next++), byte);
     }
     const decoder = new TextDecoder();
     return tokens.map((token) => {
       const found = [...token].map((letter) => bytes.get(letter));
-      return found.includes(undefined) ? token : decoder.decode(Uint8Array.from(found));
+      return found.includes(undefined) ? plain(token) : decoder.decode(Uint8Array.from(found));
     });
   }
-  return tokens.some((token) => token.startsWith("▁")) ? tokens.map((token) => token.replace(/▁/g, " ")) : tokens;
+  return tokens.map(plain);
 }
 
-// Makes the white space of a token visible.
+const LONGEST_NAME = 100; // characters of a token
+
+// Makes the white space of a token visible. Control characters become their pictures, and U+FFFD is in place of others
+// that no file of XML may hold or that turn the text around them.
 function visible(token) {
   if (token === "") return "∅";
-  return token.replace(/\n/g, "↵").replace(/\t/g, "→").replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+  const letters = [...token];
+  const text = letters.length > LONGEST_NAME ? `${letters.slice(0, LONGEST_NAME - 1).join("")}…` : token;
+  const picture = (letter) => {
+    const code = letter.codePointAt(0);
+    return code < 32 ? String.fromCodePoint(0x2400 + code) : code === 127 ? "\u2421" : "\ufffd";
+  };
+  return text.replace(/[\n\u2028\u2029]/g, "↵").replace(/\t/g, "→")
+    .replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length))
+    .replace(/[\p{Cc}\p{Cs}\p{Noncharacter_Code_Point}\u202a-\u202e\u2066-\u2069]/gu, picture);
+}
+
+// Cuts a text to the pixels that it may take, with an ellipsis.
+function cutText(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  const short = [...text];
+  while (short.length > 1 && context.measureText(`${short.join("")}…`).width > room) short.pop();
+  return `${short.join("")}…`;
+}
+
+// Scrolls a box, not the page, to one of its elements.
+function scrollInto(box, element) {
+  const [outer, inner] = [box.getBoundingClientRect(), element.getBoundingClientRect()];
+  if (inner.top < outer.top) box.scrollTop -= outer.top - inner.top + 8;
+  if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom + 8;
 }
 
 // Whether the page around the element is dark: JupyterLab, VS Code, Colab and marimo each say it in their own way, but

@@ -88,7 +88,7 @@ class StatisticsView extends View {
       }, make("span", { "aria-hidden": "true" }, label), canvas);
       return Object.assign(row, { at, canvas });
     });
-    const words = layers > 1 ? "layer · head" : "head";
+    const words = layers > 1 ? `${this.info.axis} · head` : "head";
     this.list = make("div", {
       role: "listbox", class: "cattn-rows", "aria-label": "heads", onkeydown: (event) => this.pressRow(event),
     }, ...this.rows);
@@ -282,6 +282,7 @@ class StatisticsView extends View {
       this.zoomBy(zooms[event.key]);
     } else if (event.key === "Escape" && this.pinned) {
       this.pinned = false;
+      this.showPoint();
     } else if (event.key === "Escape" && this.rows.length > 1) {
       this.rows[this.head].focus();
     } else {

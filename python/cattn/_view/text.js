@@ -61,12 +61,8 @@ class Lane {
     this.at = at;
   }
 
-  // Scrolls the lane, not the page, to the marked token.
   reveal() {
-    if (!this.marked) return;
-    const [box, chip] = [this.text.getBoundingClientRect(), this.marked.getBoundingClientRect()];
-    if (chip.top < box.top) this.text.scrollTop -= box.top - chip.top + 8;
-    if (chip.bottom > box.bottom) this.text.scrollTop += chip.bottom - box.bottom + 8;
+    if (this.marked) scrollInto(this.text, this.marked);
   }
 
   press(event) {

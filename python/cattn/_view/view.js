@@ -6,7 +6,8 @@ class View {
   constructor(model, element) {
     this.model = model;
     const info = model.get("info");
-    this.info = { ...info, tokens: readable(info.tokens), query_tokens: readable(info.query_tokens) };
+    const all = [...(info.tokens || []), ...(info.query_tokens || [])];
+    this.info = { ...info, tokens: readable(info.tokens, all), query_tokens: readable(info.query_tokens, all) };
     this.number = ++views;
     this.kernel = new Kernel(model, Boolean(this.info.kernel));
     this.root = make("div", { class: "cattn-view", role: "group", "aria-label": this.info.title });
@@ -86,7 +87,7 @@ class View {
   }
 
   headName([layer, head]) {
-    const words = this.info.n_layers > 1 || this.info.layers ? [`layer ${this.layerName(layer)}`] : [];
+    const words = this.info.n_layers > 1 || this.info.layers ? [`${this.info.axis} ${this.layerName(layer)}`] : [];
     return [...words, ...(this.info.heads > 1 ? [`head ${head}`] : [])].join(", ");
   }
 

@@ -34,20 +34,22 @@ class WeightsView extends View {
       type: "button", class: "cattn-compare", "aria-pressed": "false", onclick: () => this.toggleCompare(),
     }, "Compare two heads");
     const many = layers * heads > 1;
+    this.zooms = this.zoomButtons((factor) => this.map.zoomBy(factor));
     this.root.append(
       make("div", { class: "cattn-bar-of-tools" }, this.scaleButtons(), many ? this.compare : null, this.formButtons(),
         this.fileButtons()),
       make("p", { class: "cattn-hint" }, "Point at a token or a cell to see its weights; a click holds it. Drag over the map, "
         + "or press + and −, to zoom. Arrow keys move."),
+      this.info.note ? make("p", { class: "cattn-hint cattn-note" }, this.info.note) : "",
       make("div", { class: many ? "cattn-columns" : "cattn-columns cattn-single" },
         many ? this.makeHeads() : null,
         make("div", { class: "cattn-large" },
-          make("header", {}, this.title, this.zoomButtons((factor) => this.map.zoomBy(factor))),
+          make("header", {}, this.title, this.zooms),
           this.status, this.map.element, this.lines.element, this.steps.element),
         make("div", { class: "cattn-texts" }, this.keyLane.element, this.queryLane.element,
           make("div", { class: "cattn-tables" }, ...this.largest.map((table) => table.element)))),
     );
-    this.root.addEventListener("keydown", (event) => event.key === "Escape" && this.escape(event));
+    this.root.addEventListener("keydown", (event) => this.press(event));
     this.follow();
     this.start();
   }
@@ -67,6 +69,7 @@ class WeightsView extends View {
     for (const [name, part] of Object.entries({ map: this.map, lines: this.lines, steps: this.steps })) {
       part.element.hidden = name !== form;
     }
+    this.zooms.hidden = form !== "map";
     this.showHead();
   }
 
@@ -100,6 +103,7 @@ class WeightsView extends View {
       canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
       offer(canvas.toDataURL("image/png"), `${name}.png`);
     };
+    image.onerror = () => this.status.replaceChildren("This browser cannot draw the picture: save it as SVG.");
     image.src = url;
   }
 
@@ -119,14 +123,16 @@ class WeightsView extends View {
       node.textContent = words;
       return node;
     };
+    const context = make("canvas").getContext("2d");
+    context.font = FONT;
     for (let q = 0; named && q < rows; q++) {
-      parts.push(text(this.queryName(q0 + q), left - 6, top + (q + 0.7) * cell, { "text-anchor": "end" }));
+      parts.push(text(cutText(context, this.queryName(q0 + q), left - 10), left - 6, top + (q + 0.7) * cell, { "text-anchor": "end" }));
     }
     for (let k = 0; named && k < columns; k++) {
       const [x, y] = [left + (k + 0.6) * cell, top - 6];
-      parts.push(text(this.keyName(k0 + k), x, y, { transform: `rotate(-45 ${x} ${y})` }));
+      parts.push(text(cutText(context, this.keyName(k0 + k), top * 1.2), x, y, { transform: `rotate(-45 ${x} ${y})` }));
     }
-    const size = [left + columns * cell + (named ? 60 : 4), top + rows * cell + 4];
+    const size = [left + columns * cell + (named ? 90 : 4), top + rows * cell + 4];
     return draw("svg", { viewBox: `0 0 ${size.join(" ")}` }, ...parts);
   }
 
@@ -177,7 +183,8 @@ class WeightsView extends View {
       "aria-multiselectable": "true", onkeydown: (event) => this.pressHead(event),
     }, top, ...rows);
     this.heads.style.setProperty("--cattn-heads", heads);
-    const words = layers === 1 ? `${heads} heads` : `${layers} layers (down) of ${heads} heads (across)`;
+    const many = this.info.axis === "layer" ? "layers" : "entries";
+    const words = layers === 1 ? `${heads} heads` : `${layers} ${many} (down) of ${heads} heads (across)`;
     return make("div", { class: "cattn-overview" }, make("h3", {}, words), this.heads);
   }
 
@@ -243,11 +250,19 @@ class WeightsView extends View {
     else this.setComparing(!this.compared);
   }
 
+  // Keys that no element has taken: the point moves also after a click on a button, a line or a row.
+  press(event) {
+    if (event.key === "Escape") this.escape(event);
+    else if (!event.target.closest("input")) this.map.press(event, this.form === "steps");
+  }
+
   escape(event) {
     if (this.compared) this.setComparing(false);
     else if (this.chosen.length === 2) this.choose(...this.chosen[0], false);
-    else if (this.pinned) this.pinned = false;
-    else if (this.map.element === event.target && this.thumbnails) {
+    else if (this.pinned) {
+      this.pinned = false;
+      this.showPoint();
+    } else if (this.map.element === event.target && this.thumbnails) {
       this.focusHead(this.thumbnails.find((cell) => cell.tabIndex === 0) || this.thumbnails[0]);
     } else return;
     event.preventDefault();
