@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,3 +199,153 @@ def test_dot_is_a_product() -> None:
         assert torch.dot(torch.arange(3), torch.arange(3)) == 5
     assert (seen.products, seen.products_passed_on) == (2, 1)
     torch.testing.assert_close(found, torch.dot(x, y))
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+def test_sums_and_means_are_rounded_once() -> None:
+    with batch_invariant():
+        for shape, axes in (((1000, 2), (0,)), ((2, 1000), (1,)), ((10, 100), ())):
+            full = torch.full(shape, 100.0, dtype=torch.float16)
+            assert (full.mean(axes) == 100).all()
+            assert torch.mean(full, axes, dtype=torch.float32).dtype is torch.float32
+        ones = torch.ones(1).expand(5000, 5000)
+        assert ones.mean() == 1
+        assert ones.sum() == 25e6
+        assert torch.nn.functional.mse_loss(ones, torch.zeros(1).expand_as(ones)) == 1
+        assert ones.norm() == 5000
+        # exact sums, which no order of float64 would give
+        wide = torch.tensor([1e308, 1e308, 5e-324, 1.0, -1e308, -1e308, -1.0], dtype=torch.float64)
+        assert wide.sum() == 5e-324
+        assert wide.to(torch.complex128).sum() == 5e-324
+        assert torch.tensor([1e308, 1e308, -torch.inf], dtype=torch.float64).sum() == -torch.inf
+        assert torch.tensor([1e308, 1e308], dtype=torch.float64).sum() == torch.inf
+        assert torch.tensor([1.0, torch.nan], dtype=torch.float64).sum().isnan()
+        assert torch.tensor([1.0, 2.0**-53, 2.0**-80], dtype=torch.float64).sum() == 1 + 2.0**-52
+        assert torch.full((3,), 1e30).prod(dtype=torch.float64) == pytest.approx(1e90)
+        assert torch.tensor([1e30, 1e30, 1e-30, 1e-30]).prod() == pytest.approx(1)
+
+
+REDUCTIONS: dict[str, Function] = {
+    "sum": lambda x: x.sum(1),
+    "sum, float64": lambda x: x.sum(1, dtype=torch.float64),
+    "sum of squares": lambda x: (x * x).sum((0, 1)),
+    "nansum": lambda x: x.nansum(1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "norm 3": lambda x: torch.linalg.vector_norm(x, 3, dim=(0, 1)),
+    "norm 1": lambda x: x.norm(1, dim=1),
+    "norm 0": lambda x: torch.linalg.vector_norm(x, 0, dim=1),
+    "sum of complex numbers": lambda x: torch.view_as_real(torch.complex(x.double(), 1 - x.double() * 0).sum(1))[
+        ..., 0
+    ],
+}
+MASKED: dict[str, Function] = {
+    "softmax": lambda x: x.softmax(1)[:, SHOWN],
+    "log_softmax": lambda x: x.log_softmax(1)[:, SHOWN],
+    "logsumexp": lambda x: x.logsumexp(1),
+    "gradient of softmax": lambda x: gradient(lambda y: y.softmax(1) * OUT)(x)[:, SHOWN],
+    "gradient of log_softmax": lambda x: gradient(lambda y: y.log_softmax(1).clamp(-99))(x)[:, SHOWN],
+}
+SHOWN: Any = slice(None)
+OUT: Any = 1.0
+
+
+@pytest.mark.promise("projections' bits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*REDUCTIONS, *MASKED])
+def test_padding_changes_no_bit_of_a_reduction_of_any_length(name: str, dtype: Any, monkeypatch: Any) -> None:
+    function, filled = (REDUCTIONS[name], 0.0) if name in REDUCTIONS else (MASKED[name], -torch.inf)
+    if dtype.itemsize == 2 and name == "sum of complex numbers":
+        pytest.skip("PyTorch makes complex numbers of float32 and float64 only")
+    for length in (1, 3, 15, 16, 40):
+        x = randn(3, length, 2, dtype=dtype)
+        at = {
+            "right": list(range(length)),
+            "left": list(range(9, 9 + length)),
+            "between": list(range(0, 3 * length, 3)),
+        }
+        with batch_invariant():
+            monkeypatch.setitem(globals(), "SHOWN", slice(None))
+            monkeypatch.setitem(globals(), "OUT", torch.linspace(-1, 1, length).to(dtype)[:, None])
+            alone = function(x)
+            right = alone.double()
+            for places in at.values():
+                padded = torch.full((3, 3 * length + 9, 2), filled, dtype=dtype)
+                padded[:, places] = x
+                factor = torch.zeros(3 * length + 9, 1, dtype=dtype)
+                factor[places] = torch.linspace(-1, 1, length).to(dtype)[:, None]
+                monkeypatch.setitem(globals(), "SHOWN", places)
+                monkeypatch.setitem(globals(), "OUT", factor)
+                for threads in (1, 4):
+                    torch.set_num_threads(threads)
+                    assert torch.equal(function(padded), alone), (length, places)
+        monkeypatch.setitem(globals(), "SHOWN", slice(None))
+        monkeypatch.setitem(globals(), "OUT", torch.linspace(-1, 1, length).to(dtype)[:, None])
+        tolerance = 0.04 if dtype.itemsize == 2 else 1e-5
+        torch.testing.assert_close(right, function(x).double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:] + DTYPES[:1], ids=str)
+def test_reductions_are_as_exact_as_pytorchs(dtype: Any) -> None:
+    labels = torch.arange(700) * 7 % 60
+    calls: dict[str, Function] = {
+        "sum": lambda x: x.sum(0),
+        "mean": lambda x: x.mean(),
+        "mean of rows": lambda x: x.mean(-1),
+        "var": lambda x: x.var(0),
+        "std": lambda x: (x + 9).std(),
+        "norm": lambda x: x.norm(dim=0),
+        "norm 3": lambda x: x.norm(3),
+        "prod": lambda x: (1 + x / 64).prod(1),
+        "softmax": lambda x: x.softmax(0),
+        "log_softmax": lambda x: x.log_softmax(-1),
+        "logsumexp": lambda x: x.logsumexp((0, 1)),
+        "mse": lambda x: F.mse_loss(x, x.flip(0)),
+        "cross entropy": lambda x: F.cross_entropy(x, labels),
+        "gradient of a bias": lambda x: gradient(lambda b: (b + x) * x)(x[:1]),
+        "gradient of softmax": gradient(lambda x: x.softmax(-1)),
+        "gradient of a norm's weight": lambda x: gradient(lambda w: F.layer_norm(x, w.shape, w) * x)(x[0]),
+    }
+    x = randn(700, 60, dtype=dtype)
+    for name, call in calls.items():
+        exact, theirs = call(x.double()), call(x).double()
+        with batch_invariant():
+            ours = call(x).double()
+        error = (ours - exact).abs().max()
+        assert error <= 2 * (theirs - exact).abs().max() + 1e-12, (name, float(error))
+
+
+def test_losses_take_every_form_of_the_call() -> None:
+    x, images = randn(9, 5), randn(2, 5, 3, 4)
+    labels, weight = torch.tensor([0, 1, 2, 3, 4, -100, 2, 2, 0]), torch.tensor([1.0, 2, 0, 3, 0.5])
+    calls: list[Callable[[], Any]] = [
+        *(lambda r=r: F.cross_entropy(x, labels, reduction=r) for r in ("none", "mean", "sum")),
+        *(lambda r=r: F.cross_entropy(x, labels, weight, reduction=r) for r in ("none", "mean", "sum")),
+        lambda: F.cross_entropy(images, images.argmin(1), weight, ignore_index=3, label_smoothing=0.1),
+        lambda: F.cross_entropy(x[0], labels[1]),
+        lambda: F.nll_loss(x, torch.full((9,), -100)),
+        lambda: F.nll_loss(x[:0], labels[:0], reduction="sum"),
+        lambda: gradient(lambda y: F.cross_entropy(y, labels, weight))(x),
+    ]
+    theirs = [call() for call in calls]
+    with batch_invariant():
+        for call, right in zip(calls, theirs, strict=True):
+            torch.testing.assert_close(call(), right, equal_nan=True)
+        padded = F.pad(x, (0, 0, 4, 3))
+        assert torch.equal(F.cross_entropy(padded, F.pad(labels, (4, 3), value=-100), weight), calls[4]())
+        with pytest.raises(IndexError, match="out of bounds"):
+            F.nll_loss(x, labels.clamp(0) + 5)
+
+
+def test_a_softmax_of_padding_on_the_left_warns_once() -> None:
+    scores = randn(2, 4, 6, 6)
+    right, left = scores.clone(), scores.clone()
+    right[1, ..., 4:], left[1, ..., :2] = -torch.inf, torch.finfo(torch.float32).min
+    with batch_invariant():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            right.softmax(-1)
+            left.transpose(-1, -2).softmax(-2)
+            scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+        with pytest.warns(UserWarning, match="padding on the left") as given:
+            assert left.softmax(-1).equal(left.softmax(-1))
+    assert len(given) == 1

@@ -1,4 +1,4 @@
-"""Kernels that `batch_invariant` puts in the place of PyTorch's: sums in order, and the same vectors for every element.
+"""Kernels that `batch_invariant` puts in the place of PyTorch's: the same vectors for every element.
 
 PyTorch computes many element-wise functions of full vectors by one formula, and of the elements that are left over by
 another. Which elements those are depends on the size of a tensor and on the number of threads, so on the batch.
@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ._tensors import DTYPES, as_array
+from ._sums import REDUCTIONS
 
 Kernel: TypeAlias = Callable[..., Any]
 
@@ -142,85 +141,7 @@ def _make_elements(name: str, in_place: bool, theirs: Any) -> Kernel:
     return _kernel_of_elements(theirs, at, in_place, torch.library.get_kernel(f"aten::{name}", "CPU"))
 
 
-# ---- sums ----------------------------------------------------------------------------------------------------------
-def _find_axes(x: Tensor, dim: Any) -> tuple[int, ...] | None:
-    """Return the axes, or None if PyTorch refuses them."""
-    if not dim:
-        return tuple(range(x.ndim))
-    limit = max(x.ndim, 1)
-    if any(not -limit <= d < limit for d in dim) or len({d % limit for d in dim}) < len(dim):
-        return None
-    return tuple(sorted(d % limit for d in dim)) if x.ndim else ()
-
-
-def _sum_in_order(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the sum over some axes, one term after the other: zeros before or after the others change no bit."""
-    array = as_array(x)
-    wide = array if array.dtype.itemsize > 2 else array.astype(np.float32)
-    kept = [axis for axis in range(x.ndim) if axis not in axes]
-    terms = np.ascontiguousarray(wide.transpose(*axes, *kept))
-    terms = terms.reshape(math.prod(x.shape[axis] for axis in axes), math.prod(x.shape[axis] for axis in kept))
-    # NumPy adds a single column pairwise; accumulate adds in the order of the terms
-    total = np.add.accumulate(terms, axis=0)[-1] if terms.shape[1] == 1 else np.add.reduce(terms, axis=0)
-    return torch.from_numpy(total).to(x.dtype).reshape([x.shape[axis] for axis in kept])
-
-
-def _keep_axes(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    for axis in axes:
-        x = x.unsqueeze(axis)
-    return x
-
-
-def _hand_over(result: Tensor, out: Tensor | None) -> Tensor:
-    return result if out is None else out.resize_(result.shape).copy_(result)
-
-
-def _kernel_of_sum(mean: bool, theirs: Any) -> Kernel:
-    def kernel(keyset: Any, x: Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        axes = _find_axes(x, dim)
-        if axes is None or x.layout is not torch.strided or x.numel() == 0:
-            return theirs.call_boxed(keyset, x, dim, keepdim, **options)
-        # PyTorch's sum over the last axis depends on the strides, but not on the other rows
-        if axes in ((), (x.ndim - 1,)) or x.dtype not in DTYPES:
-            return theirs.call_boxed(keyset, x.contiguous(), dim, keepdim, **options)
-        total = _sum_in_order(x.to(options.get("dtype") or x.dtype), axes)
-        total = total / math.prod(x.shape[axis] for axis in axes) if mean else total
-        return _hand_over(_keep_axes(total, axes) if keepdim else total, options.get("out"))
-
-    return kernel
-
-
-def _kernel_of_variance(root: bool, with_mean: bool, theirs: Any) -> Kernel:
-    """Return the kernel of a variance, which PyTorch adds in an order that depends on the number of rows."""
-
-    def kernel(
-        keyset: Any, x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False, **options: Any
-    ) -> Any:
-        axes, correction = _find_axes(x, dim), 1 if correction is None else correction
-        count = math.prod(x.shape[axis] for axis in axes or ())
-        if axes is None or x.dtype not in DTYPES or x.layout is not torch.strided or count - correction <= 0:
-            return theirs.call_boxed(keyset, x, dim, correction=correction, keepdim=keepdim, **options)
-        wide = x.double()
-        mean = _sum_in_order(wide, axes) / count
-        squares = _sum_in_order((wide - _keep_axes(mean, axes)).square(), axes)
-        result = squares / (count - correction)
-        found = [y.to(x.dtype) for y in (result.sqrt() if root else result, mean)]
-        found = [_keep_axes(y, axes) for y in found] if keepdim else found
-        return tuple(found) if with_mean else _hand_over(found[0], options.get("out"))
-
-    return kernel
-
-
-def _kernel_of_rows(theirs: Any) -> Kernel:
-    """Return a kernel that gives PyTorch rows without gaps: its order of terms depends on the strides."""
-
-    def kernel(keyset: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
-        dense = x.contiguous() if x.layout is torch.strided else x
-        return theirs.call_boxed(keyset, dense, *arguments, **options)
-
-    return kernel
-
-
+# ---- what is refused -----------------------------------------------------------------------------------------------
 # Operators whose rows may have other bits in another batch, and that have no kernel here.
 REFUSED = ("convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention_for_cpu")
 
@@ -239,20 +160,7 @@ def kernel_that_refuses(name: str) -> Callable[..., NoReturn]:
 # ---- the table -----------------------------------------------------------------------------------------------------
 # For each overload the function that makes our kernel from PyTorch's.
 INVARIANT: dict[str, Callable[[Any], Kernel]] = {
-    "sum.dim_IntList": partial(_kernel_of_sum, False),
-    "sum.IntList_out": partial(_kernel_of_sum, False),
-    "mean.dim": partial(_kernel_of_sum, True),
-    "mean.out": partial(_kernel_of_sum, True),
-    "var.correction": partial(_kernel_of_variance, False, False),
-    "var.correction_out": partial(_kernel_of_variance, False, False),
-    "std.correction": partial(_kernel_of_variance, True, False),
-    "std.correction_out": partial(_kernel_of_variance, True, False),
-    "var_mean.correction": partial(_kernel_of_variance, False, True),
-    "std_mean.correction": partial(_kernel_of_variance, True, True),
-    **dict.fromkeys(
-        ("nansum", "nansum.out", "prod.dim_int", "prod.int_out", "linalg_vector_norm", "linalg_vector_norm.out"),
-        _kernel_of_rows,
-    ),
+    **REDUCTIONS,
     **{name + form: partial(_make_elements, name, form == "_") for name, forms in _ELEMENTS.items() for form in forms},
     **{form: partial(_make_elements, name, True) for form, name in _IN_PLACE.items()},
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 from ... import _cattn
 from ...functional import linear
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses
+from ._sums import notices
 from ._tensors import DTYPES, as_array, as_tensor
 
 # A smaller weight is left to PyTorch, whose calls take less time. The number of rows does not count: bits would depend
@@ -153,7 +154,7 @@ class _Active:
             if self.products is None:
                 self.products = _products.register()
             if invariant and self.guards is None:
-                self.guards = _guards.register()
+                self.guards, notices.given = _guards.register(), False
                 # the fast path of PyTorch's own encoder layers has products that are no operators
                 self.fast_path = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
