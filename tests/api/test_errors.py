@@ -6,7 +6,6 @@ wrong environment variables.
 
 import copy
 import os
-import subprocess
 import sys
 import warnings
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 import cattn
 from support import find
+from support.processes import run_command
 from support.wrong_calls import CASES, WORKING, Row, ones
 
 
@@ -156,9 +156,9 @@ UNUSABLE = [table["name"] for table in cattn.show_config("dicts")["tables"] if n
     ],
 )
 def test_a_wrong_environment_variable_is_an_import_error(variable: str, value: str) -> None:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", "import cattn"],
-        capture_output=True, text=True, timeout=60, env={**os.environ, variable: value}, check=False,
+        capture_output=True, text=True, env={**os.environ, variable: value},
     )  # fmt: skip
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -171,4 +171,4 @@ def test_a_wrong_environment_variable_is_an_import_error(variable: str, value: s
 
 @pytest.mark.parametrize("variable", ["CATTN_ISA", "CATTN_NUM_THREADS"])
 def test_an_empty_environment_variable_is_ignored(variable: str) -> None:
-    subprocess.run([sys.executable, "-c", "import cattn"], timeout=60, env={**os.environ, variable: ""}, check=True)
+    run_command([sys.executable, "-c", "import cattn"], env={**os.environ, variable: ""}, check=True)

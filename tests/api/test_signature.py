@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -20,6 +19,7 @@ from cattn import _cattn
 from cattn._input.doors import DOORS
 from cattn.functional._attention import AttentionOptions
 from support import ROOT, find
+from support.processes import run_command
 from support.public_calls import contents
 
 X = np.random.default_rng(0).standard_normal((3, 4, 5), dtype=np.float32)
@@ -295,7 +295,7 @@ print(cattn.softmax([0.0, 0.0]))
 
 def test_a_call_before_the_helpers_are_registered_is_an_error() -> None:
     code = BY_ITSELF.format(path=_cattn.__file__)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     early = "cattn is called before its import is complete, or after its end"
     assert done.stdout.splitlines() == [early] * 6 + ["[0.5 0.5]"]
@@ -304,5 +304,5 @@ def test_a_call_before_the_helpers_are_registered_is_an_error() -> None:
 @pytest.mark.parametrize("first", ["cattn._cattn", "cattn._input.arrays", "cattn.functional", "cattn.random"])
 def test_any_part_may_be_imported_first(first: str) -> None:
     code = f"import {first}, cattn; print(cattn.softmax([0, 0]), cattn.dropout([1], 0.0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "[0.5 0.5] [1.]\n")

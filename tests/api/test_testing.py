@@ -6,7 +6,6 @@ import doctest
 import inspect
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import cattn
 from cattn.testing import Report, assert_attention_close, diagnose
 from support import ROOT, assert_passes
+from support.processes import run_command
 
 Array = np.ndarray[Any, Any]
 
@@ -491,7 +491,7 @@ def test_it_imports_no_torch_for_numpy() -> None:
         "import numpy as np; x = np.ones((3, 2)); cattn.testing.assert_attention_close(x, x, x, x);"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run_command([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support import ROOT
+from support.processes import run_command
 
 PROGRAM = """
 from typing import Any, assert_type
@@ -64,5 +64,5 @@ def test_a_type_checker_sees_precise_results(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     # the project's settings, and its cache if there is one
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_command(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

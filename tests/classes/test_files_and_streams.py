@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from test_state_dict import mha
 import cattn
 from cattn.__main__ import main
 from cattn.nn._files import load_arrays, replacing, save_arrays
+from support.processes import run_command
 
 WEIGHTS = np.eye(3, dtype=np.float32)
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other permissions and shells")
@@ -217,9 +217,8 @@ def test_closed_streams_give_no_traceback(folder: Path, command: str, code: int,
     if "/dev/full" in command and not os.path.exists("/dev/full"):
         pytest.skip("the system has no device that is always full")
     np.save("q.npy", WEIGHTS)
-    done = subprocess.run(
+    done = run_command(
         ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m cattn {command}"], capture_output=True, text=True,
-        timeout=120, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(cattn.__file__).parents[1]), "TERM": "xterm"},
     )  # fmt: skip
     assert done.stderr.strip() == says

@@ -16,6 +16,7 @@ from test_state_dict import assert_state, causal, mha, other, rng, v1, v2, wrapp
 import cattn
 from cattn.nn._files import load_arrays, save_arrays
 from support import assert_same_bits, needs_links
+from support.processes import finish, run_command
 
 FILES = ["weights.npz", "weights.safetensors"]
 
@@ -58,7 +59,7 @@ def test_safetensors_dtypes_that_numpy_lacks_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     files.save_file({"a": torch.ones(3, dtype=torch.bfloat16)}, path)
     code = f"from cattn.nn._files import load_arrays; print(load_arrays({str(path)!r})['a'].dtype)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("bfloat16\n", "")
     files.save_file({"b": torch.ones(3).to(torch.float8_e4m3fn)}, path)
     with pytest.raises(ValueError, match=r"x\.safetensors: b is of type F8_E4M3, which NumPy does not have"):
@@ -160,6 +161,7 @@ def test_a_pipe_stays_and_takes_the_file(folder: Path) -> None:
     reader = subprocess.Popen([sys.executable, "-c", "open('copy.npz', 'wb').write(open('pipe.npz', 'rb').read())"])
     weights = {"w": np.arange(6.0).reshape(2, 3)}
     save_arrays("pipe.npz", weights)
-    assert reader.wait(60) == 0
+    finish(reader)
+    assert reader.returncode == 0
     assert stat.S_ISFIFO(os.stat("pipe.npz").st_mode)
     assert_same_bits(load_arrays("copy.npz")["w"], weights["w"])

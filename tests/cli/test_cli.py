@@ -18,6 +18,7 @@ from cattn.__main__ import main
 from cattn._cli import attend, progress
 from cattn.nn._files import save_arrays
 from support import interrupt_command, needs_links, start_command
+from support.processes import MOST_SECONDS, Watch, cpu_seconds, finish, run_command
 
 Say = Callable[..., int]
 WINDOWS = sys.platform == "win32"
@@ -377,7 +378,7 @@ def test_attend_on_a_full_disk_fails_before_it_computes(folder: Path) -> None:
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
         "from cattn.__main__ import main; sys.exit(main(['attend', 'q.npy', 'k.npy', 'v.npy', '-o', 'out.npy']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "File too large" in done.stderr
     assert sorted(os.listdir(folder)) == ["k.npy", "q.npy", "v.npy"]
@@ -391,10 +392,10 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
         np.save(f"{name}.npy", array)
     Path("out.npy").write_text("as it was")
     run = start_command("attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy", "--threads", "1", *options)
-    until = time.monotonic() + 120
+    watch = Watch(run.pid)
     while not leftovers(folder):
         assert run.poll() is None, run.stderr.read()
-        assert time.monotonic() < until
+        assert not watch.finds()
         time.sleep(0.02)
     time.sleep(0.5)
     assert run.poll() is None, "the run was too short for this test"
@@ -412,13 +413,12 @@ def start_long_run(folder: Path, *options: str) -> subprocess.Popen[str]:
 )
 def test_a_stopped_run_leaves_no_file(folder: Path, code: int) -> None:
     run = start_long_run(folder)
-    start = time.monotonic()
+    before = cpu_seconds(run.pid)
     if code == 130:
         interrupt_command(run)
     else:
         run.terminate()
-    _, errors = run.communicate(timeout=30)
-    assert time.monotonic() - start < 2
+    _, errors = finish(run, most=(before or MOST_SECONDS) + 2)
     assert run.returncode == code
     assert "Traceback" not in errors
     assert Path("out.npy").read_text() == "as it was"
@@ -437,7 +437,7 @@ def test_a_long_run_shows_progress(folder: Path) -> None:
         character = run.stderr.read(1)
         seen += character
     interrupt_command(run)
-    run.communicate(timeout=30)
+    finish(run)
     assert "%" in seen
 
 
@@ -446,7 +446,7 @@ def test_a_quiet_long_run_shows_nothing(folder: Path) -> None:
     run = start_long_run(folder, "--quiet")
     time.sleep(1.0)
     interrupt_command(run)
-    out, errors = run.communicate(timeout=30)
+    out, errors = finish(run)
     assert out == ""
     assert errors == "cattn: interrupted; nothing was written\n"
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import cattn
 from cattn.__main__ import main
 from cattn.nn._files import load_arrays
 from support import assert_same_bits
+from support.processes import run_command
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
@@ -102,9 +102,9 @@ def test_attend_succeeds_if_nobody_reads_its_output(folder: Path, listener: str,
     """The result is written. It is no failure if the closing line cannot be printed."""
     q, k, v = save((5, 4), (6, 4), (6, 3))
     package = Path(cattn.__file__).parents[1]
-    done = subprocess.run(
+    done = run_command(
         ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m cattn attend q.npy k.npy v.npy -o o.npy {listener}"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(package)},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(package)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert says in done.stderr
@@ -264,9 +264,9 @@ def test_attend_refuses_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_attend_prints_a_name_that_the_terminal_cannot_show(folder: Path) -> None:
     save((5, 4), (6, 4), (6, 3))
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "cattn", "attend", "q.npy", "k.npy", "v.npy", "-o", "\N{SNOWMAN}.npy"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(cattn.__file__).parents[1]), "PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from test_cli import leftovers, save
 import cattn
 from cattn.__main__ import main
 from cattn.nn._files import save_arrays
+from support.processes import run_command
 
 plt = pytest.importorskip("matplotlib.pyplot")
 
@@ -185,9 +185,9 @@ def test_plot_needs_no_display(folder: Path) -> None:
     np.save("w.npy", np.eye(2))
     variables = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
     variables |= {"MPLBACKEND": "tkagg", "PYTHONPATH": str(Path(cattn.__file__).parents[1])}
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "cattn", "plot", "w.npy", "-o", "heat.png"],
-        env=variables, capture_output=True, text=True, timeout=120,
+        env=variables, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert Path("heat.png").stat().st_size > 0

@@ -18,6 +18,7 @@ import cattn
 from cattn.__main__ import main
 from cattn._cli import walk
 from cattn._cli.attend import _Job
+from support.processes import run_command
 
 
 def test_example_writes_files_that_the_other_commands_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,7 @@ def test_statistics_refuses_wrong_arguments(
 
 def run(*words: str, given: bytes = b"") -> bytes:
     command = [sys.executable, "-m", "cattn", *words]
-    done = subprocess.run(command, input=given, capture_output=True, timeout=120)
+    done = run_command(command, given=given, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b""
     return done.stdout

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,13 +16,14 @@ from cattn.__main__ import main
 from cattn._cli import colours, machine
 from cattn._cli.walk import run
 from support import ROOT
+from support.processes import run_command
 
 TABLES = {c["id"]: c for c in json.loads((ROOT / "tests" / "data" / "seed_tables.json").read_text())}
 
 
 @pytest.fixture(scope="module")
 def walk() -> str:
-    done = subprocess.run([sys.executable, "-m", "cattn"], capture_output=True, text=True, timeout=120)
+    done = run_command([sys.executable, "-m", "cattn"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

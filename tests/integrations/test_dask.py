@@ -344,13 +344,12 @@ def test_a_killed_worker_changes_no_bit(cluster: Callable[[int], Any]) -> None:
     client = cluster(2)
     before = client.run(os.getpid)
     running = client.compute(lazy)
-    deadline = time.monotonic() + 60
     while not any("cattn-pair" in str(key) for keys in client.has_what().values() for key in keys):
-        assert time.monotonic() < deadline, "no pair was computed"
+        assert not running.done(), "no pair was seen"
         time.sleep(0.005)
     assert not running.done()
     os.kill(next(iter(before.values())), signal.SIGKILL)
-    assert_same_bits(running.result(timeout=300), expected)
+    assert_same_bits(running.result(), expected)
     assert set(client.run(os.getpid).values()) != set(before.values())
 
 

@@ -22,6 +22,7 @@ import pytest
 import cattn
 from support import ROOT, UNDER_SANITIZER, needs_fork
 from support.alarm import ALARM, set_alarm
+from support.processes import Watch, run_command
 from support.public_calls import contents
 
 SUPPORT = (str(ROOT / "tests"), str(Path(__file__).parent))  # where child processes import helpers
@@ -34,9 +35,9 @@ def python(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
     """
     environment["ASAN_OPTIONS"] = os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"
     path = os.pathsep.join([str(Path(cattn.__file__).parents[1]), *SUPPORT])
-    return subprocess.run(
+    return run_command(
         [sys.executable, "-X", "faulthandler", *map(str, arguments)],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, **environment},
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
         pytest.skip("needs a C compiler")
     shim = tmp_path_factory.mktemp("shim") / "failing_allocations.so"
     flags = ["-O1", "-fno-optimize-sibling-calls", "-shared", "-fPIC", "-o", str(shim)]
-    subprocess.run([compiler, str(ROOT / "tests/data/failing_allocations.c"), *flags], check=True, timeout=60)
+    run_command([compiler, str(ROOT / "tests/data/failing_allocations.c"), *flags], check=True)
     return {"LD_PRELOAD": str(shim), "PYTHONMALLOC": "malloc"}
 
 
@@ -141,7 +142,8 @@ def test_the_interpreter_may_exit_while_a_daemon_thread_computes(name: str) -> N
 # ---- fork ----------------------------------------------------------------------------------------------------------
 def finish(pid: int) -> int:
     """Wait for a child and return its exit code. A child that hangs is killed: -9."""
-    for _ in range(3000):
+    watch = Watch(pid)
+    while not watch.finds():
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -244,7 +246,6 @@ def test_a_generator_of_a_thread_that_the_child_lacks(forks_again: bool) -> None
         pid = os.fork() if forks_again else 0
         if pid:
             os._exit(finish(pid) & 0xFF)
-        signal.alarm(20)
         for call in calls:
             try:
                 call()

@@ -1,13 +1,13 @@
 """Without a compiler the build stops at once, and the error says how to get one."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support import ROOT
+from support.processes import run_command
 
 pytest.importorskip("setuptools")
 
@@ -23,9 +23,9 @@ def test_a_build_without_a_compiler_says_how_to_get_one(missing: str, tmp_path: 
             "#!/bin/sh\necho 'probe.c:1: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
         )
         compiler.chmod(0o755)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "setup.py", "build", "--build-base", str(tmp_path / "build")],
-        cwd=ROOT, env={**os.environ, "CC": str(compiler)}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**os.environ, "CC": str(compiler)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import cattn
 from support import ROOT
+from support.processes import run_command
 
 # A handler that is slower than its timer: whenever it computes, the next signal comes. Each poll of a computation would
 # run the handler once more, on top of it, until the stack ends; a small stack makes that quick.
@@ -65,9 +65,9 @@ def small_stack() -> None:
 def test_handlers_do_not_nest_without_end() -> None:
     path = os.pathsep.join([str(Path(cattn.__file__).parents[1]), str(ROOT / "tests")])
     code = NESTED.format(runs=60)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-X", "faulthandler", "-c", code],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
         preexec_fn=None if sys.platform == "win32" else small_stack,  # Windows: 2 MB is what python.exe asks for
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from setuptools._distutils import ccompiler, sysconfig
 from setuptools.errors import CompileError, LinkError
 
 from support import ROOT
+from support.processes import run_command
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def compile_and_run(build: Any, directory: Path, bits: str, *flags: str) -> int:
     flags = ("-std=gnu11", "-O2", "-Icsrc", f"-DREAL_BITS={bits}", "-Wno-unused-function", *flags)
     objects = build.compiler.compile(["tests/core/arithmetic.c"], str(directory), extra_postargs=list(flags))
     build.compiler.link_executable(objects, str(directory / "arithmetic"), extra_postargs=build.link_flags())
-    return subprocess.run([directory / "arithmetic"], check=False, timeout=60).returncode
+    return run_command([directory / "arithmetic"]).returncode
 
 
 @pytest.mark.parametrize("words", INEXACT)

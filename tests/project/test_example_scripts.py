@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support import ROOT
+from support.processes import run_command
 
 EXAMPLES = ROOT / "examples"
 MODELS = runpy.run_path(str(EXAMPLES / "numpy_models.py"))
@@ -42,9 +43,9 @@ def test_the_ring_of_mpi_processes_agrees_with_one_call(processes: int) -> None:
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
     crowded = ["--oversubscribe"] if "Open MPI" in version or "OpenRTE" in version else []
-    run = subprocess.run(
+    run = run_command(
         ["mpirun", *crowded, "-n", str(processes), sys.executable, str(EXAMPLES / "ring_attention.py")],
-        capture_output=True, text=True, env={**os.environ, **variables}, timeout=300, check=False,
+        capture_output=True, text=True, env={**os.environ, **variables},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(f"{processes} processes, {processes * 512} tokens, largest difference")

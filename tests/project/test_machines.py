@@ -13,6 +13,7 @@ import pytest
 import conftest
 from cattn import _cattn
 from support import ROOT
+from support.processes import run_command
 
 
 @pytest.mark.promise("AVX-512 is tested")
@@ -64,7 +65,7 @@ def test_the_detected_features_are_those_that_the_system_lists(flags: set[str]) 
 def import_errors(isa: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *options, "-c", "import cattn"]
     environment = {**os.environ, "CATTN_ISA": isa}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return run_command(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("table", [table for table in _cattn._isa_list() if table["usable"]], ids=lambda t: t["name"])

@@ -7,7 +7,6 @@ import importlib.metadata
 import re
 import runpy
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 import cattn
 from support import ROOT
+from support.processes import run_command
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "release_notes"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -159,8 +159,6 @@ def test_zizmor_finds_an_injected_expression(tmp_path: Path) -> None:
     planted = text_of("release").replace('"$GITHUB_REF_NAME"', "${{ github.ref_name }}", 1)
     assert planted != text_of("release")
     (folder / "release.yml").write_text(planted, "utf-8")
-    done = subprocess.run(
-        ["zizmor", "--offline", "--quiet", tmp_path], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_command(["zizmor", "--offline", "--quiet", tmp_path], capture_output=True, text=True)
     assert done.returncode != 0
     assert "template-injection" in done.stdout + done.stderr

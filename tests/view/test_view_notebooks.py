@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from support.browser import Tab, chromium, needs_browser
+from support.processes import run_command
 
 pytestmark = [needs_browser, pytest.mark.long]
 
@@ -234,7 +235,7 @@ def test_nbconvert_shows_a_picture_or_the_page(browser: Any, tmp_path: Path, ins
     command = [sys.executable, "-m", "nbconvert", "--execute", "--to", "html", "--embed-images", "view.ipynb"]
     # as JupyterLab saves notebooks; with the state, nbconvert would load a manager of widgets from the network
     command += ["--ExecutePreprocessor.store_widget_state=False"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    run_command(command, cwd=tmp_path, check=True, capture_output=True)
     tab = Tab(browser, offline=True)
     tab.page.goto((tmp_path / "view.html").as_uri())
     pictures = tab.page.locator("img[src^='data:image/png']:visible")
