@@ -66,7 +66,7 @@ static bool parse_inputs(struct call *call, PyObject *x, PyObject *grad) {
     if (call->type < 0)
         return false;
     call->own_nd = PyArray_NDIM(call->inputs[X]);
-    memcpy(call->dims, PyArray_DIMS(call->inputs[X]), (size_t)call->own_nd * sizeof *call->dims);
+    cattn_take_dims(call->dims, call->inputs[X]);
     if (grad != NULL && !cattn_check_shape(call->inputs[GRAD], "grad_out", "x", call->own_nd, call->dims))
         return false;
     take_inputs(call);

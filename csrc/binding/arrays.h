@@ -28,6 +28,11 @@ static inline npy_intp cattn_size_from_end(PyArrayObject *array, int back) {
     const int nd = PyArray_NDIM(array);
     return back <= nd ? PyArray_DIM(array, nd - back) : 1;
 }
+/* Copies the sizes. An array without axes may have no list of them, and memcpy takes no NULL. */
+static inline void cattn_take_dims(npy_intp *dims, PyArrayObject *array) {
+    for (int axis = 0; axis < PyArray_NDIM(array); axis++)
+        dims[axis] = PyArray_DIM(array, axis);
+}
 /* From NumPy's type number of such arrays to the core's types. */
 enum cattn_dtype cattn_arg_dtype(int type);
 enum cattn_storage cattn_arg_storage(int type);

@@ -63,7 +63,7 @@ static bool parse_arrays(struct call *call, PyObject *const given[N_INPUTS], con
         PyErr_SetString(PyExc_ValueError, "x must have at least 1 dimension (..., D), got 0");
         return false;
     }
-    memcpy(call->dims, PyArray_DIMS(call->inputs[X]), (size_t)call->nd * sizeof *call->dims);
+    cattn_take_dims(call->dims, call->inputs[X]);
     return check_columns(call, call->inputs[WEIGHT], "weight") && check_columns(call, call->inputs[BIAS], "bias") &&
            (call->inputs[GRAD] == NULL || cattn_check_shape(call->inputs[GRAD], "grad_out", "x", call->nd, call->dims));
 }

@@ -29,7 +29,7 @@ static bool parse_x(struct call *call, PyObject *object) {
         PyErr_Format(PyExc_ValueError, "x must have at least 2 dimensions (..., T, D), got %d", nd);
         return false;
     }
-    memcpy(call->dims, PyArray_DIMS(call->x), (size_t)nd * sizeof *call->dims);
+    cattn_take_dims(call->dims, call->x);
     call->type = PyArray_TYPE(call->x);
     params->dtype = cattn_arg_dtype(call->type);
     params->storage = cattn_arg_storage(call->type);

@@ -56,7 +56,7 @@ PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_
         PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
         goto done;
     }
-    memcpy(dims, PyArray_DIMS(inputs[1]), (size_t)nd * sizeof *dims);
+    cattn_take_dims(dims, inputs[1]);
     take_inputs(&params, inputs, nd, dims);
     if (!cattn_arg_scale(args[2], type, &params.scale))
         goto done;

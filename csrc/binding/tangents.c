@@ -40,7 +40,7 @@ static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayOb
     }
     const int nd = PyArray_NDIM(input), wanted = which <= VALUE_TANGENT ? call->stored_type : call->compute_type;
     npy_intp dims[NPY_MAXDIMS];
-    memcpy(dims, PyArray_DIMS(input), (size_t)nd * sizeof *dims);
+    cattn_take_dims(dims, input);
     *array = cattn_arg_floats(call->state, object, NAMES[which]);
     /* the shape again: a conversion may have run Python code, which might change the array */
     if (*array == NULL || !cattn_check_shape(*array, NAMES[which], owner, nd, dims) ||

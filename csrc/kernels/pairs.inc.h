@@ -275,7 +275,8 @@ static struct source keys_of_block(const struct cattn_rows *rows, int64_t k0, in
         return (struct source){key.first, key.row};
     uint16_t *copy = rows->scratch.block_copy;
     for (int k = begin; k < end; k++) {
-        copy[(k + 1) * padded - 1] = 0;
+        if (padded > depth)
+            copy[(k + 1) * padded - 1] = 0;
         round_row_to(&key, k, depth, copy + k * padded);
     }
     return (struct source){copy, padded};

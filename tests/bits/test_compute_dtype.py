@@ -38,6 +38,20 @@ def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal) -
             assert_same_bits(result, right, f"{T_q} queries, {way}")
 
 
+@pytest.mark.parametrize("rows", [1, 5, 98])
+@pytest.mark.parametrize(("T_k", "d", "d_v"), [(0, 0, 0), (0, 3, 2), (250, 0, 3), (250, 5, 0), (250, 0, 0), (1, 0, 1)])
+def test_sizes_of_zero(rows: int, T_k: int, d: int, d_v: int, isa: str, normal: Normal) -> None:
+    """Without columns all scores are 0, and the output is the mean of the values."""
+    call: Call = {"query": normal(2, rows, d), "key": normal(2, T_k, d), "value": normal(2, T_k, d_v)} | PRODUCTS
+    call["value"][...] = call["value"].astype(BF16)
+    right = yardstick(call, isa)
+    assert right.out.shape == (2, rows, d_v)
+    if d == 0 and T_k:
+        np.testing.assert_allclose(right.out, np.repeat(call["value"].mean(1, keepdims=True), rows, 1), atol=2.0**-8)
+    for way, result in every_way(lambda: everything(**call), tiny=T_k <= BLOCK):
+        assert_same_bits(result, right, way)
+
+
 # ---- the arithmetic ------------------------------------------------------------------------------------------------
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("power", [0, 20, -60, -63, -75])

@@ -26,6 +26,15 @@ def test_every_option_agrees_with_the_reference(name: str, dtype: Any, rng: np.r
     check_tangents(call, direction(call), LOOSER[dtype])
 
 
+def test_a_bias_without_axes_has_a_tangent_without_axes(dtype: Any, rng: np.random.Generator) -> None:
+    """It changes all scores by the same number, which changes no weight."""
+    call = qkv(rng, dtype, (3, 4), (5, 4), (5, 2))
+    one: Any = np.asarray(2, dtype)
+    derived = cattn.attention_jvp(**call, bias=one, bias_tangent=one, return_lse=True)
+    np.testing.assert_allclose(derived.out_tangent, np.zeros((3, 2)), atol=1e-5)
+    np.testing.assert_allclose(derived.lse_tangent, np.full(3, 2), rtol=1e-5)
+
+
 SHAPES = {
     "two dimensions": ((130, 8), (70, 8), (70, 5)),
     "three dimensions": ((3, 10, 8), (3, 200, 8), (3, 200, 33)),
