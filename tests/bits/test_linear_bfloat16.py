@@ -139,6 +139,23 @@ def test_rows_alone_have_the_bits_of_any_batch(seed: int) -> None:
         assert_same_bits(linear(x[first:last], weight, **PRODUCTS), y[first:last])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+def test_what_an_earlier_call_left_in_scratch_has_no_influence(
+    isa: str, rows: int, dtype: Any, rng: np.random.Generator
+) -> None:
+    """The element that the last pair of an odd row lacks is 0, whatever lay there before."""
+    x, weight = rng.standard_normal((rows, 33)).astype(dtype), rng.standard_normal((50, 33)).astype(dtype)
+    weights = (weight, np.asfortranarray(weight))
+    with cattn.num_threads(1):
+        before = [linear(x, each, **PRODUCTS) for each in weights]
+        for each, right in zip(weights, before, strict=True):
+            for columns in (64, 34):
+                nan = np.full((rows, columns), NAN, dtype)
+                linear(nan, np.full((50, columns), NAN, dtype), **PRODUCTS)
+                assert_same_bits(linear(x, each, **PRODUCTS), right)
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_quantized_weights_are_multiplied_by_their_scales_first(kind: Any, isa: str, rng: np.random.Generator) -> None:
     weight, x = rng.standard_normal((45, 701), np.float32), rng.standard_normal((20, 701), np.float32)

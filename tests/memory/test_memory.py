@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from support import UNDER_SANITIZER
+from support.processes import run_command
 
 measured = pytest.mark.skipif(UNDER_SANITIZER, reason="the sanitizer adds memory of its own to each block")
 GROWTH = """
@@ -43,7 +43,7 @@ def test_the_measurement_sees_a_copy_of_the_keys() -> None:
     """Without this, the tests below might measure nothing."""
     code = GROWTH.format(shape=(1, 2, 4096, 64), dtype="float32", threads=1, options={}, strided=False)
     code = code.replace("before = peak()", "before = peak(); extra = key.copy()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 1500
 
 
@@ -60,7 +60,7 @@ def test_a_call_holds_at_most_one_mebibyte_a_thread(
 ) -> None:
     """The scores of the first case would take 128 MiB. 256 KiB more are allowed: code and stack pages touched first."""
     code = GROWTH.format(shape=shape, dtype=dtype, threads=threads, options={}, strided=strided)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 1024 * threads + 256, "KiB"
 
 
@@ -73,7 +73,7 @@ def test_statistics_hold_no_matrix_of_weights() -> None:
         "cattn.causal_attention(query, key, value, out=out, **options)\n",
         "kept = cattn.attention_statistics(query, key, is_causal=True, top_k=1)\n",
     ).replace("before = peak()", "cattn.attention_statistics(small, small, top_k=1); before = peak()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     results = 2 * 8192 * (9 * 4 + 8 + 8) // 1024  # with the lse in float64
     assert int(done.stdout) <= results + 1024 * 2 + 512, "KiB"
 
@@ -87,7 +87,7 @@ def test_rows_hold_at_most_one_mebibyte_a_thread(call: str) -> None:
     """The sines and cosines of all tokens would take 16 MiB."""
     code = GROWTH.format(shape=(1, 1, 16384, 128), dtype="float64", threads=2, options={}, strided=True)
     code = code.replace("cattn.causal_attention(query, key, value,", f"cattn.{call},")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 1024 * 2 + 256, "KiB"
 
 
@@ -107,15 +107,17 @@ def test_gradients_hold_no_matrix_of_scores() -> None:
         "cattn.causal_attention(query, key, value, out=out, **options)\n",
         "cattn.attention_backward(out, query, key, value, out, lse, is_causal=True, merged=True, **options)\n",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) <= 3 * 12 * 1024 + 3 * 1024, "KiB"
 
 
 GUARDED = """
 import ctypes, mmap, sys
+import ml_dtypes
 import numpy as np
 import cattn
 from cattn import _cattn
+from cattn.functional import linear, linear_backward
 
 PAGE = mmap.PAGESIZE
 ROOM = 64 * PAGE
@@ -179,6 +181,48 @@ for dtype in (np.float16, np.float32, np.float64):
             cattn.masked_softmax(scores, mask, out=weights)
             cattn.softmax(scores, axis=0, out=weights)
             cattn.dropout(scores, 0.5, rng=1, out=weights)
+BF16 = ml_dtypes.bfloat16
+# The arrays of x and of the weight, and compute_dtype.
+KINDS = [
+    (np.float32, np.float32, None), (np.float64, np.float64, None), (np.float16, np.float16, None), (BF16, BF16, None),
+    (np.float32, np.int8, None), (np.float32, np.float16, None),
+    (np.float32, np.float32, "bfloat16"), (BF16, BF16, "bfloat16"), (np.float32, BF16, "bfloat16"),
+    (np.float32, np.int8, "bfloat16"),
+]
+for x_kind, kind, compute_dtype in KINDS:
+    for rows in (1, 5, 8, 9, 33):
+        for n, k in [(1, 1), (3, 7), (17, 33), (40, 16), (50, 31), (200, 5), (19, 513)]:
+            for at_end in (False, True):
+                x = make(0, rows, k, kind=x_kind)
+                for values in (make(1, n, k, kind=kind), make(2, k, n, kind=kind).T):
+                    scaled = kind is np.int8
+                    weight = cattn.Quantized(values, np.abs(make(3, n, 1, kind=np.float32)) + 0.1) if scaled else values
+                    bias = make(4, n, kind=x_kind)
+                    y = linear(x, weight, bias, out=make(5, rows, n, kind=x_kind), compute_dtype=compute_dtype)
+                    right = cattn.reference.linear(x, weight, bias, compute_dtype=compute_dtype)
+                    tolerance = 1e-4 if y.dtype.itemsize > 2 else 0.05
+                    np.testing.assert_allclose(y.astype(float), right.astype(float), rtol=tolerance, atol=tolerance)
+                    linear_backward(y, x, weight, compute_dtype=compute_dtype)
+for kind in (np.float32, BF16):
+    for n, d in [(1, 1), (5, 3), (17, 33), (40, 16), (70, 31), (200, 5)]:
+        for at_end in (False, True):
+            query, key, value = make(0, 33, d, kind=kind), make(1, n, d, kind=kind), make(2, n, d, kind=kind)
+            tangents = [make(3, 33, d, kind=kind), make(4, n, d, kind=kind), make(5, n, d, kind=kind)]
+            for m in (1, 8, 33):
+                for path in ("auto", "tile", "rows", "split"):
+                    _cattn._set_path(path)
+                    given = query[:m], key, value
+                    out = cattn.scaled_dot_product_attention(*given, compute_dtype="bfloat16")
+                    right = cattn.reference.scaled_dot_product_attention(*given, compute_dtype="bfloat16")
+                    np.testing.assert_allclose(out.astype(float), right.astype(float), rtol=0.05, atol=0.05)
+                _cattn._set_path("auto")
+                cattn.attention_jvp(query[:m], key, value, tangents[0][:m], *tangents[1:])
+                cattn.attention_statistics(query[:m], key, top_k=2)
+            cattn.rms_norm(query, out=make(6, 33, d, kind=kind))
+            cattn.functional.layer_norm(query, make(7, d, kind=kind), out=make(6, 33, d, kind=kind))
+            cattn.functional.gelu(query, out=make(6, 33, d, kind=kind))
+            if d % 2 == 0:
+                cattn.rope(query, out=make(6, 33, d, kind=kind))
 print("untouched")
 """
 
@@ -188,6 +232,6 @@ print("untouched")
     sys.platform not in ("linux", "win32"), reason="memory is protected by the numbers of Linux and Windows"
 )
 def test_nothing_outside_an_array_is_accessed(isa: str) -> None:
-    done = subprocess.run([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True, timeout=300)
+    done = run_command([sys.executable, "-c", GUARDED, isa], capture_output=True, text=True)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"
     assert done.stdout.strip() == "untouched"

@@ -124,6 +124,19 @@ def test_gradients_agree_with_the_reference(dtype: type, size: tuple[int, int, i
         assert (np.abs(a - r) <= tolerance(left, other, dtype) + np.finfo(dtype).eps * np.abs(r)).all()
 
 
+def test_the_gradient_of_the_bias_is_summed_in_float64() -> None:
+    """In float32 the ones would be lost beside the large number."""
+    for last in (0.0, -(2.0**24)):
+        grad = np.ones((400, 3), np.float32)
+        grad[0], grad[-1] = 2.0**24, last
+        right = np.full(3, 2.0**24 + 398 + last, np.float32)
+        for dtype in (np.float32, np.float64):
+            assert_same_bits(linear_backward(grad, grad.astype(dtype), None)[2], right.astype(dtype))
+    grad = np.ones((20, 1), np.float32)
+    grad[0] = 2.0**24
+    assert linear_backward(grad, grad, None)[2] == 16777236
+
+
 def test_gradients_that_nobody_needs_are_left_out(rng: np.random.Generator) -> None:
     grad, x, weight = rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 3, 5)), rng.standard_normal((4, 5))
     both = linear_backward(grad, x, weight)
@@ -244,6 +257,24 @@ def test_quantized_weights_have_the_bits_of_their_products(isa: str, quantized: 
         grad = rng.standard_normal((20, 45), np.float32)
         assert_same_bits(linear_backward(grad, x, quantized_weight)[0], linear_backward(grad, x, dense)[0])
         assert_same_bits(linear(x.astype(np.float64), quantized_weight), linear(x.astype(np.float64), dense))
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("rows", [5, 20, 300])
+def test_every_block_of_a_weight_has_its_own_scales_and_bias(
+    isa: str, rows: int, compute_dtype: Any, rng: np.random.Generator
+) -> None:
+    """Either operand is packed, in blocks of up to 192 rows: the weight's rows have scales, and numbers of the bias."""
+    x, weight = rng.standard_normal((rows, 40), np.float32), rng.standard_normal((460, 40), np.float32)
+    bias, (values, scale) = rng.standard_normal(460, np.float32), cattn.quantize(weight)
+    dense = values.astype(np.float32) * scale
+    for stored in (values, np.asfortranarray(values)):
+        y = linear(x, cattn.Quantized(stored, scale), bias, compute_dtype=compute_dtype)
+        for part in (slice(0, 7), slice(150, 210), slice(250, 260), slice(380, 400), slice(455, 460)):
+            expected = linear(x[:1], dense[part], bias[part], compute_dtype=compute_dtype)
+            assert_same_bits(y[:1, part].copy(), expected, str(part))
+            expected = linear(x, dense[part], bias[part], compute_dtype=compute_dtype)
+            assert_same_bits(y[:, part].copy(), expected, str(part))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
