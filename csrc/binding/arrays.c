@@ -2,6 +2,7 @@
 #include "arrays.h"
 #include "error.h"
 #include "fp_mode.h"
+#include "gil.h"
 
 /* ---- types ---- */
 
@@ -267,6 +268,43 @@ PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, con
 }
 
 /* ---- elements ---- */
+
+/* Elements that are copied at a time: some milliseconds. */
+#define COPIED_PIECE ((npy_intp)1 << 20)
+
+/* The elements of an array from index `first` of an axis on, n of them, in the array's memory. */
+static PyArrayObject *view_of(PyArrayObject *array, int axis, npy_intp first, npy_intp n) {
+    npy_intp dims[NPY_MAXDIMS];
+    cattn_take_dims(dims, array);
+    dims[axis] = n;
+    Py_INCREF((PyObject *)PyArray_DESCR(array));
+    return (PyArrayObject *)PyArray_NewFromDescr(
+        &PyArray_Type, PyArray_DESCR(array), PyArray_NDIM(array), dims, PyArray_STRIDES(array),
+        PyArray_BYTES(array) + first * PyArray_STRIDE(array, axis), PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE, NULL);
+}
+
+/* Both halves of the longest axis. */
+static bool copy_halves(PyArrayObject *to, PyArrayObject *from) {
+    int longest = 0;
+    for (int axis = 1; axis < PyArray_NDIM(to); axis++)
+        longest = PyArray_DIM(to, axis) > PyArray_DIM(to, longest) ? axis : longest;
+    const npy_intp whole = PyArray_DIM(to, longest), half = whole / 2;
+    bool copied = true;
+    for (int i = 0; i < 2 && copied; i++) {
+        PyArrayObject *part = view_of(to, longest, i * half, i ? whole - half : half);
+        PyArrayObject *source = part ? view_of(from, longest, i * half, i ? whole - half : half) : NULL;
+        copied = source != NULL && cattn_copy_into(part, source);
+        Py_XDECREF((PyObject *)part);
+        Py_XDECREF((PyObject *)source);
+    }
+    return copied;
+}
+
+bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from) {
+    if (PyArray_SIZE(to) > COPIED_PIECE)
+        return copy_halves(to, from);
+    return PyArray_CopyInto(to, from) == 0 && cattn_check_signals();
+}
 
 void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array) {
     const bool empty = PyArray_SIZE(array) == 0;

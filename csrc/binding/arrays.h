@@ -33,6 +33,9 @@ static inline void cattn_take_dims(npy_intp *dims, PyArrayObject *array) {
     for (int axis = 0; axis < PyArray_NDIM(array); axis++)
         dims[axis] = PyArray_DIM(array, axis);
 }
+/* Copies the elements of an array to another one of the same shape, piece by piece: signals are handled between two
+ * pieces. The two share no memory, or are the same elements. */
+bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from);
 /* From NumPy's type number of such arrays to the core's types. */
 enum cattn_dtype cattn_arg_dtype(int type);
 enum cattn_storage cattn_arg_storage(int type);

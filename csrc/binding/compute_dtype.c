@@ -1,7 +1,12 @@
 /* compute_dtype.c -- the argument compute_dtype, and numbers that are rounded to bfloat16. */
 #include "compute_dtype.h"
 
+#include "arrays.h"
 #include "error.h"
+#include "gil.h"
+
+/* Numbers that are rounded between two looks at signals. */
+#define ROUNDED_PIECE ((npy_intp)1 << 20)
 
 /* Whether an object is a dtype by this name, or the type of its scalars. No exception is set. */
 static bool is_dtype(PyObject *object, const char *name) {
@@ -32,11 +37,17 @@ bool cattn_error_not_bfloat16(const char *names, const char *dtype) {
 }
 
 bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
-    PyArrayObject *copy = (PyArrayObject *)PyArray_NewCopy(*array, NPY_KEEPORDER); /* without gaps */
-    if (copy == NULL)
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*array, NPY_KEEPORDER, NULL, 0); /* without gaps */
+    if (copy == NULL || !cattn_copy_into(copy, *array)) {
+        Py_XDECREF((PyObject *)copy);
         return false;
+    }
     uint32_t *bits = PyArray_DATA(copy);
     for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        if (i % ROUNDED_PIECE == ROUNDED_PIECE - 1 && !cattn_check_signals()) {
+            Py_DECREF((PyObject *)copy);
+            return false;
+        }
         const uint32_t size = bits[i] & 0x7fffffffu;
         if (size < 0x00800000u) /* subnormal */
             bits[i] &= 0x80000000u;

@@ -74,8 +74,7 @@ static bool make_outputs(struct call *call, PyObject *out, bool return_mask) {
 
 /* Nothing is dropped: the result is a copy, the mask all True. */
 static bool copy(struct call *call) {
-    PyArrayObject *out = call->output.given != NULL ? call->output.given : call->output.array;
-    if (PyArray_CopyInto(out, call->x) < 0)
+    if (!cattn_copy_into(call->output.array, call->x) || !cattn_output_finish(&call->output))
         return false;
     if (call->mask.array != NULL)
         memset(PyArray_DATA(call->mask.array), 1, (size_t)PyArray_SIZE(call->mask.array));

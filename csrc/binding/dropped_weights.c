@@ -59,7 +59,7 @@ PyObject *cattn_weights_rounded(struct cattn_call *call) {
     if (rounded == NULL || out->array == NULL)
         return rounded;
     const bool stored =
-        PyArray_CopyInto(out->array, (PyArrayObject *)rounded) == 0 && cattn_output_finish(&call->outputs[OUT]);
+        cattn_copy_into(out->array, (PyArrayObject *)rounded) && cattn_output_finish(&call->outputs[OUT]);
     Py_DECREF(rounded);
     return stored ? cattn_output_result(out) : NULL;
 }

@@ -65,7 +65,7 @@ static bool check_shapes(struct call *call) {
         PyErr_Format(PyExc_ValueError, "weight must have 2 dimensions (N, K), got %d", PyArray_NDIM(weight));
         return false;
     }
-    memcpy(call->dims, PyArray_DIMS(x), (size_t)call->nd * sizeof *call->dims);
+    cattn_take_dims(call->dims, x);
     const npy_intp n = PyArray_DIM(weight, 0), k = call->dims[call->nd - 1];
     if (PyArray_DIM(weight, 1) != k) {
         PyErr_Format(PyExc_ValueError, "weight must have as many columns as x, %zd, got shape (%zd, %zd)%s",
@@ -157,11 +157,13 @@ static bool make_rows_even(PyArrayObject **x) {
     npy_intp row;
     if (rows_are_even(*x, &row))
         return true;
-    PyObject *copy = PyArray_NewCopy(*x, NPY_CORDER);
-    if (copy == NULL)
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*x, NPY_CORDER, NULL, 0);
+    if (copy == NULL || !cattn_copy_into(copy, *x)) {
+        Py_XDECREF((PyObject *)copy);
         return false;
+    }
     Py_DECREF((PyObject *)*x);
-    *x = (PyArrayObject *)copy;
+    *x = copy;
     return true;
 }
 
@@ -325,7 +327,7 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
         goto done;
     PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];
     call.nd = PyArray_NDIM(a);
-    memcpy(call.dims, PyArray_DIMS(a), (size_t)call.nd * sizeof *call.dims);
+    cattn_take_dims(call.dims, a);
     call.dims[call.nd - 1] = PyArray_DIM(b, call.nd - 2);
     const struct cattn_output_spec spec = {.name = "out", .type = call.type, .nd = call.nd, .dims = call.dims};
     if (!cattn_arg_output(call.state, NULL, &spec, &output))

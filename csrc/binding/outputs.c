@@ -194,7 +194,7 @@ bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_out
 bool cattn_output_finish(struct cattn_output *output) {
     if (output->given == NULL || output->given == output->array)
         return true;
-    return PyArray_CopyInto(output->given, output->array) == 0;
+    return cattn_copy_into(output->given, output->array);
 }
 
 PyObject *cattn_output_result(const struct cattn_output *output) {
@@ -221,7 +221,7 @@ PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_a
         .name = "out", .type = PyArray_TYPE(result), .nd = PyArray_NDIM(result), .dims = PyArray_DIMS(result)};
     if (!check_type(cattn_state(module), args[1], &spec) || !check_layout((PyArrayObject *)args[1], &spec))
         return NULL;
-    if (PyArray_CopyInto((PyArrayObject *)args[1], result) < 0)
+    if (!cattn_copy_into((PyArrayObject *)args[1], result))
         return NULL;
     Py_INCREF(args[1]);
     return args[1];

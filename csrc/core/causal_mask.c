@@ -5,9 +5,11 @@
 #include "rowwise.h"
 #include "visible_keys.h"
 
+/* Keys of a row between two looks at a stop. */
+#define PIECE ((int64_t)1 << 16)
+
 static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) {
     const struct cattn_mask_params *p = context;
-    (void)worker; /* a task is too short to be interrupted */
     struct cattn_batch_range batch_range;
     cattn_batch_range(&p->ranges, 0, NULL, 0, &batch_range);
     const int64_t n_rows = cattn_rows_per_task(p->seqlen_k), first = task * n_rows;
@@ -15,9 +17,13 @@ static void mask_rows(void *context, int64_t task, struct cattn_worker *worker) 
     for (int64_t i = first; i < last; i++) {
         const struct cattn_range visible = cattn_visible_keys(&batch_range, i);
         uint8_t *row = p->mask + i * p->seqlen_k;
-        memset(row, 0, (size_t)p->seqlen_k);
-        for (int64_t k = visible.lo; k < visible.hi; k++)
-            row[k] = 1;
+        for (int64_t k = 0; k < p->seqlen_k && !(k > 0 && cattn_should_stop(worker)); k += PIECE) {
+            const int64_t end = cattn_min(k + PIECE, p->seqlen_k), hi = cattn_min(end, visible.hi);
+            const int64_t lo = visible.lo > k ? visible.lo : k;
+            memset(row + k, 0, (size_t)(end - k));
+            if (lo < hi)
+                memset(row + lo, 1, (size_t)(hi - lo));
+        }
     }
 }
 

@@ -214,8 +214,6 @@ static void find_keys(const struct cattn_gather_plan *plan, const struct cattn_a
     }
 }
 
-static bool should_stop(void *worker) { return cattn_should_stop(worker); }
-
 /* The numbers of the unit's call. */
 static void describe(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
                      struct cattn_worker *worker, struct cattn_gather *g) {
@@ -239,7 +237,7 @@ static void describe(const struct cattn_gather_plan *plan, const struct cattn_at
     call->head_dim = p->head_dim;
     call->d_v = p->d_v;
     call->score_options = p->score_options;
-    call->poll = (struct cattn_poll){should_stop, worker};
+    call->poll = (struct cattn_poll){cattn_stop_wanted, worker};
     call->ranges.left = call->ranges.right = CATTN_UNBOUNDED;
     call->ranges.query_length = n_queries < g->first_row ? 0 : cattn_min(n_queries - g->first_row, g->n_rows);
     call->ranges.key_length = g->n_keys;

@@ -24,7 +24,6 @@ static size_t row_size(enum cattn_dtype dtype, int64_t n_cols) {
     return ((size_t)n_cols * cattn_element_size(dtype) + 63) / 64 * 64;
 }
 
-/* A task is too short to be interrupted. */
 static void norm_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct norm_job *job = context;
     const struct cattn_norm_params *p = job->params;
@@ -32,6 +31,7 @@ static void norm_task(void *context, int64_t task, struct cattn_worker *worker) 
     const int64_t each = cattn_rows_per_task(p->n_cols), last = (task + 1) * each;
     for (int64_t row = task * each; row < last && row < p->n_rows; row++) {
         const struct cattn_norm_row args = {
+            .stop = cattn_stop_of(worker),
             .n = p->n_cols,
             .eps = p->eps,
             .centred = p->centred,
@@ -65,6 +65,8 @@ enum cattn_status cattn_norm(const struct cattn_norm_params *p) {
 
 /* Rows whose gradients of weight and bias are summed in the dtype of the computation: part of the bit contract. */
 #define BLOCK_ROWS 64
+/* Sums that are added between two looks at a stop. */
+#define SUMS_PER_LOOK ((int64_t)1 << 16)
 
 struct gradient_job {
     const struct cattn_norm_backward_params *params;
@@ -76,17 +78,20 @@ struct gradient_job {
 };
 
 /* row_scratch: of row_size; sums: of this block, or NULL */
-static void gradient_block(const struct gradient_job *job, int64_t block, void *row_scratch, void *sums) {
+static void gradient_block(const struct gradient_job *job, int64_t block, void *row_scratch, void *sums,
+                           struct cattn_worker *worker) {
     const struct cattn_norm_backward_params *p = job->params;
     const size_t element = cattn_element_size(p->dtype);
     const int64_t end = cattn_min((block + 1) * BLOCK_ROWS, p->n_rows);
+    const bool is_long = p->n_cols >= CATTN_TASK_ELEMENTS; /* reading the clock costs nothing beside such a row */
     char *const bias_sums =
         sums && p->grad_bias.data ? (char *)sums + (job->n_sums - p->n_cols) * (int64_t)element : NULL;
     if (sums)
         memset(sums, 0, (size_t)job->n_sums * element);
-    for (int64_t row = block * BLOCK_ROWS; row < end; row++) {
+    for (int64_t row = block * BLOCK_ROWS; row < end && !(is_long && cattn_should_stop(worker)); row++) {
         const struct cattn_norm_gradient args = {
-            .forward = {.n = p->n_cols,
+            .forward = {.stop = cattn_stop_of(worker),
+                        .n = p->n_cols,
                         .eps = p->eps,
                         .centred = p->centred,
                         .x = cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, element),
@@ -117,11 +122,14 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
     char *const scratch = cattn_worker_scratch(worker);
     char *const sums = job->totals ? scratch + row_size(p->dtype, p->n_cols) : NULL;
     for (int64_t i = 0; i < n; i++)
-        gradient_block(job, first + i, scratch, sums ? sums + i * bytes : NULL);
+        gradient_block(job, first + i, scratch, sums ? sums + i * bytes : NULL, worker);
     if (!sums || !cattn_tickets_wait(&job->tickets, 0, task, worker))
         return;
-    for (int64_t i = 0; i < n * job->n_sums; i++)
+    for (int64_t i = 0; i < n * job->n_sums; i++) {
+        if (i % SUMS_PER_LOOK == SUMS_PER_LOOK - 1 && cattn_should_stop(worker))
+            return;
         job->totals[i % job->n_sums] += number_at(p->dtype, sums, i);
+    }
     cattn_tickets_pass(&job->tickets, 0);
 }
 

@@ -17,6 +17,7 @@
 #include <stdint.h>
 
 #include "../cattn.h"
+#include "../kernels/kernels.h"
 
 /* Most threads of one call, including the calling one. */
 #define CATTN_MAX_THREADS 256
@@ -44,6 +45,12 @@ static inline bool cattn_should_stop(struct cattn_worker *worker) {
     if (atomic_load_explicit(worker->stop, memory_order_relaxed))
         return true;
     return worker->poll != NULL && cattn_worker_poll(worker);
+}
+
+/* The same for kernels, and as the poll of a call within a task. */
+static inline bool cattn_stop_wanted(void *worker) { return cattn_should_stop(worker); }
+static inline struct cattn_stop cattn_stop_of(struct cattn_worker *worker) {
+    return (struct cattn_stop){cattn_stop_wanted, worker};
 }
 
 /* Every task runs in the default floating-point mode. All scratch is allocated before the first task starts, so

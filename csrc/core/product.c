@@ -16,8 +16,6 @@
 #define TASKS_PER_THREAD 4
 /* With few rows of B: elements of A in a task. */
 #define FEW_ELEMENTS 65536
-/* Longer sums take so long that only a few rows are computed between two looks at a stop. */
-#define LONG_SUM (1 << 19)
 /* Memory bounds the length of a sum, but not of arrays that repeat one element (stride 0). Within this limit,
  * sizes of scratch do not overflow. */
 #define MOST_TERMS ((int64_t)1 << 50)
@@ -110,6 +108,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     const int64_t element = (int64_t)cattn_element_size(p->dtype);
     const int64_t out = batch * p->out_batch + b_first * p->out_b;
     struct cattn_product product = {
+        .stop = cattn_stop_of(worker),
         .a = matrix_of(&p->a, p->dtype, batch, 0),
         .b = matrix_of(&p->b, p->dtype, batch, b_first),
         .depth = p->depth,
@@ -126,8 +125,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out(job, &product, &arena);
     (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
-    const int64_t usual = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
-    const int64_t most = p->depth > LONG_SUM ? CATTN_PRODUCT_EDGE : usual;
+    const int64_t most = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
     for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
         const int n_rows = (int)cattn_min(most, a_end - a);
         (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);

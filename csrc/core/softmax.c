@@ -20,6 +20,8 @@ struct softmax_job {
 
 /* From this many columns on it pays to prefetch the next row. */
 #define LONG_ROW 128
+/* Columns of a row of halves that are widened or narrowed between two looks at a stop. */
+#define WIDE_PIECE ((int64_t)1 << 16)
 /* Rows of a bundle: a cache line of floats. */
 #define BUNDLE 16
 #define BUNDLE_SCRATCH ((int64_t)512 << 10)
@@ -66,7 +68,7 @@ static void copy_rows(void *to, int64_t to_row, int64_t to_col, const void *from
 
 /* One row from x to out, both in the type of the computation. */
 static void softmax_plain(const struct softmax_job *job, int64_t row, const void *x, int64_t x_stride, void *out,
-                          int64_t out_stride) {
+                          int64_t out_stride, struct cattn_worker *worker) {
     const struct cattn_softmax_params *p = job->params;
     struct cattn_range visible = {0, p->n_cols};
     if (p->is_causal) {
@@ -78,6 +80,7 @@ static void softmax_plain(const struct softmax_job *job, int64_t row, const void
     const bool plain = p->storage == CATTN_STORED_PLAIN;
     const bool has_next = plain && p->x.col == 1 && p->n_cols >= LONG_ROW && row + 1 < p->n_rows;
     const struct cattn_softmax_row args = {
+        .stop = cattn_stop_of(worker),
         .n = p->n_cols,
         .lo = visible.lo,
         .hi = visible.hi,
@@ -96,15 +99,19 @@ static void softmax_plain(const struct softmax_job *job, int64_t row, const void
 
 /* One row of any storage; `wide` is scratch for a row of halves. */
 static void softmax_one(const struct softmax_job *job, int64_t row, const void *x, int64_t x_stride, void *out,
-                        int64_t out_stride, void *wide) {
+                        int64_t out_stride, float *wide, struct cattn_worker *worker) {
     const struct cattn_softmax_params *p = job->params;
     if (p->storage == CATTN_STORED_PLAIN) {
-        softmax_plain(job, row, x, x_stride, out, out_stride);
+        softmax_plain(job, row, x, x_stride, out, out_stride, worker);
         return;
     }
-    job->kernels->widen_row(p->storage, x, x_stride, p->n_cols, wide);
-    softmax_plain(job, row, wide, 1, wide, 1);
-    job->kernels->narrow_row(p->storage, wide, p->n_cols, out, out_stride);
+    for (int64_t k = 0; k < p->n_cols && !(k > 0 && cattn_should_stop(worker)); k += WIDE_PIECE)
+        job->kernels->widen_row(p->storage, (const uint16_t *)x + k * x_stride, x_stride,
+                                cattn_min(WIDE_PIECE, p->n_cols - k), wide + k);
+    softmax_plain(job, row, wide, 1, wide, 1, worker);
+    for (int64_t k = 0; k < p->n_cols && !(k > 0 && cattn_should_stop(worker)); k += WIDE_PIECE)
+        job->kernels->narrow_row(p->storage, wide + k, cattn_min(WIDE_PIECE, p->n_cols - k),
+                                 (uint16_t *)out + k * out_stride, out_stride);
 }
 
 /* Bytes of scratch for one row of halves. */
@@ -113,24 +120,26 @@ static size_t wide_size(const struct cattn_softmax_params *p) {
 }
 
 /* One row where it lies. Returns how many rows were computed: 1. */
-static int64_t softmax_in_place(const struct softmax_job *job, int64_t row, char *scratch) {
+static int64_t softmax_in_place(const struct softmax_job *job, int64_t row, struct cattn_worker *worker) {
+    void *scratch = cattn_worker_scratch(worker);
     const struct cattn_softmax_params *p = job->params;
     const void *x = cattn_row_at(&p->x, p->n_batch_dims, p->batch_shape, row, job->element);
     void *out = cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, job->element);
     if (job->streams) {
-        softmax_plain(job, row, x, p->x.col, scratch, 1);
+        softmax_plain(job, row, x, p->x.col, scratch, 1, worker);
         job->kernels->stream_row(scratch, p->n_cols, out);
     } else {
-        softmax_one(job, row, x, p->x.col, out, p->out.col, scratch);
+        softmax_one(job, row, x, p->x.col, out, p->out.col, scratch, worker);
     }
     return 1;
 }
 
 /* Up to `most` neighbouring rows from `row` on, in scratch. Returns how many. */
-static int64_t softmax_bundle(const struct softmax_job *job, int64_t row, int64_t most, char *scratch) {
+static int64_t softmax_bundle(const struct softmax_job *job, int64_t row, int64_t most, struct cattn_worker *worker) {
     const struct cattn_softmax_params *p = job->params;
     const size_t element = job->element;
-    char *copies = scratch + wide_size(p);
+    void *scratch = cattn_worker_scratch(worker);
+    char *copies = (char *)scratch + wide_size(p);
     const int last = p->n_batch_dims - 1;
     const int64_t stride = bundle_stride(p->n_cols), together = p->batch_shape[last] - row % p->batch_shape[last];
     int64_t rows = job->bundle < most ? job->bundle : most;
@@ -139,21 +148,20 @@ static int64_t softmax_bundle(const struct softmax_job *job, int64_t row, int64_
               p->n_cols, element);
     for (int64_t r = 0; r < rows; r++) {
         char *at = copies + r * stride * (int64_t)element;
-        softmax_one(job, row + r, at, 1, at, 1, scratch);
+        softmax_one(job, row + r, at, 1, at, 1, scratch, worker);
     }
     copy_rows(cattn_row_at(&p->out, p->n_batch_dims, p->batch_shape, row, element), p->out.batch[last], p->out.col,
               copies, stride, 1, rows, p->n_cols, element);
     return rows;
 }
 
-/* A task takes some ten microseconds or is a single row: it need not be interruptible. */
+/* A task takes some ten microseconds or is a single row, whose loops look at a stop. */
 static void softmax_task(void *context, int64_t task, struct cattn_worker *worker) {
     const struct softmax_job *job = context;
     const int64_t first = task * job->rows_per_task, left = job->params->n_rows - first;
     const int64_t n = left < job->rows_per_task ? left : job->rows_per_task;
     for (int64_t i = 0; i < n;)
-        i += job->bundle ? softmax_bundle(job, first + i, n - i, cattn_worker_scratch(worker))
-                         : softmax_in_place(job, first + i, cattn_worker_scratch(worker));
+        i += job->bundle ? softmax_bundle(job, first + i, n - i, worker) : softmax_in_place(job, first + i, worker);
     if (job->streams)
         job->kernels->stream_end();
 }
@@ -192,9 +200,9 @@ static void gradient_task(void *context, int64_t task, struct cattn_worker *work
     const struct cattn_softmax_backward_params *p = job->params;
     const size_t element = cattn_element_size(p->dtype);
     const int64_t each = cattn_rows_per_task(p->n_cols), last = (task + 1) * each;
-    (void)worker;
     for (int64_t row = task * each; row < last && row < p->n_rows; row++) {
         const struct cattn_softmax_gradient args = {
+            .stop = cattn_stop_of(worker),
             .n = p->n_cols,
             .grad = cattn_row_at(&p->grad, p->n_batch_dims, p->batch_shape, row, element),
             .weights = cattn_row_at(&p->weights, p->n_batch_dims, p->batch_shape, row, element),

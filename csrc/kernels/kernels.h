@@ -250,8 +250,15 @@ struct cattn_statistics {
     void *received, *received_max; /* of this head; added to; or NULL */
 };
 
+/* What the loops over long rows ask now and then. True: return soon, the results will not be used. */
+struct cattn_stop {
+    bool (*wanted)(void *worker); /* or NULL */
+    void *worker;
+};
+
 /* Softmax over one row of n elements, lanes across the row. */
 struct cattn_softmax_row {
+    struct cattn_stop stop;
     int64_t n;
     int64_t lo, hi; /* columns lo <= k < hi are in range */
     const void *x;
@@ -267,6 +274,7 @@ struct cattn_softmax_row {
 
 /* The gradient of a softmax over one row of n elements. */
 struct cattn_softmax_gradient {
+    struct cattn_stop stop;
     int64_t n;
     const void *grad, *weights; /* the gradient of the softmax's result, and that result */
     int64_t grad_stride, weights_stride;
@@ -317,6 +325,7 @@ struct cattn_rope_rows {
 
 /* x / sqrt(mean of its squares + eps) * weight + bias over one row; centred: of x minus its mean. */
 struct cattn_norm_row {
+    struct cattn_stop stop;
     int64_t n;
     double eps;
     bool centred;
@@ -354,6 +363,7 @@ struct cattn_activation_row {
  *
  * The functions named `few` serve up to CATTN_FEW_ROWS rows of B. */
 struct cattn_product {
+    struct cattn_stop stop;
     struct cattn_matrix a, b; /* rows of n_cols = depth columns, any strides */
     int64_t depth, n_b;
     /* element (i, j) of C is at i * out_a + j * out_b; the bias at i * bias_a + j * bias_b, in the table's own type */

@@ -119,6 +119,17 @@ INLINE void store_stored(enum cattn_storage storage, void *base, int64_t i, int6
     store_strided((real *)base + i, stride, v, n);
 }
 
+/* Whether a loop over a long row ends here. */
+INLINE bool stops(const struct cattn_stop *stop) { return stop->wanted && stop->wanted(stop->worker); }
+
+/* The loops over rows of any length run over pieces of this many columns, a multiple of every vector and run, between
+ * which they look at a stop. After a stop every such loop ends at its next piece. */
+#define PIECE ((int64_t)1 << 16)
+#define PIECES(from, lo, hi, stop)                                                                                     \
+    for (int64_t from = (lo); from < (hi) && (from == (lo) || !stops(stop)); from += PIECE)
+/* The same for a loop with shorter steps. */
+INLINE bool stops_at(const struct cattn_stop *stop, int64_t k) { return k % PIECE == 0 && k > 0 && stops(stop); }
+
 /* Converts n stored elements to the table's own type, with unit stride. */
 static void widen_row(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to) {
     int64_t k = 0;

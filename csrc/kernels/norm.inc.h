@@ -9,9 +9,9 @@ struct normed {
 };
 
 /* The mean of n numbers. */
-static real mean_of(const real *numbers, int64_t n) {
+static real mean_of(const real *numbers, int64_t n, const struct cattn_stop *stop) {
     real total = 0;
-    for (int64_t run = 0; run < n; run += SUM_RUN)
+    for (int64_t run = 0; run < n && !stops_at(stop, run); run += SUM_RUN)
         total += sum_run(numbers + run, run, min64(SUM_RUN, n - run));
     return total / (real)n;
 }
@@ -43,9 +43,9 @@ INLINE void sum_differences(const real *x, real mean, int64_t n, real *differenc
     *square_sum = SUM_TREE(square);
 }
 
-static real mean_of_squares(const real *x, int64_t n) {
+static real mean_of_squares(const real *x, int64_t n, const struct cattn_stop *stop) {
     real sum, square_sum, total = 0;
-    for (int64_t run = 0; run < n; run += SUM_RUN) {
+    for (int64_t run = 0; run < n && !stops_at(stop, run); run += SUM_RUN) {
         sum_differences(x + run, 0, min64(SUM_RUN, n - run), NULL, &sum, &square_sum);
         total += square_sum;
     }
@@ -54,9 +54,10 @@ static real mean_of_squares(const real *x, int64_t n) {
 
 /* differences[k] = x[k] - mean, where the two may be the same. Returns the variance. The mean of the differences is the
  * rounding error of `mean`: it is left in *rest, so that a row far from 0 keeps its digits. */
-static real variance(const real *x, real mean, int64_t n, real *differences, real *rest) {
+static real variance(const real *x, real mean, int64_t n, const struct cattn_stop *stop, real *differences,
+                     real *rest) {
     real sum, square_sum, total = 0, square_total = 0;
-    for (int64_t run = 0; run < n; run += SUM_RUN) {
+    for (int64_t run = 0; run < n && !stops_at(stop, run); run += SUM_RUN) {
         sum_differences(x + run, mean, min64(SUM_RUN, n - run), differences + run, &sum, &square_sum);
         total += sum;
         square_total += square_sum;
@@ -70,14 +71,17 @@ static struct normed prepare_row(const struct cattn_norm_row *row) {
     struct normed result = {row->x, 0, 0};
     real square;
     if (row->storage != CATTN_STORED_PLAIN || row->x_stride != 1) {
-        widen_row(row->storage, row->x, row->x_stride, row->n, row->scratch);
+        PIECES(k, 0, row->n, &row->stop)
+        widen_row(row->storage, stored_at(row->storage, row->x, k * row->x_stride), row->x_stride,
+                  min64(PIECE, row->n - k), (real *)row->scratch + k);
         result.x = row->scratch;
     }
     if (row->centred) {
-        square = variance(result.x, mean_of(result.x, row->n), row->n, row->scratch, &result.rest);
+        const real mean = mean_of(result.x, row->n, &row->stop);
+        square = variance(result.x, mean, row->n, &row->stop, row->scratch, &result.rest);
         result.x = row->scratch;
     } else {
-        square = mean_of_squares(result.x, row->n);
+        square = mean_of_squares(result.x, row->n, &row->stop);
     }
     result.factor = 1 / REAL_SQRT(square + (real)row->eps);
     return result;
@@ -95,7 +99,7 @@ INLINE vf column_load(const void *numbers, int64_t stride, int64_t k, int n) {
 
 INLINE void norm_stored(const struct cattn_norm_row *row, enum cattn_storage storage, int64_t out_col) {
     const struct normed normed = prepare_row(row);
-    for (int64_t k = 0; k < row->n; k += LANES) {
+    for (int64_t k = 0; k < row->n && !stops_at(&row->stop, k); k += LANES) {
         const int n = (int)min64(LANES, row->n - k);
         vf v = norm_load(&normed, k, n);
         if (row->weight)
@@ -143,7 +147,7 @@ static void norm_gradient(const struct cattn_norm_gradient *row) {
     real products[SUM_RUN], gradients[SUM_RUN], product_sum = 0, gradient_sum = 0;
     const struct normed normed = prepare_row(forward);
     vf grad;
-    for (int64_t run = 0; run < forward->n; run += SUM_RUN) {
+    for (int64_t run = 0; run < forward->n && !stops_at(&forward->stop, run); run += SUM_RUN) {
         const int64_t n = min64(SUM_RUN, forward->n - run);
         for (int64_t k = 0; k < n; k += LANES) {
             const int lanes = (int)min64(LANES, n - k);
@@ -159,7 +163,7 @@ static void norm_gradient(const struct cattn_norm_gradient *row) {
             gradient_sum += sum_run(gradients, run, n);
     }
     const vf mean = vf_set1(product_sum / (real)forward->n), shift = vf_set1(gradient_sum / (real)forward->n);
-    for (int64_t k = 0; k < forward->n; k += LANES) {
+    for (int64_t k = 0; k < forward->n && !stops_at(&forward->stop, k); k += LANES) {
         const int n = (int)min64(LANES, forward->n - k);
         vf g = gradient_of_norm(row, k, n, &grad);
         if (forward->centred)

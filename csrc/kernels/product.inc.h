@@ -11,7 +11,7 @@
 /* Packs all of B, slab after slab. */
 static void product_pack(struct cattn_product *p) {
     const int64_t padded = cattn_round_up(p->n_b, PANEL), n_terms = terms_of(p->depth);
-    for (int64_t d = 0; d < n_terms; d += SLAB)
+    for (int64_t d = 0; d < n_terms && (d == 0 || !stops(&p->stop)); d += SLAB)
         pack_slab(p, d, min64(SLAB, n_terms - d), padded, (operand *)p->packed + padded * d * TERM_ELEMENTS);
 }
 
@@ -127,6 +127,8 @@ static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
                                        .n_rows = n_rows};
         add_slab(p, &s);
         d += n;
+        if (d < n_terms && stops(&p->stop))
+            return;
     } while (d < n_terms);
     store_sums(p, first, n_rows);
 }

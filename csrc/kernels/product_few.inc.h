@@ -128,9 +128,17 @@ INLINE vf add_few_chains(const real chains[LANES][CHAINS], vf sum) {
     return sum;
 }
 
-/* Packs all rows of B. */
+/* Packs all rows of B, piece by piece: rows of whole chains, with zeros after the last column. */
 static void product_pack_few(struct cattn_product *p) {
-    pack_rows(p, cattn_round_up(terms_of(p->depth), CHAINS), p->packed);
+    const int64_t cols = cattn_round_up(terms_of(p->depth), CHAINS) * TERM_ELEMENTS;
+    operand *to = p->packed;
+    for (int64_t r = 0; r < p->n_b; r++)
+        PIECES(c, 0, cols, &p->stop) {
+            const int64_t n = min64(PIECE, cols - c), given = min64(n, p->depth - c);
+            const struct cattn_matrix row = matrix_from(&p->b, r, c);
+            pack_row(&row, given, to + r * cols + c);
+            memset(to + r * cols + c + given, 0, (size_t)(n - given) * sizeof *to);
+        }
 }
 
 /* ---- columns ---- */
@@ -222,6 +230,8 @@ static void few_columns_tile(const struct cattn_product *p, sum_columns_of *sum_
     real *sums = (real *)p->sums + CHAINS * CATTN_FEW_COLUMNS;
     memset(sums, 0, CATTN_FEW_COLUMNS * sizeof *sums);
     for (int64_t d = 0; d < n_terms; d += SLAB) {
+        if (d > 0 && stops(&p->stop))
+            return;
         few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);
         few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
         few.n = min64(SLAB, n_terms - d);
@@ -250,6 +260,8 @@ static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
     for (int r = 0; r < p->n_b; r++)
         sum[r] = vf_set1(0);
     for (int64_t d = 0, n; d < n_terms; d += n) {
+        if (d > 0 && stops(&p->stop))
+            return;
         n = min64(in_place ? most : SLAB, n_terms - d);
         struct few_rows few = {.n_a = n_rows, .b_row = b_row, .chains = chains};
         few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);

@@ -84,12 +84,8 @@ static struct source slab_of_a(const struct cattn_product *p, int64_t first, int
 
 /* ---- few rows of B ---- */
 
-/* Rows of B of whole chains. */
-static void pack_rows(const struct cattn_product *p, int64_t cols, uint16_t *packed) {
-    memset(packed, 0, (size_t)(p->n_b * 2 * cols) * sizeof *packed);
-    for (int64_t r = 0; r < p->n_b; r++)
-        round_row_to(&p->b, r, p->depth, packed + r * 2 * cols);
-}
+/* The first n elements of a row. */
+static void pack_row(const struct cattn_matrix *row, int64_t n, uint16_t *packed) { round_row_to(row, 0, n, packed); }
 
 /* Whether the rows of A are rounded as they are loaded; otherwise they are rounded once, for all rows of B. */
 static bool few_rows_in_place(const struct cattn_product *p) {

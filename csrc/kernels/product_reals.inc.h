@@ -116,16 +116,12 @@ static struct source slab_of_a(const struct cattn_product *p, int64_t first, int
 
 /* ---- few rows of B ---- */
 
-/* Rows of B of whole chains, with zeros after the last column. */
-static void pack_rows(const struct cattn_product *p, int64_t cols, real *packed) {
-    memset(packed, 0, (size_t)(p->n_b * cols) * sizeof *packed);
-    for (int64_t r = 0; r < p->n_b; r++) {
-        const struct cattn_matrix row = rows_from(p->b, r);
-        if (cattn_is_quantized(row.storage))
-            dequantize_row(&row, 0, p->depth, packed + r * cols);
-        else
-            widen_row(row.storage, row.first, row.col, p->depth, packed + r * cols);
-    }
+/* The first n elements of a row. */
+static void pack_row(const struct cattn_matrix *row, int64_t n, real *packed) {
+    if (cattn_is_quantized(row->storage))
+        dequantize_row(row, 0, n, packed);
+    else
+        widen_row(row->storage, row->first, row->col, n, packed);
 }
 
 /* Whether the rows of A are converted as they are loaded; otherwise they are converted once, for all rows of B. */

@@ -19,7 +19,7 @@ INLINE vf softmax_load(const struct cattn_softmax_row *row, int64_t k, int n, bo
 }
 
 /* The maximum over [lo, hi). Also prefetches the lines that the exponentials will be written to. */
-static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
+static real piece_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
     const uintptr_t out = (uintptr_t)(row->out_stride == 1 ? row->out : row->x);
     vf max = vf_set1(NEG_INF), odd = max; /* two maxima, so that their latencies overlap */
     int64_t k = lo;
@@ -34,6 +34,15 @@ static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t
     for (; k < hi; k += LANES)
         max = vf_max(softmax_load(row, k, (int)min64(LANES, hi - k), masked), max);
     return largest_lane(vf_max(odd, max));
+}
+
+static real softmax_max(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, bool masked) {
+    real max = NEG_INF;
+    PIECES(from, lo, hi, &row->stop) {
+        const real next = piece_max(row, from, min64(hi, from + PIECE), masked);
+        max = next > max ? next : max;
+    }
+    return max;
 }
 
 /* The chains of a sum, a GNU vector on every table: compilers keep an array of eight numbers in memory, and each
@@ -62,7 +71,7 @@ static real sum_run(const real *e, int64_t at, int64_t n) {
 static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real max, bool masked) {
     const vf shift = vf_set1(max);
     real buffer[SUM_RUN], total = 0; /* the buffer is for strided outputs, whose sum needs unit stride */
-    for (int64_t run = lo / SUM_RUN * SUM_RUN; run < hi; run += SUM_RUN) {
+    for (int64_t run = lo / SUM_RUN * SUM_RUN; run < hi && !stops_at(&row->stop, run); run += SUM_RUN) {
         const int64_t from = max64(lo, run), to = min64(hi, run + SUM_RUN);
         real *out = (real *)row->out + from * row->out_stride;
         real *e = row->out_stride == 1 ? out : buffer;
@@ -85,10 +94,13 @@ static real softmax_exp(const struct cattn_softmax_row *row, int64_t lo, int64_t
 /* Sets the columns from .. to-1, which are out of range, to 0. */
 static void row_clear(const struct cattn_softmax_row *row, int64_t from, int64_t to) {
     real *out = row->out;
-    if (row->out_stride == 1 && from < to)
-        memset(out + from, 0, (size_t)(to - from) * sizeof(real));
-    for (int64_t k = from; k < to && row->out_stride != 1; k++)
-        out[k * row->out_stride] = 0;
+    PIECES(first, from, to, &row->stop) {
+        const int64_t end = min64(to, first + PIECE);
+        if (row->out_stride == 1)
+            memset(out + first, 0, (size_t)(end - first) * sizeof(real));
+        for (int64_t k = first; k < end && row->out_stride != 1; k++)
+            out[k * row->out_stride] = 0;
+    }
 }
 
 static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
@@ -97,7 +109,7 @@ static bool column_visible(const struct cattn_softmax_row *row, int64_t k) {
 
 /* out = out / sum over [lo, hi). If the sum is NaN or 0 (every visible score is -inf), exactly the visible columns
  * become NaN. */
-static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
+static void divide_piece(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
     real *out = row->out;
     const int64_t stride = row->out_stride;
     if (!(sum > 0)) { /* true for NaN as well */
@@ -114,6 +126,11 @@ static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int6
     }
 }
 
+static void softmax_divide(const struct cattn_softmax_row *row, int64_t lo, int64_t hi, real sum) {
+    PIECES(from, lo, hi, &row->stop)
+    divide_piece(row, from, min64(hi, from + PIECE), sum);
+}
+
 /* Whether a softmax over all columns gives the weights of the visible ones. It does not if a hidden score is NaN or
  * +inf, or exceeds every visible score so far that too little mass is left to divide by. */
 static bool literal_works(const struct cattn_softmax_row *row, real max) {
@@ -122,7 +139,7 @@ static bool literal_works(const struct cattn_softmax_row *row, real max) {
     vf_storeu(largest, vf_exp(vf_set1(softmax_max(row, row->lo, row->hi, true) - max)));
     if (!(largest[0] >= (real)0x1p-100))
         return false;
-    for (int64_t k = 0; k < row->n; k += LANES) {
+    for (int64_t k = 0; k < row->n && !stops_at(&row->stop, k); k += LANES) {
         vf x = softmax_load(row, k, (int)min64(LANES, row->n - k), false);
         if (vm_any(vm_not(vf_lt(x, inf))))
             return false;
@@ -138,7 +155,7 @@ static void softmax_literal(const struct cattn_softmax_row *row, real max) {
     row_clear(row, 0, row->lo);
     row_clear(row, row->hi, row->n);
     /* the weights are divided once by the sum of all columns, then by the sum of the visible ones */
-    for (int64_t run = row->lo / SUM_RUN * SUM_RUN; run < row->hi; run += SUM_RUN) {
+    for (int64_t run = row->lo / SUM_RUN * SUM_RUN; run < row->hi && !stops_at(&row->stop, run); run += SUM_RUN) {
         const int64_t from = max64(row->lo, run), to = min64(row->hi, run + SUM_RUN);
         real weight[SUM_RUN];
         for (int64_t k = from; k < to; k += LANES) {
@@ -274,13 +291,13 @@ static void softmax_gradient(const struct cattn_softmax_gradient *row) {
     const vf zero = vf_set1(0), scale = vf_set1((real)row->scale);
     real buffer[SUM_RUN], total = 0;
     vf weights, grad;
-    for (int64_t run = 0; run < row->n; run += SUM_RUN) {
+    for (int64_t run = 0; run < row->n && !stops_at(&row->stop, run); run += SUM_RUN) {
         const int64_t n = min64(SUM_RUN, row->n - run);
         for (int64_t k = 0; k < n; k += LANES)
             vf_storeu(buffer + k, gradient_load(row, run + k, (int)min64(LANES, n - k), &weights, &grad));
         total += sum_run(buffer, run, n);
     }
-    for (int64_t k = 0; k < row->n; k += LANES) {
+    for (int64_t k = 0; k < row->n && !stops_at(&row->stop, k); k += LANES) {
         const int n = (int)min64(LANES, row->n - k);
         gradient_load(row, k, n, &weights, &grad);
         vf v = with_one_nan(weights * (grad - vf_set1(total)) * scale);

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._input.arrays import as_array, as_integers, is_quantized, read_array
+from ._input.arrays import as_array, as_integers, converted, is_quantized, parts_of, read_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.fp_mode import in_default_mode
@@ -241,7 +241,7 @@ class KVCache:
         if self._quantizes:
             from .functional._quantize import quantized  # imported here, because few caches need it
 
-            pairs = [quantized(a, name, -1, self.dtype) for a, name in ((key, "key"), (value, "value"))]
+            pairs = [quantized(a, name, (a.ndim - 1,), self.dtype) for a, name in ((key, "key"), (value, "value"))]
             news = [values for values, _ in pairs] + [scale for _, scale in pairs]
         # What is appended may be views of this cache. NumPy reads all of one array before it writes it, but values are
         # written after keys, and in a ragged cache one sequence after another.
@@ -295,8 +295,10 @@ class KVCache:
     def _rounded(self, array: Array, name: str) -> Array:
         """Round once to the halves that the cache holds."""
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            result = array.astype(self.dtype)
-        if not np.array_equal(np.isfinite(result), np.isfinite(array)):
+            result = converted(array, self.dtype)
+        if not all(
+            np.array_equal(np.isfinite(result[part]), np.isfinite(array[part])) for part in parts_of(array.shape)
+        ):
             raise ValueError(f"{name} holds numbers beyond the range of {self.dtype}, which the cache holds")
         return result
 

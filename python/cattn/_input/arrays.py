@@ -136,7 +136,7 @@ PART = 2**20
 
 
 def parts_of(shape: tuple[int, ...], most: int = PART) -> Iterator[tuple[Any, ...]]:
-    """Yield indices that cut an array of this shape in parts of at most so many elements, if its axes allow it.
+    """Yield indices that cut an array of this shape in parts of at most so many elements: slices, then an ellipsis.
 
     Between two parts Python handles signals, which NumPy does not do within a call.
     """
@@ -148,11 +148,21 @@ def parts_of(shape: tuple[int, ...], most: int = PART) -> Iterator[tuple[Any, ..
     inner = size // shape[0]  # elements of one index of the first axis
     if inner > most:
         for i in range(shape[0]):
-            yield from ((i, *rest) for rest in parts_of(shape[1:], most))
+            yield from ((slice(i, i + 1), *rest) for rest in parts_of(shape[1:], most))
         return
     step = most // inner
     for start in range(0, shape[0], step):
         yield (slice(start, start + step), ...)
+
+
+def converted(array: Array, dtype: DTypeLike) -> Array:
+    """Return ``array.astype(dtype)``, part by part."""
+    if array.size <= PART:
+        return array.astype(dtype)
+    result = np.empty_like(array, dtype)
+    for part in parts_of(array.shape):
+        np.copyto(result[part], array[part], casting="unsafe")
+    return result
 
 
 def _without_repetition(array: Array) -> Array:
@@ -176,7 +186,7 @@ _quiet = np.errstate(all="ignore")
 @_quiet
 def cast(array: Array, name: str, dtype: DTypeLike) -> Array:
     """Convert to dtype. Axes of stride 0 keep it."""
-    return _broadcast(_without_repetition(array).astype(dtype), array.shape)
+    return _broadcast(converted(_without_repetition(array), dtype), array.shape)
 
 
 def _as_readable(array: Array, name: str) -> Array:
@@ -261,10 +271,12 @@ def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     if array.dtype == np.dtype(dtype):
         return _as_readable(array, name)
     once = _without_repetition(array)
-    result = once.astype(dtype)
-    if once.itemsize > result.itemsize and np.isinf(result).any():
+    result = converted(once, dtype)
+    if once.itemsize > result.itemsize:
         limit = np.finfo(result.dtype).max
-        result = np.where(np.isfinite(once), np.clip(once, -limit, limit), once).astype(dtype)
+        for part in parts_of(once.shape):
+            if np.isinf(result[part]).any():
+                np.clip(result[part], -limit, limit, out=result[part], where=np.isfinite(once[part]))
     return _broadcast(result, array.shape)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _cattn
-from .arrays import _as_readable, _quiet, broadcast_shapes, is_bfloat16, read_array
+from .arrays import _as_readable, _quiet, broadcast_shapes, converted, is_bfloat16, parts_of, read_array
 from .fp_mode import in_default_mode
 
 Array = NDArray[Any]
@@ -22,7 +22,7 @@ def as_scale(obj: object, name: str) -> Array:
     array = read_array(obj, name)
     if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype):
         raise TypeError(f"{name} has dtype {array.dtype}; it must hold real numbers: float32, or what rounds to it")
-    return _as_readable(array if array.dtype == np.float32 else array.astype(np.float32), name)
+    return _as_readable(array if array.dtype == np.float32 else converted(array, np.float32), name)
 
 
 # The C code multiplies scales by powers of two, which must not underflow or overflow.
@@ -46,7 +46,11 @@ def refuse_scale(scale: Array, name: str) -> None:
 @_quiet
 def multiply(array: Array, scale: Array) -> NDArray[np.float32]:
     """Return the numbers of a quantized array, each rounded once."""
-    return np.asarray(array.astype(np.float32) * scale)
+    result = np.empty_like(array, np.float32)
+    factors = np.broadcast_to(scale, array.shape)
+    for part in parts_of(array.shape):
+        np.multiply(array[part].astype(np.float32), factors[part], out=result[part])
+    return result
 
 
 def check_scale_fits(array: Array, scale: Array, name: str = "scale", whose: str = "x") -> None:
@@ -69,4 +73,4 @@ def dequantized(array: Array, scale: Array) -> Array:
     """Return float64 numbers that are the products array * scale in float32. The array may be bits of float8_e4m3fn."""
     if array.dtype == np.uint8:
         array = array.view(sys.modules["ml_dtypes"].float8_e4m3fn)
-    return multiply(array, scale).astype(np.float64)
+    return converted(multiply(array, scale), np.float64)

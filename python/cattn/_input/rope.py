@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _cattn
-from .arrays import Array, is_bfloat16, read_array
+from .arrays import Array, is_bfloat16, parts_of, read_array
 
 # Every integer up to this size is a float64.
 MOST = 2**53
@@ -25,14 +25,17 @@ def as_positions(obj: Any, name: str) -> Array:
         raise ValueError(
             f"{name} must have one number for each token, shape (T,), got just one: pass np.arange(start, start + T)"
         )
-    if array.size > 0 and array.dtype.kind in "iu":
-        low, high = int(array.min()), int(array.max())
-        if low < -MOST or high > MOST:
-            raise ValueError(f"{name} must be between -2**53 and 2**53, got {low if low < -MOST else high}")
-    result: Array = np.array(array, dtype=np.float64, order="C")
-    wrong = ~(np.abs(result) <= MOST)
-    if wrong.any():
-        raise ValueError(f"{name} must be between -2**53 and 2**53, got {result[wrong].flat[0]}")
+    result: Array = np.empty(array.shape, np.float64)
+    for part in parts_of(array.shape):  # a signal is handled after each part
+        if array.dtype.kind in "iu":
+            low, high = int(array[part].min()), int(array[part].max())
+            if low < -MOST or high > MOST:
+                raise ValueError(f"{name} must be between -2**53 and 2**53, got {low if low < -MOST else high}")
+        numbers = result[part]
+        np.copyto(numbers, array[part], casting="unsafe")
+        wrong = ~(np.abs(numbers) <= MOST)
+        if wrong.any():
+            raise ValueError(f"{name} must be between -2**53 and 2**53, got {numbers[wrong].flat[0]}")
     return result
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, as_bool
+from .._input.arrays import as_array, as_bool, parts_of
 from .._input.fp_mode import in_default_mode
 from .._input.names import with_hints
 from .._input.types import RNG
@@ -122,8 +122,9 @@ def apply_dropout_mask(x: NDArray[Any], mask: NDArray[np.bool_], p: float) -> No
     """Apply a dropout mask in place: divide elements by 1 - p where it is True, and set the others to 0."""
     wide = x.dtype.type if x.itemsize > 2 else np.float32  # halves are rounded once, at the end
     with np.errstate(all="ignore"):
-        np.multiply(x, wide(1 / (1 - p) if p < 1 else 0), out=x, casting="unsafe")
-    x[~mask] = 0  # not a product: a dropped NaN or infinity becomes 0 too
+        for part in parts_of(x.shape):
+            np.multiply(x[part], wide(1 / (1 - p) if p < 1 else 0), out=x[part], casting="unsafe")
+            x[part][~mask[part]] = 0  # not a product: a dropped NaN or infinity becomes 0 too
 
 
 @with_hints

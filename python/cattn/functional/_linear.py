@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, common_dtype, read_array, refuse_without_scale
+from .._input.arrays import as_array, common_dtype, converted, read_array, refuse_without_scale
 from .._input.fp_mode import in_default_mode
 from .._input.pairs import Quantized, Stored
 from .._input.quantized import multiply
@@ -205,12 +205,17 @@ def linear_backward(
     grad_x = grad_weight = None
     with np.errstate(all="ignore"):
         if matrix is not None:
-            grad_x = _cattn._product(rows, matrix.T, compute_dtype).astype(dtype, copy=False)
+            grad_x = _in_dtype(_cattn._product(rows, matrix.T, compute_dtype), dtype)
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
         if given is not None:
-            grad_weight = _cattn._product(rows.T, _as_rows(given).T, compute_dtype).astype(dtype, copy=False)
-        grad_bias = _cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None)[0].astype(dtype, copy=False)
+            grad_weight = _in_dtype(_cattn._product(rows.T, _as_rows(given).T, compute_dtype), dtype)
+        grad_bias = _in_dtype(_cattn._product(np.broadcast_to(_ONE, (1, len(rows))), rows.T, None)[0], dtype)
     return grad_x, grad_weight, grad_bias
+
+
+def _in_dtype(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the array itself if it has this dtype, else a copy."""
+    return array if array.dtype == dtype else converted(array, dtype)
 
 
 def _as_rows(array: NDArray[Any]) -> NDArray[Any]:

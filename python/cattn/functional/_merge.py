@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.arrays import as_array, common_dtype
+from .._input.arrays import PART, as_array, common_dtype, parts_of
 from .._input.fp_mode import in_default_mode
 from .._input.types import AttentionOutput
 
@@ -131,24 +131,41 @@ def _merge(
 
     stored = common_dtype(_unlike(all_outs), "outs")
     dtype = np.result_type(stored, common_dtype(_unlike(all_lses), "lses"), np.float32)
+    merged, lse = np.empty(shape, dtype if stored.itemsize > 2 else stored), np.empty(shape[:-1], dtype)
     with np.errstate(all="ignore"):
-        # allocate all large arrays before any work, so that a MemoryError comes early
-        merged, product, shares = np.zeros(shape, dtype), np.empty(shape, dtype), np.array(all_lses, dtype)
-        top = shares.max(axis=0)
-        shares -= np.where(np.isneginf(top), dtype.type(0), top)
-        np.exp(shares, out=shares)
-        total = shares.sum(axis=0)
-        empty = total == 0
-        divisor = np.where(empty, dtype.type(1), total)[..., None]
-        _average(shares, all_outs, divisor, merged, product)
-        if merged.size and not np.isfinite(merged.max() / 2 - merged.min() / 4):  # without an array of truth values
-            _average_again(shares, all_outs, divisor, merged, product)
-        if empty.any():
-            for out in all_outs:
-                np.copyto(merged, np.nan, where=empty[..., None] & np.isnan(out))
-        if stored.itemsize < np.dtype(np.float32).itemsize:
-            merged = merged.astype(stored)
-        return merged, top + np.log(divisor[..., 0])
+        # an axis of size 0 leaves lse to compute
+        for part in parts_of((*shape[:-1], max(1, shape[-1])), max(1, PART // (4 * len(all_outs)))):
+            rows = (*part[:-1][: len(shape) - 1], ...)
+            merged[part], lse[rows] = _merge_part(_cut(all_outs, part), _cut(all_lses, rows), dtype)
+    return merged, lse[()]
+
+
+def _cut(parts: NDArray[Any] | list[NDArray[Any]], index: tuple[Any, ...]) -> NDArray[Any] | list[NDArray[Any]]:
+    """Return this piece of each of the parts."""
+    return [part[index] for part in parts] if isinstance(parts, list) else parts[:, *index]
+
+
+def _merge_part(
+    all_outs: NDArray[Any] | list[NDArray[Any]],
+    all_lses: NDArray[Any] | list[NDArray[Any]],
+    dtype: np.dtype[Any],
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the merged output and log-sum-exp in dtype."""
+    shape = all_outs[0].shape
+    merged, product, shares = np.zeros(shape, dtype), np.empty(shape, dtype), np.array(all_lses, dtype)
+    top = shares.max(axis=0)
+    shares -= np.where(np.isneginf(top), dtype.type(0), top)
+    np.exp(shares, out=shares)
+    total = shares.sum(axis=0)
+    empty = total == 0
+    divisor = np.where(empty, dtype.type(1), total)[..., None]
+    _average(shares, all_outs, divisor, merged, product)
+    if merged.size and not np.isfinite(merged.max() / 2 - merged.min() / 4):  # without an array of truth values
+        _average_again(shares, all_outs, divisor, merged, product)
+    if empty.any():
+        for out in all_outs:
+            np.copyto(merged, np.nan, where=empty[..., None] & np.isnan(out))
+    return merged, top + np.log(divisor[..., 0])
 
 
 def _average(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, common_dtype
+from .._input.arrays import as_array, common_dtype, converted
 from .._input.fp_mode import in_default_mode
 from ._signature import implemented_in_c
 
@@ -293,6 +293,6 @@ def _widened(
     if dtype.itemsize > 2:
         return backward(arrays[0], arrays[1], arrays[2] if weight is not None else None, eps)
     with np.errstate(all="ignore"):
-        wide = [array.astype(np.float32) for array in arrays]
+        wide = [converted(array, np.float32) for array in arrays]
         gradients = backward(wide[0], wide[1], wide[2] if weight is not None else None, eps)
-        return [None if gradient is None else gradient.astype(dtype) for gradient in gradients]
+        return [None if gradient is None else converted(gradient, dtype) for gradient in gradients]

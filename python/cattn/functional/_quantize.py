@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .._input.arrays import _quiet, as_array
+from .._input.arrays import _quiet, as_array, converted, parts_of
 from .._input.checks import QUANTIZED, as_dtype
 from .._input.fp_mode import in_default_mode
 from .._input.pairs import Quantized, Stored, read_quantized
@@ -23,14 +24,19 @@ _FLOAT8 = (448.0, 2.0**-10)
 
 @in_default_mode
 @_quiet
-def quantized(obj: object, name: str, axis: Any, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Return obj in dtype, int8 or float8_e4m3fn, and a scale for each slice along axis."""
+def quantized(
+    obj: object, name: str, axes: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Return obj in dtype, int8 or float8_e4m3fn, and a scale for each slice along axes, which are not negative."""
     x = as_array(obj, name)
     if x.dtype.itemsize < 4:
-        x = x.astype(np.float32)
+        x = converted(x, np.float32)
     limit, negligible = _INT8 if dtype.type is np.int8 else _FLOAT8
     most = limit * LARGEST_SCALE
-    absmax = np.maximum.reduce(np.abs(x), axis, keepdims=True, initial=0)
+    absmax = np.zeros([1 if axis in axes else size for axis, size in enumerate(x.shape)], x.dtype)
+    for part, own in _parts_of(x.shape, axes):
+        most_of_part = np.maximum.reduce(np.abs(x[part]), axes, keepdims=True)
+        np.maximum(absmax[own], most_of_part, out=absmax[own])
     if not np.maximum.reduce(absmax, None, initial=0) <= most:  # NaN is not
         wrong = np.argwhere(~(np.abs(x) <= most))[0]
         place = f" at {tuple(wrong.tolist())}" if x.ndim else ""
@@ -40,8 +46,17 @@ def quantized(obj: object, name: str, axis: Any, dtype: np.dtype[Any]) -> tuple[
     if not np.minimum.reduce(scale, None, initial=1) >= LEAST_SCALE:
         zero = absmax <= negligible * LEAST_SCALE
         scale = np.where(zero, np.float32(1), np.maximum(scale, np.float32(LEAST_SCALE)))
-    values = np.asarray(x / scale)
-    return (np.rint(values, out=values) if dtype.type is np.int8 else values).astype(dtype), scale
+    values = np.empty_like(x, dtype)
+    for part, own in _parts_of(x.shape, axes):
+        quotients = x[part] / scale[own]
+        np.copyto(values[part], np.rint(quotients) if dtype.type is np.int8 else quotients, casting="unsafe")
+    return values, scale
+
+
+def _parts_of(shape: tuple[int, ...], axes: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+    """Yield the indices of parts of an array, and of what belongs to each of them in an array of size 1 along axes."""
+    for part in parts_of(shape):
+        yield part, (*(slice(None) if axis in axes else index for axis, index in enumerate(part[:-1])), ...)
 
 
 @in_default_mode
@@ -123,7 +138,7 @@ def quantize(x: ArrayLike, axis: int | tuple[int, ...] | None = -1, dtype: DType
     """
     wanted = as_dtype(dtype, QUANTIZED)
     array = as_array(x, "x")
-    axes = normalize_axes(axis, array.ndim, "x") if array.ndim else None
+    axes = normalize_axes(axis, array.ndim, "x") if array.ndim else ()
     return Quantized._of_checked(*quantized(array, "x", axes, wanted))
 
 

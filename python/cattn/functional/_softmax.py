@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
-from .._input.arrays import as_array, as_bool, common_dtype
+from .._input.arrays import as_array, as_bool, common_dtype, converted
 from .._input.checks import as_int
 from .._input.fp_mode import in_default_mode
 from .._input.types import Alignment
@@ -293,8 +293,8 @@ def softmax_backward(
     dtype = common_dtype((grad, result), "grad_out and weights")
     if dtype.itemsize == 2:  # computed in float32, rounded once
         with np.errstate(all="ignore"):
-            wide = softmax_backward(grad.astype(np.float32), result.astype(np.float32), axis, scale=scale)
-            narrow = wide.astype(dtype)
+            wide = softmax_backward(converted(grad, np.float32), converted(result, np.float32), axis, scale=scale)
+            narrow = converted(wide, dtype)
         return narrow if out is None else _cattn._store(narrow, out)
     last = as_int(axis, "axis")
     if last != -1 and not -result.ndim <= last < result.ndim:
