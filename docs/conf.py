@@ -42,6 +42,7 @@ nitpicky = True
 default_role = "py:obj"
 add_function_parentheses = False
 python_maximum_signature_line_length = 60  # longer signatures have one parameter a line
+MOST_PARAMETERS = 8  # of a signature that is not folded
 toc_object_entries_show_parents = "hide"
 smartquotes = False  # "lower_right" in a docstring is code, so its quotes must stay straight
 highlight_language = "none"  # literal blocks in docstrings are formulas; Sphinx recognises examples by their >>>
@@ -108,10 +109,20 @@ def emphasise_parameters(app, what, name, obj, options, lines):
     lines[:] = [own.sub(r"*\1*", line) if own else line for line in lines]
 
 
+def fold_parameters(found):
+    """Fold the parameters of a long signature, so that the first sentence of the description is seen."""
+    count = found[2].count('<em class="sig-param">') - found[2].count("-only-separator")
+    if count <= MOST_PARAMETERS:
+        return found[0]
+    return f"{found[1]}<details><summary>{count} parameters</summary>{found[2]}</details>{found[3]}"
+
+
 def edit_page(app, pagename, templatename, context, doctree):
-    """Let long names of headings break after underscores and points, and name the card for links to the page."""
+    """Let names of headings break after underscores and points, fold long signatures, and name the card of the page."""
     heading = re.compile(r"<h[1-3]>(.*?)(?=<a class=\"headerlink\")", re.DOTALL)
     if "body" in context:
+        signature = r'(<span class="sig-paren">\(</span>)(\s*<dl>.*?</dl>\s*)(<span class="sig-paren">\)</span>)'
+        context["body"] = re.sub(signature, fold_parameters, context["body"], flags=re.DOTALL)
         context["body"] = heading.sub(lambda found: re.sub(r"([_.])(?=\w)", r"\1<wbr>", found[0]), context["body"])
     if app.config.html_baseurl:
         tags = {"og:title": context["title"], "og:image": f"{app.config.html_baseurl}_static/card.png"}
