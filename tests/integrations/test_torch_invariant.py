@@ -150,6 +150,27 @@ def test_every_form_of_an_operator_has_the_bits_of_the_first(dtype: Any) -> None
         assert torch.equal(transposed.T, F.silu(x))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64], ids=str)
+def test_empty_tensors_and_numbers_are_those_of_pytorch(dtype: Any) -> None:
+    empty = torch.empty(0, 3, dtype=dtype)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.ldexp(empty, torch.tensor(2)),
+        lambda: torch.ldexp(empty, empty),
+        lambda: torch.pow(torch.tensor(2.0), empty),
+        lambda: torch.pow(2, empty),
+        lambda: torch.pow(empty, 2.5),
+        lambda: torch.atan2(empty, torch.tensor(2.0)),
+        lambda: empty.softmax(0) if dtype.is_floating_point else empty,
+        lambda: empty.sum(0),
+        lambda: empty.prod(),
+    ]
+    for call in calls:
+        right = call()
+        with batch_invariant():
+            found = call()
+        assert (found.shape, found.dtype) == (right.shape, right.dtype)
+
+
 def test_wrong_calls_raise_pytorchs_errors() -> None:
     x = torch.ones(3, 4)
     calls: list[Callable[[], Any]] = [
@@ -161,6 +182,10 @@ def test_wrong_calls_raise_pytorchs_errors() -> None:
         lambda: x.var(7),
         lambda: x.sum(-3),
         lambda: x.mean((0, 0)),
+        lambda: torch.mean(x, 0, out=torch.empty(4, dtype=torch.int64)),
+        lambda: torch.sum(x, 0, out=torch.empty(4, dtype=torch.complex64), dtype=torch.float32),
+        lambda: torch.arange(3).mean(),
+        lambda: x.softmax(2),
     ]
     for call in calls:
         with pytest.raises((RuntimeError, IndexError)) as theirs:

@@ -175,6 +175,35 @@ def test_an_older_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Seen() == Seen(0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["addmm", "addmv", "baddbmm"])
+def test_factors_of_a_sum_are_taken_as_pytorch_takes_them(name: str) -> None:
+    function = getattr(torch, name)
+    added, a, b = randn(3, 3), randn(3, 4), randn(4, 3)
+    if name == "addmv":
+        added, b = added[0], b[:, 0]
+    elif name == "baddbmm":
+        added, a, b = added[None], a[None], b[None]
+    nothing = (added, a[..., :0], b[:, :0] if name == "baddbmm" else b[:0])
+    cases = [(added, a * torch.nan, b), (added * torch.nan, a, b), nothing]
+    scalars = [(alpha, beta) for alpha in (0, 1, True, 2.5, torch.inf) for beta in (0, 1, 2.5)]
+    for dtype in (torch.float32, torch.bfloat16):
+        for tensors in cases:
+            given = [x.to(dtype) for x in tensors]
+            for alpha, beta in scalars:
+                theirs = function(*given, alpha=alpha, beta=beta)
+                with batch_invariant():
+                    ours = function(*given, alpha=alpha, beta=beta)
+                tolerance = 1e-6 if dtype is torch.float32 else 0.01
+                torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=tolerance, atol=tolerance)
+    for options in ({"alpha": 1j}, {"beta": 1j}):
+        with batch_invariant(), pytest.raises(RuntimeError, match="cannot be converted to type float"):
+            function(added, a, b, **options)
+    x, y, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((40, 50), (50, 60), (40, 60)))
+    with batch_invariant():
+        once = torch.addmm(bias, x, y, alpha=0.75, beta=1.5)
+        assert torch.equal(once, torch.addmm(bias.float(), x.float(), y.float(), alpha=0.75, beta=1.5).bfloat16())
+
+
 def test_kernels_are_made_once_but_serve_a_kernel_that_somebody_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     integers, calls = torch.ones(3, 3, dtype=torch.int64), []
     with batch_invariant():

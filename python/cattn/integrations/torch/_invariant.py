@@ -73,6 +73,8 @@ def _kernel_of_elements(theirs: Any, at: list[int], in_place: bool, functional: 
 
     def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
         tensors = _as_tensors([arguments[i] for i in at])
+        if any(not isinstance(arguments[i], Tensor) for i in at):  # PyTorch's kernel takes tensors only
+            arguments = tuple(tensors[at.index(i)] if i in at else x for i, x in enumerate(arguments))
         outs = {name: x for name, x in options.items() if isinstance(x, Tensor)}
         try:
             shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]

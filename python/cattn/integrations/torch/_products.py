@@ -47,22 +47,32 @@ def _multiply_vectors(x: Tensor, y: Tensor) -> Tensor:
     return _multiply(x[None], y[:, None])[0, 0]
 
 
-def _add(added: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """Return beta * added + alpha * product. With beta = 0 the first is not read."""
-    product = product if alpha == 1 else product * alpha
-    if beta == 0:
-        return product
-    return product + (added if beta == 1 else added * beta)
+def _add(multiply: Callable[..., Tensor], added: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """Return beta * added + alpha * a @ b, of halves rounded at the end. With beta = 0 the first is not read."""
+    wide = torch.float32 if a.dtype.itemsize == 2 else a.dtype
+    product = multiply(a.to(wide), b.to(wide))
+    if alpha != 1 and a.shape[-1]:  # PyTorch reads no alpha where there is nothing to multiply
+        product = product * alpha
+    if beta != 0:
+        product = product + (added.to(wide) if beta == 1 else added.to(wide) * beta)
+    return product.to(a.dtype)
 
 
 def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     if a.ndim == 2 and beta == 1 and alpha == 1 and added.shape == (b.shape[1],):  # a layer with a bias
         return _as_result(linear(as_array(a), as_array(b).T, as_array(added)), a)
-    return _add(added, _multiply(a, b), beta, alpha)
+    return _add(_multiply, added, *_unless_zero(alpha, a, b), beta, alpha)
 
 
 def _add_vector(added: Tensor, a: Tensor, x: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    return _add(added, _multiply_vector(a, x), beta, alpha)
+    return _add(_multiply_vector, added, *_unless_zero(alpha, a, x), beta, alpha)
+
+
+def _unless_zero(alpha: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors. With alpha = 0 the BLAS does not read them, but PyTorch's own code for halves does."""
+    if alpha != 0 or a.ndim == 3 or a.dtype.itemsize == 2:
+        return a, b
+    return torch.zeros_like(a), torch.zeros_like(b)
 
 
 class _Operator(NamedTuple):
@@ -114,7 +124,8 @@ def _kernel_of_product(operator: _Operator, overload: str, theirs: Any) -> Calla
         tensors, out = arguments[:n_tensors], options.get("out")
         weight = tensors[-1] if operator.axes[1] > 1 else tensors[-2]
         large = _active.all_sizes or math.prod(weight.shape[-2:]) >= LEAST_WEIGHT
-        ours = large and _fits(operator, tensors, out)
+        real = not any(isinstance(options.get(name), complex) for name in ("alpha", "beta"))
+        ours = large and real and _fits(operator, tensors, out)
         _active.count(ours)
         if not ours:
             return theirs.call_boxed(keyset, *arguments, **options)
