@@ -117,11 +117,15 @@ bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int typ
     return true;
 }
 
-void cattn_arg_wrong_type(PyArrayObject *array, const char *name, const char *wanted_by, int wanted) {
+void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted) {
     PyArray_Descr *descr = PyArray_DescrFromType(wanted);
+    const bool is_array = PyArray_Check(given);
+    const bool was_read = is_array && PyTypeNum_ISINTEGER(PyArray_TYPE((PyArrayObject *)given));
     if (descr != NULL)
-        PyErr_Format(PyExc_TypeError, "%s has dtype %S, %s %S: pass %s.astype('%S')", name, PyArray_DESCR(array),
-                     wanted_by, descr, name, descr);
+        PyErr_Format(PyExc_TypeError, "%s has dtype %S%s, %s %S: pass %s%s%s'%S')", name,
+                     PyArray_DESCR(was_read ? (PyArrayObject *)given : array),
+                     was_read ? ", read as float64" : (is_array ? "" : " as a list of numbers"), wanted_by, descr,
+                     is_array ? "" : "np.asarray(", name, is_array ? ".astype(" : ", ", descr);
     Py_XDECREF((PyObject *)descr);
 }
 

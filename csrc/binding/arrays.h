@@ -22,7 +22,7 @@ PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *
 /* Replaces such an array by one of a wider type. */
 bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
 /* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
-void cattn_arg_wrong_type(PyArrayObject *array, const char *name, const char *wanted_by, int wanted);
+void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
 /* A size, counted from the last axis, which is 1; 1 if the array has no such axis. */
 static inline npy_intp cattn_size_from_end(PyArrayObject *array, int back) {
     const int nd = PyArray_NDIM(array);

@@ -21,7 +21,8 @@ static int type_of(const struct cattn_results *results, const struct cattn_call 
 
 /* Converts one to the type that the forward pass gives it, if that is wider. lse may be float64 in any case, and out of
  * halves float32. The core takes grad_lse in float64 only. */
-static bool widen(struct cattn_results *results, struct cattn_call *call, int which, const char *name) {
+static bool widen(struct cattn_results *results, struct cattn_call *call, int which, PyObject *given,
+                  const char *name) {
     PyArrayObject **array = &results->arrays[which];
     if (which == CATTN_GRAD_LSE)
         return cattn_arg_widen(call->state, array, NPY_DOUBLE);
@@ -37,7 +38,7 @@ static bool widen(struct cattn_results *results, struct cattn_call *call, int wh
     const bool is_half_of_plain = which == CATTN_OUT_TANGENT && own == call->stored_type;
     if ((own == NPY_FLOAT && wanted == NPY_DOUBLE) || is_half_of_plain)
         return cattn_arg_widen(call->state, array, wanted);
-    cattn_arg_wrong_type(*array, name, "the forward pass gives", wanted);
+    cattn_arg_wrong_type(*array, given, name, "the forward pass gives", wanted);
     return false;
 }
 
@@ -53,7 +54,7 @@ bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, 
     dims[call->nd - 1] = (npy_intp)call->params->d_v;
     const int nd = cattn_call_shape(call, rows_only ? call->nd - 1 : call->nd, dims);
     /* the shape again: a conversion may have run Python code, which might change the array */
-    if (!cattn_check_shape(array, name, whose, nd, dims) || !widen(results, call, which, name) ||
+    if (!cattn_check_shape(array, name, whose, nd, dims) || !widen(results, call, which, object, name) ||
         !cattn_check_shape(results->arrays[which], name, whose, nd, dims))
         return false;
     if (rows_only)

@@ -19,13 +19,14 @@ static PyArrayObject *input_of(const struct cattn_call *call, int which, const c
 }
 
 /* Converts a tangent to the type of its input: from any type, as biases and sinks are converted, or if it is wider. */
-static bool convert(struct cattn_call *call, PyArrayObject **array, const char *name, int wanted, bool from_any) {
+static bool convert(struct cattn_call *call, PyArrayObject **array, PyObject *given, const char *name, int wanted,
+                    bool from_any) {
     const int own = PyArray_TYPE(*array);
     if (own == wanted)
         return true;
     if (from_any || wanted == NPY_DOUBLE || (wanted == NPY_FLOAT && own != NPY_DOUBLE))
         return cattn_arg_widen(call->state, array, wanted);
-    cattn_arg_wrong_type(*array, name, "its input", wanted);
+    cattn_arg_wrong_type(*array, given, name, "its input", wanted);
     return false;
 }
 
@@ -44,7 +45,7 @@ static bool take(struct cattn_call *call, int which, PyObject *object, PyArrayOb
     *array = cattn_arg_floats(call->state, object, NAMES[which]);
     /* the shape again: a conversion may have run Python code, which might change the array */
     if (*array == NULL || !cattn_check_shape(*array, NAMES[which], owner, nd, dims) ||
-        !convert(call, array, NAMES[which], wanted, which > VALUE_TANGENT) ||
+        !convert(call, array, object, NAMES[which], wanted, which > VALUE_TANGENT) ||
         !cattn_check_shape(*array, NAMES[which], owner, nd, dims))
         return false;
     if (which == SINKS_TANGENT)

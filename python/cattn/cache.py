@@ -13,11 +13,12 @@ from ._input.arrays import as_array, as_integers, converted, is_quantized, parts
 from ._input.checks import QUANTIZED, as_dtype, as_size
 from ._input.display import html_table
 from ._input.fp_mode import in_default_mode
-from ._input.names import with_hints
-from ._input.pairs import Quantized
+from ._input.names import public_names, with_hints
+from ._input.pairs import NoArray, Quantized
 from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
 
 __all__ = ["KVCache"]
+__dir__ = public_names(globals())
 
 Array = NDArray[Any]
 
@@ -42,7 +43,7 @@ def _rows(nested: Any, sizes: tuple[int, ...]) -> list[Any]:
     return [row for part in nested for row in _rows(part, sizes[1:])]
 
 
-class KVCache:
+class KVCache(NoArray):
     """Keys and values in two arrays of fixed size, filled in place.
 
     The cache owns the length: `append` writes after the last token, `k` and `v` are views of the tokens so far.
@@ -121,6 +122,11 @@ class KVCache:
     >>> bool(abs(step - steps[2]).max() < 1e-7)
     True
     """
+
+    _instead = (
+        "call causal_attention(query, cache), without value; other functions take cache.k and cache.v, and "
+        "key_value_seq_lengths=cache.lengths"
+    )
 
     @with_hints
     def __init__(
@@ -283,8 +289,9 @@ class KVCache:
             text = "(" + ", ".join(map(str, wanted)) + ")"
             raise ValueError(f"{name} has shape {result.shape}, the cache takes {text}")
         if not self._takes(result.dtype):
+            read = "" if given.dtype.kind == "f" or given.dtype == result.dtype else f", read as {result.dtype}"
             raise TypeError(
-                f"{name} has dtype {result.dtype}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
+                f"{name} has dtype {given.dtype}{read}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
                 f"or make the cache with dtype={str(result.dtype)!r}"
             )
         return (

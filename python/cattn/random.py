@@ -17,9 +17,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import _cattn
 from ._input.arrays import as_array, read_array
 from ._input.checks import as_dtype, as_int, as_size
-from ._input.names import with_hints
+from ._input.names import public_names, with_hints
 
 __all__ = ["TorchGenerator", "default_generator", "manual_seed"]
+__dir__ = public_names(globals())
 
 Size = SupportsIndex | Iterable[SupportsIndex]
 

@@ -4,6 +4,7 @@ wrong_calls.py has a row for each rule. This file has arrays and tensors in the 
 and calls that the fuzzer found.
 """
 
+import importlib
 import operator
 import re
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import cattn
+from cattn._input.names import INTEGRATIONS
 
 X = np.ones((4, 3), np.float32)
 PACKED = np.ones((5, 1, 2), np.float32)
@@ -245,12 +247,86 @@ def test_a_wrong_rng_is_refused_with_or_without_dropout(rng: Any, dropout_p: flo
         ("MultiheadAttention", "cattn.MultiHeadAttention"),
         ("diagnose", "cattn.testing.diagnose"),
         ("heatmap", "cattn.plot_attention"),
+        ("gelu", "cattn.functional.gelu"),
+        ("silu", "cattn.functional.silu"),
+        ("LayerNorm", "cattn.functional.layer_norm"),
+        ("KVcache", "cattn.KVCache"),
+        ("kv_cache", "cattn.KVCache"),
+        ("blockmask", "cattn.BlockMask"),
+        ("scaled_dot_product_atention", "cattn.scaled_dot_product_attention"),
+        ("set_num_thread", "cattn.set_num_threads"),
+        ("Report", "cattn.testing.Report"),
+        ("default_generator", "cattn.random.default_generator"),
     ],
 )
 def test_names_of_other_libraries_get_the_right_one(name: str, right: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}': did you mean {right}?"):
         getattr(cattn, name)
     assert operator.attrgetter(right.removeprefix("cattn."))(cattn)
+
+
+@pytest.mark.parametrize("module", sorted(INTEGRATIONS))
+def test_names_of_integrations_are_found_from_the_package(module: str) -> None:
+    pytest.importorskip(module)
+    found = importlib.import_module(f"cattn.integrations.{module}")
+    assert sorted(INTEGRATIONS[module].split()) == sorted(found.__all__)
+    for name in {*found.__all__} - {"attention", "Attention", "dot_product_attention", "nn", *cattn.__all__}:
+        with pytest.raises(AttributeError, match=rf"did you mean cattn\.integrations\.\w+\.{name}\?$"):
+            getattr(cattn, name)
+    with pytest.raises(AttributeError, match=rf"did you mean cattn\.integrations\.{module}\?$"):
+        getattr(cattn, module)
+
+
+@pytest.mark.parametrize("module", ["functional", "nn", "testing", "random", "reference", "cache", *INTEGRATIONS])
+def test_dir_lists_the_public_names_only(module: str) -> None:
+    if module in INTEGRATIONS:
+        pytest.importorskip(module)
+        module = f"integrations.{module}"
+    found = importlib.import_module(f"cattn.{module}")
+    assert [name for name in dir(found) if not name.startswith("__")] == sorted(found.__all__)
+
+
+CACHE = cattn.KVCache((), 1, 4, 2)
+BLOCKS = cattn.BlockMask(np.eye(2, dtype=bool), 2)
+EIGHT = cattn.quantize(np.ones((1, 3, 2), np.float32))
+TOKENS = np.ones((1, 3, 2), np.float32)
+USE_CACHE = r"KVCache: call causal_attention\(query, cache\), without value; other functions take cache.k and cache.v"
+ATTEND = cattn.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ATTEND(TOKENS, TOKENS, TOKENS, attn_mask=BLOCKS), "attn_mask must be .* got BlockMask: .*block_mask="),
+        (lambda: ATTEND(TOKENS, TOKENS, TOKENS, bias=BLOCKS), "bias must be .* got BlockMask: .*block_mask="),
+        (lambda: cattn.masked_softmax(TOKENS, BLOCKS), "mask must be .* got BlockMask: .*block_mask="),
+        (lambda: cattn.causal_attention(TOKENS, CACHE, TOKENS), f"key must be .* got {USE_CACHE}"),
+        (lambda: ATTEND(TOKENS, CACHE), f"missing 1 required .*'value', and got a {USE_CACHE}"),
+        (lambda: ATTEND(TOKENS, CACHE, CACHE), f"key must be .* got {USE_CACHE}"),
+        (lambda: cattn.attention_weights(TOKENS, CACHE), f"key must be .* got {USE_CACHE}"),
+        (lambda: cattn.attention_statistics(TOKENS, CACHE), f"key must be .* got {USE_CACHE}"),
+        (lambda: cattn.softmax(EIGHT), "x must be .* got Quantized: .*cattn.dequantize"),
+        (lambda: np.asarray(EIGHT), "a Quantized is not an array: .*cattn.dequantize"),
+        (lambda: TOKENS @ EIGHT, "a Quantized is not an array: .*cattn.dequantize"),
+        (lambda: np.asarray(BLOCKS), "a BlockMask is not an array: .*block_mask="),
+        (lambda: np.array(CACHE), f"a KVCache is not an array: {USE_CACHE.removeprefix('KVCache: ')}"),
+        (
+            lambda: cattn.attention_jvp(TOKENS, TOKENS, TOKENS, query_tangent=TOKENS.astype(int)),
+            r"query_tangent has dtype int64, read as float64, its input float32: pass query_.*astype\('float32'\)",
+        ),
+        (
+            lambda: cattn.attention_jvp(TOKENS, TOKENS, TOKENS, query_tangent=TOKENS.tolist()),
+            r"query_tangent has dtype float64 as a list of numbers, .*: pass np.asarray\(query_tangent, 'float32'\)",
+        ),
+        (
+            lambda: cattn.attention_backward(TOKENS.astype(int), TOKENS, TOKENS, TOKENS, TOKENS, TOKENS[..., 0]),
+            "grad_out has dtype int64, read as float64, the forward pass gives float32: pass",
+        ),
+    ],
+)
+def test_objects_and_integers_in_the_wrong_place_are_told_where_they_go(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        call()
 
 
 def test_an_unknown_name_gets_no_hint() -> None:

@@ -164,7 +164,12 @@ REFUSED = {
     "tokens": (zeros(2, 3, 2, 8), zeros(2, 3, 1, 5), ValueError, "value has 1 tokens, key has 2"),
     "key wider": (zeros(2, 3, 2, 8, dtype="d"), zeros(2, 3, 2, 5), TypeError, "key has dtype float64.*astype"),
     "value wider": (zeros(2, 3, 2, 8), zeros(2, 3, 2, 5, dtype="d"), TypeError, "value has dtype float64"),
-    "integers": (zeros(2, 3, 2, 8, dtype=int), zeros(2, 3, 2, 5), TypeError, "key has dtype float64"),
+    "integers": (
+        zeros(2, 3, 2, 8, dtype=int),
+        zeros(2, 3, 2, 5),
+        TypeError,
+        "key has dtype int64, read as float64, the",
+    ),
     "complex": (zeros(2, 3, 2, 8), zeros(2, 3, 2, 5, dtype="F"), TypeError, "value has dtype complex64"),
 }
 

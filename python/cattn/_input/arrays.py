@@ -47,6 +47,13 @@ def refuse_masked(obj: object, name: str) -> None:
     raise TypeError(f"{name} is a masked array (numpy.ma): pass {cure}")
 
 
+def refuse_objects(obj: object, name: str) -> None:
+    """Raise TypeError for an object of cattn that is no array, and say where it goes."""
+    if hasattr(type(obj), "_instead"):
+        cure = type(obj)._instead  # type: ignore[attr-defined]
+        raise TypeError(f"{name} must be an array of real numbers, got {type(obj).__name__}: {cure}")
+
+
 def _is_of_ml_dtypes(dtype: np.dtype[Any], name: str) -> bool:
     """Return whether dtype is this one of ml_dtypes, without importing that package."""
     ml_dtypes = sys.modules.get("ml_dtypes")
@@ -90,6 +97,7 @@ def read_array(obj: Any, name: str) -> Array:
     refuse_masked(obj, name)
     if isinstance(obj, np.ndarray):
         return np.asarray(obj)
+    refuse_objects(obj, name)
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(obj, torch.Tensor):
         return _from_torch(obj, name)
@@ -203,9 +211,7 @@ def _dtype_error(array: Array, name: str) -> TypeError:
     """Return the error that names the dtype and how to convert it."""
     dtype = array.dtype
     if dtype.kind == "O" and array.ndim == 0:  # None, a dict or a generator, but not an array
-        got = array.item()
-        instead = f": {got._instead}" if hasattr(type(got), "_instead") else ""
-        return TypeError(f"{name} must be an array of real numbers, got {type(got).__name__}{instead}")
+        return TypeError(f"{name} must be an array of real numbers, got {type(array.item()).__name__}")
     if dtype.name.startswith("float") and dtype.itemsize < 4:  # the 8-bit dtypes of ml_dtypes, of any kind
         cure = f"pass {name}.astype(np.float32)"
     elif dtype.kind == "f":

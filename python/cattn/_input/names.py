@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from .doors import why_refused
@@ -160,7 +160,8 @@ _ADVICE: dict[str, list[tuple[str, str]]] = {
 
 # What people look for in the package itself: names of other libraries, and of the field.
 _ELSEWHERE = {
-    "scaled_dot_product_attention": "sdpa attention dot_product_attention flash_attention flash_attn_func attn",
+    "scaled_dot_product_attention": "sdpa attn attention Attention dot_product_attention flash_attention "
+    "flash_attn_func",
     "causal_attention": "causal_self_attention masked_attention",
     "MultiHeadAttention": "MultiheadAttention multi_head_attention MHA",
     "CausalAttention": "CausalSelfAttention",
@@ -172,17 +173,58 @@ _ELSEWHERE = {
     "KVCache": "Cache cache_ DynamicCache",
     "testing.diagnose": "diagnose",
     "testing.assert_attention_close": "assert_attention_close",
-    "functional.linear": "linear",
-    "functional.layer_norm": "layer_norm LayerNorm",
+    "rope": "rotary rotary_embedding apply_rotary_pos_emb",
+    "functional.silu": "swish",
 }
-_NEAR = {other.lower(): right for right, others in _ELSEWHERE.items() for other in others.split()}
+# The public names of the integrations, which cannot be asked without their libraries. tests/api/test_names.py compares.
+INTEGRATIONS = {
+    "torch": "Seen batch_invariant nn scaled_dot_product_attention use_cattn",
+    "transformers": "AttentionMask register set_attn_implementation",
+    "jax": "dot_product_attention",
+    "keras": "use_cattn",
+    "dask": "attention",
+    "onnx": "Attention AttentionOutputs attention",
+}
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def _places() -> list[tuple[str, str]]:
+    """Return what people ask the package for, and where it is: its own names first, and those of others last."""
+    from .. import __all__ as own
+    from .. import functional, nn, random, testing
+
+    modules = {"functional": functional, "nn": nn, "testing": testing, "random": random}
+    return [
+        *((name, name) for name in own),
+        *((other, right) for right, others in _ELSEWHERE.items() for other in others.split()),
+        *((name, name) for name in ("cache", "functional", "integrations", "nn", "random")),
+        *((name, f"{module}.{name}") for module, found in modules.items() for name in found.__all__),
+        *((module, f"integrations.{module}") for module in INTEGRATIONS),
+        *((n, f"integrations.{module}.{n}") for module, names in INTEGRATIONS.items() for n in names.split()),
+    ]
 
 
 def no_attribute(name: str) -> AttributeError:
     """Return the error for a name that the package lacks, with the name of cattn where it is known under another."""
-    right = _NEAR.get(name.lower())
+    import difflib  # imported here, because only errors need it
+
+    spelled: dict[str, str] = {}
+    plain: dict[str, str] = {}  # by the letters alone
+    for other, place in _places():
+        spelled.setdefault(other, place)
+        plain.setdefault(_plain(other), place)
+    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.85)
+    right = spelled.get(name) or plain.get(_plain(name)) or (plain[near[0]] if near else None)
     hint = "" if right is None or right == name else f": did you mean cattn.{right}?"
     return AttributeError(f"module 'cattn' has no attribute {name!r}{hint}")
+
+
+def public_names(module: Mapping[str, Any]) -> Callable[[], list[str]]:
+    """Return the ``__dir__`` of a module: its public names, and the names that Python gives it."""
+    return lambda: sorted({*module["__all__"], *(name for name in module if name.startswith("__"))})
 
 
 _UNKNOWN = re.compile(r"(?P<text>.* got an unexpected keyword argument '(?P<name>.*?)')")
@@ -204,10 +246,17 @@ def _hint(name: str, parameters: Sequence[str]) -> str:
     return "" if right is None else f"did you mean {right!r}?"
 
 
-def add_hint(error: TypeError, function: Callable[..., Any]) -> None:
-    """Add a hint to the error, raised by a call of this Python function, if that is about an unknown keyword."""
+def add_hint(error: TypeError, function: Callable[..., Any], given: Iterable[object] = ()) -> None:
+    """Add a hint to the error, raised by a call of this Python function, if its arguments did not bind.
+
+    The hint is about an unknown keyword, or about an object of cattn among those given that does not go there.
+    """
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is not None:  # raised inside the function: its arguments did bind
+        return
+    stranger = next((type(each) for each in given if hasattr(type(each), "_instead")), None)
+    if stranger is not None and " missing " in str(error):
+        error.args = (f"{error}, and got a {stranger.__name__}: {stranger._instead}",)  # type: ignore[attr-defined]
         return
     unknown = _UNKNOWN.match(str(error))
     if unknown is None:
@@ -229,7 +278,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            add_hint(error, function)
+            add_hint(error, function, (*args, *kwargs.values()))
             raise
 
     return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,7 +40,19 @@ def read_quantized(
     return array, own
 
 
-class _Pair:
+class NoArray:
+    """An object that NumPy must not wrap in an array of one object."""
+
+    __slots__ = ()
+    _instead: str  # where the object goes, for errors
+
+    if not TYPE_CHECKING:  # a type checker would take it for an array
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+            raise TypeError(f"a {type(self).__name__} is not an array: {self._instead}")
+
+
+class _Pair(NoArray):
     """A pair that does not change: it unpacks, is compared by identity, and is checked again when it is unpickled."""
 
     __slots__ = ("__weakref__",)
@@ -254,7 +266,7 @@ class BlockMask(_Pair):
     size: int
 
     _members = ("blocks", "size")
-    _instead = "it is an argument of its own: pass block_mask"
+    _instead = "attention takes it by an argument of its own: pass block_mask="
 
     @with_hints
     def __init__(self, blocks: ArrayLike, size: int) -> None:

@@ -7,6 +7,7 @@ array([-0.152, -0.105,  1.215])
 
 from .. import _cattn
 from .._input import arrays, pairs, quantized, rng
+from .._input.names import public_names
 from .._input.types import (
     AttentionGradients,
     AttentionOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "varlen_attention_backward",
     "varlen_attention_statistics",
 ]
+__dir__ = public_names(globals())
 
 # Pickles and help name the public place of a function. Names that `cattn` has, too, get that one there.
 for _name in __all__:
@@ -98,8 +100,3 @@ _cattn._register_helpers(
     sum_gradients=sum_gradients,
     make_explanation=make_explanation,
 )
-
-
-def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

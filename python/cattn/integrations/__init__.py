@@ -3,7 +3,10 @@
 from importlib import import_module
 from typing import Any
 
+from .._input.names import public_names
+
 __all__ = ["dask", "jax", "keras", "onnx", "torch", "transformers"]
+__dir__ = public_names(globals())
 
 
 def __getattr__(name: str) -> Any:
@@ -11,8 +14,3 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    """List the bridges, also those that are not imported yet."""
-    return sorted({*globals(), *__all__})

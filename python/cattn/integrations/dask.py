@@ -20,7 +20,7 @@ import cattn
 from cattn._input.arrays import as_bias, as_integers, as_mask, cast, is_quantized, read_array
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
-from cattn._input.names import with_hints
+from cattn._input.names import public_names, with_hints
 from cattn._input.pairs import BlockMask, Quantized, scale_error, split_blocks, split_scale
 from cattn._input.quantized import as_scale, check_scale_fits
 from cattn._input.rng import draw_seed
@@ -35,6 +35,7 @@ except ImportError as error:
 from ._dask_chunks import Interval, Operand, add_blocks, batch_intervals, head_intervals, intervals_of
 
 __all__ = ["attention"]
+__dir__ = public_names(globals())
 
 da: Any = dask.array  # its functions have no types
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
-from cattn._input.names import with_hints
+from cattn._input.names import public_names, with_hints
 from cattn._input.pairs import BlockMask, Quantized, split_blocks
 
 try:
@@ -28,6 +28,7 @@ from ._jax_passes import Options
 from ._jax_static import check_static, read_seed, read_window
 
 __all__ = ["dot_product_attention"]
+__dir__ = public_names(globals())
 
 jax.tree_util.register_pytree_node(
     Quantized, lambda pair: (tuple(pair), None), lambda _, leaves: Quantized._of_leaves(*leaves)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import cattn
 from cattn._input.arrays import cast, is_bfloat16, load_ml_dtype
 from cattn._input.blocks import block
+from cattn._input.names import public_names
 
 try:
     import keras
@@ -23,6 +24,7 @@ except ImportError as error:
     ) from error
 
 __all__ = ["use_cattn"]
+__dir__ = public_names(globals())
 
 
 class _Swap:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from cattn import attention_weights, scaled_dot_product_attention
 from cattn._input.arrays import is_bfloat16, refuse_masked
+from cattn._input.names import public_names
 
 try:
     from onnx import TensorProto
@@ -22,6 +23,7 @@ except ImportError as error:
     raise ImportError("cattn.integrations.onnx needs onnx: pip install 'cattn[onnx]'") from error
 
 __all__ = ["Attention", "AttentionOutputs", "attention"]
+__dir__ = public_names(globals())
 
 Array = NDArray[Any]
 STAGES: tuple[Literal["qk", "softcap", "mask", "softmax"], ...] = ("qk", "softcap", "mask", "softmax")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .._input.names import public_names
 from ._model_code import (
     asks_the_interface,
     find_keywords,
@@ -25,6 +26,7 @@ from ._model_code import (
 from .torch import scaled_dot_product_attention
 
 __all__ = ["AttentionMask", "register", "set_attn_implementation"]
+__dir__ = public_names(globals())
 
 
 # Keywords that layers write into their calls and that say nothing about attention.

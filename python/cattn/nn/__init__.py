@@ -1,5 +1,6 @@
 """The chapter's attention classes, from three bare matrices to many heads, on the fused functions."""
 
+from .._input.names import public_names
 from ._chapter import CausalAttention, MultiHeadAttention, MultiHeadAttentionWrapper, SelfAttention_v1, SelfAttention_v2
 from ._layers import Dropout, Linear
 
@@ -12,12 +13,8 @@ __all__ = [
     "SelfAttention_v1",
     "SelfAttention_v2",
 ]
+__dir__ = public_names(globals())
 
 # Pickles and help name the public place of a class, which stays when the files change.
 for _name in __all__:
     globals()[_name].__module__ = __name__
-
-
-def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -23,6 +23,7 @@ References
 - Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 15, 2014.
 """
 
+from .._input.names import public_names
 from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention, varlen_attention
 from ._backward import attention_backward, dropout_backward, softmax_backward, varlen_attention_backward
@@ -68,3 +69,4 @@ __all__ = [
     "varlen_attention_backward",
     "varlen_attention_statistics",
 ]
+__dir__ = public_names(globals())

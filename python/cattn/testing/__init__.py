@@ -12,11 +12,13 @@ result with the exact one. Both take NumPy arrays and PyTorch tensors; PyTorch i
 ['softmax_axis']
 """
 
+from .._input.names import public_names
 from ._close import assert_attention_close
 from ._diagnose import diagnose
 from ._report import Mistake, Report
 
 __all__ = ["Mistake", "Report", "assert_attention_close", "diagnose"]
+__dir__ = public_names(globals())
 
 # Pickles and help name the public place, which stays when the files change.
 for _object in (Mistake, Report, assert_attention_close, diagnose):

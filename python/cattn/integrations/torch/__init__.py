@@ -9,12 +9,14 @@ try:
 except ImportError as _error:
     raise ImportError(f"cattn.integrations.torch needs PyTorch: pip install 'cattn[torch]' ({_error})") from _error
 
+from ..._input.names import public_names
 from . import _batching as _batching  # registers the rules of torch.vmap
 from . import nn
 from ._attention import scaled_dot_product_attention
 from ._swap import Seen, batch_invariant, use_cattn
 
 __all__ = ["Seen", "batch_invariant", "nn", "scaled_dot_product_attention", "use_cattn"]
+__dir__ = public_names(globals())
 
 for _object in (Seen, batch_invariant, scaled_dot_product_attention, use_cattn):
     _object.__module__ = __name__

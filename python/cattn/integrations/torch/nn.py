@@ -16,11 +16,13 @@ from torch import Tensor, nn
 import cattn
 
 from ..._input.checks import as_head_counts, as_size
+from ..._input.names import public_names
 from ..._input.types import Window
 from ...nn._state_dict import LoadResult, match
 from ._attention import scaled_dot_product_attention
 
 __all__ = ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionWrapper", "SelfAttention_v1", "SelfAttention_v2"]
+__dir__ = public_names(globals())
 
 
 # torch.fx traces through modules with stand-ins for tensors, which have no shapes: it takes these functions as a whole.
