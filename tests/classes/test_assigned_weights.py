@@ -24,7 +24,7 @@ def test_backward_without_tokens_gives_zero_gradients(name: str, shape: tuple[in
     x = np.zeros(shape, np.float32)
     assert module.backward(module(x)).shape == shape
     assert all((gradient == 0).all() for gradient in module.grads.values())
-    assert module.grads.keys() == module.parameters().keys()
+    assert module.grads.keys() == dict(module.named_parameters()).keys()
 
 
 def test_integer_weights_have_gradients_in_float64() -> None:

@@ -74,7 +74,7 @@ def backward_both(ours: Any, theirs: Any, x: Array, seed: int = 7) -> tuple[Arra
 
 def assert_grads(ours: Any, theirs: Any) -> None:
     expected = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
-    assert ours.grads.keys() == expected.keys() == ours.parameters().keys()
+    assert ours.grads.keys() == expected.keys() == dict(ours.named_parameters()).keys()
     for name, grad in ours.grads.items():
         np.testing.assert_allclose(grad, expected[name], **EXACT, err_msg=name)
 
@@ -148,7 +148,7 @@ def test_gradients_agree_with_finite_differences_under_dropout(name: str, kind: 
         return float((forward() * weights).sum())
 
     np.testing.assert_allclose(grad_x, differences(loss, x), rtol=1e-6, atol=1e-8)
-    for key, parameter in ours.parameters().items():
+    for key, parameter in ours.named_parameters():
         np.testing.assert_allclose(grads[key], differences(loss, parameter), rtol=1e-6, atol=1e-8, err_msg=key)
 
 
@@ -196,7 +196,7 @@ def test_an_optimiser_may_change_parameters_in_place(name: str, normal: Normal) 
     x = normal(2, 5, 6).astype(np.float64)
     before = {key: value.copy() for key, value in ours.state_dict().items()}
     losses = []
-    parameters = ours.parameters()
+    parameters = dict(ours.named_parameters())
     set_dropout(ours, 0.0)
     for _ in range(3):
         y = ours(x)
@@ -232,10 +232,10 @@ def test_tied_weights_are_one_parameter(name: str, how: str, normal: Normal) -> 
     tie(ours, how)
     tie(theirs, how)
     names = [key for key, _ in theirs.named_parameters()]
-    assert sorted(ours.parameters()) == sorted(names)
+    assert sorted(dict(ours.named_parameters())) == sorted(names)
     assert ours.state_dict().keys() == {key for key in theirs.state_dict() if not key.endswith("mask")}
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01, momentum=0.9)
-    parameters = ours.parameters()
+    parameters = dict(ours.named_parameters())
     momenta = {key: np.zeros_like(value) for key, value in parameters.items()}
     for _ in range(3):
         ours.zero_grad()
@@ -258,12 +258,12 @@ def test_tied_weights_stay_tied_after_loading_and_copying(name: str, how: str) -
     ours, theirs = pair(name)
     tie(ours, how)
     tie(theirs, how)
-    once = list(ours.parameters())
+    once = list(dict(ours.named_parameters()))
     state = {key: np.full(value.shape, i, np.float64) for i, (key, value) in enumerate(ours.state_dict().items())}
     assert ours.load_state_dict(state) == ([], [])
     theirs.load_state_dict({key: torch.from_numpy(value) for key, value in state.items()}, strict=False)  # its mask
     for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert list(module.parameters()) == once
+        assert list(dict(module.named_parameters())) == once
         for key, value in module.state_dict().items():
             assert_same_bits(value, theirs.state_dict()[key].numpy())
 
@@ -283,13 +283,13 @@ class Computed(cattn.Linear):
 def test_weights_made_anew_on_each_access_are_not_tied() -> None:
     ours = cattn.CausalAttention(6, 5, 64, 0.0)
     ours.W_query, ours.W_key = Computed(6, 5, False), Computed(6, 5, False)
-    assert list(ours.parameters()) == ["W_query.weight", "W_key.weight", "W_value.weight"]
+    assert list(dict(ours.named_parameters())) == ["W_query.weight", "W_key.weight", "W_value.weight"]
 
 
 def test_a_parameter_may_be_a_list() -> None:
     layer = cattn.Linear(2, 1, bias=False)
     layer.weight = [[1.0, 2.0]]  # type: ignore[assignment]
-    layer.parameters()["weight"] += 1
+    dict(layer.named_parameters())["weight"] += 1
     assert_same_bits(layer([1.0, 1.0]), np.array([5.0]))
 
 
@@ -302,6 +302,17 @@ def test_zero_grad_does_not_change_gradients_taken_out_before() -> None:
     layer.backward([3.0])
     assert_same_bits(taken["weight"], np.array([[1, 2]], np.float32))
     assert_same_bits(layer.grads["weight"], np.array([[3, 6]], np.float32))
+
+
+def test_parameters_are_counted_as_in_pytorch() -> None:
+    layer = cattn.MultiHeadAttention(6, 4, 8, 0.0, 2, rng=1)
+    layer.W_key.weight = layer.W_query.weight  # one parameter
+    arrays = list(layer.parameters())
+    assert sum(p.size for p in layer.parameters()) == 24 * 2 + 4 * 4 + 4
+    assert all(a is b for a, (_, b) in zip(arrays, layer.named_parameters(), strict=True))
+    for parameter in layer.parameters():
+        parameter *= 0
+    assert not layer.out_proj.weight.any()
 
 
 def test_gradients_have_the_dtype_of_the_parameters(normal: Normal) -> None:
@@ -345,7 +356,7 @@ def test_later_changes_of_inputs_and_outputs_change_no_gradient(name: str, norma
     x += 1  # as in x += layer(x)
     y += 1
     assert_same_bits(ours.backward(weights), right)
-    assert ours.grads.keys() == ours.parameters().keys()
+    assert ours.grads.keys() == dict(ours.named_parameters()).keys()
 
 
 def test_a_call_of_a_sublayer_in_between_changes_no_gradient(normal: Normal) -> None:

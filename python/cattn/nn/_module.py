@@ -100,32 +100,47 @@ class Module:
         """Set evaluation mode, without dropout, in the module and all its parts, and return the module."""
         return self.train(False)
 
-    def parameters(self) -> dict[str, Array]:
-        """Return the parameters by name, to be changed in place.
+    def parameters(self) -> Iterator[Array]:
+        """Iterate over the parameters, as in PyTorch; `named_parameters` has their names, too.
 
-        Returns
-        -------
-        dict of str to ndarray
-            The arrays themselves, under the names of `state_dict`. Tied weights appear once, under their first name.
-            `load_state_dict` and assignments replace the arrays.
+        Yields
+        ------
+        ndarray
+            The arrays themselves, to be changed in place. Tied weights appear once.
+
+        Examples
+        --------
+        >>> import cattn
+        >>> sum(parameter.size for parameter in cattn.Linear(3, 2).parameters())
+        8
+        """
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, Array]]:
+        """Iterate over the parameters and their names.
+
+        Yields
+        ------
+        tuple of str and ndarray
+            A name of `state_dict`, and the array itself, to be changed in place. Tied weights appear once, under their
+            first name. `load_state_dict` and assignments replace the arrays.
 
         Examples
         --------
         >>> import cattn
         >>> layer = cattn.Linear(3, 2, rng=123)
-        >>> parameters = layer.parameters()
+        >>> parameters = dict(layer.named_parameters())
         >>> parameters["bias"] += 1  # as an optimiser does
         >>> parameters["bias"] is layer.bias
         True
         """
-        parameters = {}
         for slots in self._tied():
             name, owner, attribute = slots[0]
-            parameters[name] = np.asarray(getattr(owner, attribute))
+            parameter = np.asarray(getattr(owner, attribute))
             if not isinstance(getattr(owner, attribute), np.ndarray):  # a list: np.asarray made a copy
                 for slot in slots:
-                    setattr(slot.owner, slot.attribute, parameters[name])
-        return parameters
+                    setattr(slot.owner, slot.attribute, parameter)
+            yield name, parameter
 
     @property
     def grads(self) -> dict[str, Array]:
@@ -207,7 +222,7 @@ class Module:
         >>> context = mha(x)
         >>> mha.backward(2 * context).shape  # of the loss (context**2).sum()
         (3, 4)
-        >>> for name, parameter in mha.parameters().items():
+        >>> for name, parameter in mha.named_parameters():
         ...     parameter -= 0.01 * mha.grads[name]
         >>> mha.zero_grad()
         """
