@@ -7,6 +7,14 @@
 array([[1.  , 0.  ],
        [0.33, 0.67],
        [0.75, 0.75]])
+
+Start here:
+
+causal_attention             no token sees a later one; also of one query and a `KVCache`, as in decoding
+scaled_dot_product_attention attention with any mask, in the order of PyTorch's arguments
+view_attention               look at weights in a notebook or in a file of HTML; `attention_weights` returns them
+MultiHeadAttention           the book's classes, with `backward`, `state_dict` and `load_state_dict`
+integrations, testing        PyTorch, transformers, JAX, Keras, dask, ONNX; `testing.diagnose` finds mistakes
 """
 
 from typing import TYPE_CHECKING, Any

@@ -110,8 +110,7 @@ def attention_statistics(  # type: ignore[empty-body]
     attention_weights : The matrix itself.
     varlen_attention_statistics : The same for packed sequences.
     head_scores : What the heads of a language model look for.
-    view_attention : Statistics and weights to look at.
-    view_attention : The statistics as strips along the text.
+    view_attention : Weights to look at, with the statistics as strips along the text.
     cattn.reference.attention_statistics : The same in plain NumPy.
 
     Notes
