@@ -152,10 +152,14 @@ struct cattn_jvp_params {
 /* Which axis of the scores the gradient of the bias is summed over while it is computed. */
 enum cattn_bias_sum { CATTN_BIAS_NO_SUM = 0, CATTN_BIAS_SUM_ROWS, CATTN_BIAS_SUM_COLS };
 
-/* The first row whose lse or out cannot come from the forward pass with the same arguments: the weights computed from
- * the lse do not sum to 1, or the gradient of the scores does not sum to 0. */
+/* Which result does not fit: the weights computed from the lse do not sum to 1; or they do, and the gradient of the
+ * scores does not sum to 0; or the same of the tangents. */
+enum cattn_misfit_kind { CATTN_MISFIT_LSE, CATTN_MISFIT_OUT, CATTN_MISFIT_LSE_TANGENT, CATTN_MISFIT_OUT_TANGENT };
+
+/* The first row whose results cannot come from the forward pass with the same arguments. */
 struct cattn_misfit {
-    bool found, of_out;       /* of_out: the weights do sum to 1 */
+    bool found;
+    enum cattn_misfit_kind kind;
     int64_t batch, head, row; /* of the tensors: in packed sequences the row counts from the first of them */
     double weights;           /* their sum, the weight of the sink included */
 };

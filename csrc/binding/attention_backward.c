@@ -142,20 +142,37 @@ static bool check_misfit(const struct backward *b) {
     char sum[32];
     PyOS_snprintf(sum, sizeof sum, "%.3g", b->misfit.weights);
     PyObject *place = place_of_misfit(b);
-    if (place != NULL && !b->misfit.of_out)
-        PyErr_Format(
-            PyExc_ValueError,
-            "lse is not that of these arguments: at %R the weights sum to %s, not to 1. Pass every option of "
-            "the forward pass (is_causal, scale, masks, lengths, ...); if lse counts keys of other calls, too, "
-            "because merge_attention made it, pass merged=True",
-            place, sum);
-    else if (place != NULL)
+    if (place == NULL)
+        return false;
+    switch (b->misfit.kind) {
+    case CATTN_MISFIT_LSE:
+        PyErr_Format(PyExc_ValueError,
+                     "lse is not that of these arguments: at %R the weights sum to %s, not to 1. Pass every option of "
+                     "the forward pass (is_causal, scale, masks, lengths, ...)%s",
+                     place, sum,
+                     b->params.of_tangents ? ""
+                                           : "; if lse counts keys of other calls, too, because merge_attention made "
+                                             "it, pass merged=True");
+        break;
+    case CATTN_MISFIT_OUT:
         PyErr_Format(PyExc_ValueError,
                      "out is not the output of these arguments at %R. Pass value and every option of the forward pass "
-                     "(dropout_p and rng, ...); if out counts keys of other calls, too, because merge_attention made "
-                     "it, pass merged=True",
-                     place);
-    Py_XDECREF(place);
+                     "(dropout_p and rng, ...)%s",
+                     place,
+                     b->params.of_tangents ? ""
+                                           : "; if out counts keys of other calls, too, because merge_attention made "
+                                             "it, pass merged=True");
+        break;
+    case CATTN_MISFIT_LSE_TANGENT:
+    case CATTN_MISFIT_OUT_TANGENT:
+        PyErr_Format(PyExc_ValueError,
+                     "%s is not the derivative of %s in the direction of these tangents, at %R. Pass every tangent of "
+                     "the call of attention_jvp (query_tangent, key_tangent, value_tangent, bias_tangent, "
+                     "sinks_tangent), and its results",
+                     b->misfit.kind == CATTN_MISFIT_OUT_TANGENT ? "out_tangent" : "lse_tangent",
+                     b->misfit.kind == CATTN_MISFIT_OUT_TANGENT ? "out" : "lse", place);
+    }
+    Py_DECREF(place);
     return false;
 }
 

@@ -272,7 +272,7 @@ static int64_t place_of_step(const struct backward_job *job, const struct step *
 static void check_fit(const struct backward_job *job, const struct step *step, const struct cattn_backward *b) {
     const struct cattn_attention_params *p = &job->params->forward;
     struct cattn_misfit found = {.batch = step->batch, .head = step->head};
-    if (!cattn_find_misfit(b, p, job->kernels, &found))
+    if (!cattn_find_misfit(b, job->params, job->kernels, &found))
         return;
     found.row += cattn_sequence_start(p, &p->query_starts, step->batch) + step->block * CATTN_TILE_ROWS;
     job->misfits[place_of_step(job, step)] = found;

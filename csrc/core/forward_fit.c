@@ -9,8 +9,13 @@
  * matter lie between lse - log(number of keys) and lse. So the logarithm of the sum may be off by 2^-7 of
  * 1 + |lse| + log(number of keys), and P dP relative to its magnitude by as much. What rounding in float32 adds is far
  * less: the kernels compute the scores in the order of the forward pass, and blocks are added in double.
+ *
+ * The tangents of lse and out show in two more sums: with the tangent of lse as the mean, the sum of P (S' - mean) is
+ * 0, and the sum of P ((S' - mean) dP + dP') is the sum of grad_out * out_tangent. They may have been rounded to
+ * bfloat16, and as the weights of one row are off together, by no more than their sum is, 2^-6 of the terms is enough.
  */
 #include "forward_fit.h"
+#include "../kernels/tangents.h"
 
 #define TOLERANCE 0x1p-7
 /* Beyond such a factor of exp(64) weights that are off by so much may be 0 or infinite in float32, and show nothing. */
@@ -23,6 +28,8 @@ static double log_above(int64_t n) {
         log += 0.6931471805599453;
     return log;
 }
+
+static double magnitude(double x) { return x < 0 ? -x : x; }
 
 /* exp(x) for x >= 0, rather too small than too large by a part of x * x / 1024: close to 1 where it decides. */
 static double exp_below(double x) {
@@ -38,7 +45,7 @@ static double size_of_grad(const struct cattn_backward *b, enum cattn_dtype dtyp
     for (int64_t i = r * b->grad_cols; i < (r + 1) * b->grad_cols; i++) {
         const double x =
             dtype == CATTN_F32 ? (double)((const float *)b->grad_rows)[i] : ((const double *)b->grad_rows)[i];
-        size += x < 0 ? -x : x;
+        size += magnitude(x);
     }
     return size;
 }
@@ -49,7 +56,7 @@ static bool row_fits(const struct cattn_backward *b, const struct cattn_attentio
     const struct cattn_fit *fit = &b->fit;
     const double lse =
         p->dtype == CATTN_F32 ? (double)((const float *)b->lse.value)[r] : ((const double *)b->lse.value)[r];
-    const double tolerance = TOLERANCE * (1 + (lse < 0 ? -lse : lse) + log_above(b->scores.n_keys));
+    const double tolerance = TOLERANCE * (1 + magnitude(lse) + log_above(b->scores.n_keys));
     if (!(tolerance < MOST_TOLERANCE)) /* also infinite or NaN: a row without keys, or one without numbers */
         return true;
     const double most = exp_below(tolerance);
@@ -58,21 +65,79 @@ static bool row_fits(const struct cattn_backward *b, const struct cattn_attentio
         kernels->backward_sees(b, r, &sink);
     const double total = fit->weights[r] + sink;
     found->weights = total;
-    found->of_out = false;
+    found->kind = CATTN_MISFIT_LSE;
     if (total > most || total * most < 1) /* the lse of a row without visible keys may be any number */
         return !kernels->backward_sees(b, r, &sink);
-    found->of_out = true;
-    const double difference = fit->products[r] / total - fit->delta[r], off = difference < 0 ? -difference : difference;
+    found->kind = CATTN_MISFIT_OUT;
+    const double off = magnitude(fit->products[r] / total - fit->delta[r]);
     if (!(off > tolerance * (fit->magnitudes[r] / total + fit->delta_magnitude[r])))
         return true;
     /* An output that was float16, whatever its type is now, is off by up to 2^-25 if it is less than 2^-14. */
     return !(off > 0x1p-24 * size_of_grad(b, p->dtype, r));
 }
 
-bool cattn_find_misfit(const struct cattn_backward *b, const struct cattn_attention_params *p,
+/* The numbers of a row of tangents that the two sums are compared with. */
+struct tangent_row {
+    double mean, sink_weight, relative; /* relative: by how much of the terms a sum may be off */
+    double smallest;                    /* what underflow may change of a sum */
+    double rounding;                    /* of a tangent of a score, from the largest sum of terms of size 1 */
+};
+
+/* Whether the sum of P (S' - mean) can be 0. A tangent of a score may be the small sum of large products. */
+static bool lse_tangent_fits(const struct cattn_jvp_backward *j, const struct cattn_kernels *kernels, int r,
+                             const struct tangent_row *t) {
+    const double of_sink = j->tangents.has_sink ? j->tangents.sink[r] : 0;
+    const double sink = t->sink_weight > 0 ? t->sink_weight * (of_sink - t->mean) : 0;
+    const double terms = j->fit.centred_magnitude[r] + magnitude(sink) + magnitude(t->mean);
+    const double off = magnitude(j->fit.centred[r] + sink) - t->relative * terms - t->smallest;
+    return !(off > 0) || !(off > t->rounding * kernels->jvp_backward_terms(&j->backward, r));
+}
+
+/* Whether the sum of P ((S' - mean) dP + dP') can be the sum of grad_out * out_tangent. */
+static bool out_tangent_fits(const struct cattn_jvp_backward *j, const struct cattn_attention_params *p,
+                             const struct cattn_kernels *kernels, int r, const struct tangent_row *t) {
+    const struct cattn_fit *fit = &j->backward.fit;
+    /* out_tangent is a difference of sums, whose terms have the size of out times tangents */
+    const double tangents = j->fit.centred_magnitude[r] + magnitude(t->mean);
+    const double terms = j->fit.magnitudes[r] + j->fit.delta_magnitude[r] + tangents * fit->delta_magnitude[r] +
+                         magnitude(t->mean) * fit->magnitudes[r];
+    double off = magnitude(j->fit.products[r] - j->fit.delta[r]) - t->relative * terms - t->smallest;
+    if (!(off > 0))
+        return true;
+    /* outputs, one of them times the mean, may be subnormal numbers of their storage */
+    const double smallest = p->storage == CATTN_STORED_F16    ? 0x1p-24
+                            : p->storage == CATTN_STORED_BF16 ? 0x1p-133
+                                                              : t->smallest;
+    off -= smallest * (1 + magnitude(t->mean)) * size_of_grad(&j->backward, p->dtype, r);
+    return !(off > 0) || !(off > t->rounding * kernels->jvp_backward_terms(&j->backward, r) * fit->magnitudes[r]);
+}
+
+/* Whether the tangents of lse and out of a row that fits belong to the tangents of the inputs. */
+static bool tangents_fit(const struct cattn_jvp_backward *j, const struct cattn_attention_params *p,
+                         const struct cattn_kernels *kernels, int r, struct cattn_misfit *found) {
+    const bool single = p->dtype == CATTN_F32;
+    const double number = single ? 0x1p-140 : 0x1p-1060;
+    struct tangent_row t = {.mean =
+                                single ? (double)*(const float *)j->lse_tangent[r] : *(const double *)j->lse_tangent[r],
+                            .smallest = number * (double)(j->backward.scores.n_keys + p->head_dim + p->d_v),
+                            .rounding = (single ? 0x1p-18 : 0x1p-47) * magnitude(p->score_options.scale)};
+    /* weights below 2^-126 are 0; beside a sink they may be the only ones */
+    if (!kernels->backward_sees(&j->backward, r, &t.sink_weight) || j->backward.fit.weights[r] < 0x1p-100)
+        return true;
+    t.relative = 0x1p-6 + magnitude(j->backward.fit.weights[r] + t.sink_weight - 1);
+    found->kind = CATTN_MISFIT_LSE_TANGENT;
+    if (!lse_tangent_fits(j, kernels, r, &t))
+        return false;
+    found->kind = CATTN_MISFIT_OUT_TANGENT;
+    return out_tangent_fits(j, p, kernels, r, &t);
+}
+
+bool cattn_find_misfit(const struct cattn_backward *b, const struct cattn_backward_params *params,
                        const struct cattn_kernels *kernels, struct cattn_misfit *found) {
+    const struct cattn_attention_params *p = &params->forward;
+    const struct cattn_jvp_backward *j = params->of_tangents ? (const struct cattn_jvp_backward *)b : NULL;
     for (int r = 0; r < b->scores.n_rows; r++)
-        if (!row_fits(b, p, kernels, r, found)) {
+        if (!row_fits(b, p, kernels, r, found) || (j && !tangents_fit(j, p, kernels, r, found))) {
             found->found = true;
             found->row = r;
             return true;

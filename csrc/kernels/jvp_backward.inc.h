@@ -20,17 +20,20 @@ static void jvp_backward_begin(struct cattn_backward *b) {
     score_tangents_begin(&j->tangents);
     if (j->tangents.has_query)
         copy_rows(&j->tangents.query, j->query_rows, b->query_cols);
-    sum_products(&b->grads, j->out_tangent, b->out_storage, j->out_tangent_col, j->delta, NULL, NULL);
+    memset(&j->fit, 0, sizeof j->fit);
+    sum_products(&b->grads, j->out_tangent, b->out_storage, j->out_tangent_col, j->delta, j->fit.delta,
+                 j->fit.delta_magnitude);
     for (int r = 0; r < cattn_round_up(b->scores.n_rows, LANES); r++)
         ((real *)j->mean)[r] = r < b->scores.n_rows ? *(const real *)j->lse_tangent[r] : 0;
 }
 
-/* What LANES rows read and write, and the block's parts of the sums in struct cattn_fit. */
+/* What LANES rows read and write, and the block's parts of the sums in cattn_fit and cattn_tangent_fit. */
 struct lanes_to_derive {
     real *score, *grad, *tangent;
     const real *grad_tangent; /* or NULL */
     struct lse_lanes lse;
     vf delta, delta_tangent, mean, weights, products, magnitudes;
+    vf centred, centred_magnitude, tangent_products, tangent_magnitudes;
     unsigned chains;
 };
 
@@ -53,6 +56,11 @@ INLINE void derive(struct lanes_to_derive *lanes, int k, bool dropping, vm drop_
     lanes->magnitudes = lanes->magnitudes + vf_abs(product);
     const vf change = vf_fma(centred, slope, moved - lanes->delta_tangent);
     const vf of_value = vf_select(hidden, zero, p * centred);
+    const vf term = vf_select(hidden, zero, vf_fma(of_value, w, p * moved));
+    lanes->centred = lanes->centred + of_value;
+    lanes->centred_magnitude = lanes->centred_magnitude + vf_abs(of_value);
+    lanes->tangent_products = lanes->tangent_products + term;
+    lanes->tangent_magnitudes = lanes->tangent_magnitudes + vf_abs(term);
     vf_storeu(lanes->grad + at, vf_select(hidden, zero, p * change));
     vf_storeu(lanes->tangent + at, vf_select(hidden, zero, p * slope));
     vf_storeu(lanes->score + at, dropping ? vf_select(drop_bits, of_value, zero) : of_value);
@@ -78,6 +86,10 @@ static void derive_lanes(const struct tile *t, struct cattn_jvp_backward *j, con
                                     .weights = zero,
                                     .products = zero,
                                     .magnitudes = zero,
+                                    .centred = zero,
+                                    .centred_magnitude = zero,
+                                    .tangent_products = zero,
+                                    .tangent_magnitudes = zero,
                                     .chains = e->chains};
     const vm all = vf_eq(zero, zero);
     if (b->scores.drop.enabled)
@@ -92,6 +104,10 @@ static void derive_lanes(const struct tile *t, struct cattn_jvp_backward *j, con
     add_doubles(b->fit.weights + r, lanes.weights);
     add_doubles(b->fit.products + r, lanes.products);
     add_doubles(b->fit.magnitudes + r, lanes.magnitudes);
+    add_doubles(j->fit.centred + r, lanes.centred);
+    add_doubles(j->fit.centred_magnitude + r, lanes.centred_magnitude);
+    add_doubles(j->fit.products + r, lanes.tangent_products);
+    add_doubles(j->fit.magnitudes + r, lanes.tangent_magnitudes);
 }
 
 static void jvp_backward_scores(struct cattn_backward *b, int64_t k0, int64_t k1) {
@@ -172,4 +188,34 @@ static double jvp_backward_sink(struct cattn_backward *b) {
         vf_storeu_n(&sum, vf_fma(vf_set1(weight_of_row(sink, &b->lse, r)), change, vf_set1(sum)), 1);
     }
     return (double)sum;
+}
+
+/* The sum of |a * b| over the columns, of a row that is padded with zeros and a row of a matrix. */
+static double sum_of_magnitudes(const real *a, const struct cattn_matrix *b, int64_t row, int64_t cols) {
+    double sums[LANES] = {0}, sum = 0;
+    for (int64_t c = 0; c < cols; c += LANES) {
+        const vf v = load_stored(b->storage, b->first, row * b->row + c * b->col, b->col, (int)min64(LANES, cols - c));
+        add_doubles(sums, vf_abs(vf_loadu(a + c) * v));
+    }
+    for (int i = 0; i < LANES; i++)
+        sum += sums[i];
+    return sum;
+}
+
+static double jvp_backward_terms(const struct cattn_backward *b, int r) {
+    const struct cattn_jvp_backward *j = (const struct cattn_jvp_backward *)b;
+    const struct cattn_rows *rows = &b->scores;
+    const int64_t at = r * b->query_cols, cols = rows->call.head_dim;
+    double most = 0;
+    for (int64_t key = rows->per_row->lo[r]; key < rows->per_row->hi[r]; key++) {
+        double sum = 0;
+        if (!key_visible(rows, r, key))
+            continue;
+        if (j->tangents.has_query)
+            sum += sum_of_magnitudes((const real *)j->query_rows + at, &rows->key, key, cols);
+        if (j->tangents.has_key)
+            sum += sum_of_magnitudes((const real *)b->query_rows + at, &j->tangents.key.key, key, cols);
+        most = sum <= most ? most : sum; /* NaN, too */
+    }
+    return most;
 }

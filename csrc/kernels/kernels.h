@@ -180,6 +180,7 @@ struct cattn_fit {
  *       backward.query          turns dS into the gradients of the products Q K^T; adds to the gradient of the queries
  *       backward.keys           adds to the gradients of the keys and values
  *     backward_sees             if the results of the forward pass are checked: what the check needs to know of a row
+ *     jvp_backward_terms        the same, if tangents are checked
  *     backward.sink             only with sinks
  *     backward_finish           once: writes the gradient of the queries
  *
@@ -400,6 +401,8 @@ struct cattn_kernels {
     void (*backward_bias)(struct cattn_backward *b, int64_t k0, int64_t k1);
     /* whether row r sees a key; *sink_weight receives the weight of its sink, 0 without sinks */
     bool (*backward_sees)(const struct cattn_backward *b, int r, double *sink_weight);
+    /* the largest sum over the columns of |q' k| + |q k'|, before the scale, for a key that row r sees */
+    double (*jvp_backward_terms)(const struct cattn_backward *b, int r);
     void (*backward_finish)(struct cattn_backward *b);
     void (*jvp_begin)(struct cattn_jvp *j);
     void (*jvp_block)(struct cattn_jvp *j, int64_t k0, int64_t k1);

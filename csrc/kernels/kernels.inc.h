@@ -112,6 +112,7 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},
     .backward_bias = backward_bias,
     .backward_sees = backward_sees,
+    .jvp_backward_terms = jvp_backward_terms,
     .backward_finish = backward_finish,
     .jvp_begin = jvp_begin,
     .jvp_block = jvp_block,

@@ -31,8 +31,7 @@ INLINE void add_doubles(double *to, vf v) {
 }
 
 /* Sums of the rounded products of grad_out, the queries of a view, and rows of the output or its tangent: eight chains
- * by column and the tree. Also adds the sums, and sums of the products' magnitudes, to numbers in double, unless these
- * are NULL. */
+ * by column and the tree. Also adds the sums, and sums of the products' magnitudes, to numbers in double. */
 static void sum_products(const struct cattn_rows *grads, void *const *out, enum cattn_storage storage, int64_t out_col,
                          void *to, double *total, double *magnitude) {
     /* at least CATTN_SUM_CHAINS columns a step, so that the chain of each column is a constant */
@@ -52,8 +51,6 @@ static void sum_products(const struct cattn_rows *grads, void *const *out, enum 
                 }
             }
         vf_storeu((real *)to + r, SUM_TREE(sum));
-        if (!total)
-            continue;
         add_doubles(total + r, SUM_TREE(sum));
         add_doubles(magnitude + r, magnitudes);
     }

@@ -37,12 +37,22 @@ struct cattn_jvp {
     void *lse_tangent[CATTN_TILE_ROWS]; /* in the table's own type; the first is NULL if nobody wants them */
 };
 
+/* What shows whether the tangents of out and lse belong to the tangents of the inputs (core/forward_fit.c). One number
+ * a row: over the keys, sums of P (S' - mean) and of its magnitude, of the terms of grad_out * out_tangent and of their
+ * magnitudes; over the columns, sums of grad_out * out_tangent and of its magnitude. */
+struct cattn_tangent_fit {
+    double centred[CATTN_TILE_ROWS], centred_magnitude[CATTN_TILE_ROWS];
+    double products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
+    double delta[CATTN_TILE_ROWS], delta_magnitude[CATTN_TILE_ROWS];
+};
+
 /* The gradients of that derivative. A driver calls the functions of the gradients (struct cattn_backward), with the
  * steps `jvp_backward` in place of `backward`. Beside the views of `backward`, `grads` has grad_out and the
  * tangents of the values, and `keys` has gradients of the score tangents as weights and the tangents of the keys as
  * values. */
 struct cattn_jvp_backward {
     struct cattn_backward backward; /* the first member: the driver passes its address */
+    struct cattn_tangent_fit fit;
     struct cattn_score_tangents tangents;
     bool has_value;
     struct cattn_rows grads, keys;

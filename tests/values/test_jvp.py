@@ -353,6 +353,56 @@ def test_results_of_another_call_are_an_error() -> None:
             cattn.attention_jvp_backward(**wrong, **call)
 
 
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": "lower_right"},
+    "mask": {"attn_mask": np.tri(40, 30, 5, dtype=bool), "softcap": 3.0},
+    "dropout": {"dropout_p": 0.3, "rng": 5},
+    "starts": {
+        "key_value_seq_starts": [3, 0],
+        "key_value_seq_lengths": [30, 20],
+        "window_size": (9, 9),
+        "query_offset": 0,
+    },
+    "blocks": {"block_mask": cattn.BlockMask(np.tri(5, 4, dtype=bool), 8), "alibi_slopes": [0.1, 0.2, 0.3, 0.4]},
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, *HALVES], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_tangents_of_another_call_are_an_error(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    """Each tangent forgotten, and another one in its place; the results of the call itself are taken."""
+    call = qkv(rng, dtype, (2, 4, 40, 8), (2, 2, 30, 8), (2, 2, 30, 8)) | CASES[name]
+    wide = np.float64 if dtype == np.float64 else np.float32
+    call |= {"bias": rng.standard_normal((40, 30)).astype(wide), "sinks": rng.standard_normal(4).astype(wide)}
+    tangents = direction(call)
+    result = derive(call, tangents)
+    given = cotangents(result) | results_of(result)
+    cattn.attention_jvp_backward(**given, **call, **tangents)
+    for tangent, own in tangents.items():
+        for other in (None, np.roll(own, 1, 0) + own.dtype.type(1)):
+            which = "out_tangent" if tangent == "value_tangent" else "(out|lse)_tangent"
+            with pytest.raises(ValueError, match=rf"^{which} is not the derivative .* at \(\d, \d, \d+\)\. Pass every"):
+                cattn.attention_jvp_backward(**given, **call, **tangents | {tangent: other})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, *HALVES], ids=str)
+def test_tangents_that_vanish_are_no_error(dtype: Any, rng: np.random.Generator) -> None:
+    """The large parts of S' cancel, outputs are subnormal, hidden keys are NaN; results of cattn and exact ones."""
+    call = qkv(rng, dtype, (40, 8), (30, 8), (30, 8))
+    tangents = {"query_tangent": -call["query"], "key_tangent": call["key"].copy()}
+    tiny = call | {"value": (call["value"] * 2.0**-20).astype(dtype)}
+    hidden = call | {"attn_mask": np.arange(30) % 3 > 0, "key": call["key"].copy()}
+    hidden["key"][::3] = np.nan
+    for case in (call, tiny, hidden):
+        result = derive(case, tangents)
+        exact = reference.attention_jvp(**case, **tangents, return_lse=True)
+        given = cotangents(result)
+        rounded = {x: a.astype(b.dtype) for (x, a), b in zip(results_of(exact).items(), result, strict=True)}
+        for results in (results_of(result), rounded):
+            cattn.attention_jvp_backward(**given, **results, **case, **tangents)
+
+
 def test_the_reference_has_the_same_signatures() -> None:
     assert [f"{name}_tangent" for name in FIELDS] == TANGENTS
     result = reference.attention_jvp(X, X, X, query_tangent=X)
