@@ -266,7 +266,10 @@ static PyObject *take_cache(struct binding_state *state, PyObject **args) {
                         "tokens, head_dim); pass query.swapaxes(-3, -2)");
         return NULL;
     }
-    PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "O", args[ARG_query]);
+    /* "O" alone would unpack a tuple */
+    PyObject *const lengths = args[ARG_query_seq_lengths];
+    PyObject *parts = PyObject_CallMethod(args[ARG_key], "_attended_by", "(OO)", args[ARG_query],
+                                          args[ARG_query_offset] == Py_None && lengths == Py_None ? Py_True : Py_False);
     PyObject *key, *value, *offset;
     if (parts == NULL || !PyArg_ParseTuple(parts, "OOO", &key, &value, &offset)) {
         Py_XDECREF(parts);

@@ -44,7 +44,7 @@ static PyObject *shown_by_size(PyObject *object) {
     PyObject *shown = NULL, *type = PyType_GetQualName(Py_TYPE(object));
     if (type != NULL && PyLong_Check(object)) {
         /* the method of int itself: a subclass may have another */
-        PyObject *bits = PyObject_CallMethod((PyObject *)&PyLong_Type, "bit_length", "O", object);
+        PyObject *bits = PyObject_CallMethod((PyObject *)&PyLong_Type, "bit_length", "(O)", object);
         const long n = bits != NULL ? PyLong_AsLong(bits) : -1;
         if (n > MOST_BITS)
             shown = PyUnicode_FromFormat("an int of %ld bits", n);

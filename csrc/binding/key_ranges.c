@@ -138,8 +138,14 @@ static bool warn_alignment(struct binding_state *state, const struct cattn_range
     if (!args->bare || seqlen_q == seqlen_k)
         return true;
     if (args->lower_right) {
-        if (seqlen_q < seqlen_k || seqlen_k == 0 || sizes->query_lengths != Py_None || sizes->key_lengths != Py_None)
+        if (seqlen_q < seqlen_k || sizes->query_lengths != Py_None || sizes->key_lengths != Py_None)
             return true;
+        if (seqlen_k == 0)
+            return PyErr_WarnFormat(state->causal_alignment_warning, 1,
+                                    "there are %zd queries and no keys: their rows are 0. Append the keys and values "
+                                    "of the queries to a cattn.KVCache first; give query_offset=0 to silence this "
+                                    "warning",
+                                    (Py_ssize_t)seqlen_q) == 0;
         return PyErr_WarnFormat(state->causal_alignment_warning, 1,
                                 "with %zd queries and %zd keys the last query stands at the last key, and the first "
                                 "%zd queries see no key: their rows are 0. Are query and key swapped? Give "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,14 @@ from ._input.fp_mode import in_default_mode
 from ._input.names import public_names, with_hints
 from ._input.pairs import NoArray, Quantized
 from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
+from ._input.types import CausalAlignmentWarning
 
 __all__ = ["KVCache"]
 __dir__ = public_names(globals())
 
 Array = NDArray[Any]
 
+_PIECE = 2**18  # elements that are moved before Python looks for signals
 _DTYPES = ("float16", "bfloat16", "float32", "float64", *QUANTIZED)
 
 
@@ -31,6 +35,20 @@ def _indices(obj: Any, name: str, most: int, least: int = 0) -> Array:
     if isinstance(numbers, int):
         raise ValueError(f"{name} must be an array or a list of integers, got one integer")
     return numbers
+
+
+def _gather(source: Array, rows: Array, target: Array | None = None) -> Array:
+    """Return ``source[rows]``, in target if that is given."""
+    result = np.empty((len(rows), *source.shape[1:]), source.dtype) if target is None else target
+    for part in parts_of(result.shape, _PIECE):
+        result[part] = source[(rows[part[0]], *part[1:])]
+    return result
+
+
+def _scatter(target: Array, rows: Array, new: Array) -> None:
+    """Do ``target[rows] = new``."""
+    for part in parts_of(new.shape, _PIECE):
+        target[(rows[part[0]], *part[1:])] = new[part]
 
 
 def _rows(nested: Any, sizes: tuple[int, ...]) -> list[Any]:
@@ -91,7 +109,7 @@ class KVCache(NoArray):
 
     With int8 or float8_e4m3fn `k` and `v` are `Quantized`: attention computes with the dequantized numbers.
 
-    `keep` and `reorder` move tokens: take `k` and `v` again afterwards.
+    `keep` and `reorder` move tokens: take `k` and `v` again afterwards. Ctrl-C while they write leaves the cache empty.
 
     One thread at a time may use a cache: two calls of `append` at once write to the same places.
 
@@ -216,10 +234,20 @@ class KVCache(NoArray):
         """
         return self.lengths if self._ragged else self._longest
 
-    def _attended_by(self, query: ArrayLike) -> tuple[Any, Any, NDArray[np.int64] | None]:
+    def _attended_by(self, query: ArrayLike, warns: bool) -> tuple[Any, Any, NDArray[np.int64] | None]:
         """Return what causal_attention reads for queries of the last tokens: keys, values and a query_offset."""
-        shape = np.shape(query) if self._ragged else ()
-        return self.k, self.v, self._lengths - shape[-2] if len(shape) > 1 else None
+        shape = read_array(query, "query").shape if self._ragged else ()
+        if len(shape) < 2:
+            return self.k, self.v, None
+        offsets = self._lengths - shape[-2]
+        if warns and offsets.min() < 0:
+            warnings.warn(
+                f"with {shape[-2]} queries and the lengths {self._show_lengths()} the first queries of a sequence see "
+                f"no key: their rows are 0. Append the keys and values of the queries to the cache first; give "
+                f"query_offset=cache.lengths - {shape[-2]} to silence this warning",
+                CausalAlignmentWarning, stacklevel=2,
+            )  # fmt: skip
+        return self.k, self.v, offsets
 
     def append(self, key: ArrayLike, value: ArrayLike) -> None:
         """Write keys and values after the last token of each sequence.
@@ -275,7 +303,7 @@ class KVCache(NoArray):
         return self._quantizes or rounds or np.can_cast(dtype, self.dtype, "safe")
 
     def _checked(self, array: ArrayLike, name: str, width: int) -> Array:
-        given = read_array(array, name)
+        given = read_array(array, name)[...]  # a view: reading the other argument may set the shape of this array
         if is_quantized(given.dtype) or (given.dtype.kind in "iu" and self._quantizes):
             takes = "quantizes floats" if self._quantizes else f"holds {self.dtype}"
             raise TypeError(f"{name} has dtype {given.dtype}, which has no scales; the cache {takes}: "
@@ -294,9 +322,8 @@ class KVCache(NoArray):
                 f"{name} has dtype {given.dtype}{read}, the cache holds {self.dtype}: pass {name}.astype(cache.dtype), "
                 f"or make the cache with dtype={str(result.dtype)!r}"
             )
-        return (
-            result if self._quantizes or result.dtype.itemsize <= self.dtype.itemsize else self._rounded(result, name)
-        )
+        exact = self._quantizes or result.dtype.itemsize <= self.dtype.itemsize
+        return result if exact else self._rounded(result, name)
 
     @in_default_mode
     def _rounded(self, array: Array, name: str) -> Array:
@@ -402,8 +429,9 @@ class KVCache(NoArray):
             start = int(np.argmax(np.append(old, -1) != np.arange(old.size + 1)))  # the tokens before stay
             for store in self._stores():
                 moves.append((store[row][:, start : old.size], store[row][:, old[start:]]))
-        for place, moved in moves:
-            place[...] = moved
+        with self._emptied_by_signals():
+            for place, moved in moves:
+                place[...] = moved
         self._set_lengths(np.broadcast_to(counts, self.batch_shape).copy(), longest)
 
     def _positions(self, indices: ArrayLike | Sequence[Any]) -> Array:
@@ -476,20 +504,32 @@ class KVCache(NoArray):
             raise ValueError(f"entries must have one dimension, got shape {chosen.shape}")
         filled = [store[..., : self._longest, :] for store in self._stores()]
         if chosen.size == size:
-            places = np.flatnonzero(chosen != np.arange(size))
-            moved = [part[chosen[places]] for part in filled]  # all are read before one is written
-            for part, new in zip(filled, moved, strict=True):
-                part[places] = new
+            starts = range(0, size, _PIECE)
+            pieces = ((start, chosen[start : start + _PIECE]) for start in starts)
+            moving = [start + np.flatnonzero(piece != np.arange(start, start + piece.size)) for start, piece in pieces]
+            places = np.concatenate(moving) if moving else chosen
+            moved = [_gather(part, _gather(chosen, places)) for part in filled]  # all are read before one is written
+            with self._emptied_by_signals():
+                for part, new in zip(filled, moved, strict=True):
+                    _scatter(part, places, new)
         else:
             new_shape = (chosen.size, *others)
             other = KVCache(new_shape, self.num_kv_heads, self.max_len, self.head_dim, self.v_head_dim, self.dtype)
             for store, part in zip(other._stores(), filled, strict=True):
-                for i, entry in enumerate(chosen):
-                    store[i, ..., : self._longest, :] = part[entry]
+                _gather(part, chosen, store[..., : self._longest, :])
             self._k, self._v, self._k_scale, self._v_scale = other._k, other._v, other._k_scale, other._v_scale
             self.batch_shape = new_shape
-        lengths = self._lengths[chosen]
+        lengths = _gather(self._lengths, chosen)
         self._set_lengths(lengths, int(lengths.max()) if lengths.size else self._longest)
+
+    @contextmanager
+    def _emptied_by_signals(self) -> Iterator[None]:
+        """Forget all tokens if an exception comes while tokens move: some of them would be in the wrong place."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def fork(self) -> KVCache:
         """Return an independent copy with the same tokens and the same room for more.

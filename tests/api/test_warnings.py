@@ -58,6 +58,8 @@ def test_causal_attention_warns_of_queries_without_keys(caught: list[warnings.Wa
     assert "with 3 queries and 2 keys" in str(caught[0].message)
     assert "the first 1 queries see no key" in str(caught[0].message)
     assert "query_offset=-1" in str(caught[0].message)
+    assert not cattn.causal_attention(long, long[:0], long[:0]).any()
+    assert "there are 3 queries and no keys" in str(caught[1].message)
     assert caught[0].filename == __file__
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -423,3 +424,58 @@ def test_only_a_cache_goes_without_a_value() -> None:
     for query in (1.0, [1.0, 2.0]):
         with pytest.raises(ValueError, match="query"):
             cattn.causal_attention(query, cache)
+
+
+class Reshaping:
+    """An array-like that sets the shape of another array as it is read."""
+
+    def __init__(self, array: np.ndarray, other: np.ndarray, shape: tuple[int, ...]) -> None:
+        self.array, self.other, self.new_shape = array, other, shape
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.other.shape = self.new_shape
+        return self.array
+
+
+def test_a_value_may_change_the_shape_of_key() -> None:
+    """The cache has read key by then."""
+    x, cache = np.arange(6.0, dtype=np.float32).reshape(1, 3, 2), cattn.KVCache((), 1, 8, 2)
+    key = x.copy()
+    cache.append(key, Reshaping(x, key, (6,)))
+    assert key.shape == (6,)
+    assert_same_bits(cache.k, x)
+    assert_same_bits(cache.v, x)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_tuple_is_a_query_as_a_list_is(ragged: bool, normal: Normal) -> None:
+    cache, x = cattn.KVCache(2, 1, 8, 4), normal(2, 1, 5, 4)
+    cache.append(x, x)
+    if ragged:
+        cache.truncate([5, 3])
+    query = x[..., -1:, :]
+    expected = cattn.causal_attention(query, cache)
+    assert_same_bits(cattn.causal_attention(tuple(query), cache), expected)
+    with pytest.raises(ValueError, match=r"^query must have at least 2 dimensions"):
+        cattn.causal_attention((1, 2), cache)
+    assert_same_bits(cattn.causal_attention((query,), cache), expected[None])
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 0], [5, 1]])
+def test_queries_before_their_keys_are_warned_of(lengths: list[int] | None, normal: Normal) -> None:
+    """Where the cache is empty, and where one sequence has fewer tokens than the query."""
+    cache, x = cattn.KVCache(2, 1, 8, 4), normal(2, 1, 5, 4)
+    query = x[..., -2:, :]
+    if lengths is not None:
+        cache.append(x, x)
+        cache.truncate(lengths)
+    with pytest.warns(cattn.CausalAlignmentWarning, match=r"[Aa]ppend the keys and values") as caught:
+        out = cattn.causal_attention(query, cache)
+    assert caught[0].filename == __file__
+    assert not out[1, :, 0].any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cattn.causal_attention(query, cache, query_offset=cache.lengths - 2)
+        cattn.causal_attention(query, cache, query_seq_lengths=[0, 0])
+        cache.append(query, query)
+        cattn.causal_attention(query, cache)

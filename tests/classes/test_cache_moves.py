@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from test_cache import Normal, make, tokens, zeros
 
 import cattn
 from support import assert_same_bits
+from support.alarm import ALARM, set_alarm
 
 ALL_DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn"]
 
@@ -195,3 +197,37 @@ def test_a_wrong_keep_or_reorder_is_refused_and_changes_nothing(
 def test_a_cache_without_a_batch_is_not_reordered() -> None:
     with pytest.raises(ValueError, match=r"entries needs an axis of the batch, but batch_shape is \(\)"):
         cattn.KVCache((), 1, 4, 8).reorder([0])
+
+
+def test_signals_are_handled_while_a_large_batch_is_reordered() -> None:
+    """Between pieces of the arrays. Alarms that come within one call of NumPy are handled as one."""
+    alarms: list[int] = []
+    cache = cattn.KVCache(1 << 22, 1, 1, 1)
+    cache.append(np.zeros((1 << 22, 1, 1, 1), np.float32), np.zeros((1 << 22, 1, 1, 1), np.float32))
+    entries = np.arange(1 << 22)[::-1].copy()
+    handler = signal.signal(ALARM, lambda *_: alarms.append(len(alarms)))
+    try:
+        set_alarm(0.001, 0.001)
+        cache.reorder(entries)
+    finally:
+        set_alarm(0)
+        signal.signal(ALARM, handler)
+    assert len(alarms) > 40
+
+
+@pytest.mark.parametrize("method", ["keep", "reorder"])
+def test_an_exception_amid_moves_leaves_the_cache_empty(
+    method: str, normal: Normal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    class Interrupting(np.ndarray):
+        __setitem__ = interrupted  # type: ignore[assignment]
+
+    cache, x = cattn.KVCache(2, 1, 8, 4), normal(2, 1, 5, 4)
+    cache.append(x, x)
+    monkeypatch.setattr(cache, "_v", cache._v.view(Interrupting))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(cache, method)([1, 0])
+    assert cache.lengths.tolist() == [0, 0]

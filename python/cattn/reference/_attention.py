@@ -134,7 +134,7 @@ def causal_attention(
     True
     """
     if value is None:
-        key, value, of_lengths = cast("KVCache", key)._attended_by(query)
+        key, value, of_lengths = cast("KVCache", key)._attended_by(query, False)
         query_offset = of_lengths if query_offset is None else query_offset
     keywords |= {"query_offset": query_offset, "is_causal": "lower_right" if query_offset is None else "upper_left"}
     return scaled_dot_product_attention(query, cast("Stored", key), value, attn_mask, dropout_p, **keywords)
