@@ -355,6 +355,33 @@ def test_additive_masks_are_converted_to_the_dtype_of_the_computation(kind: Any,
     assert_same_bits(call(broadcast), call(full))
 
 
+FLAGS: dict[str, Callable[[Any, Any], Any]] = {
+    "attn_mask of attention": lambda x, flag: cattn.scaled_dot_product_attention(x, x, x, flag),
+    "attn_mask of causal_attention": lambda x, flag: cattn.causal_attention(x, x, x, flag),
+    "attn_mask of weights": lambda x, flag: cattn.attention_weights(x, x, flag),
+    "attn_mask of statistics": lambda x, flag: cattn.attention_statistics(x, x, flag),
+    "attn_mask of gradients": lambda x, flag: cattn.attention_backward(x, x, x, x, x, x[:, 0], attn_mask=flag),
+    "attn_mask of tangents": lambda x, flag: cattn.attention_jvp(x, x, x, attn_mask=flag),
+    "attn_mask of explain": lambda x, flag: cattn.explain(x, x, x, flag),
+    "attn_mask of the reference": lambda x, flag: reference.scaled_dot_product_attention(x, x, x, flag),
+    "mask of masked_softmax": lambda x, flag: cattn.masked_softmax(x, flag),
+    "mask of dropout": lambda x, flag: cattn.dropout_backward(x, 0.5, mask=flag),
+    "blocks": lambda x, flag: cattn.BlockMask(flag, 8),
+}
+
+
+@pytest.mark.parametrize("flag", [True, False, np.True_, 1, 0.5], ids=repr)
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_number_is_no_mask(name: str, flag: Any) -> None:
+    """PyTorch refuses True, too. A mask without axes is an array, and broadcasts."""
+    hint = r": is_causal=True\?" if flag is True and "mask of" in name and "dropout" not in name else ""
+    with pytest.raises(TypeError, match=rf"^{name.split()[0]} must be an array, got .*{hint}"):
+        FLAGS[name](np.eye(4), flag)
+    x = np.eye(4)
+    for mask in (np.array(True), np.array(0.0)):
+        assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, mask), cattn.scaled_dot_product_attention(x, x, x))
+
+
 @pytest.mark.parametrize("argument", ["attn_mask", "bias"])
 def test_a_finite_mask_stays_finite(argument: str, normal: Normal) -> None:
     """finfo(float64).min does not hide a key from a float32 query; -inf does, and NaN stays NaN."""
@@ -425,7 +452,7 @@ def test_flags_may_be_of_any_truth_value_type(normal: Normal) -> None:
 
 # ---- empty dimensions ----------------------------------------------------------------------------------------------
 EMPTY = ["B", "H", "T_q", "T_k", "head_dim", "d_v", "B T_q", "T_q T_k", "head_dim d_v", "T_k d_v"]
-OPTIONS = [{}, {"is_causal": "lower_right"}, {"attn_mask": True}, {"bias": 0.5, "dropout_p": 0.5, "rng": 3}]
+OPTIONS = [{}, {"is_causal": "lower_right"}, {"attn_mask": np.array(True)}, {"bias": 0.5, "dropout_p": 0.5, "rng": 3}]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -113,7 +113,9 @@ def calls(draw: st.DrawFn, long: bool = False, with_heads: bool = False) -> tupl
 
     kind = draw(st.sampled_from(["none", "bool", "float"]))
     if kind == "bool":
-        call["attn_mask"] = lay_out(draw, rng.random(mask_shape()) < draw(st.sampled_from([0.05, 0.5, 0.95])))
+        call["attn_mask"] = lay_out(
+            draw, np.asarray(rng.random(mask_shape()) < draw(st.sampled_from([0.05, 0.5, 0.95])))
+        )
     elif kind == "float":
         shape = mask_shape()
         mask = np.where(rng.random(shape) < 0.2, -INF, rng.standard_normal(shape) + 3).astype(dtype)

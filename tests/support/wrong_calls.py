@@ -100,6 +100,8 @@ def warned(functions: tuple[str, ...], says: str, **changes: Any) -> Row:
 def rows_for_dtypes(functions: tuple[str, ...], name: str, shape: tuple[int, ...]) -> list[Row]:
     """Rows for values that are no array of numbers."""
     wrong = [
+        (ones(*shape, dtype=np.int8), rf"{name} has dtype int8 and no scale: pass cattn\.\w+\({name}, scale\)"),
+        (ones(*shape, dtype=ml_dtypes.float8_e4m3fn), f"{name} has dtype float8_e4m3fn and no scale"),
         (ones(*shape, dtype=ml_dtypes.float8_e5m2), rf"{name} has dtype float8_e5m2.*astype\(np.float32\)"),
         (ones(*shape, dtype=np.longdouble), rf"{name} has dtype (longdouble|float128).*astype\(np.float64\)"),
         (ones(*shape, dtype=np.complex64), f"{name} has dtype complex64"),

@@ -22,7 +22,7 @@ from .fp_mode import in_default_mode
 Array = NDArray[Any]
 
 _MASKS = ("attn_mask", "mask", "where", "bias")
-_MAY_BE_QUANTIZED = ("query", "key", "value")
+_MAY_BE_QUANTIZED = ("key", "value", "weight")
 _MASK_ADVICE = {  # the argument that can take the mask of a numpy.ma array
     # a key is hidden as a whole, with all its elements
     **{
@@ -231,7 +231,7 @@ def is_quantized(dtype: np.dtype[Any]) -> bool:
 def refuse_without_scale(array: Array, name: str) -> None:
     """Raise TypeError for a quantized array: its numbers without the scale are others."""
     if is_quantized(array.dtype):
-        cure = f"pass cattn.{'dequantize' if name == 'query' else 'Quantized'}({name}, scale)"
+        cure = f"pass cattn.{'Quantized' if name in _MAY_BE_QUANTIZED else 'dequantize'}({name}, scale)"
         raise TypeError(
             f"{name} has dtype {array.dtype} and no scale: {cure}, or {name}.astype(np.float32) if its elements are "
             f"the numbers"
@@ -241,12 +241,12 @@ def refuse_without_scale(array: Array, name: str) -> None:
 def as_array(obj: object, name: str, dtype: str = "d") -> Array:
     """Return obj in one of the dtypes that attention takes. Booleans, integers and lists of them become float64.
 
-    A query, key or value of int8 is no plain number, but a quantized one.
+    Numbers of int8 and float8_e4m3fn are no plain ones, but quantized.
     """
     if type(obj) is np.ndarray and obj.dtype.char in "efd" and obj.dtype.isnative and obj.flags.carray:
         return obj  # what the checks below return, in a third of their time
     array = read_array(obj, name)
-    if array.dtype.itemsize == 1 and name in _MAY_BE_QUANTIZED:
+    if array.dtype.itemsize == 1:
         refuse_without_scale(array, name)
     if array.dtype.kind in "biu":
         return cast(array, name, "d")
@@ -270,6 +270,7 @@ def common_dtype(arrays: Iterable[Array], names: str) -> np.dtype[Any]:
 def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     """Convert an additive mask. Finite numbers stay finite, so that finfo(float64).min does not become -inf."""
     if array.dtype.type not in (np.float16, np.float32, np.float64) and not is_bfloat16(array.dtype):
+        refuse_without_scale(array, name)
         cure = f": pass {name}.astype(np.float64)" if array.dtype.kind in "iuf" else ""
         raise TypeError(
             f"{name} has dtype {array.dtype}; additive masks are float16, bfloat16, float32 or float64{cure}"
@@ -286,8 +287,20 @@ def _as_float_mask(array: Array, name: str, dtype: str) -> Array:
     return _broadcast(result, array.shape)
 
 
+def refuse_scalar(obj: object, name: str, of_scores: bool) -> None:
+    """Raise TypeError for a single number as a mask: a flag or a probability in the wrong place.
+
+    A mask of scores stands where many expect is_causal. NumPy's ``where=True`` is no mistake, and its floats are arrays
+    without axes.
+    """
+    if isinstance(obj, (int, float, np.bool_)) and not isinstance(obj, np.floating) and name != "where":
+        meant = ": is_causal=True?" if of_scores and isinstance(obj, (bool, np.bool_)) and obj else ""
+        raise TypeError(f"{name} must be an array, got {obj!r}{meant}")
+
+
 def as_mask(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask, True where the key is visible, or a float mask in dtype."""
+    refuse_scalar(obj, name, True)
     array = read_array(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)
@@ -311,6 +324,7 @@ def as_bias(obj: object, name: str, dtype: str) -> Array:
 
 def as_bool(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask."""
+    refuse_scalar(obj, name, name != "block_mask" and dtype != "")  # Python's own calls pass no dtype
     array = read_array(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)

@@ -308,6 +308,12 @@ def split_scale(obj: Any, name: str) -> tuple[Any, Any]:
     return obj
 
 
+def no_scale_error(name: str, dtype: Any) -> TypeError:
+    """Return the error for a query, key or value of quantized numbers alone."""
+    cure = "multiply it by its scale" if name == "query" else f"pass the pair ({name}, scale) or a cattn.Quantized"
+    return TypeError(f"{name} has dtype {dtype} and no scale: {cure}")
+
+
 def split_blocks(obj: Any) -> tuple[Any, Any]:
     """Return the blocks and the size of a block mask: a BlockMask, or a pair (blocks, size). Twice None for None."""
     if obj is None:

@@ -42,8 +42,10 @@ def _check_dtype(array: Any, name: str, scale: Any) -> None:
         if array.dtype not in _QUANTIZED:
             raise scale_error(name, array.dtype)
     elif array.dtype not in _FLOATS:
-        hint = "" if name == "query" else "; a cattn.Quantized has int8 or float8_e4m3fn"
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{hint}")
+        hint = "multiply quantized numbers by their scale"
+        if name != "query":
+            hint = f"a cattn.Quantized has int8 or float8_e4m3fn, and a scale: pass it or the pair ({name}, scale)"
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}; {hint}")
 
 
 def _read_scale(obj: Any, name: str, quantized: Any) -> Any:
@@ -122,6 +124,8 @@ def _read_scores(obj: Any, name: str, inputs: Arrays) -> Any:
             f"mask must be bool (True = visible), got {array.dtype}: for a mask of zeros and ones, as flax makes them, "
             "pass mask.astype(bool); pass numbers that are to be added to the scores as bias"
         )
+    if name == "bias" and array.dtype in _QUANTIZED:
+        raise TypeError(f"bias has dtype {array.dtype} and no scale: multiply it by its scale")
     if name == "bias" and array.dtype == bool:
         raise TypeError("bias must be numbers, which are added to the scores, got bool; pass a boolean mask as mask")
     dtype = bool if name == "mask" else compute_dtype(inputs["query"].dtype)

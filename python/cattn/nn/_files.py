@@ -63,7 +63,8 @@ def refuse_lost_dtype(array: Array, name: str) -> Array:
     if array.dtype.kind == "V" and array.dtype.names is None:
         raise LostDtypeError(
             f"{printable(name)} holds elements of {array.dtype.itemsize} bytes without a dtype: .npy and .npz files "
-            "lose bfloat16 and the other types of ml_dtypes. Write a .safetensors file, or convert to float32 first"
+            "lose bfloat16 and the other types of ml_dtypes. Write a .safetensors file, or convert to float32 first, "
+            "quantized numbers with their scale"
         )
     return array
 

@@ -6,14 +6,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._shared import Floats, deliver, quiet
+from ._shared import Floats, deliver, numbers, quiet
 
 Approximation = Literal["none", "tanh"]
 
 
 def _inside(x: ArrayLike) -> Floats:
     """Return x with -inf replaced by a number that is as good, so that it is not multiplied by 0."""
-    return np.maximum(np.asarray(x, np.float64), -1000.0)
+    return np.maximum(numbers(x, "x"), -1000.0)
 
 
 def _normal(x: Floats) -> Floats:
@@ -80,7 +80,7 @@ def gelu_backward(
         slope = _product_slope(rate, _cubic(given))
     else:
         slope = _normal(given) + given * np.exp(-given * given / 2) / math.sqrt(2 * math.pi)
-    return deliver(np.asarray(grad_out, np.float64) * slope, out)
+    return deliver(numbers(grad_out, "grad_out") * slope, out)
 
 
 @quiet
@@ -106,4 +106,4 @@ def silu_backward(grad_out: ArrayLike, x: ArrayLike, *, out: Floats | None = Non
     array([0.0723, 0.5   , 0.9277])
     """
     given = np.minimum(_inside(x), 1000.0)
-    return deliver(np.asarray(grad_out, np.float64) * _product_slope(given, given), out)
+    return deliver(numbers(grad_out, "grad_out") * _product_slope(given, given), out)

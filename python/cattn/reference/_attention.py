@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cattn._input.arrays import refuse_scalar
 from cattn._input.pairs import BlockMask, Stored
 from cattn._input.types import AttentionOutput, ComputeDType, Layout, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep
 from ._masks import Causal, Ranges, visible_keys
-from ._shared import Bools, Floats, boolean, deliver, new_seed, plain, probability, quiet, rounded_to_bfloat16
+from ._shared import Bools, Floats, boolean, deliver, new_seed, numbers, plain, probability, quiet, rounded_to_bfloat16
 from ._softmax import softmax
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def varlen_attention(
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
     result = scaled_dot_product_attention(
-        pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), return_lse=True,
+        pad(query, edges_q, "query"), pad(key, edges_k, "key"), pad(value, edges_k, "value"), return_lse=True,
         **padded_options(edges_q, edges_k, alignment, keywords),
     )  # fmt: skip
     assert isinstance(result, AttentionOutput)
@@ -173,9 +174,9 @@ def varlen_attention(
     return AttentionOutput(out, lse=unpad(result.lse[..., None], edges_q)[..., 0].T) if return_lse else out
 
 
-def pad(packed: Stored, edges: NDArray[Any]) -> Floats:
+def pad(packed: Stored, edges: NDArray[Any], name: str) -> Floats:
     """Return packed rows (total, H, D) as a batch (B, H, longest, D), padded with zeros."""
-    rows = np.asarray(plain(packed), np.float64)
+    rows = plain(packed, name)
     batch = np.zeros((len(edges) - 1, int(np.diff(edges).max(initial=0)), *rows.shape[1:]))
     for entry, first, last in zip(batch, edges[:-1], edges[1:], strict=True):
         entry[: last - first] = rows[first:last]
@@ -310,7 +311,7 @@ def score(
     **ranges: Any,
 ) -> Problem:
     """Return scores and visibility of every pair, with an axis for the heads; `ranges` is a `Ranges`."""
-    arrays = [reordered(np.asarray(plain(a), np.float64), layout) for a in inputs]
+    arrays = [reordered(plain(a, name), layout) for a, name in zip(inputs, ("query", "key", "value"), strict=True)]
     if compute_dtype is not None:
         arrays = [rounded_to_bfloat16(a) for a in arrays]
     rank = max(a.ndim for a in arrays)
@@ -330,10 +331,12 @@ def score(
     scores = capped = softcap * np.tanh(products / softcap) if softcap else products
     if alibi_slopes is not None:
         distance = np.abs(position[..., None, :, None] - np.arange(shape[-1]))
-        scores = scores - np.asarray(alibi_slopes, np.float64)[..., None, None] * distance
+        scores = scores - numbers(alibi_slopes, "alibi_slopes")[..., None, None] * distance
     for name, given in (("attn_mask", attn_mask), ("bias", bias)):
         if given is None:
             continue
+        if name == "attn_mask":
+            refuse_scalar(given, name, True)
         term = np.asarray(given)
         if one_head and term.ndim > 2:
             term = np.expand_dims(term, -3)
@@ -387,7 +390,7 @@ def repeat_blocks(blocks: Bools, size: int, T_q: int, T_k: int) -> Bools:
 def normalize(scores: Floats, visible: Bools, sinks: ArrayLike | None) -> tuple[Floats, Floats]:
     """Return weights and LSE of the visible scores. A sink is an extra score, whose weight is left out."""
     if sinks is not None:
-        sink = np.broadcast_to(np.asarray(sinks, np.float64)[..., None, None], (*scores.shape[:-1], 1))
+        sink = np.broadcast_to(numbers(sinks, "sinks")[..., None, None], (*scores.shape[:-1], 1))
         scores = np.concatenate([scores, sink], axis=-1)
         visible = np.concatenate([visible, sink > -np.inf], axis=-1)
     weights = softmax(scores, where=visible)[..., : visible.shape[-1] - (sinks is not None)]

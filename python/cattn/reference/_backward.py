@@ -13,7 +13,7 @@ from cattn._input.types import AttentionGradients, Layout
 from ._attention import Problem, _dropout_bits, _weighted_sum, pad, padded_options, reordered, score, unpad
 from ._dropout import apply_dropout, dropout
 from ._masks import Causal
-from ._shared import Floats, boolean, deliver, probability, quiet
+from ._shared import Floats, boolean, deliver, numbers, probability, quiet
 
 
 @quiet
@@ -59,8 +59,8 @@ def attention_backward(
     inputs = (query, key, value)
     problem = score(inputs, attn_mask, is_causal, **options)
     q, k, v, visible = problem.query, problem.key, problem.value, problem.visible
-    grads_out, outs = (reordered(np.asarray(a, np.float64), layout) for a in (grad_out, out))
-    row_lse = np.asarray(lse, np.float64)
+    grads_out, outs = (reordered(numbers(a, name), layout) for a, name in ((grad_out, "grad_out"), (out, "out")))
+    row_lse = numbers(lse, "lse")
     if problem.one_head:
         grads_out, outs, row_lse = grads_out[..., None, :, :], outs[..., None, :, :], row_lse[..., None, :]
 
@@ -71,7 +71,7 @@ def attention_backward(
         factor[_dropout_bits(p, 0 if rng is None else rng, problem) if p > 0 else ...] = 1 / (1 - p)
     grads_lse = np.zeros(row_lse.shape)
     if grad_lse is not None:
-        grads_lse = np.asarray(grad_lse, np.float64).reshape(row_lse.shape)
+        grads_lse = numbers(grad_lse, "grad_lse").reshape(row_lse.shape)
     delta = (grads_out * outs).sum(axis=-1) - grads_lse
     products = problem.of_listed_keys(grads_out @ np.swapaxes(v, -1, -2))
     dP = np.where(factor != 0, factor * products, 0.0)
@@ -91,7 +91,7 @@ def attention_backward(
     if additive is not None and np.asarray(additive).dtype.kind == "f":
         grad_bias = _sum_to(dS[..., 0, :, :] if problem.one_head else dS, np.shape(additive))
     if sinks is not None:
-        sink = np.asarray(sinks, np.float64)[..., None]
+        sink = numbers(sinks, "sinks")[..., None]
         sink_delta = np.where(visible.any(axis=-1), delta, -grads_lse)
         sink_mass = (sink != -np.inf) & (visible.any(axis=-1) | (grad_lse is not None))
         mass = np.where(sink_mass, np.exp(sink - row_lse) * sink_delta, 0.0)
@@ -125,10 +125,11 @@ def varlen_attention_backward(
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
 
     def pad_lse(rows: ArrayLike) -> Floats:  # (H, total)
-        return pad(np.asarray(rows).T[..., None], edges_q)[..., 0]
+        return pad(np.asarray(rows).T[..., None], edges_q, "lse")[..., 0]
 
     grads = attention_backward(
-        pad(grad_out, edges_q), pad(query, edges_q), pad(key, edges_k), pad(value, edges_k), pad(out, edges_q),
+        pad(grad_out, edges_q, "grad_out"), pad(query, edges_q, "query"), pad(key, edges_k, "key"),
+        pad(value, edges_k, "value"), pad(out, edges_q, "out"),
         pad_lse(lse), grad_lse=None if grad_lse is None else pad_lse(grad_lse),
         **padded_options(edges_q, edges_k, alignment, options),
     )  # fmt: skip
@@ -151,7 +152,7 @@ def softmax_backward(
     >>> softmax_backward([1.0, 3.0, np.nan], [0.5, 0.5, 0.0])
     array([-0.5,  0.5,  0. ])
     """
-    P, dP = np.asarray(weights, np.float64), np.asarray(grad_out, np.float64)
+    P, dP = numbers(weights, "weights"), numbers(grad_out, "grad_out")
     total = np.where(P == 0, 0.0, P * dP).sum(axis=axis, keepdims=True)
     return deliver(np.where(P == 0, 0.0, scale * P * (dP - total)), out)
 
@@ -178,7 +179,7 @@ def dropout_backward(
         result = dropout(grad_out, p, rng=rng)
         assert not isinstance(result, tuple)
     else:
-        result = apply_dropout(np.asarray(grad_out, np.float64), boolean(mask, "mask"), probability(p, "p"))
+        result = apply_dropout(numbers(grad_out, "grad_out"), boolean(mask, "mask"), probability(p, "p"))
     return deliver(result, out)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._shared import Bools, Floats, deliver, new_seed, probability, quiet
+from ._shared import Bools, Floats, deliver, new_seed, numbers, probability, quiet
 
 
 def philox4x32(counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], seed: int) -> NDArray[np.uint64]:
@@ -80,7 +80,7 @@ def dropout(
     >>> bool(np.all(dropped == 2.0 * kept))
     True
     """
-    x = np.asarray(x, np.float64)
+    x = numbers(x, "x")
     p = probability(p, "p") if training else 0.0
     # Element n of x in C order has the bit of key n. "Head" 0xD0D0 makes these bits differ from attention's.
     mask = dropout_keep(p, new_seed(rng), batch=0, head=0xD0D0, position=0, T_k=x.size).reshape(x.shape)

@@ -13,7 +13,7 @@ from cattn._input.types import AttentionGradients, AttentionTangents
 from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, reordered, score
 from ._backward import _sum_to, sum_inputs
 from ._masks import Causal
-from ._shared import Bools, Floats, probability, quiet
+from ._shared import Bools, Floats, numbers, probability, quiet
 
 Inputs = tuple[ArrayLike, ArrayLike, ArrayLike]
 
@@ -49,7 +49,7 @@ def _refuse_quantized(**arrays: Any) -> None:
 
 def _sink_weights(sinks: ArrayLike, lse: Floats) -> Floats:
     """Return the weight of the sink in each row."""
-    sink = np.asarray(sinks, np.float64)[..., None]
+    sink = numbers(sinks, "sinks")[..., None]
     return np.where(sink == -np.inf, 0.0, np.exp(sink - lse))
 
 
@@ -89,7 +89,7 @@ def _linearize(
         slope, curvature = 1 - t**2, -2 * t * (1 - t**2) / softcap
     tangent = raw * slope
     if bias_tangent is not None:
-        term = np.asarray(bias_tangent, np.float64)
+        term = numbers(bias_tangent, "bias_tangent")
         if problem.one_head and term.ndim > 2:
             term = np.expand_dims(term, -3)
         tangent = tangent + problem.of_listed_keys(np.broadcast_to(term, (*weights.shape[:-1], problem.key.shape[-2])))
@@ -97,7 +97,7 @@ def _linearize(
     tangent = np.where(visible, tangent, 0.0)
     mean = np.where(visible, weights * tangent, 0.0).sum(axis=-1)
     if sinks is not None and sinks_tangent is not None:
-        mean = mean + _sink_weights(sinks, lse) * np.asarray(sinks_tangent, np.float64)[..., None]
+        mean = mean + _sink_weights(sinks, lse) * numbers(sinks_tangent, "sinks_tangent")[..., None]
     moved = None if value_tangent is None else _products(problem, (query, key, value_tangent), options).value
     return _Linearized(problem, weights, lse, factor, visible, raw, slope, curvature, tangent, mean, moved)
 
@@ -216,16 +216,17 @@ def attention_jvp_backward(
     problem, visible = at.problem, at.problem.visible
     layout = options.get("layout", "bhtd")
     grads, outs, outs_tangent = (
-        reordered(np.asarray(a, np.float64), layout) for a in (grad_out_tangent, out, out_tangent)
+        reordered(numbers(a, name), layout)
+        for a, name in ((grad_out_tangent, "grad_out_tangent"), (out, "out"), (out_tangent, "out_tangent"))
     )
-    row_lse, mean = np.asarray(lse, np.float64), np.asarray(lse_tangent, np.float64)
+    row_lse, mean = numbers(lse, "lse"), numbers(lse_tangent, "lse_tangent")
     if problem.one_head:
         grads, outs, outs_tangent = (a[..., None, :, :] for a in (grads, outs, outs_tangent))
         row_lse, mean = row_lse[..., None, :], mean[..., None, :]
     weights = np.where(at.visible, np.exp(problem.scores - row_lse[..., None]), 0.0)
     delta, delta_tangent = (grads * outs).sum(axis=-1), (grads * outs_tangent).sum(axis=-1)
     if grad_lse_tangent is not None:
-        delta = delta - np.asarray(grad_lse_tangent, np.float64).reshape(delta.shape)
+        delta = delta - numbers(grad_lse_tangent, "grad_lse_tangent").reshape(delta.shape)
     kept = at.factor != 0
     w = np.where(kept, at.factor * problem.of_listed_keys(grads @ np.swapaxes(problem.value, -1, -2)), 0.0)
     w_tangent = np.zeros(w.shape)
@@ -260,7 +261,7 @@ def attention_jvp_backward(
         of_bias = _sum_to(d_score[..., 0, :, :] if problem.one_head else d_score, np.shape(additive))
     if sinks is not None:
         sink_weight = _sink_weights(sinks, row_lse)
-        moved = np.zeros(1) if sinks_tangent is None else np.asarray(sinks_tangent, np.float64)[..., None]
+        moved = np.zeros(1) if sinks_tangent is None else numbers(sinks_tangent, "sinks_tangent")[..., None]
         per_row = sink_weight * ((moved - mean) * delta + delta_tangent)
         per_row = np.where((sink_weight != 0) & problem.visible.any(axis=-1), per_row, 0.0)
         of_sinks = _sum_to(-per_row.sum(axis=-1), np.shape(sinks))

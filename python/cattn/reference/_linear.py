@@ -1,12 +1,11 @@
 """Projections in plain NumPy."""
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from cattn._input.pairs import Stored
 from cattn._input.types import ComputeDType
 
-from ._shared import Floats, deliver, plain, quiet, rounded_to_bfloat16
+from ._shared import Floats, deliver, numbers, plain, quiet, rounded_to_bfloat16
 
 
 @quiet
@@ -25,8 +24,8 @@ def linear(
     >>> linear([[1.0, 2.0]], [[3.0, 4.0], [0.0, 1.0]], [0.5, 0.0])
     array([[11.5,  2. ]])
     """
-    result: Floats = _factor(x, compute_dtype) @ _factor(weight, compute_dtype).T
-    return deliver(result if bias is None else result + np.asarray(bias, np.float64), out)
+    result: Floats = _factor(x, "x", compute_dtype) @ _factor(weight, "weight", compute_dtype).T
+    return deliver(result if bias is None else result + numbers(bias, "bias"), out)
 
 
 @quiet
@@ -43,18 +42,18 @@ def linear_backward(
     >>> grad_x, grad_bias
     (array([[3., 4.]]), array([1., 0.]))
     """
-    grad = np.asarray(grad_out, np.float64)
+    grad = numbers(grad_out, "grad_out")
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = grad_weight = None
     if weight is not None:
-        grad_x = grad @ _factor(weight, compute_dtype)
+        grad_x = grad @ _factor(weight, "weight", compute_dtype)
     if x is not None:
-        given = _factor(x, compute_dtype)
+        given = _factor(x, "x", compute_dtype)
         grad_weight = rows.T @ given.reshape(-1, given.shape[-1])
     return grad_x, grad_weight, rows.sum(axis=0)
 
 
-def _factor(array: Stored, compute_dtype: ComputeDType) -> Floats:
+def _factor(array: Stored, name: str, compute_dtype: ComputeDType) -> Floats:
     """Return the numbers that a product takes."""
-    numbers = np.asarray(plain(array), np.float64)
-    return numbers if compute_dtype is None else rounded_to_bfloat16(numbers)
+    given = plain(array, name)
+    return given if compute_dtype is None else rounded_to_bfloat16(given)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._shared import Floats, deliver, quiet
+from ._shared import Floats, deliver, numbers, quiet
 
 
 @quiet
@@ -15,9 +15,9 @@ def rms_norm(x: ArrayLike, weight: ArrayLike | None = None, eps: float = 1e-6, *
     >>> rms_norm([3.0, 4.0]).round(3)
     array([0.849, 1.131])
     """
-    given = np.asarray(x, np.float64)
+    given = numbers(x, "x")
     normed = given / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
-    return deliver(normed if weight is None else normed * np.asarray(weight, np.float64), out)
+    return deliver(normed if weight is None else normed * numbers(weight, "weight"), out)
 
 
 @quiet
@@ -32,10 +32,10 @@ def rms_norm_backward(
     >>> grad_x.round(3), grad_weight.round(3)
     (array([ 0.181, -0.136]), array([0.849, 0.   ]))
     """
-    grad, given = np.asarray(grad_out, np.float64), np.asarray(x, np.float64)
+    grad, given = numbers(grad_out, "grad_out"), numbers(x, "x")
     factor = 1 / np.sqrt((given * given).mean(axis=-1, keepdims=True) + eps)
     normed = given * factor
-    weighted = grad if weight is None else grad * np.asarray(weight, np.float64)
+    weighted = grad if weight is None else grad * numbers(weight, "weight")
     grad_x = factor * (weighted - normed * (weighted * normed).mean(axis=-1, keepdims=True))
     grad_weight = None if weight is None else (grad * normed).reshape(-1, given.shape[-1]).sum(axis=0)
     return grad_x, grad_weight
@@ -57,11 +57,11 @@ def layer_norm(
     >>> layer_norm([1.0, 2.0, 3.0], bias=[0.0, 1.0, 0.0]).round(3)
     array([-1.225,  1.   ,  1.225])
     """
-    given = np.asarray(x, np.float64)
+    given = numbers(x, "x")
     centred = given - given.mean(axis=-1, keepdims=True)
     normed = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
-    scaled = normed if weight is None else normed * np.asarray(weight, np.float64)
-    return deliver(scaled if bias is None else scaled + np.asarray(bias, np.float64), out)
+    scaled = normed if weight is None else normed * numbers(weight, "weight")
+    return deliver(scaled if bias is None else scaled + numbers(bias, "bias"), out)
 
 
 @quiet
@@ -76,11 +76,11 @@ def layer_norm_backward(
     >>> grad_x.round(3), grad_weight.round(3), grad_bias
     (array([ 0.229, -0.344,  0.115]), array([-1.069,  0.   ,  0.   ]), array([1., 0., 0.]))
     """
-    grad, given = np.asarray(grad_out, np.float64), np.asarray(x, np.float64)
+    grad, given = numbers(grad_out, "grad_out"), numbers(x, "x")
     centred = given - given.mean(axis=-1, keepdims=True)
     factor = 1 / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
     normed = centred * factor
-    weighted = grad if weight is None else grad * np.asarray(weight, np.float64)
+    weighted = grad if weight is None else grad * numbers(weight, "weight")
     sideways = normed * (weighted * normed).mean(axis=-1, keepdims=True)
     grad_x = factor * (weighted - weighted.mean(axis=-1, keepdims=True) - sideways)
     n = given.shape[-1]

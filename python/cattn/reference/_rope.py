@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._shared import Floats, deliver, quiet
+from ._shared import Floats, deliver, numbers, quiet
 
 Scaling = Mapping[str, Any] | None
 
@@ -113,7 +113,7 @@ def rope(
     array([[ 1.   ,  1.   ],
            [-0.301,  1.382]])
     """
-    given = np.asarray(x, np.float64)
+    given = numbers(x, "x")
     n = given.shape[-1] if rotary_dim is None else rotary_dim
     matched = _match_positions(positions, given.shape)
     frequencies, factor = rope_frequencies(n, theta, scaling, matched.max(initial=-1.0) + 1)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cattn._input.arrays import refuse_scalar, refuse_without_scale
 from cattn._input.pairs import Quantized, Stored
 
 Floats = NDArray[np.float64]
@@ -18,15 +19,23 @@ quiet = np.errstate(all="ignore")
 
 
 def boolean(mask: ArrayLike, name: str) -> Bools:
+    refuse_scalar(mask, name, False)
     array = np.asarray(mask)
     if array.dtype != np.bool_:
         raise TypeError(f"{name} has dtype {array.dtype}, expected bool (True = keep): pass mask.astype(bool)")
     return array
 
 
-def plain(stored: Stored) -> NDArray[Any]:
+def numbers(array: ArrayLike, name: str) -> Floats:
+    """Return an array in float64. The numbers of a quantized one are others without the scale."""
+    given = np.asarray(array)
+    refuse_without_scale(given, name)
+    return np.asarray(given, np.float64)
+
+
+def plain(stored: Stored, name: str) -> Floats:
     """Return the numbers of an array: of a quantized one the products, in float32."""
-    return stored.values.astype(np.float32) * stored.scale if isinstance(stored, Quantized) else np.asarray(stored)
+    return numbers(stored.values.astype(np.float32) * stored.scale if isinstance(stored, Quantized) else stored, name)
 
 
 def probability(p: float, name: str) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ._masks import Causal, Ranges, positions
-from ._shared import Floats, boolean, deliver, quiet
+from ._shared import Floats, boolean, deliver, numbers, quiet
 
 Axis = int | tuple[int, ...] | None
 
@@ -28,7 +28,7 @@ def softmax(
     >>> softmax([1.0, np.nan, 1.0], where=[True, False, True])
     array([0.5, 0. , 0.5])
     """
-    z = np.asarray(x, np.float64) * scale
+    z = numbers(x, "x") * scale
     included = np.broadcast_to(True if where is None else np.asarray(where, np.bool_), z.shape)
     z = np.where(included, z, -np.inf)
     numerator = np.where(included, np.exp(z - z.max(axis=axis, keepdims=True, initial=-np.inf)), 0.0)
@@ -72,7 +72,7 @@ def masked_softmax(
     >>> masked_softmax([0.0, 2000.0], [True, False], method="renormalize")
     array([1., 0.])
     """
-    given = np.asarray(scores, np.float64)
+    given = numbers(scores, "scores")
     visible = np.array(np.broadcast_to(True if mask is None else boolean(mask, "mask"), given.shape))
     axes = np.sort(np.arange(given.ndim) if axis is None else np.atleast_1d(axis) % given.ndim)
     order = [*(i for i in range(given.ndim) if i not in axes), *axes]

@@ -13,7 +13,7 @@ from cattn._input.types import AttentionStatistics
 
 from ._attention import normalize, pad, padded_options, score, unpad
 from ._masks import Causal
-from ._shared import quiet
+from ._shared import numbers, quiet
 
 
 @quiet
@@ -50,7 +50,7 @@ def attention_statistics(
     w = np.where(visible & undefined[..., None], np.nan, w)
     best = np.where(visible & ~undefined[..., None], scores, -np.inf)
     max_score = np.where(np.isnan(lse), np.nan, best.max(-1, initial=-np.inf))
-    sink = np.zeros_like(lse) if sinks is None else np.exp(np.asarray(sinks, np.float64)[..., None] - lse)
+    sink = np.zeros_like(lse) if sinks is None else np.exp(numbers(sinks, "sinks")[..., None] - lse)
     order = np.argsort(-best, axis=-1, kind="stable")[..., :top_k]
     seen = np.take_along_axis(best, order, -1) > -np.inf
     top_weights = np.where(undefined[..., None], np.nan, np.take_along_axis(w, order, -1) * seen)
@@ -97,7 +97,7 @@ def varlen_attention_statistics(
     """
     edges_q, edges_k = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_k)
     result = attention_statistics(
-        pad(query, edges_q), pad(key, edges_k), **padded_options(edges_q, edges_k, alignment, keywords)
+        pad(query, edges_q, "query"), pad(key, edges_k, "key"), **padded_options(edges_q, edges_k, alignment, keywords)
     )
     fields = {}
     for name, field in result._asdict().items():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._input.pairs import BlockMask, Quantized
+from ..._input.pairs import BlockMask, Quantized, no_scale_error
 from ..._input.types import Alignment, AttentionOutput, Window
 from ._compute import forward, recorded
 from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
@@ -17,6 +17,7 @@ from ._quantized import read_quantized
 from ._second import attend_transformed
 from ._tensors import (
     DTYPES,
+    QUANTIZED,
     as_array,
     check_class,
     check_tensor,
@@ -125,6 +126,8 @@ def _check_inputs(query: Any, key: Any, value: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(tensor, name)
         dtype = dtype_of(tensor)
+        if dtype in QUANTIZED:
+            raise no_scale_error(name, dtype)
         if dtype not in DTYPES or dtype is not dtype_of(query):
             wanted = "float16, bfloat16, float32 or float64" if name == "query" else f"query has {dtype_of(query)}"
             raise TypeError(f"{name} has dtype {dtype}; {wanted}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._input.pairs import Quantized, scale_error, split_scale
+from ..._input.pairs import Quantized, no_scale_error, scale_error, split_scale
 from ._tensors import DTYPES, QUANTIZED, check_class, check_tensor, dtype_of, of_read_only
 
 
@@ -39,7 +39,7 @@ def _read_input(tensor: Any, name: str, scale: Any, dtype: torch.dtype) -> Tenso
         quantized: Tensor = tensor
         return quantized
     if tensor.dtype in QUANTIZED:
-        raise TypeError(f"{name} has dtype {tensor.dtype} and no scale: pass the pair ({name}, scale)")
+        raise no_scale_error(name, tensor.dtype)
     if own not in DTYPES or own is not dtype:
         raise TypeError(f"{name} has dtype {own}; query has {dtype}")
     wide: Tensor = tensor.to(own).to(torch.float64 if dtype is torch.float64 else torch.float32)
@@ -57,6 +57,8 @@ def read_quantized(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
     (key, key_scale), (value, value_scale) = _split(key, "key"), _split(value, "value")
     check_tensor(query, "query")
     dtype = dtype_of(query)
+    if dtype in QUANTIZED:
+        raise no_scale_error("query", dtype)
     if dtype not in DTYPES:
         raise TypeError(f"query has dtype {dtype}; float16, bfloat16, float32 or float64")
     return (
