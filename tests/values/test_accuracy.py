@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import cattn
-from support import ACCURACY_DTYPES, benchmarks_importable, in_contract
+from cattn import functional, reference
+from support import ACCURACY_DTYPES, HALVES, benchmarks_importable, in_contract
 
 with benchmarks_importable():
     from benchmarks import contestants as peers
@@ -235,3 +237,64 @@ def test_errors_of_known_numbers() -> None:
     exact = np.array([1 + 2.0**-24, 3 * 2.0**-150, 5, 0])
     errors = oracle.Errors(np.float32).add(np.array([1, 2.0**-149, np.nan, 0], np.float32), exact)
     assert (errors.count, errors.lost, errors.ulp_largest, errors.ulp_squares) == (2, 1, 0.5, 0.5)
+
+
+# ---- arrays of two dtypes ------------------------------------------------------------------------------------------
+def _of_attention(module: Any, *call: Any, grad: Any = None) -> Any:
+    """Return the output, or the gradients for the gradient of the output in the dtype of the output."""
+    result = module.scaled_dot_product_attention(*call, return_lse=True)
+    if grad is None:
+        return result.out
+    return module.attention_backward(grad.astype(result.out.dtype), *call, result.out, result.lse)[:3]
+
+
+MIXED: dict[str, Callable[..., Any]] = {
+    "linear": lambda m, a, b: m.linear(a, b),
+    "linear, bias": lambda m, a, b: m.linear(a, a, b[0, :5]),
+    "linear_backward, grad": lambda m, a, b: m.linear_backward(b[:, :5], a, a),
+    "linear_backward, x": lambda m, a, b: m.linear_backward(a[:, :5], b, a),
+    "linear_backward, weight": lambda m, a, b: m.linear_backward(a[:, :5], a, b),
+    "rms_norm": lambda m, a, b: m.rms_norm(a, b[0]),
+    "rms_norm_backward, grad": lambda m, a, b: m.rms_norm_backward(b, a, a[0]),
+    "rms_norm_backward, x": lambda m, a, b: m.rms_norm_backward(a, b, a[0]),
+    "rms_norm_backward, weight": lambda m, a, b: m.rms_norm_backward(a, a, b[0]),
+    "layer_norm": lambda m, a, b: m.layer_norm(a, b[0], a[1]),
+    "layer_norm, bias": lambda m, a, b: m.layer_norm(a, a[0], b[1]),
+    "layer_norm_backward, grad": lambda m, a, b: m.layer_norm_backward(b, a, a[0]),
+    "layer_norm_backward, weight": lambda m, a, b: m.layer_norm_backward(a, a, b[0]),
+    "gelu_backward": lambda m, a, b: m.gelu_backward(a, b),
+    "silu_backward": lambda m, a, b: m.silu_backward(a, b),
+    "softmax_backward": lambda m, a, b: m.softmax_backward(a, abs(b) / 2048),
+    "query": lambda m, a, b: _of_attention(m, a / 256, b / 256, b),
+    "key": lambda m, a, b: _of_attention(m, b / 256, a / 256, b),
+    "value": lambda m, a, b: _of_attention(m, b / 256, b / 256, a),
+    "gradients, query": lambda m, a, b: _of_attention(m, a / 256, b / 256, b / 256, grad=b / 256),
+    "gradients, value": lambda m, a, b: _of_attention(m, b / 256, b / 256, a / 256, grad=b / 256),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_arrays_of_two_dtypes_are_computed_as_in_float64_and_rounded_once(name: str, rng: np.random.Generator) -> None:
+    """Products and sums of halves of this size are beyond the range of float16; a wider result holds them."""
+    function = MIXED[name]
+    for first, second in itertools.permutations((*HALVES, np.dtype("f4"), np.dtype("f8")), 2):
+        a, b = (rng.uniform(100, 300, (5, 24)) * rng.choice([-1, 1], (5, 24)) for _ in range(2))
+        a, b = a.astype(first), b.astype(second)
+        if first.itemsize == second.itemsize:
+            with pytest.raises(TypeError, match="mix float16 and bfloat16"):
+                function(functional, a, b)
+            continue
+        found, exact = function(functional, a, b), function(reference, a.astype("f8"), b.astype("f8"))
+        for own, right in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, exact)), strict=True):
+            assert own.dtype == max(first, second, key=lambda dtype: dtype.itemsize)
+            tolerance = np.abs(right).max() * (2.0**-46 if own.dtype == "f8" else 2.0**-18)
+            np.testing.assert_allclose(own.astype("f8"), right, rtol=0, atol=tolerance, err_msg=f"{first}, {second}")
+
+
+def test_gradients_of_a_projection_of_halves_beyond_their_range() -> None:
+    x, weight = np.full((64, 3), 300, np.float16), np.ones((2, 3), np.float32)
+    for half in HALVES:
+        grads = functional.linear_backward(np.full((64, 2), 300, half), x.astype(half), weight)
+        np.testing.assert_array_equal(grads[1], np.full((2, 3), 64 * 300.0**2, np.float32))
+        exact = functional.linear_backward(np.full((64, 2), 300, half), x.astype(half), weight.astype(np.float64))
+        assert [grad.dtype for grad in exact] == [np.float64] * 3

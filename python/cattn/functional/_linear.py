@@ -201,9 +201,9 @@ def linear_backward(
             raise ValueError(f"weight has shape {matrix.shape}, wanted (N, K) with K = {given.shape[-1]} as in x")
     dense = [array for array in (grad, given, None if isinstance(weight, Quantized) else matrix) if array is not None]
     dtype = common_dtype(dense, "grad_out, x and weight")
-    rows = _as_rows(grad)
     grad_x = grad_weight = None
     with np.errstate(all="ignore"):
+        rows = _as_rows(grad).astype(dtype, copy=False)  # so that no product is rounded to a narrower dtype
         if matrix is not None:
             grad_x = _in_dtype(_cattn._product(rows, matrix.T, compute_dtype), dtype)
             grad_x = grad_x.reshape(*grad.shape[:-1], matrix.shape[1])
