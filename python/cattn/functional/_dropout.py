@@ -145,7 +145,8 @@ def dropout_backward(
     p : float
         Probability with which elements were dropped, in [0, 1].
     mask : array_like of bool, optional
-        True where an element was kept (``return_mask=True``); broadcasts to grad_out.
+        True where an element was kept (``return_mask=True``); broadcasts to grad_out. It must be the mask of the same
+        call, and p the same: nothing here tells whether they are.
     rng : int or TorchGenerator, optional
         Draws the mask of the forward pass again, as in `attention_backward`; pass either mask or rng.
     out : ndarray, optional

@@ -29,7 +29,8 @@ def merge_attention(outs: Iterable[Any], lses: Iterable[ArrayLike] | None = None
     outs : sequence of AttentionOutput, or of array_like, shape (..., T_q, d_v)
         The result over each part with its lse; or the output alone, and then lses.
     lses : sequence of array_like, shape (..., T_q), optional
-        The log-sum-exp over each part, if outs has the outputs alone.
+        The log-sum-exp over each part, if outs has the outputs alone. It must come from the same call as its output:
+        nothing here tells whether it does.
 
     Returns
     -------

@@ -246,7 +246,8 @@ def softmax_backward(
     grad_out : array_like
         Gradient of the weights, in their shape.
     weights : array_like
-        The result of softmax.
+        The result of softmax with the same axis and scale: nothing here tells whether it is the one that belongs to
+        grad_out.
     axis : int
         The axis over which they sum to 1.
     scale : float
