@@ -111,9 +111,9 @@ struct cattn_attention_params {
     struct cattn_tensor attn_mask;            /* bytes, 0 hides the key; (batch, head, row, col); or absent */
     struct cattn_tensor block_mask;           /* bytes, 0 hides all pairs of a block; strides count blocks; or absent */
     struct cattn_tensor bias[CATTN_MAX_BIAS]; /* added to the scaled scores; -inf hides the key */
-    /* int64, (batch, head, row, col), each -1 .. seqlen_k - 1; or absent. The keys that a query sees, in this order, of
-     * which ranges and masks hide some; -1 is no key. The columns of weights are the columns of this tensor, not the
-     * keys. Neither dropout nor slopes nor packed sequences come with it. */
+    /* int64, (batch, head, row, col), each -1 .. seqlen_k - 1; or absent. Row i lists the keys of query i, in the
+     * order of the sum; -1 means no key. Ranges and masks still apply. The columns of weights are the columns of this
+     * tensor, not the keys. Not allowed together with dropout, slopes or packed sequences. */
     struct cattn_tensor key_indices;
     /* Packed sequences (else absent): query, key, value, out, lse and their gradients have one row axis for the whole
      * batch. Batch entry b starts at these rows (int64, batch strides) and has the lengths that ranges gives it.
@@ -132,9 +132,9 @@ struct cattn_attention_params {
     int64_t batch_shape[CATTN_MAX_BATCH_DIMS];
 };
 
-/* A direction: tangents of the inputs, each with the sizes and the type of its tensor, or absent. The tangent of the
- * bias belongs to the last of them. out and lse are the derivatives of the results in this direction. Neither quantized
- * keys and values nor key_indices, packed sequences or dropout.torch come with it. */
+/* One tangent for each input, shaped and typed like it, or absent. With two biases, `bias` is the tangent of bias[1].
+ * out and lse are the derivatives of the results in this direction. Not allowed together with quantized keys and
+ * values, key_indices, packed sequences or dropout.torch. */
 struct cattn_tangents {
     struct cattn_tensor query, key, value, bias, sinks;
     struct cattn_tensor out; /* stored as forward.out */
@@ -171,8 +171,8 @@ struct cattn_backward_params {
     struct cattn_misfit *misfit; /* receives the first row that does not fit; NULL: nothing is checked */
     enum cattn_bias_sum bias_sum;
     bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */
-    /* The gradients of a scalar function of the derivatives in the direction of `tangents`, of whose results grad_out
-     * and grad_lse are the gradients, with respect to the inputs. Both results are inputs. */
+    /* Differentiate attention_jvp instead. grad_out and grad_lse are the gradients of its two results, tangents.out and
+     * tangents.lse, which are inputs here. */
     bool of_tangents;
     struct cattn_tensor grad_out;             /* (batch, head, row, col) */
     struct cattn_tensor grad_lse;             /* (batch, head, row), float64 whatever the dtype; or absent */

@@ -186,7 +186,7 @@ static bool parse_key_indices(struct cattn_call *call, PyObject *object) {
     return false;
 }
 
-/* What counts keys by their place in an array, and not by their index. */
+/* Refuses slopes and dropout, which depend on a key's index in the whole array. */
 static bool check_key_indices(const struct cattn_call *call) {
     if (call->inputs[OPERAND_key_indices] == NULL)
         return true;

@@ -135,7 +135,8 @@ static PyObject *place_of_misfit(const struct backward *b) {
     return cattn_shape_tuple(call->nd - 1 - skipped, place + skipped);
 }
 
-/* ValueError if lse or out cannot come from the forward pass with these arguments: an option is missing, or other. */
+/* Raises ValueError if lse or out is not the result of a forward pass with these arguments: an option was left out or
+ * changed. */
 static bool check_misfit(const struct backward *b) {
     if (!b->misfit.found)
         return true;
@@ -189,7 +190,7 @@ static bool are_final(const struct backward *b, PyArrayObject *const *of) {
     return final;
 }
 
-/* AttentionGradients of the core's gradients, if these are final. */
+/* Returns AttentionGradients. Only if no gradient has to be summed or rounded first. */
 static PyObject *gather(const struct backward *b) {
     PyObject *fields[N_GRADIENTS];
     for (int i = 0; i < N_GRADIENTS; i++)

@@ -8,8 +8,8 @@
 
 #include "attention_args.h"
 
-/* Takes the caller's array. `given` receives it if the core writes the weights there; one that takes rounded weights
- * becomes the output OUT, which is free as long as the call has no values. */
+/* Chooses where the weights go: into `out` itself (then *given = out), or, if they must be rounded afterwards, `out`
+ * takes the unused slot OUT. */
 bool cattn_weights_out(struct cattn_call *call, PyObject *out, PyObject **given);
 /* Applies the dropout mask to the weights, in place. */
 void cattn_weights_drop(struct cattn_call *call);

@@ -13,10 +13,9 @@ bool cattn_error_value(PyObject *got, const char *format, ...);
 /* An object as an error shows it, a new reference: its repr, or for what is long, or fails to show itself, a few words
  * about it. */
 PyObject *cattn_shown(PyObject *object);
-/* An object's own method has failed, and an exception is set whose text does not know the argument: the same TypeError
- * in its place, of which it is the cause. Exceptions that are not about the object stay: of signals, exits, memory, and
- * RecursionError. Always false.
- */
+/* Replaces an exception raised by the argument's own method with a TypeError that names the argument; the old one
+ * becomes its cause. Exceptions of signals, exits, memory and recursion are not about the object, and stay. Always
+ * false. */
 bool cattn_error_named(const char *name, const char *wanted, PyObject *got);
 /* TypeError unless a C entry point got as many arguments as it is declared with. */
 bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);

@@ -42,7 +42,7 @@
     WISH(return_dropout_mask)                                                                                          \
     WISH(out)
 
-/* Parts of arguments that are objects in Python: of key and value as cattn.Quantized, and of block_mask. */
+/* Operands that Python passes inside an object: the scale of a cattn.Quantized, the size of a cattn.BlockMask. */
 #define ATTENTION_PARTS(OPERAND, NUMBER)                                                                               \
     OPERAND(key_scale, "KSH", SCALES, BROADCASTS, IN_ALL, key_scale)                                                   \
     OPERAND(value_scale, "KSD", SCALES, BROADCASTS, IN_ALL & ~IN_STATISTICS, value_scale)                              \

@@ -30,7 +30,7 @@ struct forward_job {
     char *partials;
     size_t partial_size, stats_size, acc_size;   /* of a partial result; of its maxima or sums; of its accumulator */
     struct cattn_dropout_stream *dropout_stream; /* serial dropout bits, or NULL */
-    bool overflowed, small_weights;              /* split path: some block needs a second attempt; this is it */
+    bool overflowed, small_weights;              /* split path: a block overflowed; this is its repetition */
 };
 
 /* A second attempt at the elements of the output whose sums overflowed; the other results are there. */

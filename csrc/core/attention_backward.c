@@ -93,7 +93,7 @@ static void set_up_plain_out(const struct cattn_attention_params *p, struct catt
             p, &p->out, cattn_head_start(p, &p->out, step->batch, step->head) + (first_row + r) * p->out.row);
 }
 
-/* The derivatives whose gradients are computed, and what else these read. */
+/* Sets the tangents and the forward results that the jvp_backward steps read. */
 static void set_up_tangents(const struct backward_job *job, const struct step *step, struct cattn_backward *b) {
     const struct cattn_attention_params *p = &job->params->forward;
     const struct cattn_tangents *tangents = &job->params->tangents;

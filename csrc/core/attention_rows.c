@@ -195,7 +195,7 @@ void cattn_rows_of_head(struct cattn_rows *rows, const struct cattn_attention_pa
         }
     /* addresses are in bytes from here on, because the element type is known at run time only */
     const char *query = cattn_stored_at(p, &p->query, batch->query + head * p->query.head + i * p->query.row);
-    const void **queries = at->query + r; /* not read again in the loops: its entries are pointers, too */
+    const void **queries = at->query + r; /* a local copy, or the compiler reloads at->query after each store */
     for (int k = 0; k < valid; k++)
         queries[k] = query + k * p->query.row * stored;
     for (int k = valid; k < n; k++)

@@ -162,8 +162,8 @@ struct cattn_split_lse {
     void *value, *residual, *factor;
 };
 
-/* What shows whether out and lse of a call of gradients come from its forward pass (core/forward_fit.c). One number
- * a row: over the keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
+/* For each row, the sums that core/forward_fit.c needs to tell whether out and lse belong to these arguments: over the
+ * keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
  * * out and of its magnitude. */
 struct cattn_fit {
     double weights[CATTN_TILE_ROWS], products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
@@ -209,13 +209,14 @@ struct cattn_backward {
     void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
 };
 
-/* The functions that also the gradients of a derivative have (tangents.h), whose struct begins with this one. */
+/* Steps shared by `backward` and `jvp_backward`. struct cattn_jvp_backward (tangents.h) begins with struct
+ * cattn_backward, so both take the same pointer. */
 struct cattn_backward_steps {
     void (*begin)(struct cattn_backward *b);
     void (*scores)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*query)(struct cattn_backward *b, int64_t k0, int64_t k1);
     void (*keys)(struct cattn_backward *b, int64_t k0, int64_t k1);
-    /* the sum over the rows of (weight of the sink) * delta, or what the derivative has in its place */
+    /* returns the rows' contribution to the gradient of the sink */
     double (*sink)(struct cattn_backward *b);
 };
 

@@ -2,7 +2,7 @@
  * csrc/README.md ("Rotary positions and norms") has the order of the sums, the same as in a softmax. No FMA.
  */
 
-/* (x[k] - rest) * factor is the norm before weight and bias. x is the row where it lies, or in the scratch. */
+/* A row before weight and bias is (x[k] - rest) * factor. x points to the row itself or to a copy in scratch. */
 struct normed {
     const real *x;
     real rest, factor;

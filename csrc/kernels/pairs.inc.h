@@ -64,9 +64,9 @@ vf vf_pair_dot(vu a, vu b, vf c) {
 }
 #endif
 
-/* Products stand between these two, and roundings to bfloat16, which give the same in both modes; nothing else that is
- * computed in floating point. The compiler does not know of the mode: sums that are not stored to memory before its end
- * are kept there by `keep_sum`, each of them. */
+/* Between products_begin and products_end the processor flushes subnormals. Put only products and roundings to bfloat16
+ * there. The compiler may move other arithmetic across these calls, so pass each sum through keep_sum before
+ * products_end. */
 #if defined(FLUSHES_BY_MODE) && !defined(HAS_PAIR_DOT)
 #define FLUSHING_MODE (CATTN_FP_DEFAULT | 0x8040u) /* with FTZ and DAZ */
 INLINE void products_begin(void) {

@@ -63,8 +63,8 @@ def show_config(mode: str = "stdout") -> dict[str, Any] | None:
     Returns
     -------
     dict or None
-        With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether its results
-        have the bits that all tables with this property share, by what the table computes on this machine; "tables"
+        With ``mode="dicts"``: "instruction_set" is the kernel table in use; "bit_contract" says whether a known
+        product has the right bits on this machine, that is, whether the table keeps the bit contract; "tables"
         lists every table of this build. "compiler", "python_headers" (the version of Python that the build was for),
         "limited_api" (whether one build serves all later versions, too), "free_threaded" and "assertions" are facts
         about the build. "installed" says where the installer found it, "wheel" has the tags of the wheel that it

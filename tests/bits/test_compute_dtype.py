@@ -95,7 +95,7 @@ def test_subnormal_numbers_and_sums_are_zeros(isa: str) -> None:
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"dropout_p": 0.3, "rng": 1}])
 def test_float32_is_rounded_to_nearest_first(options: Call, isa: str, normal: Normal) -> None:
-    """The bits of the numbers that NumPy rounds, as float32; those of bfloat16 arrays, with a rounded result; mixed."""
+    """float32 inputs are rounded as NumPy rounds; bfloat16 inputs give the same output, rounded; mixed inputs too."""
     arrays = [normal(2, 3, 300, 33) for _ in range(3)]
     halves = [a.astype(BF16) for a in arrays]
     right = everything(**dict(zip(("query", "key", "value"), arrays, strict=True)), **options, **PRODUCTS)

@@ -216,7 +216,7 @@ def _items(parts: Iterable[Any], name: str) -> Iterator[Any]:
 
 
 def _parts(parts: object, name: str, most: int | None = None) -> NDArray[Any] | list[NDArray[Any]]:
-    """Return the parts, up to so many: one array if they were passed as one, else a list of arrays."""
+    """Return at most `most` parts: an array if the caller passed one stacked array, else a list."""
     if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a sequence of arrays, got {type(parts).__name__}")
     if hasattr(parts, "ndim"):

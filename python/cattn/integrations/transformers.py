@@ -386,7 +386,7 @@ def _fit_mask(
 
 
 def _join(attn_mask: Tensor | None, visible: Tensor) -> Tensor:
-    """Return a mask that hides besides what a boolean mask hides."""
+    """Return the mask with the keys of the boolean mask hidden as well."""
     if attn_mask is None:
         return visible
     if attn_mask.dtype is torch.bool:

@@ -147,7 +147,7 @@ def check(call: Callable[[Floats], Floats], shape: tuple[int, ...], causal: bool
 
 
 def _smallest(test: Callable[[Floats], Found | None], x: Floats, least: int) -> Found | None:
-    """Return what a test finds in the fewest tokens of x, if it finds it in all of x."""
+    """If the test fails on x, return its finding on the shortest prefix of x that still fails."""
     if (whole := test(np.round(x))) is None:
         return None
     for T in range(least, x.shape[-2]):

@@ -91,7 +91,7 @@ def _as_positions(value: Any, name: str) -> Any:
 
 
 def _own_array(tensor: Tensor) -> Any:
-    """Return a copy of a tensor, for the backward pass must find the numbers of the forward pass."""
+    """Return a copy of a tensor: the caller may change the tensor before backward runs."""
     return as_array(tensor).copy()
 
 
