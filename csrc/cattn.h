@@ -170,7 +170,7 @@ struct cattn_misfit {
 struct cattn_backward_params {
     struct cattn_misfit *misfit; /* receives the first row that does not fit; NULL: nothing is checked */
     enum cattn_bias_sum bias_sum;
-    bool plain_out; /* forward.out has the dtype of the computation, even if the other tensors are halves */
+    bool plain_out; /* forward.out and tangents.out have the dtype of the computation, even if the others are halves */
     /* Differentiate attention_jvp instead. grad_out and grad_lse are the gradients of its two results, tangents.out and
      * tangents.lse, which are inputs here. */
     bool of_tangents;
@@ -373,7 +373,7 @@ struct cattn_product_params {
     enum cattn_storage out_storage;
     void *out;
     int64_t out_batch, out_a, out_b;
-    const void *bias; /* in the dtype of the computation; or NULL */
+    const void *bias; /* in the dtype of the computation, with bias_a or bias_b 0; or NULL */
     int64_t bias_batch, bias_a, bias_b;
 };
 

@@ -314,6 +314,7 @@ void cattn_check_product(const struct cattn_product_params *p) {
     check_operand(&p->b, p->dtype);
     assert(p->out && (uintptr_t)p->out % cattn_stored_size(p->dtype, p->out_storage) == 0);
     assert((uintptr_t)p->bias % cattn_element_size(p->dtype) == 0);
+    assert(!p->bias || p->bias_a == 0 || p->bias_b == 0);
 }
 
 void cattn_check_mask(const struct cattn_mask_params *p) {

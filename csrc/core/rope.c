@@ -110,7 +110,8 @@ static void rope_task(void *context, int64_t task, struct cattn_worker *worker) 
     struct tables tables;
     char *scratch = cattn_worker_scratch(worker);
     carve(job, scratch, carve(job, NULL, 0, &tables), &tables);
-    fill(job, &tables, first, token, n);
+    if (job->law.n > 0) /* else there is no memory for the tables */
+        fill(job, &tables, first, token, n);
     for (int64_t i = begin; i < end; i++) {
         if (i % ENTRIES_PER_LOOK == ENTRIES_PER_LOOK - 1 && cattn_should_stop(worker))
             return;

@@ -10,10 +10,25 @@
 #include <fenv.h>
 #include <float.h>
 #include <inttypes.h>
+#include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
-#include "inputs.h"
 #include "kernels/fma.h"
+
+static uint64_t source;
+
+/* SplitMix64 */
+static uint64_t draw(void) {
+    uint64_t z = source += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+static int64_t between(int64_t least, int64_t most) { return least + (int64_t)(draw() % (uint64_t)(most - least + 1)); }
+static bool chance(int percent) { return between(0, 99) < percent; }
 
 static uint64_t bits64(double x) {
     uint64_t bits;

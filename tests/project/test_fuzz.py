@@ -53,7 +53,7 @@ def test_fixed_bugs_of_the_binding(name: str) -> None:
 def test_kept_inputs_of_the_core() -> None:
     """They need libFuzzer to run: tools/fuzz does that. Here: they are there, and as short as the fuzzer makes them."""
     inputs = inputs_of("core") | {name: data for name, data in CRASHERS.items() if name.startswith("core/")}
-    assert len(inputs) > 1000
+    assert len(inputs) > 300
     assert all(0 < len(data) <= 256 for data in inputs.values())
 
 

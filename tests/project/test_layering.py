@@ -169,10 +169,12 @@ def test_modules_of_the_c_tree_form_no_circle() -> None:
     assert circle(graph) == []
 
 
-def test_modules_of_the_fuzz_targets_form_no_circle() -> None:
-    folder = ROOT / "fuzz" / "core"
-    graph = c_modules(folder, sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h")))
-    assert "problem" in graph["attention"]
+def test_modules_of_the_fuzzer_and_its_problems_form_no_circle() -> None:
+    folders = [ROOT / "fuzz" / "core", ROOT / "tests" / "core"]
+    graph = c_modules(
+        ROOT, sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    )
+    assert "tests/core/problem" in graph["fuzz/core/fuzz_core"]
     assert circle(graph) == []
 
 

@@ -14,6 +14,7 @@ import cattn
 import cattn.functional
 import cattn.nn
 import cattn.testing
+from cattn import _cattn
 from support import ROOT
 
 CSRC = ROOT / "csrc"
@@ -49,22 +50,15 @@ CLEARED = {
     for name in re.findall(r"\bcattn_clear_(\w+)", (CSRC / "cattn.h").read_text())
 }
 LATER = "still without a generator"
-NOT_IN_C_FUZZER = {
-    **SETTINGS,
-    **CLEARED,
-    **dict.fromkeys(["cattn_attention_jvp", "cattn_gathered_attention", "cattn_gathered_backward"], LATER),
-    **dict.fromkeys(["cattn_attention_statistics", "cattn_mask", "cattn_product"], LATER),
-    "cattn_set_dropout": "the nets compute threshold and scale themselves",
-    "cattn_attention_counts_fit": "arrays of a fuzzer are small",
+COUNTS = {
+    "cattn_set_dropout": "the problems compute threshold and scale themselves",
+    "cattn_attention_counts_fit": "the arrays are small",
 }
+NOT_IN_C_FUZZER = {**SETTINGS, **CLEARED, **COUNTS}
 NOT_IN_BITS = {
     **SETTINGS,
     **CLEARED,
-    **dict.fromkeys(
-        ["cattn_attention_jvp", "cattn_gathered_attention", "cattn_gathered_backward", "cattn_mask"], LATER
-    ),
-    "cattn_set_dropout": "the nets compute threshold and scale themselves",
-    "cattn_attention_counts_fit": "the sizes are small",
+    **COUNTS,
     "cattn_attention_explain": "it returns counts; tests/api/test_explain.py checks them on each table",
     "cattn_isa_current": "the table is an argument",
     "cattn_release": "memory and threads, not bits",
@@ -73,8 +67,30 @@ NOT_IN_BITS = {
 
 def test_every_function_of_the_core_is_fuzzed_and_compared_across_machines() -> None:
     assert len(FUNCTIONS) > 40
-    assert missing(FUNCTIONS, text_of("fuzz/core/*.[ch]"), NOT_IN_C_FUZZER) == set()
+    assert missing(FUNCTIONS, text_of("fuzz/core/*.[ch]", "tests/core/*.[ch]"), NOT_IN_C_FUZZER) == set()
     assert missing(FUNCTIONS, text_of("tests/core/*.[ch]"), NOT_IN_BITS) == set()
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+# What the core never sees by this name: Python turns it into something else.
+NOT_OF_THE_CORE = {
+    "enable_gqa": "the number of heads says it",
+    "layout": "it is a matter of strides",
+    "rng": "it is a part of dropout_p: a seed or a generator",
+    "block_size": "it is a part of block_mask",
+}
+
+
+def test_every_option_is_in_the_stored_bits() -> None:
+    """The problems of fuzzer and bits.c read the rows of operands; a line names the options of its problem."""
+    rows = {row[0] for row in [*_cattn._operands(), *_cattn._numbers()]}
+    lines = (ROOT / "tests" / "data" / "bits.txt").read_text("utf-8")
+    assert len(rows) > 20
+    assert missing(rows, lines, NOT_OF_THE_CORE) == set()
+    kinds = re.findall(r'\{"(\w+)", choose_\w+\}', (ROOT / "tests" / "core" / "functions.c").read_text("utf-8"))
+    assert len(kinds) > 15
+    assert {line.split()[0] for line in lines.splitlines()} == set(kinds)
+    assert len(lines.splitlines()) >= 48
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -93,10 +109,10 @@ def test_every_source_has_mutants() -> None:
 
 
 def test_the_c_fuzzer_compiles_every_source_of_the_core() -> None:
-    """Kernels by table; the sources of the core, the table of options and the generator by pattern."""
+    """Kernels by table; the sources of the core, of the table of options and of the fuzzer by pattern."""
     text = (ROOT / "tools" / "fuzz").read_text("utf-8")
-    for pattern in ("csrc/core/*.c", "fuzz/core/*.c", "csrc/kernels/kernels_$name.c"):
-        assert pattern.removeprefix("csrc/") in text
+    for pattern in ("csrc/{core,call}/*.c", "fuzz/core/*.c", "csrc/kernels/kernels_$name.c"):
+        assert pattern in text
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------

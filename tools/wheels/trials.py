@@ -95,7 +95,8 @@ def compare_bits(wheel: Wheel, n: int) -> str:
     program = wheel.compiler.with_name("bits.exe")
     flags = ["-std=gnu11", "-O1", "-ffp-contract=off", "-I", ROOT / "csrc"]
     libraries = [] if wheel.target.system == "windows" else ["-pthread", "-lm"]
-    run(wheel.compiler, *flags, ROOT / "tests/core/bits.c", *wheel.objects, *libraries, "-o", program)
+    sources = [ROOT / file for file in machines().BITS]
+    run(wheel.compiler, *flags, *sources, *wheel.objects, *libraries, "-o", program)
     env: dict[str, str | None] = {"WINEDEBUG": "-all", "WINEPREFIX": str(wheel.compiler.with_name("wine"))}
     compared = 0
     for line in run(*words, program, env=env, errors_too=False).splitlines():  # Wine writes notices to standard error
