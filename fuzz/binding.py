@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from arguments import Bytes, Ours, any_thing
-from calls import CALLS, Finding, cattn, list_keys, quantize
+from calls import CALLS, MORE_CALLS, Finding, cattn, list_keys, more_options, quantize
 
 from cattn._input.types import AttentionOutput
 
@@ -96,8 +96,9 @@ def check(error: Exception, function: Callable[..., Any], arguments: dict[str, A
 def run(raw_bytes: bytes) -> None:
     """Make the call of these bytes; raise Finding if it misbehaves."""
     data = Bytes(raw_bytes)
-    replaced = [(data.below(32), data.below(4)) for _ in range(data.below(4))]
-    function, make = data.pick(CALLS)
+    first = data.below(256)
+    replaced = [(data.below(32), data.below(4)) for _ in range(first % 4)]
+    function, make = data.pick(MORE_CALLS if first >= 192 else CALLS)
     arguments = make(data)
     names = list(arguments)
     for index, _ in replaced:
@@ -108,6 +109,7 @@ def run(raw_bytes: bytes) -> None:
         arguments = {name: arguments[name] for name in arguments if name in names}
     quantize(data, function, arguments)
     list_keys(data, function, arguments)
+    more_options(data, function, arguments)
     before = memory_of(arguments)
     rng = arguments.get("rng")
     state = rng.get_state() if isinstance(rng, cattn.TorchGenerator) else None

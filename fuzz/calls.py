@@ -20,7 +20,7 @@ except ImportError:
 else:
     with atheris.instrument_imports(include=["cattn"]):
         import cattn
-from arguments import FLOATS, QUANTIZED, SIZES, Bytes, any_thing, numbers
+from arguments import FLOATS, QUANTIZED, SIZES, Bytes, Ours, any_thing, numbers
 
 from cattn import _cattn, functional
 
@@ -103,16 +103,18 @@ class Shapes:
 
 def quantize(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
     """Make key and value quantized. Chosen after all else, so that older inputs keep their meaning."""
+    takes = "layout" in inspect.signature(function).parameters and "query_tangent" not in call
     for name in ("key", "value"):
-        array, scale = call.get(name), f"{name}_scale"
-        if "query" not in call or not data.chance(3) or scale not in inspect.signature(function).parameters:
+        array = call.get(name)
+        if not takes or not data.chance(3) or not isinstance(array, np.ndarray) or array.size >= 1 << 20:
             continue
-        if isinstance(array, np.ndarray) and array.size < 1 << 20:
-            call[name] = numbers(data, array.shape, data.pick(QUANTIZED))
-            kinds = ((*array.shape[:-1], 1), array.shape[-1:], array.shape, ())
-            call[scale] = np.abs(numbers(data, data.pick(kinds), np.float32)) + np.float32(0.5)
-        if data.chance(4):
-            call[scale] = any_thing(data)
+        values = numbers(data, array.shape, data.pick(QUANTIZED))
+        kinds = ((*array.shape[:-1], 1), array.shape[-1:], array.shape, ())
+        scale = np.abs(numbers(data, data.pick(kinds), np.float32)) + np.float32(0.5)
+        try:
+            call[name] = cattn.Quantized(values, any_thing(data) if data.chance(4) else scale)
+        except (TypeError, ValueError, OverflowError, MemoryError, Ours):
+            call[name] = array
 
 
 def list_keys(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
@@ -126,6 +128,19 @@ def list_keys(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -
         call.pop(name, None)
     rows, n = data.pick((1, min(query.shape[-2], 1000))), data.below(40)
     call["key_indices"] = np.arange(rows * n).reshape(rows, n) * 7 % (min(key.shape[-2], 10**6) + 1) - 1
+
+
+def more_options(data: Bytes, function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Products of bfloat16, and tokens before heads. Chosen after the lists."""
+    parameters = inspect.signature(function).parameters
+    if "compute_dtype" in parameters and data.chance(6):
+        call["compute_dtype"] = "bfloat16"
+    if "layout" not in parameters or not data.chance(6):
+        return
+    call["layout"] = "bthd"
+    for name, a in call.items():
+        if name.startswith(("query", "key", "value", "grad_out", "out")) and getattr(a, "ndim", 0) > 2:
+            call[name] = a.swapaxes(-2, -3) if isinstance(a, np.ndarray) else a
 
 
 def attention(data: Bytes) -> dict[str, Any]:
@@ -190,6 +205,58 @@ def packed(data: Bytes) -> dict[str, Any]:
     if data.chance(3):
         call |= {"dropout_p": 0.5, "rng": 5}
     return call | ({"out": s.out(sum(q), heads, s.D_v)} if data.chance(3) else {})
+
+
+def packed_backward(data: Bytes) -> dict[str, Any]:
+    call = packed(data)
+    call.pop("out", None)
+    shape = (*call["query"].shape[:-1], call["value"].shape[-1])
+    out = np.zeros(shape, call["query"].dtype)
+    return call | {"grad_out": out, "out": out, "lse": np.zeros(shape[1::-1], np.float32), "merged": True}
+
+
+def statistics_of(call: dict[str, Any], data: Bytes) -> dict[str, Any]:
+    for name in ("value", "dropout_p", "rng", "out"):
+        call.pop(name, None)
+    call |= {"top_k": data.below(4)} if data.chance(3) else {}
+    call |= {"observation_window": data.pick((None, 1, 5))} if data.chance(3) else {}
+    return call | ({"statistics": data.pick((None, "lse", ["entropy", "received"]))} if data.chance(2) else {})
+
+
+def statistics(data: Bytes) -> dict[str, Any]:
+    return statistics_of(Shapes(data).attention(), data)
+
+
+def packed_statistics(data: Bytes) -> dict[str, Any]:
+    return statistics_of(packed(data), data)
+
+
+def tangents(data: Bytes) -> dict[str, Any]:
+    s = Shapes(data)
+    call = s.attention()
+    if "dropout_p" in call:
+        call["rng"] = 5
+    for name in ("query", "key", "value", "bias", "sinks"):
+        if name in call and data.chance(2):
+            call[f"{name}_tangent"] = s.make(*call[name].shape, dtype=call[name].dtype)
+    return call
+
+
+def tangents_backward(data: Bytes) -> dict[str, Any]:
+    call = tangents(data)
+    shape = (*call["query"].shape[:-1], call["value"].shape[-1])
+    call["grad_out_tangent"] = numbers(data, shape, call["query"].dtype)
+    return call | ({"grad_lse_tangent": numbers(data, shape[:-1], np.float32)} if data.chance(2) else {})
+
+
+def rolling(data: Bytes) -> dict[str, Any]:
+    n, s = data.pick(SIZES), Shapes(data)
+    return {"weights": np.abs(s.make(1 + data.below(3), *s.batch_dims, 2, n, n)), "residual": data.pick((0.5, 0, 1))}
+
+
+def scoring(data: Bytes) -> dict[str, Any]:
+    n = data.pick(SIZES)
+    return {"weights": np.abs(numbers(data, (2, n, n), np.float32)), "token_ids": np.arange(n) % 3}
 
 
 def rowwise(name: str, **more: Callable[[Bytes], Any]) -> Callable[[Bytes], dict[str, Any]]:
@@ -333,6 +400,23 @@ def draw(method: str) -> Callable[..., Any]:
     return call
 
 
+def derive_twice(grad_out_tangent: Any, grad_lse_tangent: Any = None, **arguments: Any) -> Any:
+    """Compute the derivatives and then their gradients, whose results have to fit."""
+    found = cattn.attention_jvp(**arguments, return_lse=True)
+    results = {"out": found.out, "lse": found.lse, "out_tangent": found.out_tangent, "lse_tangent": found.lse_tangent}
+    return cattn.attention_jvp_backward(grad_out_tangent, **results, **arguments, grad_lse_tangent=grad_lse_tangent)
+
+
+def layer(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a layer and call it."""
+
+    def call(x: Any, **arguments: Any) -> Any:
+        return kind(**arguments)(x)
+
+    call.names = [*inspect.signature(kind).parameters, "x"]  # type: ignore[attr-defined]
+    return call
+
+
 def set_threads(n: Any) -> None:
     try:
         cattn.set_num_threads(n)
@@ -447,3 +531,28 @@ CALLS: list[tuple[Callable[..., Any], Maker]] = [
         ),
     ),
 ]  # fmt: skip
+
+MATRIX = np.ones((2, 5, 3), np.float32)
+SIZED = constant(x=MATRIX, d_in=3, d_out=4, rng=3)
+IN_CONTEXT = constant(x=MATRIX, d_in=3, d_out=4, context_length=8, dropout=0.5, rng=3)
+# Functions that came later: inputs whose first byte is 192 or more choose from these.
+MORE_CALLS: list[tuple[Callable[..., Any], Maker]] = [
+    (cattn.attention_jvp, tangents),
+    (derive_twice, tangents_backward),
+    (cattn.attention_statistics, statistics),
+    (cattn.varlen_attention_statistics, packed_statistics),
+    (cattn.varlen_attention_backward, packed_backward),
+    every_argument(cattn.attention_jvp, tangents),
+    every_argument(cattn.attention_statistics, statistics),
+    every_argument(cattn.varlen_attention, packed),
+    (cattn.attention_rollout, rolling),
+    (cattn.head_scores, scoring),
+    (cattn.Quantized, constant(values=lambda d: numbers(d, (2, 3), d.pick(QUANTIZED)), scale=np.float32(0.5))),
+    (cattn.BlockMask, constant(blocks=lambda d: numbers(d, (2, 3), np.float32) > 0, size=16)),
+    (functional.gelu, activating),
+    (layer(cattn.Dropout), constant(x=SHAPE, p=0.5, rng=3)),
+    (layer(cattn.SelfAttention_v1), SIZED),
+    (layer(cattn.SelfAttention_v2), SIZED),
+    (layer(cattn.CausalAttention), IN_CONTEXT),
+    (layer(cattn.MultiHeadAttentionWrapper), lambda data: IN_CONTEXT(data) | {"num_heads": 2}),
+]

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 import cattn
 from cattn import functional
 from support import find
-from support.attention_strategy import KEYS, LONG, ROWS, calls, packed_calls, quantize, statistics_options
+from support.attention_strategy import (
+    KEYS,
+    LONG,
+    ROWS,
+    calls,
+    gathered_calls,
+    packed_calls,
+    quantize,
+    statistics_options,
+)
 from support.wrong_calls import CASES, WORKING, Row
 
 Results = list[np.ndarray]
@@ -79,6 +88,9 @@ def attention_calls(draw: st.DrawFn) -> dict[str, Any]:
     stream = draw(rngs)
     if "dropout_p" in call:
         call["rng"] = stream
+    singles = all(call[name].dtype not in (np.float16, np.float64) for name in ("query", "key", "value"))
+    if singles and draw(st.booleans()):
+        call["compute_dtype"] = "bfloat16"
     return call
 
 
@@ -102,6 +114,8 @@ def attention(draw: st.DrawFn) -> Work:
 def gradients(draw: st.DrawFn) -> Work:
     call, double_lse = draw(attention_calls()), draw(st.booleans())
     call.pop("scale", None)
+    if any(isinstance(call[name], cattn.Quantized) for name in ("key", "value")):
+        call.pop("compute_dtype", None)
 
     def run() -> Results:
         result = cattn.scaled_dot_product_attention(**again(call), return_lse=True)
@@ -117,6 +131,45 @@ def gradients(draw: st.DrawFn) -> Work:
         )
 
     return Work("gradients", run, call)
+
+
+@st.composite
+def gathered(draw: st.DrawFn) -> Work:
+    """Attention and gradients of lists of keys."""
+    call, _ = draw(gathered_calls())
+
+    def run() -> Results:
+        result = cattn.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
+        wide = {name: a for name, a in call.items() if name != "scale"}
+        again = cattn.scaled_dot_product_attention(**wide, return_lse=True)
+        grads = cattn.attention_backward(again.out, out=again.out, lse=again.lse, **wide)
+        return arrays(result, cattn.attention_weights(**{n: a for n, a in call.items() if n != "value"}), grads)
+
+    return Work("gathered", run, call)
+
+
+@st.composite
+def tangents(draw: st.DrawFn) -> Work:
+    """The derivative in a direction, and its gradients."""
+    call, _ = draw(calls())
+    call.pop("scale", None)
+    names = [
+        name for name in ("query", "key", "value", "bias", "sinks") if name in call and draw(st.integers(0, 3)) > 0
+    ]
+    steps = {name: np.arange(np.size(call[name])).reshape(np.shape(call[name])) % 7 / 4 - 0.75 for name in names}
+    direction = {f"{name}_tangent": x.astype(np.asarray(call[name]).dtype) for name, x in steps.items()}
+
+    def run() -> Results:
+        found = cattn.attention_jvp(**call, **direction, return_lse=True)
+        results = {
+            "out": found.out,
+            "lse": found.lse,
+            "out_tangent": found.out_tangent,
+            "lse_tangent": found.lse_tangent,
+        }
+        return arrays(found, cattn.attention_jvp_backward(found.out, **results, **call, **direction))
+
+    return Work("tangents", run, call | direction)
 
 
 @st.composite
@@ -261,6 +314,33 @@ def stream(draw: st.DrawFn) -> Work:
     return Work("stream", run, {"seed": seed, "kind": kind, "sizes": sizes})
 
 
+@st.composite
+def small(draw: st.DrawFn) -> Work:
+    """Masks, slopes, counts, quantized numbers, and what is made of weights."""
+    T_q, T_k = draw(st.sampled_from(ROWS)), draw(st.sampled_from(KEYS))
+    x = normal(draw, 2, T_q, draw(st.sampled_from([1, 8, 33])), dtype=draw(st.sampled_from(FLOATS)))
+    weights = np.abs(normal(draw, 2, 3, T_q, T_q))
+    corner, left, axis = (
+        draw(st.sampled_from(["upper_left", "lower_right"])),
+        draw(st.integers(0, 99)),
+        draw(st.sampled_from([-1, -2])),
+    )
+
+    def run() -> Results:
+        options = {"is_causal": corner, "window_size": (cattn.sliding_window(left + 1)[0], 0)}
+        pairs = np.array(cattn.explain(x, x, x, is_causal=corner).visible_pairs)
+        kept = cattn.quantize(x, axis)
+        wide = cattn.dequantize(kept.values, kept.scale)
+        scores = cattn.head_scores(weights[0], np.arange(T_q) % 5)
+        return arrays(
+            cattn.causal_mask(T_q, T_k, **options), cattn.get_alibi_slopes(T_q), pairs, kept.values,
+            kept.scale, wide, cattn.attention_rollout(weights), tuple(scores),
+            np.array([ord(c) for c in cattn.show_mask(3, 4, is_causal=corner)]),
+        )  # fmt: skip
+
+    return Work("small", run, {"x": x, "weights": weights, "corner": corner, "left": left, "axis": axis, "T_k": T_k})
+
+
 # ---- modules -------------------------------------------------------------------------------------------------------
 def _whole(*shape: int) -> np.ndarray:
     """Small whole numbers, whose products and sums are exact in any order in which the BLAS adds them."""
@@ -305,14 +385,13 @@ def modules(draw: st.DrawFn) -> Work:
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
 def any_function() -> st.SearchStrategy[Work]:
-    """All work except layers, whose projections are NumPy's."""
-    return st.one_of(
-        attention(), gradients(), summary(), packed(), decoding(), merging(), rowwise(), rotation(), stream()
-    )
+    """All work except layers and statistics, whose sums and products are NumPy's."""
+    of_attention = attention(), gathered(), gradients(), tangents(), summary(), packed(), decoding(), merging()
+    return st.one_of(*of_attention, rowwise(), rotation(), stream())
 
 
 def any_work() -> st.SearchStrategy[Work]:
-    return st.one_of(any_function(), modules())
+    return st.one_of(any_function(), small(), modules())
 
 
 # Calls that must be refused. Not among them: warnings turned into errors, which is a setting of the process, and calls
