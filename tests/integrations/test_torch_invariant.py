@@ -184,6 +184,7 @@ def test_wrong_calls_raise_pytorchs_errors() -> None:
         lambda: x.mean((0, 0)),
         lambda: torch.mean(x, 0, out=torch.empty(4, dtype=torch.int64)),
         lambda: torch.sum(x, 0, out=torch.empty(4, dtype=torch.complex64), dtype=torch.float32),
+        lambda: torch.ops.aten.softplus.out(x, out=torch.empty(3, 4, dtype=torch.float64)),
         lambda: torch.arange(3).mean(),
         lambda: x.softmax(2),
     ]

@@ -97,6 +97,8 @@ def _kernel_of_elements(theirs: Any, at: list[int], in_place: bool, functional: 
         result = _by_full_vectors(compute, tensors, shape)
         if not torch.can_cast(result.dtype, target.dtype) or (in_place and target.shape != shape):
             return theirs.call_boxed(keyset, *arguments, **options)  # PyTorch's own error
+        if not in_place and target.dtype is not result.dtype:
+            theirs.call_boxed(keyset, *arguments, **options)  # some operators refuse a cast
         if not in_place and target.shape != shape:
             target.resize_(shape)
         return target.copy_(result)

@@ -241,8 +241,8 @@ class Notices:
             warnings.warn(
                 "batch_invariant(): softmax of scores whose first keys are masked, as by padding on the left. A "
                 "product of the weights with the values adds its terms in another order then than without padding, so "
-                "that last bits differ from the text alone: pad on the right, or leave attention to "
-                "torch.nn.functional.scaled_dot_product_attention or cattn.integrations.transformers",
+                "that last bits differ from the text alone: pad on the right, or use cattn.integrations.transformers, "
+                "where the model allows it",
                 stacklevel=3,
             )
 
