@@ -324,6 +324,25 @@ def _kernel_of_nll(theirs: Any) -> Kernel:
     return kernel
 
 
+def _kernel_of_batch_norm(theirs: Any) -> Kernel:
+    """Return the kernel of a normalisation by known statistics, for which PyTorch has a formula for each layout."""
+
+    def kernel(
+        keyset: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *arguments: Any
+    ) -> Any:
+        results = theirs.call_boxed(keyset, x, weight, bias, mean, variance, training, *arguments)
+        if training or x.dtype not in DTYPES or x.layout is not torch.strided:
+            return results
+        shape = [-1] + [1] * (x.ndim - 2)
+        factor = 1 / (variance.double() + arguments[1]).sqrt()
+        factor = factor if weight is None else factor * weight.double()
+        added = -mean.double() * factor if bias is None else bias.double() - mean.double() * factor
+        _fill(results[0], x.double() * factor.reshape(shape) + added.reshape(shape))
+        return results
+
+    return kernel
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 _mean = partial(_kernel_of_sum, mean=True)
 _nansum = partial(_kernel_of_sum, skip_nan=True)
@@ -342,6 +361,7 @@ REDUCTIONS: dict[str, Callable[[Any], Kernel]] = {
     **dict.fromkeys(("_log_softmax", "_log_softmax.out"), partial(_kernel_of_softmax, log=True)),
     "_softmax_backward_data": _kernel_of_softmax_gradient,
     "_log_softmax_backward_data": partial(_kernel_of_softmax_gradient, log=True),
+    "native_batch_norm": _kernel_of_batch_norm,
     "native_layer_norm_backward": _kernel_of_layer_norm_gradient,
     **dict.fromkeys(("nll_loss_forward", "nll_loss_forward.output", "nll_loss2d_forward"), _kernel_of_nll),
 }
