@@ -12,6 +12,9 @@
 #define PARALLEL_WORK 200000.0
 /* Bytes of packed rows of a task at most; they may be larger than a cache, which reads them in order. */
 #define PACKED_BYTES (16 << 20)
+/* Bytes from which on B is packed slab by slab: a sum may be longer than memory, and pages that are given back take
+ * time, too. */
+#define BY_SLABS ((size_t)64 << 20)
 /* Tasks for each thread, so that no thread waits long for the last one. */
 #define TASKS_PER_THREAD 4
 /* With few rows of B: elements of A in a task. */
@@ -23,7 +26,7 @@
 struct product_job {
     struct cattn_product_params p; /* a is read in place, b is packed */
     const struct cattn_kernels *kernels;
-    bool few;
+    bool few, by_slabs;
     int64_t b_rows, a_rows;     /* of a task */
     int64_t b_blocks, a_blocks; /* of a pair of matrices */
     size_t scratch_size;
@@ -77,7 +80,8 @@ static void lay_out(const struct product_job *job, struct cattn_product *product
     const bool pairs = job->p.bf16_products;
     const bool converts = pairs || job->p.a.storage != CATTN_STORED_PLAIN || job->p.b.storage != CATTN_STORED_PLAIN;
     const bool copies = job->p.a.col != 1 && !pairs;
-    product->packed = cattn_carve(arena, packed_rows * cols * element);
+    const size_t packed = job->by_slabs ? (size_t)CATTN_FEW_SLABS * CATTN_SLAB_TERMS : cols;
+    product->packed = cattn_carve(arena, packed_rows * packed * element);
     product->sums = cattn_carve(arena, sums * element);
     product->a_copy = cattn_carve(arena, copies ? CATTN_PRODUCT_ROWS * slab : 0);
     product->converted = cattn_carve(arena, converts ? converted * slab : 0);
@@ -109,6 +113,7 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
     const int64_t out = batch * p->out_batch + b_first * p->out_b;
     struct cattn_product product = {
         .stop = cattn_stop_of(worker),
+        .by_slabs = job->by_slabs,
         .a = matrix_of(&p->a, p->dtype, batch, 0),
         .b = matrix_of(&p->b, p->dtype, batch, b_first),
         .depth = p->depth,
@@ -124,7 +129,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
         product.bias = (const char *)p->bias + (batch * p->bias_batch + b_first * p->bias_b) * element;
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out(job, &product, &arena);
-    (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
+    if (!job->by_slabs)
+        (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
     const int64_t most = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
     for (int64_t a = a_first; a < a_end && !cattn_should_stop(worker); a += most) {
         const int n_rows = (int)cattn_min(most, a_end - a);
@@ -142,6 +148,7 @@ static void cut(struct product_job *job) {
     job->few = p->n_b <= CATTN_FEW_ROWS;
     job->b_rows = job->few ? p->n_b : cattn_round_up(cattn_ceil_div(p->n_b, cattn_ceil_div(p->n_b, most)), CATTN_PAD);
     job->b_blocks = cattn_ceil_div(p->n_b, job->b_rows);
+    job->by_slabs = (size_t)job->b_rows * (size_t)row_bytes > BY_SLABS;
     const int64_t least = job->few ? cattn_ceil_div(FEW_ELEMENTS, p->depth + 1) : CATTN_PRODUCT_ROWS;
     const int64_t wanted = job->p.num_threads > 1 ? TASKS_PER_THREAD * (int64_t)job->p.num_threads : 1;
     const int64_t pieces = cattn_ceil_div(wanted, job->b_blocks * p->n_batch);

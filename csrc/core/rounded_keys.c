@@ -11,6 +11,8 @@
 #define LEAST_QUERIES 240
 /* Rows of a task. */
 #define PIECE_ROWS 512
+/* Columns beside which a look at a stop costs nothing. */
+#define LONG_ROW 4096
 /* Elements below which the copies are made by the calling thread alone. */
 #define ALONE ((int64_t)1 << 17)
 
@@ -81,9 +83,9 @@ static bool is_repeated(const struct cattn_attention_params *p, const struct cat
 }
 
 static void round_rows(const struct cattn_matrix *from, const struct cattn_matrix *to, int64_t begin, int64_t end,
-                       int64_t n_cols) {
+                       int64_t n_cols, struct cattn_worker *worker) {
     const struct cattn_kernels *kernels = cattn_bf16_kernels().few;
-    for (int64_t r = begin; r < end; r++)
+    for (int64_t r = begin; r < end && !(n_cols > LONG_ROW && cattn_should_stop(worker)); r++)
         kernels->round_row(from, r, n_cols, (uint16_t *)(uintptr_t)to->first + r * to->row);
 }
 
@@ -102,9 +104,9 @@ static void round_piece(void *context, int64_t task, struct cattn_worker *worker
     cattn_keys_of_head(from, &batch, head, &key, &value);
     cattn_keys_of_head(to, &copied, head, &key_copy, &value_copy);
     if (!is_repeated(from, &from->key, index))
-        round_rows(&key, &key_copy, begin, end, from->head_dim);
+        round_rows(&key, &key_copy, begin, end, from->head_dim, worker);
     if (!is_repeated(from, &from->value, index))
-        round_rows(&value, &value_copy, begin, end, from->d_v);
+        round_rows(&value, &value_copy, begin, end, from->d_v, worker);
 }
 
 enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struct cattn_rounded_keys **rounded) {

@@ -360,12 +360,13 @@ struct cattn_activation_row {
 /* C[i][j] = the sum over d of A[i][d] * B[j][d], plus a bias: a task's part of a product of two matrices. A driver
  * calls
  *
- *     product_pack | product_pack_few    once: packs B
+ *     product_pack | product_pack_few    once: packs B, unless it is packed by slabs
  *       product_tile | product_few       for some rows of A: computes and writes their part of C
  *
  * The functions named `few` serve up to CATTN_FEW_ROWS rows of B. */
 struct cattn_product {
     struct cattn_stop stop;
+    bool by_slabs; /* B is too long to be packed as a whole: the kernels pack each slab anew for some rows of A */
     struct cattn_matrix a, b; /* rows of n_cols = depth columns, any strides */
     int64_t depth, n_b;
     /* element (i, j) of C is at i * out_a + j * out_b; the bias at i * bias_a + j * bias_b, in the table's own type */
@@ -375,7 +376,7 @@ struct cattn_product {
     const void *bias; /* or NULL */
     int64_t bias_a, bias_b;
     /* scratch */
-    void *packed;
+    void *packed;    /* by slabs: CATTN_FEW_SLABS of them */
     void *sums;      /* [CATTN_PRODUCT_ROWS][CATTN_PRODUCT_LANES], or the chains and sums of few rows */
     void *a_copy;    /* [CATTN_PRODUCT_ROWS][CATTN_SLAB_TERMS]: rows of A that lie otherwise */
     void *converted; /* [the most rows][CATTN_SLAB_TERMS]: numbers of another storage, or terms of pairs */

@@ -120,11 +120,11 @@ static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
     int64_t d = 0;
     do {
         const int64_t n = min64(SLAB, n_terms - d);
-        const struct product_slab s = {.a = slab_of_a(p, first, n_rows, d, n),
-                                       .n = n,
-                                       .packed = (const operand *)p->packed + padded * d * TERM_ELEMENTS,
-                                       .first = d == 0,
-                                       .n_rows = n_rows};
+        operand *packed = (operand *)p->packed + (p->by_slabs ? 0 : padded * d * TERM_ELEMENTS);
+        if (p->by_slabs) /* before slab_of_a, which may use the same scratch */
+            pack_slab(p, d, n, padded, packed);
+        const struct product_slab s = {
+            .a = slab_of_a(p, first, n_rows, d, n), .n = n, .packed = packed, .first = d == 0, .n_rows = n_rows};
         add_slab(p, &s);
         d += n;
         if (d < n_terms && stops(&p->stop))

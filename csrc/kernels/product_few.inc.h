@@ -128,17 +128,29 @@ INLINE vf add_few_chains(const real chains[LANES][CHAINS], vf sum) {
     return sum;
 }
 
-/* Packs all rows of B, piece by piece: rows of whole chains, with zeros after the last column. */
-static void product_pack_few(struct cattn_product *p) {
-    const int64_t cols = cattn_round_up(terms_of(p->depth), CHAINS) * TERM_ELEMENTS;
+/* Packs n terms of all rows of B from term d on, piece by piece: rows of whole chains, with zeros after the last
+ * column. Returns the length of a row. */
+static int64_t pack_few(const struct cattn_product *p, int64_t d, int64_t n_terms) {
+    const int64_t first = d * TERM_ELEMENTS, cols = cattn_round_up(n_terms, CHAINS) * TERM_ELEMENTS;
     operand *to = p->packed;
     for (int64_t r = 0; r < p->n_b; r++)
         PIECES(c, 0, cols, &p->stop) {
-            const int64_t n = min64(PIECE, cols - c), given = min64(n, p->depth - c);
-            const struct cattn_matrix row = matrix_from(&p->b, r, c);
+            const int64_t n = min64(PIECE, cols - c), given = min64(n, p->depth - first - c);
+            const struct cattn_matrix row = matrix_from(&p->b, r, first + c);
             pack_row(&row, given, to + r * cols + c);
             memset(to + r * cols + c + given, 0, (size_t)(n - given) * sizeof *to);
         }
+    return cols;
+}
+
+static void product_pack_few(struct cattn_product *p) { pack_few(p, 0, terms_of(p->depth)); }
+
+/* The first packed row of B from term d on. By slabs these n terms are packed first. */
+static const operand *packed_few(const struct cattn_product *p, int64_t d, int64_t n, int64_t *b_row) {
+    if (!p->by_slabs)
+        return (const operand *)p->packed + d * TERM_ELEMENTS;
+    *b_row = pack_few(p, d, n);
+    return p->packed;
 }
 
 /* ---- columns ---- */
@@ -233,8 +245,8 @@ static void few_columns_tile(const struct cattn_product *p, sum_columns_of *sum_
         if (d > 0 && stops(&p->stop))
             return;
         few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);
-        few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
         few.n = min64(SLAB, n_terms - d);
+        few.b = packed_few(p, d, few.n, &few.b_row);
         few.n_elements = min64(SLAB * TERM_ELEMENTS, p->depth - d * TERM_ELEMENTS);
         products_begin();
         sum_columns(&few);
@@ -265,7 +277,7 @@ static void few_tile(const struct cattn_product *p, int64_t first, int n_rows) {
         n = min64(in_place ? most : SLAB, n_terms - d);
         struct few_rows few = {.n_a = n_rows, .b_row = b_row, .chains = chains};
         few.a = matrix_from(&p->a, first, d * TERM_ELEMENTS);
-        few.b = (const operand *)p->packed + d * TERM_ELEMENTS;
+        few.b = packed_few(p, d, n, &few.b_row);
         if (!in_place) {
             const struct source from = slab_of_a(p, first, n_rows, d, n);
             few.a = (struct cattn_matrix){.storage = OPERAND_STORAGE, .first = from.first, .row = from.row, .col = 1};

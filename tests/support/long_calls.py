@@ -14,7 +14,11 @@ def long_calls() -> dict[str, Callable[[], object]]:
     few = np.broadcast_to(one, (1 << 31, 16))
     scores = np.broadcast_to(np.float32(1), (1 << 10, 1 << 22))
     out = np.empty((1 << 18, 16), np.float32)
+    sums = np.broadcast_to(np.float32(1), (2, 1 << 34))
+    stored = cattn.Quantized(np.broadcast_to(np.int8(1), (1 << 21, 64)), np.float32(1))
     return {
+        "linear": lambda: cattn.functional.linear(sums, sums),
+        "dequantize": lambda: cattn.dequantize(stored),
         "tile": lambda: cattn.scaled_dot_product_attention(long[: 1 << 18], long, long, out=out),
         "rows": lambda: cattn.scaled_dot_product_attention(one, few, few),
         "dropout": lambda: cattn.scaled_dot_product_attention(

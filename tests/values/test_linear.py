@@ -213,6 +213,25 @@ def test_long_sums_of_few_rows_read_nothing_beyond_them(columns: int, rows: int,
     np.testing.assert_array_equal(result[:, 0], x.sum(1, dtype=np.float64))
 
 
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 70_001), (20, 70_001), (7, 2**22 + 3), (20, 2**20 + 3)])
+def test_long_rows_are_packed_in_pieces_or_by_slabs(
+    rows: int, columns: int, compute_dtype: Any, rng: np.random.Generator
+) -> None:
+    """Rows of B that take more than 64 MiB are never packed as a whole. All sums are exact."""
+    x = rng.integers(-1, 2, (rows, columns), np.int8)
+    weight = rng.integers(-1, 2, (5 if rows < 20 else 17, columns), np.int8)
+    wide, dense = x.astype(np.float32), weight.astype(np.float32)
+    right = wide @ dense.T
+    scale = np.full((len(weight), 1), 0.5, np.float32)
+    for other in (dense, np.asfortranarray(dense)):
+        np.testing.assert_array_equal(linear(wide, other, compute_dtype=compute_dtype), right)
+    quantized = cattn.Quantized(weight, scale)
+    np.testing.assert_array_equal(linear(wide, quantized, compute_dtype=compute_dtype), right / 2)
+    if compute_dtype is None:
+        np.testing.assert_array_equal(linear(x.astype(np.float16), dense), right)
+
+
 def test_products_of_batches(dtype: type, rng: np.random.Generator) -> None:
     """The private product, which serves PyTorch's bmm."""
     a, b = rng.standard_normal((3, 20, 70)).astype(dtype), rng.standard_normal((3, 70, 40)).astype(dtype)
