@@ -409,3 +409,13 @@ def test_a_forgotten_option_is_an_error() -> None:
     del call["key_indices"]
     with pytest.raises(ValueError, match="lse is not that of these arguments"):
         cattn.attention_backward(result.out, out=result.out, lse=result.lse, **call)
+
+
+def test_no_query_has_a_list() -> None:
+    query, key = np.zeros((0, 4)), np.ones((5, 4))
+    lists: Call = {"key_indices": np.zeros((0, 3), np.int64)}
+    for module in (cattn, reference):
+        out, lse = np.zeros((0, 4)), np.zeros(0)
+        assert module.scaled_dot_product_attention(query, key, key, **lists).shape == (0, 4)
+        gradients = module.attention_backward(out, query, key, key, out, lse, **lists)
+        assert_same_bits(np.asarray(gradients.key), np.zeros((5, 4)))

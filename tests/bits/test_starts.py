@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cattn
@@ -421,6 +421,7 @@ def of_each_entry(call: Call) -> Call:
 def test_random_calls_have_the_bits_of_the_call_without_padding(isa: str, data: st.DataObject) -> None:
     """With every option, rank, stride and dtype."""
     call, _ = data.draw(calls().filter(lambda drawn: "key_value_seq_starts" in drawn[0]))
+    assume(0 not in call["query"].shape[:-2])  # without a batch entry there is no call alone
     right = alone(call)
     for way, result in every_way(lambda: everything(**call), tiny=False):
         assert_same_bits(result, right, way)

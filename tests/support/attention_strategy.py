@@ -88,11 +88,11 @@ def calls(draw: st.DrawFn, long: bool = False, with_heads: bool = False) -> tupl
     stored = draw(st.sampled_from(STORED))
     dtype = np.float64 if stored == np.float64 else np.float32
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    T_q, T_k = draw(st.sampled_from(ROWS)), draw(st.sampled_from([0, *KEYS]))
+    T_q, T_k = draw(st.sampled_from([*ROWS, 0])), draw(st.sampled_from([0, *KEYS]))
     if long and draw(st.integers(0, 15)) == 15:
         T_q, T_k = draw(st.sampled_from(ROWS[:9])), draw(st.sampled_from(LONG))
     D, D_v = draw(st.sampled_from(HEAD_DIMS[:20])), draw(st.sampled_from(HEAD_DIMS[:20]))
-    batch_dims = draw(st.lists(st.integers(1, 2), min_size=int(with_heads), max_size=2))
+    batch_dims = draw(st.lists(st.sampled_from([1, 2, 1, 2, 1, 2, 0]), min_size=int(with_heads), max_size=2))
     group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     heads = with_heads or (len(batch_dims) > 0 and draw(st.booleans()))
 

@@ -283,7 +283,8 @@ class Problem(NamedTuple):
         T_k = self.key.shape[-2]
         dense = np.zeros((math.prod(pairs.shape[:-1]), T_k + 1), pairs.dtype)  # -1 is the column after the last key
         rows = np.arange(len(dense))[:, None]
-        np.add.at(dense, (rows, self.indices.reshape(len(dense), -1)), pairs.reshape(len(dense), -1))
+        shape = (len(dense), pairs.shape[-1])
+        np.add.at(dense, (rows, self.indices.reshape(shape)), pairs.reshape(shape))
         return dense[:, :T_k].reshape(*pairs.shape[:-1], T_k)
 
     def of_listed_keys(self, pairs: NDArray[Any], filling: Any = 0) -> NDArray[Any]:
