@@ -229,9 +229,7 @@ def test_a_standard_output_without_room_is_named(folder: Path, words: list[str])
     save((5, 4), (6, 4), (6, 3))
     np.save("w.npy", np.full((5, 6), 1 / 6))
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "cattn", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
+        done = run_command([sys.executable, "-m", "cattn", *words], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "No space left on device: 'standard output'" in done.stderr
 

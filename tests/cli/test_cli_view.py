@@ -4,7 +4,6 @@ import io
 import os
 import re
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -139,7 +138,7 @@ def test_arrays_pass_through_pipes(folder: Path) -> None:
 
 def refused(*words: str, given: bytes = b"", **options: Any) -> str:
     command = [sys.executable, "-m", "cattn", *words]
-    done = subprocess.run(command, input=given, capture_output=True, timeout=120, **options)
+    done = run_command(command, given=given, capture_output=True, **options)
     assert done.returncode == 2, done.stderr.decode()
     assert done.stdout == b""
     return done.stderr.decode()

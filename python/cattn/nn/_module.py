@@ -320,6 +320,8 @@ class Module:
     def save(self, path: FilePath) -> None:
         """Write the parameters to a file. An existing file is replaced when the new one is complete.
 
+        A process that is killed meanwhile leaves a file ``.cattn-*.part`` beside it, which may be deleted.
+
         Parameters
         ----------
         path : path-like
