@@ -20,23 +20,29 @@ def warn_not_entered(call: str, instead: str = "") -> None:
 
 
 class Block(contextlib.AbstractContextManager[T], Generic[T]):
-    """A block of ``with``, or a decorator."""
+    """A block of ``with``, which may be entered again, also inside itself; or a decorator."""
 
-    def __init__(self, name: str, manager: contextlib._GeneratorContextManager[T]) -> None:
-        self._name, self._manager, self._used = name, manager, False
+    def __init__(self, name: str, make: Callable[[], contextlib._GeneratorContextManager[T]]) -> None:
+        self._name, self._make, self._used = name, make, False
+        self._entered: list[contextlib._GeneratorContextManager[T]] = []
 
     def __enter__(self) -> T:
         self._used = True
-        return self._manager.__enter__()
+        manager = self._make()
+        result = manager.__enter__()
+        self._entered.append(manager)
+        return result
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return self._manager.__exit__(kind, error, traceback)
+        if not self._entered:
+            raise RuntimeError(f"{self._name}() was not entered")
+        return self._entered.pop().__exit__(kind, error, traceback)
 
     def __call__(self, function: F) -> F:
         self._used = True
-        return self._manager(function)
+        return self._make()(function)
 
     def __del__(self) -> None:
         if not self._used:
@@ -49,6 +55,6 @@ def block(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Block[T]:
-        return Block(function.__name__, make(*args, **kwargs))
+        return Block(function.__name__, functools.partial(make, *args, **kwargs))
 
     return call
