@@ -136,13 +136,14 @@ def test_there_is_no_other_door() -> None:
     assert DOORS.keys() - public == {*INTEGRATIONS, "attend"}
 
 
-@pytest.mark.parametrize("door", [name for name in DOORS if hasattr(cattn, name)] + ["jax"])
+@pytest.mark.parametrize("door", [name for name in DOORS if hasattr(cattn, name)] + ["jax", "torch"])
 def test_the_error_for_a_refused_option_says_why(door: str) -> None:
-    if door == "jax":
-        pytest.importorskip("jax")
-    function: Any = (
-        importlib.import_module("cattn.integrations.jax").dot_product_attention if door == "jax" else find(door)
-    )
+    function: Any
+    if door in INTEGRATIONS:
+        pytest.importorskip(door)
+        function = getattr(importlib.import_module(f"cattn.integrations.{door}"), INTEGRATIONS[door])
+    else:
+        function = find(door)
     required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     for option, reason in DOORS[door].refused.items():
         with pytest.raises(TypeError) as error:

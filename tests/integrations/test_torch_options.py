@@ -496,3 +496,61 @@ def test_use_cattn_counts_its_calls() -> None:
     assert (outer.calls, outer.passed_on) == (2, 1)
     theirs(x, x, x)
     assert outer == bridge.Seen(2, 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 8), (5, 4, 8), (3, 2, 5, 4, 8)], ids=str)
+@pytest.mark.parametrize("enable_gqa", [None, True, False])
+def test_tokens_before_heads(shape: tuple[int, ...], enable_gqa: bool | None) -> None:
+    """The bits are cattn's for arrays in this layout, and for swapped tensors, with gradients, vmap and a compiler."""
+    kv_heads = 4 if enable_gqa is False else 2
+    query = tensor(*shape)
+    key, value = tensor(*shape[:-3], 7, kv_heads, 8, seed=1), tensor(*shape[:-3], 7, kv_heads, 6, seed=2)
+    options = {"enable_gqa": enable_gqa, "is_causal": "lower_right"}
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    sinks = tensor(4)
+    found = attention(*leaves, layout="bthd", sinks=sinks, return_weights=True, return_lse=True, **options)
+    arrays = [x.detach().numpy() for x in leaves]
+    wanted = cattn.scaled_dot_product_attention(
+        *arrays, layout="bthd", sinks=sinks.numpy(), return_weights=True, return_lse=True, **options
+    )
+    for name in ("out", "weights", "lse"):
+        np.testing.assert_array_equal(getattr(found, name).detach().numpy(), getattr(wanted, name))
+
+    def swapped(*x: Any) -> Any:
+        single = x[0].ndim == 3  # an axis before the heads, so that they are heads
+        q, k, v = (y.transpose(-3, -2)[None] if single else y.transpose(-3, -2) for y in x)
+        out = attention(q, k, v, sinks=sinks, **options).transpose(-3, -2)
+        return out[0] if single else out
+
+    grad = tensor(*found.out.shape, seed=5)
+    ours, theirs = (torch.autograd.grad(f, leaves, grad) for f in (found.out, swapped(*leaves)))
+    assert all(map(torch.equal, ours, theirs))
+    still = [x.detach() for x in leaves]
+
+    def call(*x: Any) -> Any:
+        return attention(*x, layout="bthd", sinks=sinks, **options)
+
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(*still), found.out)
+    stacked = [torch.stack([x, 2 * x]) for x in still]
+    one_by_one = torch.stack([call(*(x[i] for x in stacked)) for i in range(2)])
+    assert torch.equal(torch.vmap(call)(*stacked), one_by_one)
+
+
+def test_wrong_layouts_are_refused() -> None:
+    x = tensor(2, 5, 4)
+    for layout in ("thd", 5, True):
+        with pytest.raises(ValueError, match=r"layout must be 'bhtd' or 'bthd', got"):
+            attention(x, x, x, layout=layout)
+    with pytest.raises(ValueError, match=r"key must have at least 3 dimensions \(\.\.\., T_k, heads, head_dim\) for"):
+        attention(x, x[0], x, layout="bthd")
+    assert torch.equal(attention(x, x, x, layout=None), attention(x, x, x))
+
+
+def test_a_scale_with_fewer_axes_than_its_tensor_has_the_same_layout() -> None:
+    query, values = tensor(2, 5, 2, 8).float(), tensor(2, 7, 2, 8).float()
+    quantized = cattn.quantize(values.numpy(), dtype="int8")
+    for scale in (quantized.scale, np.array([[0.1], [0.2]], np.float32), np.float32(0.1)):
+        pair = cattn.Quantized(quantized.values, scale)
+        wanted = cattn.scaled_dot_product_attention(query.numpy(), pair, values.numpy(), layout="bthd")
+        np.testing.assert_array_equal(attention(query, pair, values, layout="bthd").numpy(), wanted)

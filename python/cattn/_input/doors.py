@@ -111,7 +111,6 @@ DOORS: dict[str, Door] = {
     ),
     "torch": Door(
         {
-            "layout": _HEADS_FIRST.format("x.transpose(1, 2)"),
             "return_dropout_mask": "the mask has the memory of the weights: draw it from rng by cattn's own function",
             "out": "PyTorch's functions with gradients return new tensors",
         }

@@ -9,6 +9,8 @@ try:
 except ImportError as _error:
     raise ImportError(f"cattn.integrations.torch needs PyTorch: pip install 'cattn[torch]' ({_error})") from _error
 
+from typing import Any as _Any
+
 from ..._input.names import public_names
 from . import _batching as _batching  # registers the rules of torch.vmap
 from . import nn
@@ -20,3 +22,5 @@ __dir__ = public_names(globals())
 
 for _object in (Seen, batch_invariant, scaled_dot_product_attention, use_cattn):
     _object.__module__ = __name__
+_wrapped: _Any = scaled_dot_product_attention
+_wrapped.__wrapped__.__module__ = __name__  # of which the hint for an unknown keyword reads what is refused here

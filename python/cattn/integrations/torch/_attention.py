@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._input.names import with_hints
 from ..._input.pairs import BlockMask, Quantized, no_scale_error
-from ..._input.types import Alignment, AttentionOutput, Window
+from ..._input.types import Alignment, AttentionOutput, Layout, Window
 from ._compute import forward, recorded
 from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options
 from ._quantized import read_quantized
@@ -38,6 +39,7 @@ _NUMBER: Any = (int, float, np.floating)
 class _Options(TypedDict, total=False):
     """The options that PyTorch's function does not have."""
 
+    layout: Layout
     bias: Tensor | None
     query_offset: int | Tensor | None
     query_seq_lengths: int | Tensor | None
@@ -59,6 +61,30 @@ def _read_compute_dtype(compute_dtype: object) -> str | None:
     if compute_dtype is torch.bfloat16 or (isinstance(compute_dtype, str) and compute_dtype == "bfloat16"):
         return "bfloat16"
     raise ValueError(f"compute_dtype must be None, 'bfloat16' or torch.bfloat16, got {compute_dtype!r}")
+
+
+def _are_tokens_first(layout: object) -> bool:
+    if layout is None or (isinstance(layout, str) and layout in ("bhtd", "bthd")):
+        return layout == "bthd"
+    raise ValueError(f"layout must be 'bhtd' or 'bthd', got {layout!r}")
+
+
+def _put_heads_first(tensors: dict[str, Any]) -> list[Any]:
+    """Return query, key, value and the scales of the last two, given with the tokens before the heads."""
+    shapes = {"query": "T_q, heads, head_dim", "key": "T_k, heads, head_dim", "value": "T_k, heads, d_v"}
+    for name, shape in shapes.items():
+        check_tensor(tensors[name], name)
+        if (ndim := tensors[name].ndim) < 3:
+            raise ValueError(f"{name} must have at least 3 dimensions (..., {shape}) for layout='bthd', got {ndim}")
+    single = all(tensors[name].ndim == 3 for name in shapes)
+    found: list[Any] = []
+    for x in tensors.values():
+        if x is not None and x.ndim > 1:  # a scale may have fewer dimensions than its tensor
+            x = (x if x.ndim > 2 else x[None]).transpose(-3, -2)
+        found.append(x)
+    if single:  # without a batch, axis -3 counts heads only with another axis before it
+        found[0] = found[0][None]
+    return [*found, single]
 
 
 def _read_alignment(is_causal: Any) -> str:
@@ -170,6 +196,7 @@ def scaled_dot_product_attention(
     return_lse: bool = ...,
     **options: Unpack[_Options],
 ) -> Any: ...
+@with_hints
 def scaled_dot_product_attention(
     query: Tensor,
     key: Any,
@@ -180,6 +207,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool | None = False,
     *,
+    layout: Layout = "bhtd",
     bias: Tensor | None = None,
     query_offset: int | Tensor | None = None,
     query_seq_lengths: int | Tensor | None = None,
@@ -230,6 +258,9 @@ def scaled_dot_product_attention(
 
     Other Parameters
     ----------------
+    layout : {"bhtd", "bthd"}
+        Order of heads and tokens in query, key, value and the output. "bthd" is (..., T, H, head_dim), of three or more
+        dimensions, of which axis -2 counts heads. Masks, weights and lse always have the heads before the queries.
     bias : Tensor, optional
         Float, added to the scaled scores besides attn_mask. Broadcasts to (..., T_q, T_k).
     query_offset : int or Tensor of int, optional
@@ -299,6 +330,10 @@ def scaled_dot_product_attention(
         check_tensor(query, "query")
         dtype = dtype_of(query)
         query, key, value, key_scale, value_scale = read_quantized(query, key, value)
+    tokens_first, single = _are_tokens_first(layout), False
+    if tokens_first:
+        named = {"query": query, "key": key, "value": value, "key_scale": key_scale, "value_scale": value_scale}
+        query, key, value, key_scale, value_scale, single = _put_heads_first(named)
     alignment = _read_alignment(is_causal)
     if is_causal_bias(attn_mask):
         if alignment:
@@ -376,6 +411,11 @@ def scaled_dot_product_attention(
             out, lse, weights = recorded("cattn::attention", forward, operands, options, return_lse, return_weights)
     if scaled:
         out, weights = out.to(dtype), None if weights is None else weights.to(dtype)
+    if tokens_first:
+        out = out.transpose(-3, -2)
+    if single:
+        parts: Any = ((out, True), (lse, return_lse), (weights, return_weights))
+        out, lse, weights = (x[0] if wanted else x for x, wanted in parts)
     if not return_weights and not return_lse:
         return out
     if return_lse and query.dtype is not torch.float64:
