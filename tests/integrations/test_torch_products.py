@@ -256,6 +256,58 @@ def test_a_text_alone_has_the_bits_of_any_batch() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_fused_layers_are_computed_by_their_parts(activation: str, norm_first: bool) -> None:
+    """They call no operator for their products, and TorchScript calls them whether the fast path is on or off."""
+    options = {"dropout": 0.0, "batch_first": True, "activation": activation, "norm_first": norm_first}
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, **options).eval()
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    x, lengths = randn(3, 9, 32), (9, 6, 4)
+    padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    nested = torch.nested.as_nested_tensor([x[i, :n] for i, n in enumerate(lengths)])
+    scripted, attention = torch.jit.script(model), layer.self_attn
+    calls = {
+        "layer": lambda: layer(x),
+        "padding": lambda: layer(x, src_key_padding_mask=padding),
+        "mask": lambda: layer(x, src_mask=hidden),
+        "both": lambda: layer(x, src_mask=hidden, src_key_padding_mask=padding),
+        "nested": lambda: layer(nested),
+        "model": lambda: model(x, src_key_padding_mask=padding),
+        "scripted": lambda: scripted(x),
+        "scripted, padding": lambda: scripted(x, src_key_padding_mask=padding),
+        "attention": lambda: attention(x, x, x)[0],
+        "weights": lambda: attention(x, x, x)[1],
+        "weights of heads": lambda: attention(x, x, x, average_attn_weights=False)[1],
+        "nested attention": lambda: attention(nested, nested, nested, need_weights=False)[0],
+    }
+    with torch.inference_mode():
+        for name, call in calls.items():
+            right = call()
+            with batch_invariant():
+                found = call()
+            parts = zip(found.unbind(), right.unbind(), strict=True)
+            for a, b in parts:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+        assert attention(x, x, x, need_weights=False)[1] is None
+        with batch_invariant():
+            assert attention(x, x, x, need_weights=False)[1] is None
+            batch, alone = (
+                model(x, src_key_padding_mask=padding),
+                [model(x[i : i + 1, :n]) for i, n in enumerate(lengths)],
+            )
+            for row, part, own, n in zip(batch, layer(nested).unbind(), alone, lengths, strict=True):
+                assert torch.equal(row[:n], own[0])
+                assert part.shape == (n, 32)
+            with pytest.raises(NotImplementedError, match=r"batch_invariant\(\) has no kernel for a nested"):
+                torch._native_multi_head_attention(
+                    nested, nested, nested, 32, 4, attention.in_proj_weight, attention.in_proj_bias,
+                    attention.out_proj.weight, attention.out_proj.bias, hidden, False,
+                )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("axes", [(0,), (1,), (-2, -1), (0, 1, 2)], ids=str)
 def test_sums_are_in_order(dtype: Any, axes: tuple[int, ...]) -> None:

@@ -11,6 +11,9 @@ torch = pytest.importorskip("torch")
 
 from test_torch_integration import attention  # noqa: E402
 from test_torch_options import FIRST, tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from cattn.integrations import torch as bridge  # noqa: E402
 
@@ -267,6 +270,78 @@ def test_weights_have_derivatives_of_both_orders() -> None:
         return attention(y, 2 * y, y, return_weights=True).weights.square().sum()
 
     torch.testing.assert_close(torch.func.hessian(ours)(x), torch.func.hessian(weights)(x))
+
+
+def along(f: Any, x: Any, t: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+
+
+DIRECTED: dict[str, Any] = {
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "jvp of vmap": lambda f, x, t: torch.func.jvp(torch.vmap(f), (x,), (t,))[1],
+    "vmap of jvp": lambda f, x, t: torch.vmap(lambda y, u: torch.func.jvp(f, (y,), (u,))[1])(x, t),
+    "dual": along,
+    "dual of vmap": lambda f, x, t: along(torch.vmap(f), x, t),
+    "vjp": lambda f, x, t: torch.func.vjp(f, x)[1](t)[0],
+    "jacfwd": lambda f, x, t: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x, t: torch.func.hessian(lambda y: f(y).square().sum())(x),
+    "product": lambda f, x, t: torch.func.jvp(torch.func.grad(lambda y: f(y).square().sum()), (x,), (t,))[1],
+    "vmap": lambda f, x, t: torch.vmap(f)(x) * t,
+}
+
+
+LAYER = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+CALLS: dict[str, Any] = {
+    "function": lambda y: attention(y, 2 * y, y + 1),
+    "use_cattn": lambda y: torch.nn.functional.scaled_dot_product_attention(y, 2 * y, y + 1),
+    "layer": LAYER,
+    "module": bridge.nn.MultiHeadAttention(4, 4, context_length=8, dropout=0.0, num_heads=2).double(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", DIRECTED)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_trace_of_derivatives_holds_them(call: str, name: str) -> None:
+    """Traces of other numbers held constants, or uninitialised memory."""
+    x, t = tensor(2, 3, 4), tensor(2, 3, 4, seed=1)
+
+    def function(a: Any, b: Any) -> Any:
+        return DIRECTED[name](lambda y: CALLS[call](y) if y.ndim > 2 else CALLS[call](y[None])[0], a, b)
+
+    with bridge.use_cattn():
+        found = function(x, t)
+        torch.testing.assert_close(make_fx(function)(t + 1, x + 1)(x, t), found, rtol=1e-9, atol=1e-9)
+        if call == "function" and name in ("jvp", "dual", "vjp", "product"):
+            with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace records no derivatives of cattn's"):
+                torch.jit.trace(function, (x, t), check_trace=False)
+    if call != "module":
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(CALLS, "function", CALLS["use_cattn"])
+            torch.testing.assert_close(found, function(x, t), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # PyTorch's own
+@pytest.mark.parametrize("way", ["function", "use_cattn"])
+def test_a_linearization_is_right_and_fake_tensors_stay_fake(way: str) -> None:
+    x, t = tensor(2, 5, 6, 4), tensor(2, 5, 6, 4, seed=1)
+    right = torch.func.jvp(lambda y: by_pytorch(y, 2 * y, y + 1), (x,), (t,))[1]
+    with bridge.use_cattn():
+        torch.testing.assert_close(torch.func.linearize(CALLS[way], x)[1](t), right)
+        with FakeTensorMode() as mode:
+            for name in ("jvp", "dual", "vjp", "vmap of jvp"):
+                fake = DIRECTED[name](CALLS[way], mode.from_tensor(x), mode.from_tensor(t))
+                assert isinstance(fake, FakeTensor)
+                assert fake.shape == x.shape
+
+
+def test_a_tensor_that_is_its_own_tangent_is_an_error_in_a_trace() -> None:
+    x, t = tensor(2, 3, 4), tensor(2, 3, 4, seed=1)
+    with pytest.raises(NotImplementedError, match=r"query and its tangent are the same tensor.*torch\.ops\.cattn"):
+        make_fx(lambda b: torch.func.jvp(CALLS["function"], (x,), (b,))[1])(x)
+    graph = make_fx(lambda b: torch.func.jvp(CALLS["function"], (x,), (b,))[1])(t)
+    torch.testing.assert_close(graph(x + t), torch.func.jvp(CALLS["function"], (x,), (x + t,))[1])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

@@ -52,7 +52,9 @@ def tokens_first(query: Tensor) -> bool:
 def empty_output(rows: tuple[int, ...], query: Tensor, value: Tensor) -> Tensor:
     """Return an output of these rows whose numbers are not set, in the memory order of the query."""
     if len(rows) == 3 and tokens_first(query):
-        return query.new_empty((rows[0], rows[2], rows[1], value.shape[-1])).transpose(1, 2)
+        (_, heads, tokens), width = rows, value.shape[-1]
+        strides = (tokens * heads * width, width, heads * width, 1)
+        return query.new_empty_strided((*rows, width), strides)  # no view: those have no tangents of their own
     return query.new_empty((*rows, value.shape[-1]))
 
 

@@ -22,6 +22,7 @@ from ._tensors import (
     nobody_watches,
     of_read_only,
     untracked,
+    without_compiler,
 )
 
 # The arguments of both operators, by csrc/call/operands.h: the operands, which may have gradients; the other arrays;
@@ -239,8 +240,6 @@ def _differentiate(ctx: Any, *of_results: Tensor | None) -> tuple[Any, ...]:
 attention_operator.register_autograd(_differentiate, setup_context=_save)
 
 
-_private: Any = torch
-without_compiler = _private._disable_dynamo  # torch.compiler.disable, which imports the compiler with the first call
 _library: Any = torch.library.Library("cattn", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 

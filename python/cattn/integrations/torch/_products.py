@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ... import _cattn
 from ...functional import linear
+from ._fused import FUSED
 from ._invariant import INVARIANT, REFUSED, kernel_that_refuses
 from ._sums import notices
 from ._tensors import DTYPES, as_array, as_tensor
@@ -148,7 +149,6 @@ class _Active:
         self.n_invariant = 0
         self.products: Any = None  # libraries of kernels
         self.guards: Any = None
-        self.fast_path = True
 
     @property
     def all_sizes(self) -> bool:
@@ -166,9 +166,7 @@ class _Active:
                 self.products = _products.register()
             if invariant and self.guards is None:
                 self.guards, notices.given = _guards.register(), False
-                # the fast path of PyTorch's own encoder layers has products that are no operators
-                self.fast_path = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
+                _register_fused(self.guards)
             self.counters.append(counter)
             self.n_invariant += invariant
 
@@ -179,7 +177,6 @@ class _Active:
             if self.n_invariant == 0 and self.guards is not None:
                 self.guards.reset()
                 self.guards = None
-                torch.backends.mha.set_fastpath_enabled(self.fast_path)
             if not self.counters:
                 self.products.reset()
                 self.products = None
@@ -232,6 +229,15 @@ _products = _Kernels(
     }
 )
 _guards = _Kernels(INVARIANT, REFUSED)
+
+
+def _register_fused(library: Any) -> None:
+    """Register the kernels of fused layers, which take nested tensors, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, kernel in FUSED.items():
+            for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.NestedTensorCPU):
+                library.impl(name, key, kernel, False)
 
 
 @contextmanager

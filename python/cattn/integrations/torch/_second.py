@@ -28,9 +28,8 @@ from ._operator import (
     guard,
     read_options,
     tensors_schema,
-    without_compiler,
 )
-from ._tensors import INSTEAD, OPERATOR, is_batched
+from ._tensors import INSTEAD, OPERATOR, is_batched, is_readable, is_traceable, is_traced, without_compiler
 
 TANGENTS = [f"{name}_tangent" for name in OPERANDS]
 _OF_DERIVATIVE = ["grad_out", "grad_lse", *TANGENTS, "out", "lse", "out_tangent", "lse_tangent"]
@@ -287,9 +286,15 @@ class _Transformed(torch.autograd.Function):
 
 
 def _run(operator: Any, direct: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call the operator, which has a rule for batches of ``torch.vmap``, or without one the function itself."""
-    batched = any(isinstance(x, Tensor) and is_batched(x) for x in arguments)
-    return operator(*arguments) if batched else direct(*arguments)
+    """Call the operator where a batch of ``torch.vmap`` needs its rule or a trace must hold it, else the function.
+
+    Autograd has been here already, and the operator's own rules would refuse tangents.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if not is_traceable() and not any(is_batched(x) or is_traced(x) for x in tensors):
+        return direct(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -324,6 +329,10 @@ class Attention(_Transformed):
 @without_compiler  # type: ignore[untyped-decorator]
 def attend_transformed(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp, with derivatives by all transforms."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"torch.jit.trace records no derivatives of {OPERATOR}: use make_fx, or {INSTEAD[4:]}"
+        )
     results: tuple[Tensor, Tensor] = Attention.apply(*arguments)  # type: ignore[no-untyped-call]
     return results
 
@@ -367,6 +376,23 @@ class Backward(_Transformed):
         return tuple(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True))
 
 
+def _check_trace(tangents: Sequence[Tensor | None], operands: Sequence[Tensor | None]) -> None:
+    """Refuse a tensor that is its own tangent while ``make_fx`` records what becomes of tensors.
+
+    If the tensor is a constant of the function and the tangent an argument, the trace would take one for the other.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        return
+    for name, tangent, operand in zip(OPERANDS, tangents, operands, strict=True):
+        if tangent is None or operand is None or not is_readable(tangent) or is_batched(tangent) or is_batched(operand):
+            continue
+        if tangent.untyped_storage()._cdata == operand.untyped_storage()._cdata:
+            raise NotImplementedError(
+                f"{name} and its tangent are the same tensor, which make_fx cannot tell apart in {OPERATOR}: trace "
+                "with a copy of one of them"
+            )
+
+
 class Jvp(_Transformed):
     """The derivatives of the output and of the log-sum-exp."""
 
@@ -375,6 +401,7 @@ class Jvp(_Transformed):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
+        _check_trace(arguments[:N_OPERANDS], arguments[N_OF_JVP:][:N_OPERANDS])
         return _run(jvp_operator, _derive, arguments)
 
     @staticmethod

@@ -1,31 +1,33 @@
-"""`use_cattn`: cattn under the name of PyTorch's function, and the count of its calls."""
+"""`use_cattn`: cattn's kernels of PyTorch's operator for attention, and the count of its calls."""
 
 from __future__ import annotations
 
 import contextlib
-import pkgutil
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from cattn._input.blocks import block
 
 from ._attention import scaled_dot_product_attention
 from ._products import products_by_cattn
-from ._tensors import DTYPES, dtype_of, is_causal_bias, is_plain, obstacle
+from ._tensors import DTYPES, as_plain, dtype_of, is_causal_bias, is_plain, is_traced, obstacle, run_uncompiled
 
-_theirs = torch.nn.functional.scaled_dot_product_attention
-_PARAMETERS = frozenset(("is_causal", "scale", "enable_gqa"))  # PyTorch's, after dropout_p
+_operator: Any = torch.ops.aten.scaled_dot_product_attention.default
+_COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+# Without and with autograd, and the transforms of torch.func, whose key comes first. The keys of autocast and of
+# TorchScript's tracer lie between, and call the next one.
+_KEYS = ("CPU", "AutogradCPU", "FuncTorchDynamicLayerFrontMode")
 
 
 @dataclass
 class Seen:
-    """Calls of PyTorch's name inside ``use_cattn``; calls of compiled code do not count.
+    """Calls of PyTorch's operators inside ``use_cattn``; attention that compiled code holds does not count.
 
     Parameters
     ----------
@@ -51,87 +53,67 @@ class Seen:
                 self.products_passed_on += 1
 
 
-class _Dispatcher:
-    """The function under PyTorch's name: it calls cattn or PyTorch, depending on the tensors.
+# ---- the kernel ----------------------------------------------------------------------------------------------------
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Compute PyTorch's operator by cattn, or by PyTorch where cattn cannot.
 
-    It compares equal to PyTorch's function, so that classes and modes find it in their tables of functions.
+    An operator that PyTorch composes of others has no formula of its own for autograd, for transforms and for tracing:
+    the function here has them.
     """
-
-    __name__ = __qualname__ = _theirs.__name__
-    __doc__ = _theirs.__doc__
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is _theirs
-
-    def __hash__(self) -> int:
-        return hash(_theirs)
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, *args: Any, **options: Any
-    ) -> Any:
-        arguments = (query, key, value, attn_mask, dropout_p, *args)
-        bias = is_causal_bias(attn_mask)
-        tensors = (query, key, value) if attn_mask is None or bias else (query, key, value, attn_mask)
-        dense = all(isinstance(tensor, Tensor) and not tensor.is_nested for tensor in tensors)
-        if dense and has_torch_function(tensors):
-            return handle_torch_function(self, tensors, *arguments, **options)
-        inputs = (query, key, value)
-        ours = (
-            dense
-            and all(is_plain(x) and obstacle(x, "") is None for x in tensors)
-            and all(x.ndim >= 2 and dtype_of(x) in DTYPES and dtype_of(x) == dtype_of(query) for x in inputs)
-        )
-        if not ours:
-            return self._pass_on(bias, *arguments, **options)
-        if isinstance(dropout_p, Tensor):
-            dropout_p = dropout_p.item()
-        if isinstance(dropout_p, bool):  # a number for PyTorch
-            dropout_p = float(dropout_p)
-        try:
-            result = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **options)
-        except (TypeError, ValueError):
-            if torch.compiler.is_compiling() or not _PARAMETERS.issuperset(options):
-                raise
-            return self._pass_on(bias, *arguments, **options)  # raises PyTorch's error, with cattn's as its context
+    tensors: Any = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    counts = True
+    if not all(map(is_plain, tensors)):
+        counts = not any(map(is_traced, tensors))
+        tensors = tuple(map(as_plain, tensors))
+    options = (dropout_p, is_causal, scale, enable_gqa)
+    if not _is_served(tensors):
+        return _pass_on(tensors, options, counts)
+    attention: Any = scaled_dot_product_attention  # its overloads do not see through *options
+    try:
+        result = attention(*tensors[:3], None if attn_mask is None else tensors[3], *options)
+    except (TypeError, ValueError):
+        return _pass_on(tensors, options, counts)  # raises PyTorch's error, with cattn's as its context
+    if counts:
         _swap.count(True)
-        return result
+    return result
 
-    def _pass_on(self, bias: bool, *arguments: Any, **options: Any) -> Any:
-        """Let PyTorch compute."""
+
+def _is_served(tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether cattn takes these tensors: those that hold their numbers, and those that PyTorch traces with."""
+    dtype = dtype_of(tensors[0])
+    return (
+        dtype in DTYPES
+        and all(x.ndim >= 2 and dtype_of(x) is dtype for x in tensors[:3])
+        and all(obstacle(x, "") is None for x in tensors)
+        and all(is_plain(x) or is_traced(x) or is_causal_bias(x) for x in tensors)
+    )
+
+
+def _pass_on(tensors: tuple[Any, ...], options: tuple[Any, ...], counts: bool) -> Any:
+    """Let PyTorch compute, by the operators of which it composes this one."""
+    if counts:
         _swap.count(False)
-        if bias:  # its method recognises only the function under PyTorch's name
-            return handle_torch_function(self, (arguments[3],), *arguments, **options)
-        return _theirs(*arguments, **options)
-
-    def __reduce__(self) -> Any:
-        """Pickle as a function: by PyTorch's name, which may have PyTorch's function where it is loaded."""
-        return pkgutil.resolve_name, (f"torch.nn.functional:{self.__name__}",)
-
-    def __copy__(self) -> _Dispatcher:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> _Dispatcher:
-        return self
-
-    __call__.__qualname__ = _theirs.__name__
-
-
-_dispatch = _Dispatcher()
+    query, key, value, *masks = tensors
+    # the memory of PyTorch's causal biases is uninitialised
+    mask = next((m._materialize(query.device) if is_causal_bias(m) else m for m in masks), None)
+    dropout_p, is_causal, scale, enable_gqa = options
+    composed = _operator._op_dk
+    return composed(_COMPOSITE, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class _Swap:
-    """Counts the active contexts of `use_cattn`, which may overlap: the last one to end restores PyTorch's function."""
+    """Counts the active contexts of `use_cattn`, which may overlap: the last one to end takes the kernels away."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.uses = 0
-        self.before: Any = None
+        self.library: Any = None
         self.seen: list[Seen] = []
 
     def count(self, ours: bool) -> None:
-        """Count a call in every active context. The compiler would guard the numbers, and compile every call again."""
-        if torch.compiler.is_compiling():
-            return
+        """Count a call in every active context."""
         with self.lock:
             for seen in self.seen:
                 if ours:
@@ -139,23 +121,48 @@ class _Swap:
                 else:
                     seen.passed_on += 1
 
+    def begin(self, seen: Seen) -> None:
+        with self.lock:
+            if self.library is None:
+                self.library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+                    for key in _KEYS:
+                        self.library.impl("scaled_dot_product_attention", _kernel, key)
+                # Modes that decompose operators, as the compiler's do, ask for this one.
+                _operator.py_kernels[_COMPOSITE] = _kernel
+                _operator._dispatch_cache.clear()
+            self.seen.append(seen)
 
+    def end(self, seen: Seen) -> None:
+        with self.lock:
+            self.seen = [other for other in self.seen if other is not seen]
+            if not self.seen:
+                self.library._destroy()
+                self.library = None
+                _operator.py_kernels.pop(_COMPOSITE, None)
+                _operator._dispatch_cache.clear()
+
+
+_kernel = run_uncompiled(_attend)
 _swap = _Swap()
 
 
+# ---- contexts ------------------------------------------------------------------------------------------------------
 @block
 def use_cattn(*, linear: bool = False) -> Iterator[Seen]:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by cattn's, for CPU tensors of real dtypes.
+    """Compute PyTorch's ``scaled_dot_product_attention`` by cattn, for CPU tensors of real dtypes.
 
-    Inside the context every call by that name runs cattn, also calls from PyTorch's own modules. The following go to
-    PyTorch as before: other devices and dtypes (also mixed dtypes, unless autocast makes them one), tensors of one
-    dimension, nested and sparse tensors, and compiled TorchScript. Subclasses with ``__torch_function__`` and modes
-    (``TorchFunctionMode``) see the function as they do without the context. A wrong call raises PyTorch's error, whose
-    context is cattn's. The name belongs to the process, so all threads share it; PyTorch's function returns when the
-    last of several contexts ends. Results computed inside keep cattn's backward pass outside. Recomputation by
-    checkpointing must run inside.
+    Inside the context the operator ``aten::scaled_dot_product_attention`` has cattn's kernels, whoever calls it: the
+    function under any name, also if it was imported before, PyTorch's modules, ``torch.ops.aten``, TorchScript,
+    autocast and ``torch.func``. The following go to PyTorch as before: other devices and dtypes (also mixed dtypes,
+    unless autocast makes them one), tensors of one dimension, nested and sparse tensors, and subclasses with
+    ``__torch_dispatch__``. A wrong call raises PyTorch's error, whose context is cattn's. All threads of the process
+    share the kernels; PyTorch's own return when the last of several contexts ends. Results computed inside keep
+    cattn's backward pass outside. Recomputation by checkpointing must run inside. One object may be entered again, also
+    inside itself.
 
-    Calls that never come to this name are not seen; the documentation lists them.
+    Attention that never comes to the operator is not seen; the documentation lists them.
 
     Parameters
     ----------
@@ -218,21 +225,10 @@ def batch_invariant() -> Iterator[Seen]:
 
 @contextlib.contextmanager
 def _swapped() -> Iterator[Seen]:
-    """Replace PyTorch's function while the context is active."""
-    with _swap.lock:
-        if _swap.uses == 0:
-            # torch.jit.script compiles a call of this object as one of PyTorch's own function.
-            torch.jit._builtins._register_builtin(_dispatch, "aten::scaled_dot_product_attention")
-            _swap.before = torch.nn.functional.scaled_dot_product_attention
-        torch.nn.functional.scaled_dot_product_attention = _dispatch
-        _swap.uses += 1
-        seen = Seen()
-        _swap.seen.append(seen)
+    """Replace PyTorch's kernels of attention while the context is active."""
+    seen = Seen()
+    _swap.begin(seen)
     try:
         yield seen
     finally:
-        with _swap.lock:
-            _swap.uses -= 1
-            _swap.seen = [other for other in _swap.seen if other is not seen]
-            if _swap.uses == 0:
-                torch.nn.functional.scaled_dot_product_attention = _swap.before
+        _swap.end(seen)

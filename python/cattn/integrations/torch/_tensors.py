@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,34 @@ PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8}
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+_TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 OPERATOR = "cattn's attention (torch.ops.cattn.attention)"
 INSTEAD = (
     "use PyTorch's scaled_dot_product_attention, outside use_cattn, with "
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 )
 _functorch: Any = torch._C._functorch
+_private_torch: Any = torch
 _private: Any = torch._C  # has no types for the functions that tell who watches
 _forward_ad: Any = forward_ad
+without_compiler = (
+    _private_torch._disable_dynamo
+)  # torch.compiler.disable, which imports the compiler with the first call
+
+
+def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function such that PyTorch's compiler leaves it and what it calls to Python.
+
+    Where the compiler leaves a call to Python, it compiles the functions inside. There they would find that they are
+    being compiled, and could not see who transforms the tensors.
+    """
+    eval_frame: Any = _private._dynamo.eval_frame
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # before PyTorch 2.7
+        uncompiled: Callable[..., Any] = without_compiler(function)
+        return uncompiled
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
@@ -73,20 +94,37 @@ def is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN
 
 
+def is_traced(tensor: Any) -> bool:
+    """Return whether this is a tensor that PyTorch traces with, which has no numbers."""
+    return type(tensor).__module__ in _TRACED
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor of a subclass as one of PyTorch's own class, if its memory holds its numbers."""
+    dispatch: Any = type(tensor).__torch_dispatch__
+    if is_plain(tensor) or dispatch is not Tensor.__torch_dispatch__ or is_causal_bias(tensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
 def is_readable(tensor: Any) -> bool:
     """Return whether this is a plain tensor whose memory can be read at once."""
     return type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_traceable() -> bool:
+    """Return whether somebody compiles, traces or intercepts operators, who would not see another call."""
+    return (
+        torch.compiler.is_compiling()
+        or _private._len_torch_dispatch_stack() > 0
+        or _private._get_tracing_state() is not None
+    )
+
+
 def nobody_watches() -> bool:
     """Return whether PyTorch only computes: nothing compiles, traces, transforms or intercepts operators."""
-    return (
-        not torch.compiler.is_compiling()
-        and _functorch.peek_interpreter_stack() is None
-        and _private._len_torch_dispatch_stack() == 0
-        and _private._get_tracing_state() is None
-        and _forward_ad._current_level < 0
-    )
+    return not is_traceable() and _functorch.peek_interpreter_stack() is None and _forward_ad._current_level < 0
 
 
 def is_batched(tensor: Tensor) -> bool:
