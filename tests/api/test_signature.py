@@ -17,7 +17,7 @@ import pytest
 import cattn
 from cattn import _cattn
 from cattn._input.doors import DOORS
-from cattn.functional._attention import AttentionOptions
+from cattn.functional._options import AttentionOptions
 from support import ROOT, find
 from support.processes import run_command
 from support.public_calls import contents
@@ -108,15 +108,15 @@ def test_signatures_are_those_of_the_source() -> None:
     )
     assert str(inspect.signature(cattn.softmax)) == "(x, axis=-1, *, where=None, scale=1.0, out=None)"
     assert str(inspect.signature(cattn.attention_weights)) == (
-        "(query, key, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=None, layout='bhtd', bias=None, "
-        "query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
+        "(query, key, attn_mask=None, is_causal=False, *, dropout_p=0.0, scale=None, enable_gqa=None, layout='bhtd', "
+        "bias=None, query_offset=None, query_seq_lengths=None, key_value_seq_lengths=None, key_value_seq_starts=None, "
         "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, block_mask=None, "
-        "key_indices=None, dropout_p=0.0, compute_dtype=None, rng=None, stage='softmax', out=None)"
+        "key_indices=None, compute_dtype=None, rng=None, out=None, stage='softmax')"
     )
     assert str(inspect.signature(cattn.varlen_attention)) == (
-        "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
-        "is_causal=False, alignment=None, scale=None, window_size=(-1, -1), softcap=None, alibi_slopes=None, "
-        "sinks=None, compute_dtype=None, rng=None, return_lse=False, out=None)"
+        "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, dropout_p=0.0, is_causal=False, scale=None, "
+        "window_size=(-1, -1), softcap=None, alibi_slopes=None, sinks=None, compute_dtype=None, rng=None, "
+        "return_lse=False, out=None, max_seqlen_q=None, max_seqlen_k=None, alignment=None)"
     )
     assert str(inspect.signature(cattn.attention_backward)) == (
         "(grad_out, query, key, value, out, lse, *, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
@@ -152,14 +152,14 @@ def test_one_table_of_attention_arguments() -> None:
     page = (ROOT / "docs/semantics.md").read_text("utf-8")
     assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
     first, last = names.index("scale"), names.index("rng")
-    assert list(AttentionOptions.__annotations__) == names[first : last + 1]
+    assert AttentionOptions.__optional_keys__ == set(names[first : last + 1])
 
 
 @pytest.mark.parametrize("name", ["causal_attention", "attention_weights", "attention_backward"])
 def test_every_form_of_attention_has_every_option(name: str) -> None:
     parameters = inspect.signature(find(name)).parameters
     attention = inspect.signature(cattn.scaled_dot_product_attention).parameters
-    for option in sorted(AttentionOptions.__annotations__):
+    for option in sorted(AttentionOptions.__optional_keys__):
         assert parameters[option].default == attention[option].default
 
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Layout, LseDType, Stage, Window
+from .._input.pairs import Stored
+from .._input.types import Alignment, AttentionOutput, LseDType, Stage
+from ._options import AttentionOptions
 from ._signature import implemented_in_c
 
 if TYPE_CHECKING:
     from ..cache import KVCache
 
 __all__ = ["attention_weights", "causal_attention", "scaled_dot_product_attention"]
-
-
-class AttentionOptions(TypedDict, total=False):
-    """The keyword-only options that all forms of attention share, for ``**options: Unpack[AttentionOptions]``."""
-
-    scale: float | None
-    enable_gqa: bool | None
-    layout: Layout
-    bias: ArrayLike | None
-    query_offset: ArrayLike | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    key_value_seq_starts: ArrayLike | None
-    window_size: Window
-    softcap: float | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    block_mask: BlockMask | None
-    key_indices: ArrayLike | None
-    compute_dtype: ComputeDType
-    rng: RNG
 
 
 @overload
@@ -136,26 +116,11 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
     *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     r"""Return softmax(softcap(scale * query @ key.T) + bias) @ value, over the keys that each query may see.
 
@@ -442,26 +407,11 @@ def causal_attention(
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
     out: NDArray[Any] | AttentionOutput | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Return attention where no query sees a later key.
 
@@ -497,34 +447,12 @@ def causal_attention(
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
-    layout : {"bhtd", "bthd"}
-        Order of heads and tokens in query, key, value and the output.
-    bias : array_like of float, optional
-        Added to the scaled scores.
     query_offset : int or array_like of int, optional
         Position of the first query. Default T_k - T_q.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. The default offset is their difference, for each batch entry.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
     window_size : (int, int)
         Number of keys that a query sees before its own position; the second number has no effect here.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
-    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
-        The keys that each query sees, -1 for none.
-    compute_dtype : {None, "bfloat16"}
-        As in scaled_dot_product_attention.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        The source of dropout's random bits.
     return_weights : bool
         Also return the weights: the result is an `AttentionOutput` then.
     return_lse : bool, np.float32 or np.float64
@@ -566,25 +494,10 @@ def attention_weights(  # type: ignore[empty-body]
     attn_mask: ArrayLike | None = None,
     is_causal: Alignment = False,
     *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
     dropout_p: float = 0.0,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     stage: Stage = "softmax",
     out: NDArray[Any] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> NDArray[Any]:
     """Return the attention weights, or the scores of one of the steps before them.
 
@@ -616,36 +529,10 @@ def attention_weights(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query and key.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
-    key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
-        The keys that each query sees, -1 for none.
     dropout_p : float
         Probability that a weight is dropped, for stage "dropout".
-    compute_dtype : {None, "bfloat16"}
-        As in scaled_dot_product_attention.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        The source of dropout's random bits.
     stage : {"qk", "softcap", "bias", "mask", "softmax", "dropout"}
         The step after which to stop: "qk" is ``scale * query @ key.T``, "softcap" bounds it, "bias" adds slopes, bias
         and a float attn_mask, "mask" sets hidden scores to -inf, "softmax" gives the attention weights, and

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .._input.display import html_table
-from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, ComputeDType, Layout, LseDType, Window
+from .._input.pairs import Stored
+from .._input.types import Alignment, LseDType
+from ._options import AttentionOptions
 from ._signature import implemented_in_c
 
 __all__ = ["Explanation", "explain"]
@@ -96,24 +97,10 @@ def explain(  # type: ignore[empty-body]
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
     *,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     return_weights: bool = False,
     return_lse: bool | LseDType = False,
     return_dropout_mask: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Explanation:
     """Describe what `scaled_dot_product_attention` would return, and how it would compute it, without computing it.
 
@@ -136,43 +123,22 @@ def explain(  # type: ignore[empty-body]
         Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
+
+    Returns
+    -------
+    Explanation
+        The plan for the threads and kernels in use now.
+
+    Other Parameters
+    ----------------
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query, key and value.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
-    compute_dtype : {None, "bfloat16"}
-        The dtype of the factors of the products.
-    rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
-        The source of dropout's random bits.
     return_weights : bool
         Also return the weights.
     return_lse : bool, np.float32 or np.float64
         Also return the log-sum-exp, in this dtype.
     return_dropout_mask : bool
         Also return the dropout mask.
-
-    Returns
-    -------
-    Explanation
-        The plan for the threads and kernels in use now.
 
     Raises
     ------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.fp_mode import in_default_mode
-from .._input.pairs import BlockMask, Stored
-from .._input.types import RNG, Alignment, AttentionGradients, ComputeDType, Layout, Window
+from .._input.pairs import Stored
+from .._input.types import Alignment, AttentionGradients
+from ._options import AttentionOptions
 from ._signature import implemented_in_c
 
 __all__ = ["attention_backward"]
@@ -46,24 +47,9 @@ def attention_backward(  # type: ignore[empty-body]
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    key_indices: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> AttentionGradients:
     r"""Return the gradients of attention's inputs, given the gradients of its output and, if wanted, log-sum-exp.
 
@@ -102,28 +88,12 @@ def attention_backward(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query, key, value, their gradients and the output.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
     query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
         Numbers of valid queries and keys. Gradients of the others are 0.
     key_value_seq_starts : int or array_like of int, optional
         Index of the first valid key: padding on the left. Gradients of the keys before it are 0.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
     compute_dtype : {None, "bfloat16"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from numpy.typing import ArrayLike
 
-from .._input.pairs import BlockMask
-from .._input.types import RNG, Alignment, AttentionGradients, AttentionTangents, Layout, LseDType, Window
+from .._input.types import Alignment, AttentionGradients, AttentionTangents, LseDType
+from ._options import TangentOptions
 from ._signature import implemented_in_c
 
 __all__ = ["attention_jvp", "attention_jvp_backward"]
@@ -23,25 +25,12 @@ def attention_jvp(  # type: ignore[empty-body]
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    rng: RNG = None,
     bias_tangent: ArrayLike | None = None,
     sinks_tangent: ArrayLike | None = None,
     return_lse: bool | LseDType = False,
     out: ArrayLike | None = None,
     lse: ArrayLike | None = None,
+    **options: Unpack[TangentOptions],
 ) -> AttentionTangents:
     r"""Return attention, and its derivative in the direction of the tangents: forward mode.
 
@@ -72,28 +61,10 @@ def attention_jvp(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query, key, value, their tangents and the outputs.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, which has no tangent, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
     rng : int
         Seed of the dropout mask. Ignored without dropout.
     bias_tangent : array_like, optional
@@ -167,23 +138,10 @@ def attention_jvp_backward(  # type: ignore[empty-body]
     attn_mask: ArrayLike | None = None,
     dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
-    rng: RNG = None,
     bias_tangent: ArrayLike | None = None,
     sinks_tangent: ArrayLike | None = None,
     grad_lse_tangent: ArrayLike | None = None,
+    **options: Unpack[TangentOptions],
 ) -> AttentionGradients:
     r"""Return the gradients of attention's inputs, given the gradients of the derivatives that `attention_jvp` returns.
 
@@ -228,28 +186,10 @@ def attention_jvp_backward(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query, key, value, their tangents and the outputs.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
         One number for each query head: the slope of ALiBi, which has no tangent, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
     rng : int
         Seed of the dropout mask. Ignored without dropout.
     bias_tangent : array_like, optional

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, Unpack
 
 from numpy.typing import ArrayLike
 
-from .._input.pairs import BlockMask, Stored
-from .._input.types import Alignment, AttentionStatistics, Layout, Window
+from .._input.pairs import Stored
+from .._input.types import Alignment, AttentionStatistics
+from ._options import DenseOptions, PackedOptions
 from ._signature import implemented_in_c
-from ._varlen import Corner
 
 __all__ = ["attention_statistics", "varlen_attention_statistics"]
 
@@ -29,19 +29,7 @@ def attention_statistics(  # type: ignore[empty-body]
     statistics: Statistic | Sequence[Statistic] | None = None,
     top_k: int = 0,
     observation_window: int | None = None,
-    scale: float | None = None,
-    enable_gqa: bool | None = None,
-    layout: Layout = "bhtd",
-    bias: ArrayLike | None = None,
-    query_offset: ArrayLike | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    key_value_seq_starts: ArrayLike | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    block_mask: BlockMask | None = None,
+    **options: Unpack[DenseOptions],
 ) -> AttentionStatistics:
     r"""Return statistics of the attention weights, in memory that grows with T and not with T * T.
 
@@ -76,28 +64,8 @@ def attention_statistics(  # type: ignore[empty-body]
     observation_window : int, optional
         ``received`` and ``received_max`` count only the last queries of each batch entry, this many. To compute nothing
         else, pass only these queries instead, with is_causal="lower_right".
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    enable_gqa : bool, optional
-        None infers grouped heads, False forbids them.
     layout : {"bhtd", "bthd"}
         Order of heads and tokens in query and key.
-    bias : array_like of float, optional
-        Added to the scaled scores.
-    query_offset : int or array_like of int, optional
-        Position of the first query.
-    query_seq_lengths, key_value_seq_lengths : int or array_like of int, optional
-        Numbers of valid queries and keys.
-    key_value_seq_starts : int or array_like of int, optional
-        Index of the first valid key: padding on the left.
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
-    alibi_slopes, sinks : array_like of float, shape (H,) or (..., H), optional
-        One number for each query head: the slope of ALiBi, and one extra logit.
-    block_mask : BlockMask, optional
-        Which blocks of queries and keys are visible.
 
     Raises
     ------
@@ -159,18 +127,11 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
     is_causal: Alignment = False,
-    alignment: Corner | None = None,
     statistics: Statistic | Sequence[Statistic] | None = None,
     top_k: int = 0,
     observation_window: int | None = None,
-    scale: float | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
+    **options: Unpack[PackedOptions],
 ) -> AttentionStatistics:
     """Return the statistics of `attention_statistics` for sequences that are packed without padding.
 
@@ -193,24 +154,14 @@ def varlen_attention_statistics(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    max_seqlen_q, max_seqlen_k : int, optional
-        An upper bound of the lengths.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence.
-    alignment : {"upper_left", "lower_right"}, optional
-        The position of a query without causality.
     statistics : str or sequence of str, optional
         Names of fields of `AttentionStatistics`; None means all but the top keys.
     top_k : int
         The number of largest weights of each query, with their keys, from 0 to total_k.
     observation_window : int, optional
         ``received`` and ``received_max`` count only the last queries of each sequence, this many.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
 

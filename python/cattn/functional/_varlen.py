@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.pairs import Stored
-from .._input.types import RNG, Alignment, AttentionGradients, AttentionOutput, ComputeDType, LseDType, Window
+from .._input.types import Alignment, AttentionGradients, AttentionOutput, LseDType
+from ._options import PackedAttentionOptions
 from ._signature import implemented_in_c
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
-
-
-Corner: TypeAlias = Literal["upper_left", "lower_right"]
-
-
-class VarlenOptions(TypedDict, total=False):
-    """The keyword-only options that do not decide the type of the result, for the overloads."""
-
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    dropout_p: float
-    is_causal: Alignment
-    alignment: Corner | None
-    scale: float | None
-    window_size: Window
-    softcap: float | None
-    alibi_slopes: ArrayLike | None
-    sinks: ArrayLike | None
-    compute_dtype: ComputeDType
-    rng: RNG
 
 
 @overload
@@ -41,9 +22,10 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
+    is_causal: Alignment = ...,
     return_lse: Literal[False] = ...,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[PackedAttentionOptions],
 ) -> NDArray[Any]: ...
 @overload
 def varlen_attention(
@@ -53,9 +35,10 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
+    is_causal: Alignment = ...,
     return_lse: Literal[True] | LseDType,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[PackedAttentionOptions],
 ) -> AttentionOutput: ...
 @overload
 def varlen_attention(
@@ -65,9 +48,10 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
+    is_causal: Alignment = ...,
     return_lse: bool | LseDType,
     out: NDArray[Any] | None = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[PackedAttentionOptions],
 ) -> NDArray[Any] | AttentionOutput: ...
 @implemented_in_c
 def varlen_attention(
@@ -77,20 +61,10 @@ def varlen_attention(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    alignment: Corner | None = None,
-    scale: float | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     return_lse: bool | LseDType = False,
     out: NDArray[Any] | None = None,
+    **options: Unpack[PackedAttentionOptions],
 ) -> Any:
     """Return attention of sequences that are packed into the same arrays one after another, without padding.
 
@@ -117,8 +91,6 @@ def varlen_attention(
     ----------------
     max_seqlen_q, max_seqlen_k : int, optional
         An upper bound of the lengths. It is not needed, but accepted because other libraries need it.
-    dropout_p : float
-        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence. "lower_right" aligns the last query of each sequence with its
         last key.
@@ -126,16 +98,8 @@ def varlen_attention(
         The position of a query, for window_size and alibi_slopes without causality: query i of a sequence stands at key
         i ("upper_left", the default), or its last query at its last key ("lower_right"). With is_causal both mean the
         same, and may be given together if they agree.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         One number for each query head, or for each sequence and query head: the slope of ALiBi, and one extra logit.
-    compute_dtype : {None, "bfloat16"}
-        As in scaled_dot_product_attention.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. A `TorchGenerator` has no order for packed sequences and is refused.
     return_lse : bool, np.float32 or np.float64
@@ -185,20 +149,10 @@ def varlen_attention_backward(  # type: ignore[empty-body]
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
     is_causal: Alignment = False,
-    alignment: Corner | None = None,
-    scale: float | None = None,
-    window_size: Window = (-1, -1),
-    softcap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    compute_dtype: ComputeDType = None,
-    rng: RNG = None,
     grad_lse: ArrayLike | None = None,
     merged: bool = False,
+    **options: Unpack[PackedAttentionOptions],
 ) -> AttentionGradients:
     """Return the gradients of `varlen_attention`, given the gradients of its output and, if wanted, log-sum-exp.
 
@@ -228,24 +182,10 @@ def varlen_attention_backward(  # type: ignore[empty-body]
 
     Other Parameters
     ----------------
-    max_seqlen_q, max_seqlen_k : int, optional
-        An upper bound of the lengths.
-    dropout_p : float
-        Probability that a weight is dropped.
     is_causal : bool or {"upper_left", "lower_right"}
         Which keys a query sees, within its sequence.
-    alignment : {"upper_left", "lower_right"}, optional
-        The position of a query without causality.
-    scale : float, optional
-        Default 1 / sqrt(head_dim).
-    window_size : (int, int)
-        Number of keys seen before and after a query's position; -1 sets no bound.
-    softcap : float, optional
-        Bound of the scaled scores.
     alibi_slopes, sinks : array_like of float, shape (H,) or (B, H), optional
         The slope of ALiBi, and one extra logit.
-    compute_dtype : {None, "bfloat16"}
-        As in scaled_dot_product_attention.
     rng : int
         Draws the mask of the forward pass again: its int, or its ``dropout_seed``. Ignored without dropout.
     grad_lse : array_like, shape (H, total_q), optional
