@@ -1,5 +1,9 @@
 """Builds the extension module cattn._cattn: kernels once for each instruction set and precision, other files once.
 
+A build is for the processor of this machine: it has the table of kernels that this processor prefers, and slower ones,
+compiled with less optimisation, in case the build is moved to another machine. CATTN_TABLES=all is for what is given
+to others.
+
 Needs GCC or Clang, whose vector extensions the kernels use. On Windows that is clang-cl, which comes with Visual Studio
 as an option and is found there, or MinGW-w64 (build_ext --compiler=mingw32). The compiler itself is asked which machine
 it compiles for, so that cross compilers work; tools/wheels uses zig.
@@ -9,7 +13,8 @@ Switches of the environment:
   CATTN_WERROR=1        warnings are errors
   CATTN_DEBUG=1         no optimisation, debug information, assertions
   CATTN_SANITIZE=...    address,undefined or thread
-  CATTN_TABLES=...      tables to compile besides scalar, separated by commas (default: all)
+  CATTN_TABLES=...      tables to compile besides scalar, separated by commas, or "all": for wheels and packages, and
+                        with an editable install the table for tests, too (default: those for this machine)
   CATTN_COVERAGE=1      gcov counters
 """
 
@@ -48,6 +53,19 @@ GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
 # the products of bfloat16 by an instruction, beside the other kernels of both AVX-512 tables
 AVX512_BF16, AVX512_BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
+# Prints the tables that this machine's processor prefers, by the rules of csrc/core/dispatch.c.
+PROBE = """\
+#include <stdio.h>
+#include "core/cpu_features.c"
+void cattn_run_once(cattn_once *once, void (*function)(void)) { (void)once, function(); }
+int main(void) {
+    const unsigned cpu = cattn_cpu();
+    puts(cpu & CATTN_CPU_AVX512 ? cpu & CATTN_CPU_SPLITS_512 ? "avx512_256" : "avx512"
+         : cpu & CATTN_CPU_AVX2 ? "avx2" : "gnu128");
+    if (cpu & CATTN_CPU_AVX512_BF16) puts("avx512_bf16");
+    return 0;
+}
+"""
 # Used if the compiler knows it. Not -fstack-clash-protection: it probes 96 KiB of stack in every call of the tiny path.
 HARDENING = ["-fcf-protection"] if ELF else []
 # Taken back, where the compiler knows it: what flags of users or distributions change in arithmetic, so that values are
@@ -111,7 +129,7 @@ def n_cpus() -> int:
 
 
 def dependencies(target: Path) -> list[str]:
-    """Return the files that the compiler read for an object, as its option -MD lists them; all headers without one."""
+    """Return the files that the compiler read for an object, by its option -MMD; all headers without a list."""
     try:
         rule = target.with_suffix(".d").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:
@@ -213,6 +231,16 @@ class BuildTables(build_ext):
             return True
         return False
 
+    def preferred_tables(self) -> set[str]:
+        """Return the tables that this machine's processor prefers; none where programs for the target cannot run."""
+        with tempfile.TemporaryDirectory() as work, contextlib.suppress(CompileError, LinkError, OSError), silence():
+            source, program = Path(work, "probe.c"), Path(work, "probe")
+            source.write_text(PROBE)
+            objects = self.compiler.compile([str(source)], work, include_dirs=[str(CSRC)])
+            self.compiler.link_executable(objects, str(program))
+            return set(subprocess.run([program], capture_output=True, check=False, text=True).stdout.split())
+        return set()
+
     def table_flags(self) -> dict[str, list[str]]:
         """Return the tables of this build and the flags of their stubs.
 
@@ -226,18 +254,26 @@ class BuildTables(build_ext):
             tables = words if "x86_64" in machines else tables
         elif self.accepts([], "#ifndef __x86_64__\n#error not x86-64\n#endif\nextern int probe;"):
             tables = dict(TABLES)
-        if not (self.for_tests or self.editable_mode):
-            tables.pop("gnu512", None)  # for the tests only
-        if wanted := switch("TABLES"):
-            tables = {name: isa for name, isa in tables.items() if name in ("scalar", *wanted.split(","))}
-        return tables
-
-    def bf16_flags(self, tables: dict[str, list[str]]) -> dict[str, list[str]]:
-        """Return the stub with the instruction for products of bfloat16, if a table and the compiler have it."""
-        isa = tables.get("avx512", tables.get("avx512_256"))
-        if isa is None or not self.accepts([AVX512_BF16_FLAG]):
-            return {}
-        return {AVX512_BF16: [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]}
+        isa = tables.get("avx512")
+        if isa is not None and self.accepts([AVX512_BF16_FLAG]):
+            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]
+        wanted = switch("TABLES")
+        preferred = self.preferred_tables() if wanted in ("", "all") and len(machines) < 2 else set()
+        if wanted not in ("", "all"):
+            names = {"scalar", *wanted.split(",")}
+            if unknown := names - {*TABLES, AVX512_BF16}:
+                raise CompileError(f"CATTN_TABLES={wanted}: no table {min(unknown)!r}, only all or {', '.join(TABLES)}")
+            names |= {AVX512_BF16} if names & {"avx512", "avx512_256"} else set()
+        elif not wanted and preferred:
+            names = preferred | {"scalar"} | (set() if "gnu128" in preferred else {"avx2"})
+        elif self.for_tests or self.editable_mode:
+            names = set(tables)
+        else:
+            names, preferred = tables.keys() - {"gnu512"}, set()
+        tables = {name: isa for name, isa in tables.items() if name in names}
+        # -O1 takes half the time, for tables that wait for another machine; `scalar` serves where nothing else does
+        quick = {"scalar"} | (names - preferred if preferred else set())
+        return {name: isa + ["-O1"] * (name in quick and not switch("DEBUG")) for name, isa in tables.items()}
 
     def flags(self) -> list[str]:
         """Return the flags of every object."""
@@ -275,23 +311,29 @@ class BuildTables(build_ext):
             self.compiler.linker_so = [arg for arg in self.compiler.linker_so if not arg.startswith("-Wl,-rpath")]
             self.check_link(ext.extra_link_args)
         tables = self.table_flags()
-        tables |= self.bf16_flags(tables)
         have = [(f"CATTN_HAVE_{name.upper()}", "1") for name in tables]
-        jobs = [(source, have, flags) for source in ext.sources]
+        jobs = [(source, have * source.endswith("dispatch.c"), flags) for source in ext.sources]
         for name, isa in tables.items():
             stub = str(CSRC / "kernels" / f"kernels_{name}.c")
             all_bits = ("16",) if name == AVX512_BF16 else ("16", "32", "64")
             jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in all_bits]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
-        lists = [] if msvc or WINDOWS or "-arch" in self.compiler.compiler_so or not self.accepts(["-MD"]) else ["-MD"]
+        lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)
+        lists = lists if self.accepts(lists) else []
         command = [getattr(self.compiler, name, None) for name in ("compiler_so", "cc", "compile_options")]
+        place_of_objects = self.build_temp
+        if self.editable_mode:  # setuptools gives it a temporary directory, where no later build finds the objects
+            place_of_objects = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
 
         def build(job: tuple[str, list[tuple[str, str]], list[str]]) -> str:
             source, macros, postargs = job
             macros = [*ext.define_macros, *macros]
-            key = hashlib.sha256(repr((command, macros, include_dirs, postargs, sys.version)).encode()).hexdigest()[:12]
-            output = os.path.join(self.build_temp, key)
+            words = repr((command, macros, include_dirs, postargs, sys.version, numpy.__version__))
+            for place in (numpy.get_include(), sys.exec_prefix):  # pip builds in an environment that it deletes
+                words = words.replace(place, "")
+            key = hashlib.sha256(words.encode()).hexdigest()[:12]
+            output = os.path.join(place_of_objects, key)
             (target,) = self.compiler.object_filenames([source], output_dir=output)
             if self.force or is_outdated(Path(target), Path(source)):
                 Path(target).unlink(missing_ok=True)  # an interrupted compiler must not leave it with a new list

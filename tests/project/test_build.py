@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from sysconfig import get_path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from setuptools import Distribution, Extension
 from setuptools._distutils import ccompiler, sysconfig
 from setuptools.errors import CompileError, LinkError
 
+from cattn import _cattn
 from support import ROOT
 from support.processes import run_command
 
@@ -79,30 +81,61 @@ def test_cl_alone_is_an_error_that_names_the_component(
         command(setup, msvc(cl)).use_clang_cl()
 
 
+def cross_compiler(compile_probe: Callable[..., list[str]] = lambda *_, **__: [], *words: str) -> SimpleNamespace:
+    """A compiler whose programs do not run on this machine."""
+
+    def link(*_: Any, **__: Any) -> None:
+        raise LinkError("no program runs here")
+
+    return SimpleNamespace(
+        compiler_type="unix", compiler_so=["cc", *words], compile=compile_probe, link_executable=link
+    )
+
+
 def test_a_macs_compiler_for_two_machines_gets_flags_for_one(setup: dict[str, Any]) -> None:
-    words = ["clang", "-arch", "arm64", "-arch", "x86_64"]
-    tables = command(setup, SimpleNamespace(compiler_type="unix", compiler_so=words)).table_flags()
+    compiler = cross_compiler(lambda *_, **__: [], "-arch", "arm64", "-arch", "x86_64")
+    tables = command(setup, compiler).table_flags()
     assert tables["avx2"] == ["-Xarch_x86_64", "-mavx2", "-Xarch_x86_64", "-mfma", "-Xarch_x86_64", "-mf16c"]
     assert tables["gnu128"] == []
-    assert tables.keys() == setup["TABLES"].keys()
+    assert tables.keys() == {*setup["TABLES"], "avx512_bf16"}
 
 
 @pytest.mark.parametrize("is_x86", [True, False])
 def test_the_compiler_says_for_which_machine_it_compiles(setup: dict[str, Any], is_x86: bool) -> None:
-    def compile_probe(sources: list[str], directory: str, extra_postargs: list[str]) -> None:
-        assert "__x86_64__" in Path(sources[0]).read_text()
-        if not is_x86:
+    def compile_probe(sources: list[str], directory: str, **options: Any) -> list[str]:
+        if "#error not x86-64" in Path(sources[0]).read_text() and not is_x86:
             raise CompileError("#error not x86-64")
+        return []
 
-    compiler = SimpleNamespace(compiler_type="unix", compiler_so=["cc"], compile=compile_probe)
-    tables = command(setup, compiler).table_flags()
-    assert tables.keys() == (setup["TABLES"] if is_x86 else setup["PORTABLE"]).keys()
+    tables = command(setup, cross_compiler(compile_probe)).table_flags()
+    assert tables.keys() == ({*setup["TABLES"], "avx512_bf16"} if is_x86 else setup["PORTABLE"].keys())
 
 
 def test_wheels_have_no_table_for_tests(setup: dict[str, Any]) -> None:
-    build = command(setup, SimpleNamespace(compiler_type="unix", compiler_so=["cc"], compile=lambda *_, **__: []))
+    build = command(setup, cross_compiler())
     build.for_tests = False
     assert setup["TABLES"].keys() - build.table_flags().keys() == {"gnu512"}
+
+
+def test_a_build_is_for_this_machine(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the table that is in use here at -O3, and the tables that wait for another machine at -O1."""
+    build = unix(setup, monkeypatch)
+    preferred = build.preferred_tables()
+    in_use = _cattn._get_isa()
+    assert in_use.partition("_bf16")[0] in preferred
+    assert (setup["AVX512_BF16"] in preferred) == ("bf16" in in_use)
+    for wanted, names in {"": preferred | {"scalar"}, "all": set(setup["TABLES"])}.items():
+        monkeypatch.setenv("CATTN_TABLES", wanted)
+        tables = build.table_flags()
+        assert tables.keys() >= names
+        assert {name for name, flags in tables.items() if "-O1" not in flags} == preferred
+    assert len(tables) > len(preferred) + 1
+
+
+def test_an_unknown_table_is_refused(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CATTN_TABLES", "avx2,avx51")
+    with pytest.raises(CompileError, match=r"CATTN_TABLES=avx2,avx51: no table 'avx51', only all or scalar, gnu128"):
+        unix(setup, monkeypatch).table_flags()
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
@@ -217,7 +250,7 @@ def test_a_header_compiles_what_includes_it_and_flags_compile_everything(
             return compile_one(sources, *arguments, **options)
 
         build.compiler.compile = record
-        build.accepts = lambda flags, *code: (flags != ["-MD"] or with_lists) and accepts(flags, *code)
+        build.accepts = lambda flags, *code: (flags != ["-MMD"] or with_lists) and accepts(flags, *code)
         build.build_temp, build.build_lib, build.force = "temporary", "library", False
         build.include_dirs, build.library_dirs, build.libraries, build.swig_opts = [], [], [], []
         build.compiler.set_include_dirs([get_path("include")])

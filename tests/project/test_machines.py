@@ -29,13 +29,13 @@ def test_the_log_names_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise("AVX-512 is tested")
-@pytest.mark.skipif(bool(os.environ.get("CATTN_TABLES")), reason="CATTN_TABLES chooses")
+@pytest.mark.skipif(os.environ.get("CATTN_TABLES") != "all", reason="a build for this machine has fewer tables")
 def test_every_table_is_compiled_wherever_it_can_be() -> None:
     """Also the one that the processor lacks: the compiler at least has seen it."""
     names = {table["name"] for table in _cattn._isa_list()}
     assert names >= {"scalar", "gnu128"}
     if platform.machine() in ("x86_64", "AMD64"):
-        assert names >= {"avx2", "avx512_256", "avx512"}, "compiled with CATTN_TABLES?"
+        assert names >= {"avx2", "avx512_256", "avx512"}
         in_place = Path(_cattn.__file__).resolve().is_relative_to(ROOT)
         assert ("gnu512" in names) == in_place  # for the tests only, not in wheels
 
@@ -83,7 +83,7 @@ def test_a_table_without_fma_warns_on_a_processor_with_fma(table: dict[str, Any]
 
 
 def test_the_default_table_does_not_warn() -> None:
-    if os.environ.get("CATTN_TABLES"):
+    if os.environ.get("CATTN_TABLES") not in (None, "", "all"):
         pytest.skip("CATTN_TABLES chooses")
     assert import_errors("").stderr == ""
 

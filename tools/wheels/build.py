@@ -246,6 +246,7 @@ def build_wheel(target: Target, python: Python, sdist: Path, dist: Path, work: P
     environment: dict[str, str | None] = dict.fromkeys(["CC", "CFLAGS", "CPPFLAGS", "LDFLAGS", "LDSHARED"])
     environment |= {name: None for name in os.environ if name.startswith("CATTN_")}
     environment |= {
+        "CATTN_TABLES": "all",
         "DIST_EXTRA_CONFIG": str(place / "setup.cfg"),
         "PYTHONPATH": str(place),
         "PYTHONDONTWRITEBYTECODE": "1",
