@@ -35,12 +35,12 @@ def split(session: nox.Session) -> tuple[bool, list[str]]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests except those marked `long`; long: all, with 5,000 examples of each property."""
+    """Run all tests but those marked `long`; long: also these, every table, 5,000 examples of each property."""
     long, words = split(session)
     if long:
-        session.run("pytest", "-m", "", *words, env={"HYPOTHESIS_PROFILE": "long"})
+        session.run("pytest", "-m", "", "--nightly", *words, env={"HYPOTHESIS_PROFILE": "long"})
     else:
-        session.run("pytest", *words)
+        session.run("pytest", "-m", "", *words)
 
 
 @nox.session

@@ -28,6 +28,11 @@ hypothesis.settings.register_profile("dev", _common)
 hypothesis.settings.register_profile("long", _common, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# The quick form runs this many cases of each test function.
+QUICK_CASES = 3
+# The name of a case that runs on a table which its whole name chooses.
+SLOWER = "a slower table"
+
 
 def table_names() -> list[str]:
     """Return the names of all kernel tables of this build, including those that this machine cannot run."""
@@ -73,20 +78,53 @@ def slower_tables() -> list[str]:
     return [name for name in runs if name not in left_out]
 
 
-@pytest.hookimpl(tryfirst=True)  # before the tests marked `long` are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as `long`: each test of all tables is left with the table in use and one slower table.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of the third form; the first two are `pytest` and `pytest -m ""`."""
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="also run tests marked `long`, and run tests of kernel tables on each table",
+    )
 
-    Which one depends on the name of the test alone.
+
+def is_quick(config: pytest.Config) -> bool:
+    """Return whether this is the quick form."""
+    return bool(config.option.markexpr == "not thorough")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the kernel tables of tests that take `isa`.
+
+    The quick form runs on the table in use. `-m ""` adds one slower table to each case, and `--nightly` has them all.
     """
-    slower, in_use = slower_tables(), _cattn._get_isa()
+    given = any("isa" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "isa" not in metafunc.fixturenames or given:
+        return
+    names = [_cattn._get_isa()]
+    if metafunc.config.option.nightly:
+        names = table_names()
+    elif not is_quick(metafunc.config) and slower_tables():
+        names.append(SLOWER)
+    metafunc.parametrize("isa", names, indirect=True)
+
+
+def number_of(name: str) -> int:
+    """Return a number that belongs to a name, the same in every run."""
+    return zlib.crc32(name.encode())
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests marked `thorough` are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `long`, and mark as `thorough` all but a few cases of each test function."""
+    if not config.option.nightly:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name = item.callspec.params.get("isa", in_use) if hasattr(item, "callspec") else in_use
-        if name == in_use:
-            continue
-        common = item.nodeid.replace(name, "table", 1)
-        if name not in slower or name != slower[zlib.crc32(common.encode()) % len(slower)]:
-            item.add_marker(pytest.mark.long)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same_function in cases.values():
+        for item in sorted(same_function, key=lambda item: number_of(item.nodeid))[QUICK_CASES:]:
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +139,13 @@ def fresh_compiler() -> Iterator[None]:
         dynamo.reset()
 
 
-@pytest.fixture(params=table_names())
+@pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kernel table in turn. The previous one is restored after the test."""
+    """The name of a kernel table, which is in use during the test; see `pytest_generate_tests`."""
     name: str = request.param
+    if name == SLOWER:
+        slower = slower_tables()
+        name = slower[number_of(request.node.nodeid) % len(slower)]
     before = _cattn._get_isa()
     usable = {table["name"]: table["usable"] for table in _cattn._isa_list()}
     if not usable[name]:
