@@ -52,6 +52,11 @@ PORTABLE: dict[str, list[str]] = {"scalar": [], "gnu128": []}
 GNU512 = ["-mavx2", "-mfma", "-Wno-psabi", "-O1"]
 # the products of bfloat16 by an instruction, beside the other kernels of both AVX-512 tables
 AVX512_BF16, AVX512_BF16_FLAG = "avx512_bf16", "-mavx512bf16"
+# the same by tiles
+AMX, AMX_FLAGS = "amx", [AVX512_BF16_FLAG, "-mamx-tile", "-mamx-bf16"]
+# What a stub is compiled for: numbers of 32 and 64 bits, and products of bfloat16 by pairs (16) and tiles (17).
+BITS = ("16", "17", "32", "64")
+ONE_KIND = {AVX512_BF16: ("16",), AMX: ("17",)}
 TABLES = PORTABLE | {"gnu512": GNU512, "avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 # Prints the tables that this machine's processor prefers, by the rules of csrc/core/dispatch.c.
 PROBE = """\
@@ -63,6 +68,7 @@ int main(void) {
     puts(cpu & CATTN_CPU_AVX512 ? cpu & CATTN_CPU_SPLITS_512 ? "avx512_256" : "avx512"
          : cpu & CATTN_CPU_AVX2 ? "avx2" : "gnu128");
     if (cpu & CATTN_CPU_AVX512_BF16) puts("avx512_bf16");
+    if (cpu & CATTN_CPU_AMX) puts("amx");
     return 0;
 }
 """
@@ -254,16 +260,18 @@ class BuildTables(build_ext):
             tables = words if "x86_64" in machines else tables
         elif self.accepts([], "#ifndef __x86_64__\n#error not x86-64\n#endif\nextern int probe;"):
             tables = dict(TABLES)
-        isa = tables.get("avx512")
-        if isa is not None and self.accepts([AVX512_BF16_FLAG]):
-            tables[AVX512_BF16] = [*isa, *["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa), AVX512_BF16_FLAG]
+        isa = tables.get("avx512", [])
+        for name, flags in {AVX512_BF16: [AVX512_BF16_FLAG], AMX: AMX_FLAGS}.items():
+            if isa and self.accepts(flags):
+                words = ["-Xarch_x86_64"] * ("-Xarch_x86_64" in isa)
+                tables[name] = [*isa, *(word for flag in flags for word in (*words, flag))]
         wanted = switch("TABLES")
         preferred = self.preferred_tables() if wanted in ("", "all") and len(machines) < 2 else set()
         if wanted not in ("", "all"):
             names = {"scalar", *wanted.split(",")}
-            if unknown := names - {*TABLES, AVX512_BF16}:
+            if unknown := names - {*TABLES, *ONE_KIND}:
                 raise CompileError(f"CATTN_TABLES={wanted}: no table {min(unknown)!r}, only all or {', '.join(TABLES)}")
-            names |= {AVX512_BF16} if names & {"avx512", "avx512_256"} else set()
+            names |= ONE_KIND.keys() if names & {"avx512", "avx512_256"} else set()
         elif not wanted and preferred:
             names = preferred | {"scalar"} | (set() if "gnu128" in preferred else {"avx2"})
         elif self.for_tests or self.editable_mode:
@@ -315,8 +323,7 @@ class BuildTables(build_ext):
         jobs = [(source, have * source.endswith("dispatch.c"), flags) for source in ext.sources]
         for name, isa in tables.items():
             stub = str(CSRC / "kernels" / f"kernels_{name}.c")
-            all_bits = ("16",) if name == AVX512_BF16 else ("16", "32", "64")
-            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in all_bits]
+            jobs += [(stub, [("REAL_BITS", bits)], flags + isa) for bits in ONE_KIND.get(name, BITS)]
         include_dirs = [str(CSRC), *([numpy.get_include()] if msvc else []), *self.compiler.include_dirs]
         # A compiler for two kinds of Macs would overwrite the list of one machine by that of the other.
         lists = ["-MMD"] * (not msvc and not WINDOWS and "-arch" not in self.compiler.compiler_so)

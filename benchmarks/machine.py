@@ -24,7 +24,8 @@ from .contestants import PEERS
 PROBE = Path(__file__).with_name("probe.c")
 FLAGS = {  # instruction set: compiler flags, bytes of a vector
     **dict.fromkeys(
-        ("avx512", "avx512_256", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16"), (["-mavx512f", "-mfma"], 64)
+        ("avx512", "avx512_256", "avx512_256_bf16", "avx512_bf16_few", "avx512_bf16", "avx512_amx"),
+        (["-mavx512f", "-mfma"], 64),
     ),
     "avx2": (["-mavx2", "-mfma"], 32),
 }

@@ -88,9 +88,10 @@ struct cattn_attention_params {
     /* If quantized, the storage of key or value instead, and then the dtype is float32 and storage PLAIN: an element is
      * the stored number times the scale's element in its place, rounded once. */
     enum cattn_storage quantized_key, quantized_value;
-    bool bf16_products; /* query, key, value and weights are rounded to bfloat16 for the two products; dtype float32 */
-    bool double_lse;    /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
-    bool store_scores;  /* weights receives the scores instead, -inf where a key is hidden */
+    enum cattn_bf16_products bf16_products; /* of query, key, value and weights; only with dtype float32 */
+    bool packed_keys;  /* key and value are copies of rounded_keys.c, in the layout of the tables of tiles */
+    bool double_lse;   /* lse is float64 whatever the dtype, with the digits that float32 cannot hold */
+    bool store_scores; /* weights receives the scores instead, -inf where a key is hidden */
     bool own_head_lists, own_row_lists; /* key_indices has a head axis, a query axis: gradients are added accordingly */
     int n_batch_dims;
     int n_bias;
@@ -363,7 +364,7 @@ struct cattn_operand {
 /* out[i][j] = the sum over d of a[i][d] * b[j][d], plus bias[i][j]; for each of n_batch pairs of matrices. */
 struct cattn_product_params {
     enum cattn_dtype dtype;
-    bool bf16_products; /* a and b are rounded to bfloat16; dtype float32 */
+    enum cattn_bf16_products bf16_products; /* of a and b; only with dtype float32 */
     int num_threads;
     int64_t n_batch;
     int64_t n_a, n_b; /* rows */

@@ -20,6 +20,10 @@ enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
  * and values are ever quantized: bytes (int8, float8_e4m3fn) with float32 scales, which are computed in float32. */
 enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16, CATTN_STORED_I8, CATTN_STORED_F8 };
 
+/* What the factors of a call in float32 are rounded to before they are multiplied, and the arithmetic of the sums: by
+ * pairs, as VDPBF16PS has it, or by tiles, as TDPBF16PS has it (csrc/README.md). */
+enum cattn_bf16_products { CATTN_BF16_NOT = 0, CATTN_BF16_PAIRS, CATTN_BF16_TILES };
+
 static inline size_t cattn_element_size(enum cattn_dtype dtype) {
     return dtype == CATTN_F32 ? sizeof(float) : sizeof(double);
 }

@@ -73,7 +73,7 @@ def slower_tables() -> list[str]:
     """
     runs = [table["name"] for table in _cattn._isa_list() if table["usable"]]
     in_use = _cattn._get_isa()
-    shapes = {"avx512", "avx512_256", "avx512_bf16", "avx512_bf16_few", "avx512_256_bf16"}
+    shapes = {"avx512", "avx512_256", "avx512_bf16", "avx512_bf16_few", "avx512_256_bf16", "avx512_amx"}
     left_out = ({"gnu512"} if "avx512" in runs else set()) | (shapes if in_use in shapes else set()) | {in_use}
     return [name for name in runs if name not in left_out]
 

@@ -154,9 +154,10 @@ static bool parse_arrays(struct cattn_call *call, PyObject *const *args) {
 }
 
 /* Gradients are computed in float32, from the numbers that the forward pass has multiplied. */
-static bool round_inputs(struct cattn_call *call) {
+static bool round_inputs(struct cattn_call *call, enum cattn_bf16_products products) {
     if (call->params->quantized_key || call->params->quantized_value) {
-        PyErr_SetString(PyExc_ValueError, "compute_dtype='bfloat16' has no gradients of a Quantized key or value");
+        PyErr_Format(PyExc_ValueError, "compute_dtype='%s' has no gradients of a Quantized key or value",
+                     cattn_compute_dtype_word(products));
         return false;
     }
     for (int i = OPERAND_query; i <= OPERAND_value && call->stored_type == NPY_FLOAT; i++)
@@ -165,12 +166,12 @@ static bool round_inputs(struct cattn_call *call) {
     return true;
 }
 
-static bool use_bfloat16(struct cattn_call *call) {
+static bool use_bfloat16(struct cattn_call *call, enum cattn_bf16_products products) {
     if (call->params->dtype != CATTN_F32 || call->params->storage == CATTN_STORED_F16 || call->half_type == NPY_HALF)
-        return cattn_error_not_bfloat16("query, key and value",
+        return cattn_error_not_bfloat16(products, "query, key and value",
                                         call->compute_type == NPY_DOUBLE ? "float64" : "float16");
-    call->params->bf16_products = !call->rounds_inputs;
-    return !call->rounds_inputs || round_inputs(call);
+    call->params->bf16_products = call->rounds_inputs ? CATTN_BF16_NOT : products;
+    return !call->rounds_inputs || round_inputs(call, products);
 }
 
 static bool error_sizes(const char *a, npy_intp size_a, const char *b, npy_intp size_b, const char *what) {
@@ -308,8 +309,8 @@ bool cattn_call_counts_fit(const struct cattn_attention_params *p) {
 }
 
 bool cattn_call_parse_shapes(struct cattn_call *call, PyObject *const *args) {
-    bool bfloat16;
-    return cattn_arg_compute_dtype(args[ARG_compute_dtype], &bfloat16) && parse_layout(call, args[ARG_layout]) &&
-           parse_arrays(call, args) && (!bfloat16 || use_bfloat16(call)) && parse_sizes(call) &&
+    enum cattn_bf16_products products;
+    return cattn_arg_compute_dtype(args[ARG_compute_dtype], &products) && parse_layout(call, args[ARG_layout]) &&
+           parse_arrays(call, args) && (!products || use_bfloat16(call, products)) && parse_sizes(call) &&
            parse_heads(call, args[ARG_enable_gqa]) && parse_batch_dims(call);
 }

@@ -22,17 +22,27 @@ static bool is_dtype(PyObject *object, const char *name) {
     return is;
 }
 
-bool cattn_arg_compute_dtype(PyObject *object, bool *bfloat16) {
-    *bfloat16 = object != Py_None;
-    if (!*bfloat16 || is_dtype(object, "bfloat16") ||
-        (PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0))
-        return true;
-    return cattn_error_value(object, "compute_dtype must be None or 'bfloat16'");
+static bool is_word(PyObject *object, const char *word) {
+    return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
 }
 
-bool cattn_error_not_bfloat16(const char *names, const char *dtype) {
-    PyErr_Format(PyExc_TypeError, "compute_dtype='bfloat16' is for float32 and bfloat16, and %s are %s: convert them",
-                 names, dtype);
+bool cattn_arg_compute_dtype(PyObject *object, enum cattn_bf16_products *products) {
+    *products = CATTN_BF16_NOT;
+    if (object == Py_None)
+        return true;
+    *products = is_word(object, "bfloat16_tiles") ? CATTN_BF16_TILES : CATTN_BF16_PAIRS;
+    if (*products == CATTN_BF16_TILES || is_word(object, "bfloat16") || is_dtype(object, "bfloat16"))
+        return true;
+    return cattn_error_value(object, "compute_dtype must be None, 'bfloat16' or 'bfloat16_tiles'");
+}
+
+const char *cattn_compute_dtype_word(enum cattn_bf16_products products) {
+    return products == CATTN_BF16_TILES ? "bfloat16_tiles" : "bfloat16";
+}
+
+bool cattn_error_not_bfloat16(enum cattn_bf16_products products, const char *names, const char *dtype) {
+    PyErr_Format(PyExc_TypeError, "compute_dtype='%s' is for float32 and bfloat16, and %s are %s: convert them",
+                 cattn_compute_dtype_word(products), names, dtype);
     return false;
 }
 

@@ -14,7 +14,7 @@ struct call {
     PyArrayObject *inputs[N_INPUTS]; /* owned, or NULL */
     int type;                        /* of the result */
     enum cattn_storage quantized;    /* of the weight, if it has a scale */
-    bool bfloat16;                   /* products of numbers that are rounded to it */
+    enum cattn_bf16_products bf16;   /* the factors are rounded to bfloat16 */
     int nd;                          /* of x and the result */
     npy_intp dims[NPY_MAXDIMS];      /* of the result */
 };
@@ -122,13 +122,13 @@ static bool convert(struct call *call) {
 
 /* TypeError for products of bfloat16 unless the two factors are float32 or bfloat16. */
 static bool check_bfloat16(const struct call *call, const char *names) {
-    if (!call->bfloat16)
+    if (!call->bf16)
         return true;
     const int compute_type = cattn_arg_compute_type(call->type);
     const bool is_half = PyArray_TYPE(call->inputs[X]) == NPY_HALF || PyArray_TYPE(call->inputs[WEIGHT]) == NPY_HALF;
     if (compute_type == NPY_FLOAT && !is_half)
         return true;
-    return cattn_error_not_bfloat16(names, compute_type == NPY_DOUBLE ? "float64" : "float16");
+    return cattn_error_not_bfloat16(call->bf16, names, compute_type == NPY_DOUBLE ? "float64" : "float16");
 }
 
 /* ---- views with two axes ---- */
@@ -218,7 +218,7 @@ static void fill_params(const struct call *call, struct cattn_product_params *p)
     PyArrayObject *x = call->inputs[X], *weight = call->inputs[WEIGHT];
     npy_intp row;
     *p = (struct cattn_product_params){.dtype = cattn_arg_dtype(call->type), .n_batch = 1};
-    p->bf16_products = call->bfloat16;
+    p->bf16_products = call->bf16;
     p->depth = PyArray_DIM(weight, 1);
     p->n_a = PyArray_DIM(weight, 0);
     p->a = (struct cattn_operand){.storage = storage_of(call, WEIGHT),
@@ -262,7 +262,7 @@ PyObject *cattn_body_linear(struct binding_state *state, PyObject **args) {
     struct cattn_output output = {NULL, NULL};
     PyObject *result = NULL;
     PyObject *bias = args[LINEAR_bias];
-    if (!cattn_arg_compute_dtype(args[LINEAR_compute_dtype], &call.bfloat16) ||
+    if (!cattn_arg_compute_dtype(args[LINEAR_compute_dtype], &call.bf16) ||
         (call.inputs[X] = cattn_arg_floats(state, args[LINEAR_x], "x")) == NULL ||
         !parse_weight(&call, args[LINEAR_weight]) ||
         (bias != Py_None && (call.inputs[BIAS] = cattn_arg_floats(state, bias, "bias")) == NULL))
@@ -315,14 +315,14 @@ PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n
     PyObject *result = NULL;
     if (!cattn_error_count("_product", n_args, 3) || !cattn_ready(call.state))
         return NULL;
-    if (!cattn_arg_compute_dtype(args[2], &call.bfloat16) ||
+    if (!cattn_arg_compute_dtype(args[2], &call.bf16) ||
         (call.inputs[X] = cattn_arg_floats(call.state, args[0], "a")) == NULL ||
         (call.inputs[WEIGHT] = cattn_arg_floats(call.state, args[1], "b")) == NULL)
         goto done;
     call.type = result_type(&call, "the factors");
     if (call.type < 0 || !check_bfloat16(&call, "grad_out, x and weight") || !convert(&call) || !check_product(&call))
         goto done;
-    if (call.bfloat16 && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
+    if (call.bf16 && PyArray_TYPE(call.inputs[WEIGHT]) == NPY_FLOAT &&
         !cattn_arg_round_to_bfloat16(&call.inputs[WEIGHT]))
         goto done;
     PyArrayObject *a = call.inputs[X], *b = call.inputs[WEIGHT];

@@ -85,6 +85,8 @@ static bool run_chunk(const struct forward_job *job, struct cattn_rows *rows, st
         else
             job->kernels->rows_block(rows, k0, k1);
     }
+    if (job->plan.path == CATTN_PATH_TILE && job->kernels->chunk_end)
+        job->kernels->chunk_end(rows);
     return true;
 }
 
@@ -146,9 +148,14 @@ static bool is_past_end(const struct forward_job *job, int64_t block) {
 }
 
 static void block_task(void *context, int64_t task, struct cattn_worker *worker) {
-    if (is_past_end(context, task))
+    const struct forward_job *job = context;
+    if (is_past_end(job, task))
         return;
-    run_rows(context, task, cattn_worker_scratch(worker), worker);
+    if (job->plan.path == CATTN_PATH_TILE && job->kernels->tiles_begin)
+        job->kernels->tiles_begin();
+    run_rows(job, task, cattn_worker_scratch(worker), worker);
+    if (job->plan.path == CATTN_PATH_TILE && job->kernels->tiles_end)
+        job->kernels->tiles_end();
 }
 
 /* ---- split path: tasks are pairs (block of rows, key chunk), whose results are merged in order between waves ---- */

@@ -25,11 +25,14 @@ static cattn_once cpu_once = CATTN_ONCE_INIT;
 /* CPUID 7, ebx */
 #define HAS_AVX2 (1u << 5)
 #define HAS_AVX512 (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* F, DQ, BW, VL */
+/* CPUID 7, edx */
+#define HAS_AMX (1u << 22 | 1u << 24) /* products of bfloat16, and tiles */
 /* CPUID 7, subleaf 1, eax */
 #define HAS_AVX512_BF16 (1u << 5)
 /* XCR0: the registers that the system saves */
 #define SAVES_YMM (1u << 1 | 1u << 2)           /* xmm, and the upper halves of ymm */
 #define SAVES_ZMM (1u << 5 | 1u << 6 | 1u << 7) /* mask registers, upper halves of zmm0-15, zmm16-31 */
+#define SAVES_TILES (1u << 17 | 1u << 18)       /* tiles, and their configuration */
 
 static bool all_of(unsigned word, unsigned bits) { return (word & bits) == bits; }
 
@@ -65,9 +68,10 @@ static void detect(void) {
     features |= CATTN_CPU_AVX2;
     if (all_of(ebx, HAS_AVX512) && (all_of(saved, SAVES_ZMM) || CATTN_AVX512_IS_LAZY))
         features |= CATTN_CPU_AVX512;
+    const bool has_tiles = all_of(edx, HAS_AMX) && all_of(saved, SAVES_TILES);
     if ((features & CATTN_CPU_AVX512) && eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) &&
         all_of(eax, HAS_AVX512_BF16))
-        features |= CATTN_CPU_AVX512_BF16;
+        features |= CATTN_CPU_AVX512_BF16 | (has_tiles ? CATTN_CPU_AMX : 0);
     if (is_amd_25(signature))
         features |= CATTN_CPU_SPLITS_512;
     if (is_vendor("GenuineIntel"))

@@ -15,6 +15,9 @@
 /* Multiplies pairs of bfloat16 at half the rate of FMAs, so that two FMAs a pair are faster where operands stay in
  * registers: all processors of Intel so far, whose VDPBF16PS starts every other cycle. AMD's starts twice a cycle. */
 #define CATTN_CPU_SLOW_PAIRS 32u
+/* Tiles of bfloat16 (AMX), with AVX-512 and its bfloat16. A process also needs the system's permission for them:
+ * cattn_os_permit_tiles. */
+#define CATTN_CPU_AMX 64u
 
 /* The sum of this processor's features; the same at any time, on any thread. */
 unsigned cattn_cpu(void);

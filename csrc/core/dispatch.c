@@ -10,21 +10,25 @@
 
 #include "../fp_mode.h"
 #include "cpu_features.h"
+#include "os.h"
 
 struct table {
     const char *name;
     const struct cattn_kernels *kernels[2]; /* by dtype */
-    struct cattn_kernel_pair bf16;          /* of float32 whose products are of bfloat16 */
+    struct cattn_kernel_pair bf16[2];       /* of float32 whose products are of bfloat16: by pairs, by tiles */
     unsigned needs;                         /* features of the processor */
     unsigned slow_with;                     /* features with which an earlier table is faster */
     bool test_only;
 };
 
-#define TABLE_WITH(name, text, bf16, few)                                                                              \
+/* `bf16` and `few` have pairs, for tiles and few rows; `wide` and `narrow` the same with the arithmetic of tiles. */
+#define TABLE_WITH(name, text, bf16, few, wide, narrow)                                                                \
     text, {&cattn_kernels_##name##_32, &cattn_kernels_##name##_64}, {                                                  \
-        &cattn_kernels_##bf16##_16, &cattn_kernels_##few##_16                                                          \
+        {&cattn_kernels_##bf16##_16, &cattn_kernels_##few##_16}, {                                                     \
+            &cattn_kernels_##wide##_17, &cattn_kernels_##narrow##_17                                                   \
+        }                                                                                                              \
     }
-#define TABLE(name) TABLE_WITH(name, #name, name, name)
+#define TABLE(name) TABLE_WITH(name, #name, name, name, name, name)
 
 /* From worst to best: the last usable one that is not slow here is selected. */
 static const struct table tables[] = {
@@ -41,18 +45,22 @@ static const struct table tables[] = {
 #ifdef CATTN_HAVE_AVX512_256
     {TABLE(avx512_256), CATTN_CPU_AVX512, 0, false},
 #ifdef CATTN_HAVE_AVX512_BF16
-    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0,
-     false},
+    {TABLE_WITH(avx512_256, "avx512_256_bf16", avx512_bf16, avx512_bf16, avx512_256, avx512_256),
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, 0, false},
 #endif
 #endif
 #ifdef CATTN_HAVE_AVX512
     {TABLE(avx512), CATTN_CPU_AVX512, CATTN_CPU_SPLITS_512, false},
 #ifdef CATTN_HAVE_AVX512_BF16
     /* the instruction serves few rows, where conversions and memory count; FMAs multiply tiles */
-    {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16,
-     CATTN_CPU_SPLITS_512, false},
-    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16, avx512_bf16), CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16,
-     CATTN_CPU_SPLITS_512 | CATTN_CPU_SLOW_PAIRS, false},
+    {TABLE_WITH(avx512, "avx512_bf16_few", avx512, avx512_bf16, avx512, avx512),
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512, false},
+    {TABLE_WITH(avx512, "avx512_bf16", avx512_bf16, avx512_bf16, avx512, avx512),
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16, CATTN_CPU_SPLITS_512 | CATTN_CPU_SLOW_PAIRS, false},
+#ifdef CATTN_HAVE_AMX /* its kernels of tiles take the place of avx512's if the system permits them */
+    {TABLE_WITH(avx512, "avx512_amx", avx512, avx512_bf16, avx512, amx),
+     CATTN_CPU_AVX512 | CATTN_CPU_AVX512_BF16 | CATTN_CPU_AMX, 0, false},
+#endif
 #endif
 #endif
 };
@@ -88,7 +96,8 @@ bool cattn_isa_keeps_arithmetic(int index) {
     bool kept = true;
     for (int dtype = CATTN_F32; dtype <= CATTN_F64; dtype++)
         kept &= tables[index].kernels[dtype]->keeps_arithmetic();
-    kept &= tables[index].bf16.tiles->keeps_arithmetic() && tables[index].bf16.few->keeps_arithmetic();
+    for (int i = 0; i < 2; i++)
+        kept &= tables[index].bf16[i].tiles->keeps_arithmetic() && tables[index].bf16[i].few->keeps_arithmetic();
     cattn_fp_leave(saved);
     return kept;
 }
@@ -114,7 +123,35 @@ const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype) {
     return tables[atomic_load(&current)].kernels[dtype];
 }
 
-struct cattn_kernel_pair cattn_bf16_kernels(void) { return tables[atomic_load(&current)].bf16; }
+#ifdef CATTN_HAVE_AMX
+
+static bool has_tiles;
+static cattn_once tiles_once = CATTN_ONCE_INIT;
+
+/* At the first call that wants tiles: a process that has the permission needs larger stacks for signals. */
+static void permit_tiles(void) {
+    const unsigned saved = cattn_fp_enter();
+    has_tiles = cattn_os_permit_tiles() && cattn_kernels_amx_17.keeps_tiles();
+    cattn_fp_leave(saved);
+}
+
+struct cattn_kernel_pair cattn_bf16_kernels(enum cattn_bf16_products products) {
+    const struct table *t = &tables[atomic_load(&current)];
+    struct cattn_kernel_pair pair = t->bf16[products == CATTN_BF16_TILES];
+    if (products == CATTN_BF16_TILES && (t->needs & CATTN_CPU_AMX)) {
+        cattn_run_once(&tiles_once, permit_tiles);
+        pair.tiles = has_tiles ? &cattn_kernels_amx_17 : pair.tiles;
+    }
+    return pair;
+}
+
+#else
+
+struct cattn_kernel_pair cattn_bf16_kernels(enum cattn_bf16_products products) {
+    return tables[atomic_load(&current)].bf16[products == CATTN_BF16_TILES];
+}
+
+#endif
 
 int64_t cattn_block_keys(void) { return CATTN_BLOCK_KEYS; }
 int64_t cattn_chunk_keys(void) { return CATTN_CHUNK_KEYS; }

@@ -11,6 +11,6 @@ struct cattn_kernel_pair {
     const struct cattn_kernels *tiles, *few;
 };
 /* The kernels of float32 with products of bfloat16. A call asks once, because tests switch. */
-struct cattn_kernel_pair cattn_bf16_kernels(void);
+struct cattn_kernel_pair cattn_bf16_kernels(enum cattn_bf16_products products);
 
 #endif

@@ -110,6 +110,10 @@ int64_t cattn_now_ns(void);
 
 /* ---- processors ---- */
 
+/* Asks the system to save tiles (AMX) for all threads of this process, those to come included. False: it refuses, or
+ * is none that is asked here. */
+bool cattn_os_permit_tiles(void);
+
 /* How many processors this process may use at a time, at least 1: those that it may run on, or fewer where its control
  * groups grant less time. */
 int cattn_usable_cpus(void);

@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 /* ---- control groups ---- */
@@ -141,6 +142,14 @@ static int affinity_count(void) {
     }
     return count;
 }
+
+#ifdef __x86_64__
+#define ARCH_REQ_XCOMP_PERM 0x1023 /* Linux 5.16 */
+#define XFEATURE_TILE_DATA 18
+bool cattn_os_permit_tiles(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILE_DATA) == 0; }
+#else
+bool cattn_os_permit_tiles(void) { return false; }
+#endif
 
 int cattn_usable_cpus(void) {
     const int count = affinity_count();

@@ -122,6 +122,8 @@ void cattn_sleep_ns(int64_t nanoseconds) {
 
 #ifndef __linux__
 
+bool cattn_os_permit_tiles(void) { return false; }
+
 int cattn_usable_cpus(void) {
     const long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > 0 && online < INT_MAX ? (int)online : 1;

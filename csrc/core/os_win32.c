@@ -152,6 +152,8 @@ void cattn_sleep_ns(int64_t nanoseconds) { Sleep((DWORD)(nanoseconds / MILLISECO
 
 /* Processors are in groups of at most 64, and an affinity mask concerns the one group of the process. A process whose
  * threads may run in several groups has no mask. */
+bool cattn_os_permit_tiles(void) { return false; }
+
 int cattn_usable_cpus(void) {
     USHORT groups[64], n_groups = sizeof groups / sizeof *groups;
     DWORD_PTR mask, all;

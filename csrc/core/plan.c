@@ -24,7 +24,7 @@
 
 struct cattn_kernel_pair cattn_attention_kernels(const struct cattn_attention_params *p) {
     const struct cattn_kernels *own = cattn_kernels_for(p->dtype);
-    return p->bf16_products ? cattn_bf16_kernels() : (struct cattn_kernel_pair){own, own};
+    return p->bf16_products ? cattn_bf16_kernels(p->bf16_products) : (struct cattn_kernel_pair){own, own};
 }
 
 double cattn_attention_work(const struct cattn_attention_params *p) {
@@ -115,14 +115,22 @@ static void lay_out(const struct cattn_plan *plan, const struct cattn_attention_
     struct cattn_row_scratch *s = &r->scratch;
     r->per_row = cattn_plan_carve_per_row(arena, rows);
     s->drop_bits = plan->uses_stream ? cattn_carve(arena, rows * cattn_dropout_stream_row_bytes(p->seqlen_k)) : NULL;
-    s->packed_query = cattn_carve(arena, rows * depth * size);
+    const bool tiles = p->bf16_products == CATTN_BF16_TILES;
+    const size_t key_cols = (size_t)cattn_packed_key_cols(p->bf16_products, p->head_dim);
+    const size_t value_cols = (size_t)cattn_packed_value_cols(p->bf16_products, p->d_v);
+    const size_t unit = (size_t)CATTN_UNIT * CATTN_UNIT;
+    s->packed_query = cattn_carve(arena, rows * (tiles ? key_cols : depth) * size);
     s->score = cattn_carve(arena, rows * CATTN_BLOCK_KEYS * size);
     s->cap_derivative = s->cap_curvature = NULL; /* only second passes need them */
+    s->wide = cattn_carve(arena, tiles && tile ? CATTN_BLOCK_KEYS * max_size(key_cols, value_cols) * size : 0);
+    s->units = cattn_carve(arena, tiles && tile ? 4 * unit * size : 0);
+    s->acc_columns = tiles && tile ? cattn_carve(arena, CATTN_TILE_ROWS * value_cols * size) : NULL;
     s->value_panel = cattn_carve(arena, CATTN_HALF_BLOCK * (tile ? panel : copied_value) * size);
     s->key_copy = cattn_carve(arena, (tile ? (size_t)kernels->mr * depth : (size_t)kernels->lanes * copied_key) * size);
     /* pairs of bfloat16: keys without a gap at the end of a row, values in whole panels */
-    const size_t copied =
-        p->bf16_products ? max_size(depth, (size_t)cattn_plan_acc_cols(p)) : max_size(copied_key, copied_value);
+    const size_t copied = tiles              ? max_size(key_cols, value_cols)
+                          : p->bf16_products ? max_size(depth, (size_t)cattn_plan_acc_cols(p))
+                                             : max_size(copied_key, copied_value);
     s->block_copy = cattn_carve(arena, tile ? CATTN_BLOCK_KEYS * copied * size : 0);
     s->weight_rows = cattn_carve(arena, narrowed ? rows * (size_t)p->seqlen_k * size : 0);
     s->block_max = cattn_carve(arena, slots * size);

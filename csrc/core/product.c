@@ -69,7 +69,9 @@ static bool should_swap(const struct cattn_product_params *p) {
 
 static void lay_out(const struct product_job *job, struct cattn_product *product, struct cattn_arena *arena) {
     const size_t element = cattn_element_size(job->p.dtype), slab = CATTN_SLAB_TERMS * element;
-    const size_t packed_rows = job->few ? (size_t)job->p.n_b : (size_t)job->b_rows;
+    /* tables of tiles pack few rows as numbers, as many as there may be */
+    const size_t few_rows = job->p.bf16_products == CATTN_BF16_TILES ? 2 * (size_t)CATTN_FEW_ROWS : (size_t)job->p.n_b;
+    const size_t packed_rows = job->few ? few_rows : (size_t)job->b_rows;
     const size_t cols = (size_t)cattn_round_up(count_terms(&job->p), CATTN_PRODUCT_CHAINS);
     const size_t chains_of_rows =
         (size_t)CATTN_FEW_SLABS * CATTN_FEW_ROWS * CATTN_PRODUCT_CHAINS * CATTN_PRODUCT_CHAINS;
@@ -129,6 +131,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
         product.bias = (const char *)p->bias + (batch * p->bias_batch + b_first * p->bias_b) * element;
     struct cattn_arena arena = cattn_arena(cattn_worker_scratch(worker), job->scratch_size, true);
     lay_out(job, &product, &arena);
+    if (!job->few && job->kernels->tiles_begin)
+        job->kernels->tiles_begin();
     if (!job->by_slabs)
         (job->few ? job->kernels->product_pack_few : job->kernels->product_pack)(&product);
     const int64_t most = job->few && p->a.row == 1 ? CATTN_FEW_COLUMNS / p->n_b : CATTN_PRODUCT_ROWS;
@@ -136,6 +140,8 @@ static void product_task(void *context, int64_t task, struct cattn_worker *worke
         const int n_rows = (int)cattn_min(most, a_end - a);
         (job->few ? job->kernels->product_few : job->kernels->product_tile)(&product, a, n_rows);
     }
+    if (!job->few && job->kernels->tiles_end)
+        job->kernels->tiles_end();
 }
 
 /* Cuts both operands into blocks. */
@@ -173,7 +179,7 @@ enum cattn_status cattn_product(const struct cattn_product_params *params) {
     if ((double)params->n_batch * (double)params->n_a * (double)params->n_b * (double)params->depth < PARALLEL_WORK)
         job.p.num_threads = 1;
     cut(&job);
-    const struct cattn_kernel_pair pairs = cattn_bf16_kernels();
+    const struct cattn_kernel_pair pairs = cattn_bf16_kernels(params->bf16_products);
     job.kernels = !params->bf16_products ? cattn_kernels_for(params->dtype) : job.few ? pairs.few : pairs.tiles;
     const int64_t n_tasks = params->n_batch * job.b_blocks * job.a_blocks;
     return cattn_parallel_for(n_tasks, job.p.num_threads, job.scratch_size, product_task, &job, &params->poll);

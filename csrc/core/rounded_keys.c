@@ -6,6 +6,7 @@
 #include "attention_rows.h"
 #include "dispatch.h"
 #include "parallel.h"
+#include "plan.h"
 
 /* Queries that read a key, from which on the copies pay. */
 #define LEAST_QUERIES 240
@@ -30,8 +31,12 @@ static bool shares_differ(const struct cattn_attention_params *p) {
 }
 
 bool cattn_rounds_keys(const struct cattn_attention_params *p) {
-    if (!p->bf16_products || p->storage != CATTN_STORED_PLAIN || !p->key.data || !p->value.data ||
+    const bool tiles = p->bf16_products == CATTN_BF16_TILES;
+    if (!p->bf16_products || (p->storage != CATTN_STORED_PLAIN && !tiles) || !p->key.data || !p->value.data ||
         p->path == CATTN_PATH_TINY)
+        return false;
+    /* packed copies serve the tile path only; sequences that follow each other leave no room for whole groups */
+    if (tiles && (p->query_starts.data || cattn_plan(p, cattn_attention_kernels(p).tiles).path != CATTN_PATH_TILE))
         return false;
     const struct cattn_ranges *r = &p->ranges;
     double keys = (double)p->seqlen_k; /* that a query sees, at most */
@@ -82,11 +87,13 @@ static bool is_repeated(const struct cattn_attention_params *p, const struct cat
     return false;
 }
 
-static void round_rows(const struct cattn_matrix *from, const struct cattn_matrix *to, int64_t begin, int64_t end,
-                       int64_t n_cols, struct cattn_worker *worker) {
-    const struct cattn_kernels *kernels = cattn_bf16_kernels().few;
-    for (int64_t r = begin; r < end && !(n_cols > LONG_ROW && cattn_should_stop(worker)); r++)
-        kernels->round_row(from, r, n_cols, (uint16_t *)(uintptr_t)to->first + r * to->row);
+/* Packs rows by one of the kernels, a group at a time if they are long. */
+static void pack_rows(void (*pack)(const struct cattn_matrix *, int64_t, int64_t, int64_t, uint16_t *),
+                      const struct cattn_matrix *from, const struct cattn_matrix *to, int64_t begin, int64_t end,
+                      int64_t n_cols, struct cattn_worker *worker) {
+    const int64_t step = n_cols > LONG_ROW ? CATTN_GROUP_TERMS : PIECE_ROWS;
+    for (int64_t r = begin; r < end && !cattn_should_stop(worker); r += step)
+        pack(from, r, cattn_min(r + step, end), n_cols, (uint16_t *)(uintptr_t)to->first);
 }
 
 static void round_piece(void *context, int64_t task, struct cattn_worker *worker) {
@@ -104,16 +111,20 @@ static void round_piece(void *context, int64_t task, struct cattn_worker *worker
     cattn_keys_of_head(from, &batch, head, &key, &value);
     cattn_keys_of_head(to, &copied, head, &key_copy, &value_copy);
     if (!is_repeated(from, &from->key, index))
-        round_rows(&key, &key_copy, begin, end, from->head_dim, worker);
+        pack_rows(rounded->kernels->pack_keys, &key, &key_copy, begin, end, from->head_dim, worker);
     if (!is_repeated(from, &from->value, index))
-        round_rows(&value, &value_copy, begin, end, from->d_v, worker);
+        pack_rows(rounded->kernels->pack_values, &value, &value_copy, begin, end, from->d_v, worker);
 }
 
 enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struct cattn_rounded_keys **rounded) {
     struct cattn_tensor key = {0}, value = {0};
-    const int64_t kv_heads = p->num_heads / p->group_size, n_rows = count_rows(p);
-    const double n_key = lay_out(p, kv_heads, n_rows, p->head_dim, &p->key, &key);
-    const double n_value = lay_out(p, kv_heads, n_rows, p->d_v, &p->value, &value);
+    const int64_t kv_heads = p->num_heads / p->group_size;
+    /* whole groups of rows of a packed copy are read */
+    const int64_t n_rows = count_rows(p) + (p->bf16_products == CATTN_BF16_TILES ? CATTN_GROUP_TERMS : 0);
+    const double n_key =
+        lay_out(p, kv_heads, n_rows, cattn_packed_key_cols(p->bf16_products, p->head_dim), &p->key, &key);
+    const double n_value =
+        lay_out(p, kv_heads, n_rows, cattn_packed_value_cols(p->bf16_products, p->d_v), &p->value, &value);
     *rounded = NULL;
     if (n_key + n_value > 0x1p44)
         return CATTN_OK;
@@ -129,6 +140,8 @@ enum cattn_status cattn_round_keys(const struct cattn_attention_params *p, struc
     r->params.key.data = copies;
     r->params.value.data = copies + key_size;
     r->params.quantized_key = r->params.quantized_value = CATTN_STORED_BF16;
+    r->params.packed_keys = p->bf16_products == CATTN_BF16_TILES;
+    r->kernels = cattn_bf16_kernels(p->bf16_products).few;
     r->from = p;
     r->kv_heads = kv_heads;
     r->n_pieces = cattn_ceil_div(p->seqlen_k, PIECE_ROWS);

@@ -3,13 +3,15 @@
 #define CATTN_ROUNDED_KEYS_H
 
 #include "../cattn.h"
+#include "../kernels/kernels.h"
 
 /* A call that reads rounded copies of keys and values: `params` holds them as CATTN_STORED_BF16 in place of a quantized
- * storage, without scales. */
+ * storage, without scales. The tables of tiles read them packed. */
 struct cattn_rounded_keys {
     struct cattn_attention_params params;
     /* from here on for rounded_keys.c */
     const struct cattn_attention_params *from;
+    const struct cattn_kernels *kernels;
     int64_t kv_heads, n_pieces;
 };
 

@@ -35,6 +35,10 @@
 /* Every sum of products is cut into chains of FMAs of this many terms, by index. Short chains keep the rounding error
  * small. */
 #define CATTN_CHAIN_TERMS 16
+/* Products of bfloat16 in tiles: terms of a group, which are two chains. */
+#define CATTN_GROUP_TERMS (2 * CATTN_CHAIN_TERMS)
+/* Rows and lanes of the products that are computed together there: two tiles of 16 each way. */
+#define CATTN_UNIT 32
 /* P V is computed for this many keys at a time and added to the accumulator: that much of V stays in the L1 cache. */
 #define CATTN_HALF_BLOCK (CATTN_BLOCK_KEYS / 2)
 /* Rows of one tile: a multiple of every table's 2 * lanes and micro-tile height. */
@@ -80,6 +84,7 @@ struct cattn_call_shape {
     double keep_scale; /* 1; under dropout 1/(1-p) */
     bool fully_ranged; /* no element-wise mask: ranges and block mask alone decide which keys are hidden */
     bool has_positions, has_slopes, has_sinks, has_mask, has_block_mask, has_out, has_lse, has_weights;
+    bool packed_keys;           /* tables of tiles: the rows of key and value are packed already, by pack_keys */
     bool double_lse;            /* lse is double, otherwise the table's own type */
     bool store_scores;          /* `weights` receives the scores, -inf out of range */
     enum cattn_storage storage; /* of query, out and weights_out */
@@ -120,6 +125,9 @@ struct cattn_row_scratch {
     void *block_max;
     void *row_max, *row_sum, *alpha; /* the running state of the chunk; this block's correction */
     void *acc;                       /* [row][acc_cols] */
+    void *acc_columns; /* [acc_cols][CATTN_TILE_ROWS]: of the chunk, in the tile path of the tables of tiles */
+    void *wide;        /* there, without tiles: packed keys or values as numbers of the table's own type */
+    void *units;       /* there: sums of four units */
     void *total_max, *total_sum,
         *total_acc; /* the merged chunks so far; uninitialised before the driver swaps in one */
 };
@@ -383,6 +391,14 @@ struct cattn_product {
     void *edge;      /* [CATTN_PRODUCT_EDGE][CATTN_SLAB_TERMS] */
 };
 
+/* The elements of a row of packed keys or values. */
+static inline int64_t cattn_packed_key_cols(enum cattn_bf16_products products, int64_t n_cols) {
+    return products == CATTN_BF16_TILES ? cattn_round_up(n_cols, CATTN_GROUP_TERMS) : n_cols;
+}
+static inline int64_t cattn_packed_value_cols(enum cattn_bf16_products products, int64_t n_cols) {
+    return products == CATTN_BF16_TILES ? cattn_round_up(n_cols, CATTN_UNIT) : n_cols;
+}
+
 struct cattn_kernels {
     const char *name;
     int lanes, mr, nr;
@@ -419,8 +435,16 @@ struct cattn_kernels {
     /* conversion of n stored elements to the table's own type, and back */
     void (*widen_row)(enum cattn_storage storage, const void *from, int64_t stride, int64_t n, void *to);
     void (*narrow_row)(enum cattn_storage storage, const void *from, int64_t n, void *to, int64_t stride);
-    /* products of bfloat16: row r of a matrix, rounded */
-    void (*round_row)(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, uint16_t *to);
+    /* products of bfloat16: the rows begin .. end-1 of keys or values, rounded, to rows of cattn_packed_key_cols and
+     * cattn_packed_value_cols elements from `to` on; begin is a multiple of CATTN_GROUP_TERMS, and tables of tiles fill
+     * up the last group of values with zeros */
+    void (*pack_keys)(const struct cattn_matrix *key, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to);
+    void (*pack_values)(const struct cattn_matrix *value, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to);
+    /* tables of tiles: the end of a chunk on the tile path; NULL elsewhere */
+    void (*chunk_end)(struct cattn_rows *rows);
+    /* instructions for tiles: before and after a task that has them; NULL elsewhere */
+    void (*tiles_begin)(void);
+    void (*tiles_end)(void);
     void (*softmax_row)(const struct cattn_softmax_row *row);
     /* writes a row past the caches; NULL if the instruction set has no such stores */
     void (*stream_row)(const void *from, int64_t n, void *to);
@@ -457,6 +481,8 @@ struct cattn_kernels {
     /* out = x * keep_scale where mask is 1, +0 where it is 0 */
     void (*torch_drop)(int64_t n, const void *x, int64_t x_stride, const uint8_t *mask, double keep_scale, void *out,
                        int64_t out_stride);
+
+    bool (*keeps_tiles)(void); /* keeps_arithmetic of instructions for tiles, which the system has to permit before */
 };
 
 /* A Mac's compiler may compile for two machines at once, with the same macros. Only one of them has these tables. */
@@ -466,14 +492,21 @@ struct cattn_kernels {
 #undef CATTN_HAVE_AVX512_256
 #undef CATTN_HAVE_AVX512
 #undef CATTN_HAVE_AVX512_BF16
+#undef CATTN_HAVE_AMX
 #endif
 
-extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64, cattn_kernels_scalar_16;
-extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64, cattn_kernels_gnu128_16;
-extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64, cattn_kernels_gnu512_16;
-extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64, cattn_kernels_avx2_16;
-extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64, cattn_kernels_avx512_256_16;
-extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64, cattn_kernels_avx512_16;
-extern const struct cattn_kernels cattn_kernels_avx512_bf16_16;
+extern const struct cattn_kernels cattn_kernels_scalar_32, cattn_kernels_scalar_64, cattn_kernels_scalar_16,
+    cattn_kernels_scalar_17;
+extern const struct cattn_kernels cattn_kernels_gnu128_32, cattn_kernels_gnu128_64, cattn_kernels_gnu128_16,
+    cattn_kernels_gnu128_17;
+extern const struct cattn_kernels cattn_kernels_gnu512_32, cattn_kernels_gnu512_64, cattn_kernels_gnu512_16,
+    cattn_kernels_gnu512_17;
+extern const struct cattn_kernels cattn_kernels_avx2_32, cattn_kernels_avx2_64, cattn_kernels_avx2_16,
+    cattn_kernels_avx2_17;
+extern const struct cattn_kernels cattn_kernels_avx512_256_32, cattn_kernels_avx512_256_64, cattn_kernels_avx512_256_16,
+    cattn_kernels_avx512_256_17;
+extern const struct cattn_kernels cattn_kernels_avx512_32, cattn_kernels_avx512_64, cattn_kernels_avx512_16,
+    cattn_kernels_avx512_17;
+extern const struct cattn_kernels cattn_kernels_avx512_bf16_16, cattn_kernels_amx_17;
 
 #endif

@@ -27,9 +27,15 @@
 #ifdef BF16_PRODUCTS
 #include "pairs.inc.h"
 #endif
+#ifdef BF16_TILES
+#include "tile_unit.inc.h"
+#endif
 
 #include "product_terms.inc.h"
 
+#ifdef BF16_TILES
+#include "product_units.inc.h"
+#else
 #ifdef BF16_PRODUCTS
 #include "product_pairs.inc.h"
 #else
@@ -37,13 +43,20 @@
 #endif
 #include "product.inc.h"
 #include "product_few.inc.h"
+#endif
 #include "row_scores.inc.h"
 
 #include "rows.inc.h"
 #include "rowwise.inc.h"
 #include "tile_extents.inc.h"
 
+#include "tile_scores.inc.h"
+
+#ifdef BF16_TILES
+#include "tiles.inc.h"
+#else
 #include "tile.inc.h"
+#endif
 
 #ifndef BF16_PRODUCTS
 #include "weights.inc.h"
@@ -86,7 +99,14 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .mr = MR,
     .nr = NR,
     .has_fma = HAS_FMA,
-#ifdef BF16_PRODUCTS
+#ifdef TILE_INSTRUCTIONS
+    .keeps_arithmetic = keeps_pair_arithmetic,
+    .keeps_tiles = keeps_unit_arithmetic,
+    .tiles_begin = tiles_begin,
+    .tiles_end = tiles_end,
+#elif defined(BF16_TILES)
+    .keeps_arithmetic = keeps_unit_arithmetic,
+#elif defined(BF16_PRODUCTS)
     .keeps_arithmetic = keeps_pair_arithmetic,
 #else
     .keeps_arithmetic = keeps_arithmetic,
@@ -105,8 +125,12 @@ const struct cattn_kernels PASTE(ISA, TABLE_BITS) = {
     .product_pack_few = product_pack_few,
     .product_tile = product_tile,
     .product_few = product_few,
+#ifdef BF16_TILES
+    .chunk_end = chunk_end,
+#endif
 #ifdef BF16_PRODUCTS
-    .round_row = round_row,
+    .pack_keys = pack_keys,
+    .pack_values = pack_values,
 #else
     .backward = {backward_begin, backward_scores, backward_query, backward_keys, backward_sink},
     .jvp_backward = {jvp_backward_begin, jvp_backward_scores, jvp_backward_query, jvp_backward_keys, jvp_backward_sink},

@@ -1,4 +1,4 @@
-/* kernels_avx512.c -- the AVX-512 table for processors with 512-bit units. Compiled with REAL_BITS 16, 32 and 64.
+/* kernels_avx512.c -- the AVX-512 table for processors with 512-bit units. Compiled with REAL_BITS 16, 17, 32 and 64.
  *
  * Such a processor does two loads and two FMAs a cycle, and every broadcast operand is a load: tiles of 8 x 2 vectors
  * load 10 operands for 16 FMAs (scores, 6 x 2: 8 for 12), where 12 x 1 would load 13 for 12. Keys and values that

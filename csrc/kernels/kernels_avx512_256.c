@@ -1,5 +1,5 @@
 /* kernels_avx512_256.c -- the AVX-512 table for processors that split 512-bit operations in two (AMD Zen 4). Compiled
- * with REAL_BITS 16, 32 and 64.
+ * with REAL_BITS 16, 17, 32 and 64.
  *
  * They do one FMA a cycle, so loads do not limit them. 12 chains and 12 sums fit into 32 registers, which saves the
  * spills of larger tiles.

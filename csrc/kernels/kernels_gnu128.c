@@ -1,4 +1,4 @@
-/* kernels_gnu128.c -- the portable table with 16-byte vectors. Compiled with REAL_BITS 16, 32 and 64.
+/* kernels_gnu128.c -- the portable table with 16-byte vectors. Compiled with REAL_BITS 16, 17, 32 and 64.
  *
  * NEON has 32 registers: 8 x 2 vectors load 10 operands for 16 FMAs and keep 16 chains in flight, enough for four FMA
  * units. SSE2 has 16.

@@ -1,5 +1,5 @@
 /* kernels_gnu512.c -- test only: the tile shapes of the AVX-512 table on any CPU with FMA. Compiled with
- * REAL_BITS 16, 32 and 64. */
+ * REAL_BITS 16, 17, 32 and 64. */
 #ifdef __x86_64__ /* a Mac's compiler may make one object for two machines */
 #define ISA gnu512
 #define MR 8

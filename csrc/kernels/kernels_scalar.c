@@ -1,5 +1,5 @@
 /* kernels_scalar.c -- one lane and the fma of fma.h; the tests compare the other tables with this one. Compiled with
- * REAL_BITS 16, 32 and 64. */
+ * REAL_BITS 16, 17, 32 and 64. */
 #define ISA scalar
 #define MR 4
 #define NR 1

@@ -1,4 +1,5 @@
-/* pairs.inc.h -- products of bfloat16 with sums in float32, for the tables of TABLE_BITS 16.
+/* pairs.inc.h -- products of bfloat16 with sums in float32, for the tables of TABLE_BITS 16, and what the tables of
+ * TABLE_BITS 17 share with them (tiles.inc.h).
  *
  * A lane holds a pair of bfloat16, the element with the even index in its low half. The one operation on pairs is the
  * instruction VDPBF16PS of x86: vf_pair_dot(a, b, c) adds the product of the odd elements to c, then the product of
@@ -6,7 +7,7 @@
  * sign, and so do sums that are below 2^-126 after rounding to 24 bits. No floating-point mode changes that.
  *
  * Elsewhere the same bits come from two FMAs: in the processor's mode for subnormals, where it has the same rule, or
- * with sums that are tested one by one.
+ * with sums that are tested one by one. The instruction for tiles, TDPBF16PS, has the same rules, in another order.
  */
 
 #define LEAST_NORMAL 0x1p-126f
@@ -17,8 +18,9 @@ INLINE vf flushed(vf x) { return vf_select(vf_lt(vf_abs(x), vf_set1(LEAST_NORMAL
 #ifndef HAS_PAIR_DOT
 #ifdef FLUSHES_BY_MODE
 
-/* c + a * b in the mode that products_begin sets. */
+/* c + a * b, and a + b, in the mode that products_begin sets. */
 INLINE vf flushed_fma(vf a, vf b, vf c) { return vf_fma(a, b, c); }
+INLINE vf flushed_sum(vf a, vf b) { return a + b; }
 
 #else
 
@@ -47,6 +49,9 @@ INLINE vf flushed_fma(vf a, vf b, vf c) {
         return flushed_edge(a, b, c, sum);
     return sum;
 }
+
+/* a + b for numbers that are flushed. A sum that is below 2^-126 is exact. */
+INLINE vf flushed_sum(vf a, vf b) { return flushed(a + b); }
 
 #endif
 
@@ -132,7 +137,9 @@ INLINE void store_pairs(uint16_t *p, vu pairs) {
 }
 
 /* Rounding to bfloat16, to nearest even. Subnormal elements become zeros first, as the conversions of x86 have it. */
-#ifndef HAS_PAIR_DOT
+#ifdef HAS_BF16_ROUNDING
+INLINE vf rounded_bf16(vf v) { return vf_from_bf16(vh_rounded(v)); }
+#else
 INLINE vf rounded_bf16(vf v) {
     const vu w = vu_of_vf(with_one_nan(flushed(v)));
     const vu half = vu_add(vu_and(vu_shr16(w), vu_set1(1)), vu_set1(0x7fff));
@@ -155,7 +162,7 @@ INLINE void store_rounded(uint16_t *to, vf v, int n) {
 INLINE void round_to_from(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int64_t n,
                           uint16_t *to) {
     int64_t k = 0;
-#ifdef HAS_PAIR_DOT
+#ifdef HAS_BF16_ROUNDING
     for (; storage == CATTN_STORED_PLAIN && stride == 1 && k + 2 * LANES <= n; k += 2 * LANES)
         store_pairs(to + k,
                     vu_rounded(vf_loadu((const real *)base + i + k), vf_loadu((const real *)base + i + k + LANES)));
@@ -188,10 +195,6 @@ INLINE void round_row_to(const struct cattn_matrix *matrix, int64_t r, int64_t n
     }
 }
 
-static void round_row(const struct cattn_matrix *matrix, int64_t r, int64_t n_cols, uint16_t *to) {
-    round_row_to(matrix, r, n_cols, to);
-}
-
 /* LANES pairs: n <= 2 * LANES elements from index i on, rounded; the other ones are 0. */
 INLINE vu load_pairs(enum cattn_storage storage, const void *base, int64_t i, int64_t stride, int n) {
     uint16_t halves[2 * LANES] = {0};
@@ -207,6 +210,47 @@ INLINE vu load_pairs(enum cattn_storage storage, const void *base, int64_t i, in
 }
 
 INLINE int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
+
+INLINE void clear_tile(int mr, int nr, vf sum[MR][NR]) {
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            sum[m][n] = vf_set1(0);
+}
+
+INLINE void keep_tile(int mr, int nr, vf sum[MR][NR]) {
+    UNROLLED(m, mr)
+        UNROLLED(n, nr)
+            keep_sum(&sum[m][n]);
+}
+
+/* One vector of values of row k from column c on; `storage` is a constant in the common cases. */
+INLINE vf values_at(const struct cattn_matrix *value, enum cattn_storage storage, int64_t k, int64_t c, int n) {
+    if (storage == CATTN_STORED_BF16)
+        return load_half(storage, (const uint16_t *)value->first + k * value->row + c, 1, n);
+    if (storage == CATTN_STORED_PLAIN)
+        return load_strided((const real *)value->first + k * value->row + c, 1, n);
+    return load_columns(value, k, c, n);
+}
+/* A pair of rows of such vectors. */
+INLINE vu paired_values(enum cattn_storage storage, vf even, vf odd) {
+    return storage == CATTN_STORED_BF16 ? joined(even, odd) : vf_paired(even, odd);
+}
+/* What values_at takes for the matrix. */
+INLINE enum cattn_storage direct_storage(const struct cattn_matrix *matrix) {
+    if (matrix->col == 1 && (matrix->storage == CATTN_STORED_BF16 || matrix->storage == CATTN_STORED_PLAIN))
+        return matrix->storage;
+    return CATTN_STORED_F8; /* this stands for all other storages and strides */
+}
+
+#ifndef BF16_TILES
+
+static void pack_keys(const struct cattn_matrix *key, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
+    for (int64_t r = begin; r < end; r++)
+        round_row_to(key, r, n_cols, to + r * n_cols);
+}
+static void pack_values(const struct cattn_matrix *value, int64_t begin, int64_t end, int64_t n_cols, uint16_t *to) {
+    pack_keys(value, begin, end, n_cols, to);
+}
 
 /* ---- the tile path: queries, weights and values are packed as pairs, keys are read where they are if they can ---- */
 
@@ -224,18 +268,6 @@ INLINE void add_pairs(int mr, int nr, int64_t n, const uint16_t *a, int64_t a_ro
                 sum[m][i] = vf_pair_dot(a_mk, b_k[i], sum[m][i]);
         }
     }
-}
-
-INLINE void clear_tile(int mr, int nr, vf sum[MR][NR]) {
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            sum[m][n] = vf_set1(0);
-}
-
-INLINE void keep_tile(int mr, int nr, vf sum[MR][NR]) {
-    UNROLLED(m, mr)
-        UNROLLED(n, nr)
-            keep_sum(&sum[m][n]);
 }
 
 /* The sums of n pairs. */
@@ -280,19 +312,6 @@ static struct source keys_of_block(const struct cattn_rows *rows, int64_t k0, in
         round_row_to(&key, k, depth, copy + k * padded);
     }
     return (struct source){copy, padded};
-}
-
-/* One vector of values of row k from column c on; `storage` is a constant in the common cases. */
-INLINE vf values_at(const struct cattn_matrix *value, enum cattn_storage storage, int64_t k, int64_t c, int n) {
-    if (storage == CATTN_STORED_BF16)
-        return load_half(storage, (const uint16_t *)value->first + k * value->row + c, 1, n);
-    if (storage == CATTN_STORED_PLAIN)
-        return load_strided((const real *)value->first + k * value->row + c, 1, n);
-    return load_columns(value, k, c, n);
-}
-/* A pair of rows of such vectors. */
-INLINE vu paired_values(enum cattn_storage storage, vf even, vf odd) {
-    return storage == CATTN_STORED_BF16 ? joined(even, odd) : vf_paired(even, odd);
 }
 
 /* The values of the keys begin .. end-1: pair j of keys has a row with a pair for each column, in whole panels. */
@@ -406,6 +425,8 @@ static void pack_query_rows(struct cattn_rows *rows) {
     for (int r = 0; r < rows->n_rows; r++)
         round_to(rows->call.storage, rows->query[r], 0, rows->call.query_col, depth, packed + r * padded);
 }
+
+#endif
 
 /* LANES keys, of which n exist, by LANES pairs of columns from d on: kt[i] holds the i-th pair of all keys. */
 INLINE void key_pairs(const struct cattn_matrix *key, int n, int64_t d, int n_cols, vf kt[LANES]) {

@@ -75,45 +75,6 @@ static void add_slab(const struct cattn_product *p, const struct product_slab *s
         }
 }
 
-/* ---- results ---- */
-
-/* Stores n elements of the row of B with index l, from the row i of A on: sums + bias, rounded once. */
-INLINE void store_product(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
-    if (p->bias)
-        sum = sum + (p->bias_a ? load_strided((const real *)p->bias + i * p->bias_a, p->bias_a, n)
-                               : vf_set1(((const real *)p->bias)[l * p->bias_b]));
-    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_a, sum, n);
-}
-
-/* The same for n elements of the row i of A, from the row l of B on. */
-INLINE void store_product_row(const struct cattn_product *p, int64_t i, int64_t l, vf sum, int n) {
-    if (p->bias)
-        sum = sum + (p->bias_b ? load_strided((const real *)p->bias + l * p->bias_b, p->bias_b, n)
-                               : vf_set1(((const real *)p->bias)[i * p->bias_a]));
-    store_stored(p->out_storage, p->out, i * p->out_a + l * p->out_b, p->out_b, sum, n);
-}
-
-static void store_sums(const struct cattn_product *p, int64_t first, int n_rows) {
-    const real *sums = p->sums;
-    for (int64_t l = 0; l < p->n_b; l += LANES) {
-        const int width = (int)min64(LANES, p->n_b - l);
-        for (int r = 0; r < n_rows; r += LANES) {
-            const int height = (int)min64(LANES, n_rows - r);
-            vf v[LANES];
-            for (int i = 0; i < LANES; i++)
-                v[i] = i < height ? vf_loadu(sums + (r + i) * CATTN_PRODUCT_LANES + l) : vf_set1(0);
-            if (p->out_b == 1) {
-                for (int i = 0; i < height; i++)
-                    store_product_row(p, first + r + i, l, v[i], width);
-                continue;
-            }
-            transpose_square(v);
-            for (int i = 0; i < width; i++)
-                store_product(p, first + r, l + i, v[i], height);
-        }
-    }
-}
-
 /* The rows first .. first + n_rows - 1 of A, at most CATTN_PRODUCT_ROWS, times all of packed B. */
 static void product_tile(struct cattn_product *p, int64_t first, int n_rows) {
     const int64_t padded = cattn_round_up(p->n_b, PANEL), n_terms = terms_of(p->depth);

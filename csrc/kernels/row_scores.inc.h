@@ -70,7 +70,45 @@ INLINE void prefetch_ahead(struct rows_ahead *next, size_t n) {
     }
 }
 
-#ifdef BF16_PRODUCTS
+#ifdef BF16_TILES
+
+/* Rows of whole groups, as numbers. */
+static void pack_query_rows(struct cattn_rows *rows) {
+    const int64_t depth = rows->call.head_dim, row = cattn_packed_key_cols(CATTN_BF16_TILES, depth);
+    real *packed = rows->scratch.packed_query;
+    memset(packed, 0, (size_t)(CATTN_FEW_ROWS * row) * sizeof *packed);
+    for (int r = 0; r < rows->n_rows; r++) {
+        const struct cattn_matrix query = query_row(rows, r);
+        round_terms(&query, 0, depth, packed + r * row);
+    }
+}
+
+/* Scores of LANES keys, of which the first n exist, for `many` rows: groups of two chains, then the scale. */
+INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cattn_matrix *key, int n,
+                       vf score[CATTN_FEW_ROWS]) {
+    const int64_t depth = rows->call.head_dim, row = cattn_packed_key_cols(CATTN_BF16_TILES, depth);
+    const vf scale = vf_set1((real)rows->call.score_options.scale);
+    struct rows_ahead next = rows_ahead(key, depth);
+    struct lane_sums s;
+    begin_lane_sums(many, &s);
+    for (int64_t d = 0; d < depth; d += 2 * LANES) {
+        const int n_cols = (int)min64(2 * LANES, depth - d);
+        vf kt[LANES];
+        key_pairs(key, n, d, n_cols, kt);
+        if (n == LANES && n_cols == 2 * LANES)
+            prefetch_ahead(&next, 2 * LANES * LANES * stored_size(key->storage));
+        products_begin();
+        keep_lane_sums(many, &s); /* the compiler may not add before the mode is set */
+        add_lane_pairs(many, &s, d, (n_cols + 1) / 2, kt, rows->scratch.packed_query, row);
+        keep_lane_sums(many, &s);
+        products_end();
+    }
+    finish_lane_sums(many, &s);
+    UNROLLED(r, many)
+        score[r] = vf_fma(s.sum[r], scale, vf_set1(0));
+}
+
+#elif defined(BF16_PRODUCTS)
 
 /* Scores of LANES keys, of which the first n exist, for `many` rows: one chain of pairs, then the scale. */
 INLINE void score_keys(const struct cattn_rows *rows, int many, const struct cattn_matrix *key, int n,

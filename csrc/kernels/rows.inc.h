@@ -121,7 +121,87 @@ static void shrink_keys(real *score, int begin, int end) {
         vf_storeu(score + k, small_weight(vf_loadu(score + k)));
 }
 
-#ifdef BF16_PRODUCTS
+#ifdef BF16_TILES
+
+/* A vector of n values, rounded. */
+INLINE vf rounded_values(const struct cattn_matrix *value, int64_t at, int n) {
+    const vf v = load_stored(value->storage, value->first, at, 1, n);
+    return value->storage == CATTN_STORED_BF16 ? v : rounded_bf16(v);
+}
+
+/* The weight of a key, which is bfloat16. */
+INLINE vf weight_at(const uint16_t *weights, int64_t k) { return vf_set1(from_bits((uint32_t)weights[k] << 16)); }
+
+/* Computes one vector of P V again without the row's hidden keys: 0 * NaN must not leak their values. */
+static vf value_vector_visible(const struct cattn_rows *rows, int r, int64_t c, int n, struct key_half keys, int64_t k0,
+                               const uint16_t *weights) {
+    const struct cattn_matrix value = rows_from(rows->value, k0);
+    struct lane_sums s;
+    begin_lane_sums(1, &s);
+    for (int k = keys.begin, end; k < keys.end; k = end) {
+        end = (int)chain_end(k, keys.end);
+        for (int i = k; i < end; i++)
+            if (key_visible(rows, r, k0 + i)) {
+                const vf v = rounded_bf16(load_columns(&value, i, c, n));
+                products_begin();
+                s.chain[0] = flushed_fma(weight_at(weights, i), v, s.chain[0]);
+                keep_lane_sums(1, &s);
+                products_end();
+            }
+        products_begin();
+        keep_lane_sums(1, &s); /* the compiler may not add before the mode is set */
+        end_lane_chain(1, &s, end - 1);
+        keep_lane_sums(1, &s);
+        products_end();
+    }
+    finish_lane_sums(1, &s);
+    return s.sum[0];
+}
+
+/* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
+ * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */
+INLINE void value_rows(struct cattn_rows *rows, int many, int vectors, int n, const struct cattn_matrix *value,
+                       struct rows_ahead *next, struct key_half keys, int64_t k0, int64_t c, const real *factor) {
+    const uint16_t *weights = rows->scratch.score;
+    struct lane_sums s[CATTN_FEW_ROWS];
+    UNROLLED(v, vectors)
+        begin_lane_sums(many, &s[v]);
+    products_begin();
+    for (int k = keys.begin, end; k < keys.end; k = end) {
+        end = (int)chain_end(k, keys.end);
+        for (int i = k; i < end && has_chain(rows->seen_chains, k); i++) {
+            int64_t at = c + (i - keys.begin) * value->row;
+            vf val[CATTN_FEW_ROWS];
+            OPAQUE(at);
+            UNROLLED(v, vectors)
+                val[v] = rounded_values(value, at + v * LANES, v == vectors - 1 ? n : LANES);
+            prefetch_ahead(next, (size_t)((vectors - 1) * LANES + n) * stored_size(value->storage));
+            UNROLLED(r, many) {
+                const vf w = weight_at(weights + 2 * r * CATTN_BLOCK_KEYS, i);
+                UNROLLED(v, vectors)
+                    s[v].chain[r] = flushed_fma(w, val[v], s[v].chain[r]);
+            }
+        }
+        UNROLLED(v, vectors)
+            end_lane_chain(many, &s[v], end - 1);
+    }
+    UNROLLED(v, vectors) {
+        end_lane_sums(many, &s[v]);
+        keep_lane_sums(many, &s[v]);
+    }
+    products_end();
+    UNROLLED(r, many) {
+        real *acc = (real *)rows->scratch.acc + r * rows->call.acc_cols + c;
+        UNROLLED(v, vectors) {
+            if (__builtin_expect(vm_any(vm_not(finite_lanes(s[v].sum[r]))), 0) && r < rows->n_rows)
+                s[v].sum[r] = value_vector_visible(rows, r, c + v * LANES, v == vectors - 1 ? n : LANES, keys, k0,
+                                                   weights + 2 * r * CATTN_BLOCK_KEYS);
+            fold_block(acc + v * LANES, vf_set1(factor[r]), s[v].sum[r]);
+        }
+    }
+}
+
+#elif defined(BF16_PRODUCTS)
 
 /* P V of one half of a block for `many` rows and `vectors` vectors of columns from c on; the last vector holds n
  * columns. `value` starts at keys.begin. factor[r] corrects what row r has accumulated so far. */

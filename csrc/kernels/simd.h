@@ -49,9 +49,9 @@
  *
  *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
  *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
- *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. With HAS_PAIR_DOT
- *   vu_rounded(low, high)                 pairs of the elements of low, then of high
- *   vu_joined(low, high)                  the bits of low, then of high, as they would lie in memory
+ *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. HAS_BF16_ROUNDING
+ * is defined if there are instructions for them vu_rounded(low, high)                 pairs of the elements of low,
+ * then of high vu_joined(low, high)                  the bits of low, then of high, as they would lie in memory
  *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
@@ -82,6 +82,12 @@
 #undef REAL_BITS
 #define REAL_BITS 32
 #define TABLE_BITS 16
+#elif REAL_BITS == 17 /* the same with sums in the order of tiles */
+#define BF16_PRODUCTS
+#define BF16_TILES
+#undef REAL_BITS
+#define REAL_BITS 32
+#define TABLE_BITS 17
 #else
 #define TABLE_BITS REAL_BITS
 #endif
@@ -103,7 +109,7 @@ typedef uint64_t real_bits;
 #define REAL_FMA cattn_fma
 #define REAL_SQRT sqrt
 #else
-#error "REAL_BITS must be 16, 32 or 64"
+#error "REAL_BITS must be 16, 17, 32 or 64"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

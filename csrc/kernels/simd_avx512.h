@@ -114,8 +114,11 @@ INLINE vh vh_bf16(vf v) { return _mm512_cvtepi32_epi16(bf16_bits(v)); }
 INLINE vu vu_joined(vh low, vh high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
 #if defined(__AVX512BF16__) && defined(BF16_PRODUCTS)
+#ifndef BF16_TILES
 #define HAS_PAIR_DOT
 INLINE vf vf_pair_dot(vu a, vu b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
+#define HAS_BF16_ROUNDING
 INLINE vh vh_rounded(vf v) { return (__m256i)_mm512_cvtneps_pbh(v); }
 INLINE vu vu_rounded(vf low, vf high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 INLINE vu vf_paired(vf even, vf odd) {

@@ -26,6 +26,10 @@ static void chunk_begin(struct cattn_rows *rows) {
     }
     if (rows->call.acc_cols)
         memset(rows->scratch.acc, 0, (size_t)n * (size_t)rows->call.acc_cols * sizeof(real));
+#ifdef BF16_TILES
+    if (rows->scratch.acc_columns)
+        memset(rows->scratch.acc_columns, 0, (size_t)(CATTN_TILE_ROWS * rows->call.acc_cols) * sizeof(real));
+#endif
 }
 
 /* Merges the block's maxima of LANES rows from r on into the running maxima. alpha = exp(old maximum - new maximum)

@@ -3,10 +3,17 @@
  */
 
 #define N_VECTORS (CATTN_TILE_ROWS / LANES)
-#define N_GROUPS (CATTN_TILE_ROWS / MR)
+#ifdef BF16_TILES /* rows of a group, and the keys whose multiples bound the extents of vectors */
+#define GROUP_ROWS CATTN_UNIT
+#define EXTENT_STEP CATTN_CHAIN_TERMS
+#else
+#define GROUP_ROWS MR
+#define EXTENT_STEP CATTN_SUM_CHAINS
+#endif
+#define N_GROUPS (CATTN_TILE_ROWS / GROUP_ROWS)
 
 /* Keys relative to the first of the block. [begin, end): keys that some row may see; for vectors of queries widened to
- * multiples of CATTN_SUM_CHAINS. [full_begin, full_end): keys that every row sees. */
+ * multiples of EXTENT_STEP. [full_begin, full_end): keys that every row sees. */
 struct extent {
     int begin, end;
     int full_begin, full_end;
@@ -58,11 +65,11 @@ INLINE struct extent range_of_rows(const struct tile *t, int first, int n) {
     return begin < end ? (struct extent){begin, end, full_begin, full_end, ALL_CHAINS} : (struct extent){0};
 }
 
-/* range_of_rows, widened to multiples of CATTN_SUM_CHAINS. */
+/* range_of_rows, widened to multiples of EXTENT_STEP. */
 INLINE struct extent extent_of_rows(const struct tile *t, int first, int n) {
     struct extent e = range_of_rows(t, first, n);
-    e.begin = e.begin / CATTN_SUM_CHAINS * CATTN_SUM_CHAINS;
-    e.end = (int)cattn_round_up(e.end, CATTN_SUM_CHAINS);
+    e.begin = e.begin / EXTENT_STEP * EXTENT_STEP;
+    e.end = (int)cattn_round_up(e.end, EXTENT_STEP);
     return e;
 }
 
@@ -70,11 +77,11 @@ static void find_extents(struct tile *t) {
     /* every row sees every key of t->all: the common case, which saves the search */
     const bool full = t->all.full_begin <= t->all.begin && t->all.full_end >= t->all.end;
     t->n_vectors = (t->rows->n_rows + LANES - 1) / LANES;
-    t->n_groups = (t->rows->n_rows + MR - 1) / MR;
+    t->n_groups = (t->rows->n_rows + GROUP_ROWS - 1) / GROUP_ROWS;
     for (int v = 0; v < t->n_vectors; v++)
         t->vector[v] = full || t->n_vectors == 1 ? t->all : extent_of_rows(t, v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++) {
-        t->group[g] = full ? t->all : range_of_rows(t, g * MR, MR);
+        t->group[g] = full ? t->all : range_of_rows(t, g * GROUP_ROWS, GROUP_ROWS);
         t->group[g].end = (int)min64(t->group[g].end, t->n_keys); /* t->all was widened past the last key */
 #ifdef BF16_PRODUCTS                                              /* whole pairs: the value of a missing key is 0 */
         t->group[g].begin = t->group[g].begin / 2 * 2;
@@ -119,7 +126,7 @@ static void find_all_chains(struct tile *t) {
     for (int v = 0; v < t->n_vectors; v++)
         t->has_holes[v] = find_chains(t, &t->vector[v], v * LANES, LANES);
     for (int g = 0; g < t->n_groups; g++)
-        find_chains(t, &t->group[g], g * MR, MR);
+        find_chains(t, &t->group[g], g * GROUP_ROWS, GROUP_ROWS);
 }
 
 /* Returns false if no row sees a key of the block. */

@@ -10,29 +10,35 @@ import pytest
 import cattn
 from cattn import reference
 from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, quiet, table
-from support.bfloat16 import BF16, PRODUCTS, flushed, product
+from support.bfloat16 import BF16, WORDS, flushed, product
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstick
 
 
+@pytest.fixture(params=WORDS)
+def products(request: pytest.FixtureRequest) -> Any:
+    """The options of a call with products of bfloat16."""
+    return {"compute_dtype": request.param}
+
+
 @functools.cache
-def yardstick_of(name: str, isa: str) -> cattn.AttentionOutput:
-    return yardstick(build(name, np.float32) | PRODUCTS, isa)
+def yardstick_of(name: str, isa: str, word: Any) -> cattn.AttentionOutput:
+    return yardstick(build(name, np.float32) | {"compute_dtype": word}, isa)
 
 
 @pytest.mark.promise("products of bfloat16", "paths and tables")
 @pytest.mark.parametrize("name", CASES)
-def test_every_path_and_table_gives_the_same_bits(name: str, isa: str) -> None:
-    call = build(name, np.float32) | PRODUCTS
-    right = yardstick_of(name, "scalar" if in_contract(isa) else isa)
+def test_every_path_and_table_gives_the_same_bits(name: str, isa: str, products: Any) -> None:
+    call = build(name, np.float32) | products
+    right = yardstick_of(name, "scalar" if in_contract(isa) else isa, products["compute_dtype"])
     for way, result in every_way(lambda: everything(**call), tiny=call["key"].shape[-2] <= BLOCK):
         assert_same_bits(result, right, way)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": "lower_right"}, {"dropout_p": 0.3, "rng": 3}])
-def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal) -> None:
+def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal, products: Any) -> None:
     T_k = 3 * CHUNK + 250
     for T_q in (1, 5, 98, 300):
-        call = {"query": normal(2, T_q, 6), "key": normal(2, T_k, 6), "value": normal(2, T_k, 9)} | PRODUCTS | options
+        call = {"query": normal(2, T_q, 6), "key": normal(2, T_k, 6), "value": normal(2, T_k, 9)} | products | options
         right = yardstick(call, isa)
         for way, result in every_way(lambda of=call: everything(**of), tiny=False):
             assert_same_bits(result, right, f"{T_q} queries, {way}")
@@ -56,7 +62,7 @@ def test_sizes_of_zero(rows: int, T_k: int, d: int, d_v: int, isa: str, normal: 
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("power", [0, 20, -60, -63, -75])
 @pytest.mark.parametrize("columns", [1, 2, 7, 32, 45])
-def test_scores_are_sums_of_pairs(columns: int, power: int, isa: str, rng: np.random.Generator) -> None:
+def test_scores_are_sums_of_pairs(columns: int, power: int, isa: str, rng: np.random.Generator, products: Any) -> None:
     """Numbers of many sizes, whose sums cancel; with negative powers also sums below the smallest normal number."""
     if not in_contract(isa):
         pytest.skip("without an FMA")
@@ -66,22 +72,22 @@ def test_scores_are_sums_of_pairs(columns: int, power: int, isa: str, rng: np.ra
         for _ in range(2)
     )  # fmt: skip
     key[::3] = -key[1::3][: len(key[::3])] if len(key[1::3]) == len(key[::3]) else key[::3]
-    right = np.array([[product(q, k) for k in key] for q in query])
+    right = np.array([[product(q, k, products["compute_dtype"]) for k in key] for q in query])
     for path in ("tile", "rows"):
         with forced(path):
             scores = cattn.attention_weights(
-                query.astype(np.float32), key.astype(np.float32), scale=1.0, stage="qk", **PRODUCTS
+                query.astype(np.float32), key.astype(np.float32), scale=1.0, stage="qk", **products
             )
         np.testing.assert_array_equal(scores, right.astype(np.float32), err_msg=path)
 
 
-def test_subnormal_numbers_and_sums_are_zeros(isa: str) -> None:
+def test_subnormal_numbers_and_sums_are_zeros(isa: str, products: Any) -> None:
     tiny = float(np.finfo(np.float32).tiny)
     one = np.ones((1, 2), np.float32)
 
     def score(query: float, key: float = 1.0) -> float:
         at = np.array([[query, 0.0]], np.float32), np.float32([[key, 0.0]])
-        return float(cattn.attention_weights(*at, scale=1.0, stage="qk", **PRODUCTS)[0, 0])
+        return float(cattn.attention_weights(*at, scale=1.0, stage="qk", **products)[0, 0])
 
     assert score(tiny) == tiny
     assert score(tiny * (1 - 2**-20)) == 0, "a number that would be rounded to the smallest normal one"
@@ -89,39 +95,41 @@ def test_subnormal_numbers_and_sums_are_zeros(isa: str) -> None:
     assert score(2 * tiny, 0.5) == tiny
     assert score(-tiny * 0.99) == 0
     value = np.full((1, 1), tiny / 2, np.float32)
-    assert cattn.scaled_dot_product_attention(one, one, value, **PRODUCTS) == 0
+    assert cattn.scaled_dot_product_attention(one, one, value, **products) == 0
 
 
 @pytest.mark.promise("products of bfloat16")
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 2.0}, {"dropout_p": 0.3, "rng": 1}])
-def test_float32_is_rounded_to_nearest_first(options: Call, isa: str, normal: Normal) -> None:
+def test_float32_is_rounded_to_nearest_first(options: Call, isa: str, normal: Normal, products: Any) -> None:
     """float32 inputs are rounded as NumPy rounds; bfloat16 inputs give the same output, rounded; mixed inputs too."""
     arrays = [normal(2, 3, 300, 33) for _ in range(3)]
     halves = [a.astype(BF16) for a in arrays]
-    right = everything(**dict(zip(("query", "key", "value"), arrays, strict=True)), **options, **PRODUCTS)
+    right = everything(**dict(zip(("query", "key", "value"), arrays, strict=True)), **options, **products)
     for given in ([a.astype(np.float32) for a in halves], [arrays[0], *halves[1:]], [halves[0], *arrays[1:]]):
-        found = everything(**dict(zip(("query", "key", "value"), given, strict=True)), **options, **PRODUCTS)
+        found = everything(**dict(zip(("query", "key", "value"), given, strict=True)), **options, **products)
         assert_same_bits(found, right)
-    small = everything(**dict(zip(("query", "key", "value"), halves, strict=True)), **options, **PRODUCTS)
+    small = everything(**dict(zip(("query", "key", "value"), halves, strict=True)), **options, **products)
     assert small.out.dtype == small.weights.dtype == BF16
     assert_same_bits(small, right._replace(out=quiet(right.out, BF16), weights=quiet(right.weights, BF16)))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-def test_quantized_numbers_are_multiplied_by_their_scales_first(kind: Any, isa: str, normal: Normal) -> None:
+def test_quantized_numbers_are_multiplied_by_their_scales_first(
+    kind: Any, isa: str, normal: Normal, products: Any
+) -> None:
     query, key, value = (normal(2, 300, 33) for _ in range(3))
     small = [cattn.quantize(a, dtype=kind) for a in (key, value)]
     wide = [cattn.dequantize(a) for a in small]
     for T_q in (1, 20, 300):
         for pair in (small, [small[0], wide[1]], [wide[0], small[1]]):
-            found = everything(query=query[:, :T_q], key=pair[0], value=pair[1], **PRODUCTS)
-            assert_same_bits(found, everything(query=query[:, :T_q], key=wide[0], value=wide[1], **PRODUCTS))
+            found = everything(query=query[:, :T_q], key=pair[0], value=pair[1], **products)
+            assert_same_bits(found, everything(query=query[:, :T_q], key=wide[0], value=wide[1], **products))
 
 
-def test_values_agree_with_the_reference(isa: str, normal: Normal) -> None:
+def test_values_agree_with_the_reference(isa: str, normal: Normal, products: Any) -> None:
     """Weights and lse with the errors of float32; the output with the rounding of the weights, 2**-9 of each."""
     call = {"query": normal(2, 3, 150, 40), "key": normal(2, 3, 400, 40), "value": normal(2, 3, 400, 24)}
-    call |= PRODUCTS | {"is_causal": "lower_right", "softcap": 3.0, "sinks": [0.5, 1.0, -2.0]}
+    call |= products | {"is_causal": "lower_right", "softcap": 3.0, "sinks": [0.5, 1.0, -2.0]}
     found = everything(**call)
     right = reference.scaled_dot_product_attention(**call, return_weights=True, return_lse=True)
     np.testing.assert_allclose(found.weights, right.weights, rtol=0, atol=1e-6)
@@ -133,16 +141,16 @@ def test_values_agree_with_the_reference(isa: str, normal: Normal) -> None:
 
 @pytest.mark.promise("accuracy")
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_errors_are_at_most_twice_those_of_pytorch(is_causal: bool, normal: Normal) -> None:
+def test_errors_are_at_most_twice_those_of_pytorch(is_causal: bool, normal: Normal, products: Any) -> None:
     """On bfloat16 numbers, against float64."""
     torch = pytest.importorskip("torch")
     arrays = [normal(2, 4, 500, 64).astype(BF16) for _ in range(3)]
     right = reference.scaled_dot_product_attention(*(a.astype(float) for a in arrays), is_causal=is_causal)
     tensors = [torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) for a in arrays]
     theirs = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=is_causal).double().numpy()
-    ours = cattn.scaled_dot_product_attention(*arrays, is_causal=is_causal, **PRODUCTS).astype(float)
+    ours = cattn.scaled_dot_product_attention(*arrays, is_causal=is_causal, **products).astype(float)
     wide = [a.astype(np.float32) for a in arrays]
-    unrounded = cattn.scaled_dot_product_attention(*wide, is_causal=is_causal, **PRODUCTS)
+    unrounded = cattn.scaled_dot_product_attention(*wide, is_causal=is_causal, **products)
     for norm in (np.max, lambda e: np.sqrt(np.mean(e**2))):
         error = norm(np.abs(theirs - right))
         assert norm(np.abs(ours - right)) < 2 * error
@@ -176,9 +184,9 @@ COPIED: dict[str, Any] = {
 
 @pytest.mark.promise("products of bfloat16", "threads and batch")
 @pytest.mark.parametrize("name", COPIED)
-def test_rows_have_the_bits_that_they_have_alone(name: str, isa: str, normal: Normal) -> None:
+def test_rows_have_the_bits_that_they_have_alone(name: str, isa: str, normal: Normal, products: Any) -> None:
     """Few queries read keys and values as they are, many read copies."""
-    call = COPIED[name](normal) | PRODUCTS
+    call = COPIED[name](normal) | products
     whole = everything(**call)
     T_q, T_k = call["query"].shape[-2], call["key"].shape[-2]
     lengths = np.asarray(call.get("key_value_seq_lengths", T_k))
@@ -194,25 +202,25 @@ def test_rows_have_the_bits_that_they_have_alone(name: str, isa: str, normal: No
         assert_same_bits(result, whole, way)
 
 
-def test_packed_sequences_have_the_bits_of_each_alone(isa: str, normal: Normal) -> None:
+def test_packed_sequences_have_the_bits_of_each_alone(isa: str, normal: Normal, products: Any) -> None:
     query, key, value = normal(900, 4, 16), normal(1100, 2, 16), normal(1100, 2, 24)
     edges_q, edges_k = [0, 300, 300, 320, 900], [0, 400, 500, 501, 1100]
     for dtype in (np.float32, BF16):
         arrays = [a.astype(dtype) for a in (query, key, value)]
-        out = cattn.varlen_attention(*arrays, edges_q, edges_k, is_causal="lower_right", **PRODUCTS)
+        out = cattn.varlen_attention(*arrays, edges_q, edges_k, is_causal="lower_right", **products)
         for q0, q1, k0, k1 in zip(edges_q, edges_q[1:], edges_k, edges_k[1:], strict=False):
             one = (a[i:j].swapaxes(0, 1) for a, i, j in zip(arrays, (q0, k0, k0), (q1, k1, k1), strict=True))
-            alone = cattn.scaled_dot_product_attention(*one, is_causal="lower_right", enable_gqa=True, **PRODUCTS)
+            alone = cattn.scaled_dot_product_attention(*one, is_causal="lower_right", enable_gqa=True, **products)
             assert_same_bits(np.ascontiguousarray(out[q0:q1].swapaxes(0, 1)), alone)
 
 
 @pytest.mark.promise("decoding")
 @pytest.mark.parametrize("dtype", [np.float32, BF16, "int8"])
-def test_decoding_has_the_bits_of_one_pass(dtype: Any, isa: str, normal: Normal) -> None:
+def test_decoding_has_the_bits_of_one_pass(dtype: Any, isa: str, normal: Normal, products: Any) -> None:
     query, key, value = normal(1, 4, 600, 16), normal(1, 2, 600, 16), normal(1, 2, 600, 16)
     cache = cattn.KVCache(1, 2, 600, 16, dtype=dtype)
     cache.append(key, value)
-    options: Any = PRODUCTS | {"window_size": (450, 0), "sinks": [0.5, -1.0, 2.0, 0.0]}
+    options: Any = products | {"window_size": (450, 0), "sinks": [0.5, -1.0, 2.0, 0.0]}
     full = cattn.causal_attention(query, cache.k, cache.v, **options)
     step = cattn.KVCache(1, 2, 600, 16, dtype=dtype)
     done = 0
@@ -227,12 +235,12 @@ def test_decoding_has_the_bits_of_one_pass(dtype: Any, isa: str, normal: Normal)
 @pytest.mark.promise("hidden keys")
 @pytest.mark.parametrize("poison", [NAN, -NAN, INF, -INF, 3e38, 1e-45])
 @pytest.mark.parametrize("T_q", [7, 100, 400])
-def test_hidden_keys_change_no_bit(poison: float, T_q: int, isa: str, normal: Normal) -> None:
+def test_hidden_keys_change_no_bit(poison: float, T_q: int, isa: str, normal: Normal, products: Any) -> None:
     """Single keys by a mask, a block, and the keys after the last one; visible NaN shows only where it is seen."""
     T_k = 500
     unseen = (np.arange(T_k) % 3 == 1) | (np.arange(T_k) > 460) | ((np.arange(T_k) > 90) & (np.arange(T_k) < 250))
     hidden = unseen | (np.arange(T_k) % 7 == np.arange(T_q)[:, None] % 7)
-    call = {"query": normal(2, T_q, 9), "key": normal(2, T_k, 9), "value": normal(2, T_k, 19)} | PRODUCTS
+    call = {"query": normal(2, T_q, 9), "key": normal(2, T_k, 9), "value": normal(2, T_k, 19)} | products
     call |= {"attn_mask": ~hidden, "is_causal": True, "query_offset": 60}
     dirty = call | {name: np.where(unseen[:, None], np.float32(poison), call[name]) for name in ("key", "value")}
     right = everything(**call)
@@ -246,24 +254,26 @@ def test_hidden_keys_change_no_bit(poison: float, T_q: int, isa: str, normal: No
         assert_same_bits(result.out[:, ~sees].copy(), right.out[:, ~sees].copy(), way)
 
 
-def test_huge_weights_sums_do_not_overflow(isa: str) -> None:
+def test_huge_weights_sums_do_not_overflow(isa: str, products: Any) -> None:
     """Sums of values near the largest number are computed a second time, from smaller weights."""
     largest = np.float32(ml_dtypes.finfo(BF16).max)
     query, key = np.zeros((100, 4), np.float32), np.zeros((300, 4), np.float32)
     for T_q in (1, 100):
-        out = cattn.scaled_dot_product_attention(query[:T_q], key, np.full((300, 3), largest), **PRODUCTS)
+        out = cattn.scaled_dot_product_attention(query[:T_q], key, np.full((300, 3), largest), **products)
         np.testing.assert_allclose(out, np.full((T_q, 3), largest), rtol=2.0**-8)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
 @pytest.mark.promise("gradients")
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_gradients_are_those_of_float32_at_the_rounded_inputs(dtype: Any, isa: str, normal: Normal) -> None:
+def test_gradients_are_those_of_float32_at_the_rounded_inputs(
+    dtype: Any, isa: str, normal: Normal, products: Any
+) -> None:
     arrays = [normal(2, 3, 120, 16).astype(dtype) for _ in range(3)]
     options: Any = {"is_causal": True, "sinks": np.float32([0.5, 1, 2]), "dropout_p": 0.2, "rng": 5}
-    result = cattn.scaled_dot_product_attention(*arrays, return_lse=np.float64, **options, **PRODUCTS)
+    result = cattn.scaled_dot_product_attention(*arrays, return_lse=np.float64, **options, **products)
     grad_out = normal(2, 3, 120, 16).astype(dtype)
-    found = cattn.attention_backward(grad_out, *arrays, result.out, result.lse, **options, **PRODUCTS)
+    found = cattn.attention_backward(grad_out, *arrays, result.out, result.lse, **options, **products)
     near = [a.astype(BF16).astype(dtype) for a in arrays]
     right = cattn.attention_backward(grad_out, *near, result.out, result.lse, **options)
     for name in ("query", "key", "value", "sinks"):
@@ -271,12 +281,12 @@ def test_gradients_are_those_of_float32_at_the_rounded_inputs(dtype: Any, isa: s
         assert getattr(found, name).dtype == (np.float32 if name == "sinks" else dtype)
 
 
-def test_gradients_of_packed_sequences(normal: Normal) -> None:
+def test_gradients_of_packed_sequences(normal: Normal, products: Any) -> None:
     query, key, value, grad_out = normal(90, 4, 16), normal(110, 2, 16), normal(110, 2, 16), normal(90, 4, 16)
     edges: Any = ([0, 30, 90], [0, 40, 110])
-    result = cattn.varlen_attention(query, key, value, *edges, return_lse=True, **PRODUCTS)
+    result = cattn.varlen_attention(query, key, value, *edges, return_lse=True, **products)
     given = result.out, result.lse, *edges
-    found = cattn.varlen_attention_backward(grad_out, query, key, value, *given, **PRODUCTS)
+    found = cattn.varlen_attention_backward(grad_out, query, key, value, *given, **products)
     near = [a.astype(BF16).astype(np.float32) for a in (query, key, value)]
     right = cattn.varlen_attention_backward(grad_out, *near, *given)
     for name in ("query", "key", "value"):
@@ -285,13 +295,13 @@ def test_gradients_of_packed_sequences(normal: Normal) -> None:
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", ml_dtypes.bfloat16, BF16])
-def test_it_is_a_word_or_a_dtype(compute_dtype: Any, normal: Normal) -> None:
+def test_it_is_a_word_or_a_dtype(compute_dtype: Any, normal: Normal, products: Any) -> None:
     x = normal(2, 5, 8)
-    right = cattn.scaled_dot_product_attention(x, x, x, **PRODUCTS)
+    right = cattn.scaled_dot_product_attention(x, x, x, **products)
     assert_same_bits(cattn.scaled_dot_product_attention(x, x, x, compute_dtype=compute_dtype), right)
     assert not np.array_equal(cattn.scaled_dot_product_attention(x, x, x), right)
     np.testing.assert_array_equal(reference.scaled_dot_product_attention(x, x, x, compute_dtype=compute_dtype),
-                                  reference.scaled_dot_product_attention(x, x, x, **PRODUCTS))  # fmt: skip
+                                  reference.scaled_dot_product_attention(x, x, x, **products))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -299,62 +309,65 @@ def test_it_is_a_word_or_a_dtype(compute_dtype: Any, normal: Normal) -> None:
 )
 def test_anything_else_is_named(wrong: Any, normal: Normal) -> None:
     x = normal(2, 5, 8)
-    with pytest.raises(ValueError, match="compute_dtype must be None or 'bfloat16', got"):
+    with pytest.raises(ValueError, match="compute_dtype must be None, 'bfloat16' or 'bfloat16_tiles', got"):
         cattn.scaled_dot_product_attention(x, x, x, compute_dtype=wrong)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int64])
-def test_wide_and_other_small_numbers_are_refused(dtype: Any) -> None:
+def test_wide_and_other_small_numbers_are_refused(dtype: Any, products: Any) -> None:
     x = np.ones((2, 5, 8), dtype)
     name = "float16" if dtype is np.float16 else "float64"
-    message = f"compute_dtype='bfloat16' is for float32 and bfloat16, and query, key and value are {name}: convert"
+    word = products["compute_dtype"]
+    message = f"compute_dtype='{word}' is for float32 and bfloat16, and query, key and value are {name}: convert"
     for call in (
-        lambda: cattn.scaled_dot_product_attention(x, x, x, **PRODUCTS),
-        lambda: cattn.attention_weights(x, x, **PRODUCTS),
-        lambda: cattn.varlen_attention(x, x, x, [0, 2], [0, 2], **PRODUCTS),
-        lambda: cattn.attention_backward(x, x, x, x, x, np.ones((2, 5)), **PRODUCTS),
+        lambda: cattn.scaled_dot_product_attention(x, x, x, **products),
+        lambda: cattn.attention_weights(x, x, **products),
+        lambda: cattn.varlen_attention(x, x, x, [0, 2], [0, 2], **products),
+        lambda: cattn.attention_backward(x, x, x, x, x, np.ones((2, 5)), **products),
     ):
         with pytest.raises(TypeError, match=message):
             call()
 
 
-def test_quantized_numbers_have_no_gradient(normal: Normal) -> None:
+def test_quantized_numbers_have_no_gradient(normal: Normal, products: Any) -> None:
     x = normal(2, 5, 8)
-    with pytest.raises(ValueError, match="compute_dtype='bfloat16' has no gradients of a Quantized key or value"):
-        cattn.attention_backward(x, x, cattn.quantize(x), x, x, np.ones((2, 5)), **PRODUCTS)
+    with pytest.raises(
+        ValueError, match=f"compute_dtype='{products['compute_dtype']}' has no gradients of a Quantized key or value"
+    ):
+        cattn.attention_backward(x, x, cattn.quantize(x), x, x, np.ones((2, 5)), **products)
 
 
-def test_derivatives_in_a_direction_refuse_it(normal: Normal) -> None:
+def test_derivatives_in_a_direction_refuse_it(normal: Normal, products: Any) -> None:
     x = normal(2, 5, 8)
     with pytest.raises(TypeError, match="keyword argument 'compute_dtype': leave it out, and round the inputs"):
-        cattn.attention_jvp(x, x, x, x, **PRODUCTS)
+        cattn.attention_jvp(x, x, x, x, **products)
 
 
-def test_it_changes_stages_too(normal: Normal) -> None:
+def test_it_changes_stages_too(normal: Normal, products: Any) -> None:
     query, key = normal(2, 40, 16), normal(2, 50, 16)
     near = [a.astype(BF16).astype(np.float32) for a in (query, key)]
     for stage in ("qk", "softcap", "softmax"):
-        found = cattn.attention_weights(query, key, stage=stage, softcap=3.0, **PRODUCTS)
+        found = cattn.attention_weights(query, key, stage=stage, softcap=3.0, **products)
         np.testing.assert_allclose(found, cattn.attention_weights(*near, stage=stage, softcap=3.0), rtol=0, atol=3e-6)
         assert np.abs(found - cattn.attention_weights(query, key, stage=stage, softcap=3.0)).max() > 1e-5
 
 
-def test_lists_of_keys(isa: str, normal: Normal, rng: np.random.Generator) -> None:
+def test_lists_of_keys(isa: str, normal: Normal, rng: np.random.Generator, products: Any) -> None:
     query, key, value = normal(2, 3, 300, 16), normal(2, 3, 400, 16), normal(2, 3, 400, 16)
     lists = rng.integers(-1, 400, (1, 300))
-    result = cattn.scaled_dot_product_attention(query, key, value, key_indices=lists, **PRODUCTS)
+    result = cattn.scaled_dot_product_attention(query, key, value, key_indices=lists, **products)
     chosen = lists[0][lists[0] >= 0]
-    alone = cattn.scaled_dot_product_attention(query, key[..., chosen, :], value[..., chosen, :], **PRODUCTS)
+    alone = cattn.scaled_dot_product_attention(query, key[..., chosen, :], value[..., chosen, :], **products)
     assert_same_bits(result, alone)
 
 
-def test_the_reference_rounds_in_the_same_way(rng: np.random.Generator) -> None:
+def test_the_reference_rounds_in_the_same_way(rng: np.random.Generator, products: Any) -> None:
     x = np.ldexp(rng.standard_normal(5000), rng.integers(-130, 120, 5000)).astype(np.float32)
     near = reference._shared.rounded_to_bfloat16(x)
     np.testing.assert_array_equal(near, flushed(np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x).astype(BF16)
                                                 .astype(float)))  # fmt: skip
     one = np.ones((1, 1), np.float32)
-    scores = cattn.attention_weights(one, x[:, None], scale=1.0, stage="qk", **PRODUCTS)
+    scores = cattn.attention_weights(one, x[:, None], scale=1.0, stage="qk", **products)
     np.testing.assert_array_equal(scores[0], near)
 
 
@@ -363,8 +376,8 @@ def test_tables_name_the_same_kernels_elsewhere() -> None:
     x = np.random.default_rng(0).standard_normal((3, 200, 16)).astype(np.float32)
     usable = {entry["name"] for entry in cattn.show_config("dicts")["tables"] if entry["usable"]}
     for name in usable:
-        if "_bf16" in name:
+        if "_bf16" in name or "_amx" in name:
             with table(name):
                 found = cattn.scaled_dot_product_attention(x, x, x)
-            with table(name.partition("_bf16")[0]):
+            with table(name.partition("_bf16")[0].removesuffix("_amx")):
                 assert_same_bits(found, cattn.scaled_dot_product_attention(x, x, x))

@@ -321,13 +321,15 @@ static enum cattn_status run_product(struct source *s, struct problem *problem, 
 }
 
 static void choose_product(struct source *s, struct problem *problem) {
+    static const char *const BF16_WORDS[] = {"", " compute_dtype bfloat16,", " compute_dtype bfloat16_tiles,"};
     /* around vectors, 8 rows, blocks of rows, chains and slabs, of elements and of pairs */
     static const int64_t counts[] = {0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 33, 95, 97, 193, 230};
     static const int64_t terms[] = {0,  1,  2,  5,   15,  16,  17,  31,  32,   33,
                                     64, 65, 96, 100, 511, 512, 513, 700, 1023, 1025};
     struct cattn_product_params *p = &problem->of.product;
     const enum element element = choose_type(s, problem, true, &p->dtype, &p->out_storage);
-    p->bf16_products = p->dtype == CATTN_F32 && one_in(s, 2);
+    if (p->dtype == CATTN_F32 && one_in(s, 2))
+        p->bf16_products = one_in(s, 2) ? CATTN_BF16_TILES : CATTN_BF16_PAIRS;
     p->n_batch = between(s, 1, 3);
     p->n_a = CHOOSE_FROM(s, counts);
     p->n_b = CHOOSE_FROM(s, counts);
@@ -337,8 +339,8 @@ static void choose_product(struct source *s, struct problem *problem) {
         p->n_b = cattn_ceil_div(p->n_b, 2);
         p->depth = p->n_a + p->n_b > 2 ? p->depth : p->depth / 2;
     }
-    say(problem, "%s %d of %dx%dx%d", p->bf16_products ? " compute_dtype bfloat16," : "", (int)p->n_batch, (int)p->n_a,
-        (int)p->n_b, (int)p->depth);
+    say(problem, "%s %d of %dx%dx%d", BF16_WORDS[p->bf16_products], (int)p->n_batch, (int)p->n_a, (int)p->n_b,
+        (int)p->depth);
     const enum content content = choose_content(s, problem);
     const int64_t dims[][3] = {
         {p->n_batch, p->n_a, p->depth}, {p->n_batch, p->n_b, p->depth}, {p->n_batch, p->n_a, p->n_b}};

@@ -696,7 +696,8 @@ static void choose_call(struct source *s, struct problem *problem, enum pass pas
         say(problem, pass == BACKWARD ? " backward" : pass == SUMMARY ? " statistics" : "");
     if (p->bf16_products) {
         p->storage = one_in(s, 2) ? CATTN_STORED_BF16 : CATTN_STORED_PLAIN;
-        say(problem, " compute_dtype %s", p->storage == CATTN_STORED_BF16 ? "bfloat16" : "float32");
+        say(problem, " by %s, %s", p->bf16_products == CATTN_BF16_TILES ? "tiles" : "pairs",
+            p->storage == CATTN_STORED_BF16 ? "bfloat16" : "float32");
     } else {
         choose_type(s, problem, true, &p->dtype, &p->storage);
     }
@@ -742,6 +743,6 @@ void choose_packed(struct source *s, struct problem *problem) {
 
 /* Of float32 or bfloat16, in a forward pass alone. */
 void choose_bf16_products(struct source *s, struct problem *problem) {
-    problem->back.forward.bf16_products = true;
+    problem->back.forward.bf16_products = one_in(s, 2) ? CATTN_BF16_TILES : CATTN_BF16_PAIRS;
     choose_call(s, problem, FORWARD, one_in(s, 4) ? GATHERED : DENSE);
 }

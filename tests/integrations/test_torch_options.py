@@ -117,18 +117,17 @@ def test_every_way_gives_the_bits_and_gradients_of_the_numpy_function(name: str,
         np.testing.assert_allclose(ours, right.sum_to_size(ours.shape), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("compute_dtype", ["bfloat16", torch.bfloat16])
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "bfloat16_tiles", torch.bfloat16])
 def test_products_of_bfloat16_have_the_bits_and_gradients_of_the_numpy_function(compute_dtype: Any) -> None:
     leaves = [tensor(2, 3, 50, 16, seed=i).float().requires_grad_() for i in range(3)]
     arrays = [x.detach().numpy() for x in leaves]
-    wanted = cattn.scaled_dot_product_attention(*arrays, return_lse=np.float64, compute_dtype="bfloat16")
+    word: Any = compute_dtype if isinstance(compute_dtype, str) else "bfloat16"
+    wanted = cattn.scaled_dot_product_attention(*arrays, return_lse=np.float64, compute_dtype=word)
     with torch.no_grad():
         at_once = attention(*leaves, compute_dtype=compute_dtype)
     with_gradients = attention(*leaves, compute_dtype=compute_dtype)
     operator = compiled(compute_dtype=compute_dtype)(*leaves)
-    grads = cattn.attention_backward(
-        np.ones_like(wanted.out), *arrays, wanted.out, wanted.lse, compute_dtype="bfloat16"
-    )
+    grads = cattn.attention_backward(np.ones_like(wanted.out), *arrays, wanted.out, wanted.lse, compute_dtype=word)
     for out in (at_once, with_gradients, operator):
         np.testing.assert_array_equal(out.detach().numpy(), wanted.out)
     for out in (with_gradients, operator):
@@ -139,7 +138,9 @@ def test_products_of_bfloat16_have_the_bits_and_gradients_of_the_numpy_function(
 @pytest.mark.parametrize("wrong", [torch.float32, "float32", torch.float16, np.float32, 1])
 def test_a_wrong_compute_dtype_is_named(wrong: Any) -> None:
     x = tensor(1, 2, 4, 3).float()
-    with pytest.raises(ValueError, match=r"compute_dtype must be None, 'bfloat16' or torch\.bfloat16, got"):
+    with pytest.raises(
+        ValueError, match=r"compute_dtype must be None, 'bfloat16', 'bfloat16_tiles' or torch\.bfloat16, got"
+    ):
         attention(x, x, x, compute_dtype=wrong)
 
 

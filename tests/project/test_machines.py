@@ -44,6 +44,7 @@ AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 NEEDS = {"avx2": AVX2, "avx512_256": AVX512, "avx512": AVX512}
 NEEDS |= {name: AVX512 | {"avx512_bf16"} for name in ("avx512_256_bf16", "avx512_bf16_few", "avx512_bf16")}
+NEEDS |= {"avx512_amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}}
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """The arithmetic of products of bfloat16, one exact number at a time."""
 
 from fractions import Fraction
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-PRODUCTS: Any = {"compute_dtype": "bfloat16"}
+WORDS = ("bfloat16", "bfloat16_tiles")  # of compute_dtype
 
 
 def fma(a: float, b: float, c: float) -> float:
@@ -24,8 +23,30 @@ def fma(a: float, b: float, c: float) -> float:
     return float(next(x for x in nearest if len(nearest) == 1 or int(x.view(np.uint32)) % 2 == 0))
 
 
-def product(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the sum of products of two rows of bfloat16: of each pair of elements, the second one comes first."""
+def add(a: float, b: float) -> float:
+    """Return a + b as fma has it."""
+    return fma(a, 1.0, b)
+
+
+def product(a: np.ndarray, b: np.ndarray, word: str) -> float:
+    """Return the sum of products of two rows of bfloat16, by pairs or by tiles."""
+    return sum_of_pairs(a, b) if word == "bfloat16" else sum_of_groups(a, b)
+
+
+def sum_of_groups(a: np.ndarray, b: np.ndarray) -> float:
+    """Add groups of 32 terms: in each, a chain of the first 16 terms and a chain of the others."""
+    total = 0.0
+    for start in range(0, len(a), 32):
+        chains = [0.0, 0.0]
+        for i in range(start, min(start + 32, len(a))):
+            half = (i - start) // 16
+            chains[half] = fma(float(a[i]), float(b[i]), chains[half])
+        total = add(total, add(*chains))
+    return total
+
+
+def sum_of_pairs(a: np.ndarray, b: np.ndarray) -> float:
+    """Add pairs of elements: of each, the second one comes first."""
     total = 0.0
     for left, right in zip(pairs(a), pairs(b), strict=True):
         total = fma(left[0], right[0], fma(left[1], right[1], total))

@@ -48,6 +48,7 @@ from support.attention_strategy import (
     statistics_options,
     unpad,
 )
+from support.bfloat16 import WORDS
 from support.statistics_checks import check_statistics
 
 Call = dict[str, Any]
@@ -288,9 +289,9 @@ def check_outputs(call: Call, rng: np.random.Generator) -> cattn.AttentionOutput
     return yardstick
 
 
-def for_products(call: Call) -> Call:
+def for_products(call: Call, word: str) -> Call:
     """Return the call with products of bfloat16, on numbers of float32 or bfloat16."""
-    found = dict(call) | {"compute_dtype": "bfloat16"}
+    found = dict(call) | {"compute_dtype": word}
     for name in ("query", "key", "value", "attn_mask", "bias"):
         a = call.get(name)
         if isinstance(a, np.ndarray) and a.dtype in (np.float64, np.float16):
@@ -300,7 +301,7 @@ def for_products(call: Call) -> Call:
 
 def check_products(call: Call, rng: np.random.Generator) -> None:
     """Check output, weights and lse with compute_dtype."""
-    call = for_products(call)
+    call = for_products(call, str(rng.choice(WORDS)))
     wide, stored = dequantized(call), call["query"].dtype
     with table("scalar"), forced("rows"), cattn.num_threads(1):
         whole = everything(**contiguous(wide))

@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", type=float, metavar="X", help="bound of the scaled scores: X * tanh(score / X)")
     add(
         "--compute-dtype",
-        choices=["bfloat16"],
+        choices=["bfloat16", "bfloat16_tiles"],
         help="round queries, keys, values and weights to bfloat16 for the products, which are summed in float32; the "
         "files must hold float32 or bfloat16",
     )

@@ -24,7 +24,7 @@ __all__ = [
 Alignment: TypeAlias = bool | np.bool_ | Literal["upper_left", "lower_right"]
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 LseDType: TypeAlias = type[np.float32] | type[np.float64] | type[float] | np.dtype[np.float32] | np.dtype[np.float64]
-ComputeDType: TypeAlias = Literal["bfloat16"] | np.dtype[Any] | type[np.generic] | None
+ComputeDType: TypeAlias = Literal["bfloat16", "bfloat16_tiles"] | np.dtype[Any] | type[np.generic] | None
 Stage: TypeAlias = Literal["qk", "softcap", "bias", "mask", "softmax", "dropout"]
 Window: TypeAlias = tuple[int | None, int | None] | list[int] | list[int | None] | None
 # A string, because naming these classes would import numpy.random, which takes as long as the rest of the import.

@@ -216,11 +216,13 @@ def scaled_dot_product_attention(
         `key`: attn_mask, bias and block_mask are gathered along, and a key outside of causality, window or lengths is
         left out like -1. Weights have the shape (..., T_q, n), 0 where an entry has no key. Not with dropout_p or
         alibi_slopes.
-    compute_dtype : {None, "bfloat16"}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         "bfloat16" rounds query, key, value and the weights to bfloat16 for the two products, which are summed in
-        float32. That is faster where the processor has the instruction, and the bits are the same everywhere. The
-        inputs are float32 or bfloat16, also `Quantized`, and the result has their dtype. None computes in float32, and
-        float64 inputs in float64.
+        float32. That is faster where the processor has the instruction (AVX512_BF16, on AMD), and the bits are the same
+        everywhere. "bfloat16_tiles" does the same with sums in another order, for which processors with AMX have an
+        instruction; its bits are the same everywhere, too, and differ from the other ones. The inputs are float32 or
+        bfloat16, also `Quantized`, and the result has their dtype. None computes in float32, and float64 inputs in
+        float64.
     rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. None draws fresh entropy. An int, 0 <= rng < 2**64, is the seed itself: the
         same int drops the same weights. From a generator one seed is drawn, after all other checks. A `TorchGenerator`

@@ -96,7 +96,7 @@ def attention_backward(  # type: ignore[empty-body]
         Index of the first valid key: padding on the left. Gradients of the keys before it are 0.
     key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query saw, -1 for none. The gradients of a list's keys are added up in key's and value's.
-    compute_dtype : {None, "bfloat16"}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         As in scaled_dot_product_attention. The gradients are computed in float32, from query, key and value rounded to
         bfloat16.
     rng : int or TorchGenerator

@@ -42,11 +42,12 @@ def linear(  # type: ignore[empty-body]
         row, means its float32 products.
     bias : array_like, shape (N,), optional
         Added to each row.
-    compute_dtype : {None, "bfloat16"}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         "bfloat16" rounds x and weight to bfloat16, after the scales of a quantized weight, and sums their products in
-        float32. That is faster where the processor has the instruction, and the bits are the same everywhere. x and
-        weight are float32 or bfloat16, weight also `cattn.Quantized`, and the result has their dtype. None computes in
-        float32, and float64 in float64.
+        float32. That is faster where the processor has the instruction (AVX512_BF16, on AMD), and the bits are the same
+        everywhere. "bfloat16_tiles" does the same in the order of another instruction (AMX). x and weight are float32
+        or bfloat16, weight also `cattn.Quantized`, and the result has their dtype. None computes in float32, and
+        float64 in float64.
     out : ndarray, optional
         Takes the result: its shape and dtype, any strides.
 
@@ -62,7 +63,7 @@ def linear(  # type: ignore[empty-body]
         A dtype is not supported, or not with compute_dtype, the arrays mix float16 and bfloat16, or weight is int8 or
         float8_e4m3fn without a scale.
     ValueError
-        A shape does not fit, out has another shape, or compute_dtype is neither None nor "bfloat16".
+        A shape does not fit, out has another shape, or compute_dtype is another word.
 
     See Also
     --------
@@ -139,7 +140,7 @@ def linear_backward(
     weight : array_like or Quantized, shape (N, K), or None
         The matrix of the forward pass. None leaves out the gradient of x, which needs it. A quantized weight gets no
         gradient of its own: grad_weight is the gradient of the dequantized matrix.
-    compute_dtype : {None, "bfloat16"}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         As in `linear`. The gradients are computed in float32, from x and weight rounded to bfloat16.
 
     Returns

@@ -105,7 +105,7 @@ block_mask : BlockMask, optional
     Which blocks of queries and keys are visible.
 key_indices : array_like of int, shape (..., T_q, n) or (..., 1, n), optional
     The keys that each query sees, -1 for none.
-compute_dtype : {None, "bfloat16"}
+compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
     As in scaled_dot_product_attention.
 rng : None, int, TorchGenerator, numpy.random.Generator or what numpy.random.default_rng takes
     The source of dropout's random bits.

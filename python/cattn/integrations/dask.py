@@ -344,7 +344,7 @@ def attention(
         Which blocks of queries and keys are visible. Each chunk makes a mask of single pairs of it.
     key_indices : None
         Not available: the keys of a list lie in any chunk.
-    compute_dtype : {None, "bfloat16"}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
         Whether the products are of numbers that are rounded to bfloat16.
     rng : None, int, numpy.random.Generator or what numpy.random.default_rng takes
         The source of dropout's random bits. One seed is drawn now, not when the tasks run.

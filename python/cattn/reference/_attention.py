@@ -60,8 +60,8 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : array_like (..., T_q, D), (..., T_k, D), (..., T_k, D_v)
-    compute_dtype : {None, "bfloat16"}
-        "bfloat16" rounds query, key and value, but not the weights.
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles"}
+        Either word rounds query, key and value, but not the weights.
     rng : int or None
         A 64-bit seed, or None for a random one; see `dropout_keep`.
     out : ndarray of float64 (..., T_q, D_v), or an AttentionOutput of arrays

@@ -51,16 +51,20 @@ class _Options(TypedDict, total=False):
     sinks: Tensor | None
     block_mask: BlockMask | tuple[Tensor, int] | None
     key_indices: Tensor | None
-    compute_dtype: Literal["bfloat16"] | torch.dtype | None
+    compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None
     rng: int | torch.Generator | None
 
 
 def _read_compute_dtype(compute_dtype: object) -> str | None:
     if compute_dtype is None:
         return None
-    if compute_dtype is torch.bfloat16 or (isinstance(compute_dtype, str) and compute_dtype == "bfloat16"):
+    if compute_dtype is torch.bfloat16:
         return "bfloat16"
-    raise ValueError(f"compute_dtype must be None, 'bfloat16' or torch.bfloat16, got {compute_dtype!r}")
+    if isinstance(compute_dtype, str) and compute_dtype in ("bfloat16", "bfloat16_tiles"):
+        return compute_dtype
+    raise ValueError(
+        f"compute_dtype must be None, 'bfloat16', 'bfloat16_tiles' or torch.bfloat16, got {compute_dtype!r}"
+    )
 
 
 def _are_tokens_first(layout: object) -> bool:
@@ -219,7 +223,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     block_mask: BlockMask | tuple[Tensor, int] | None = None,
     key_indices: Tensor | None = None,
-    compute_dtype: Literal["bfloat16"] | torch.dtype | None = None,
+    compute_dtype: Literal["bfloat16", "bfloat16_tiles"] | torch.dtype | None = None,
     rng: int | torch.Generator | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
@@ -282,7 +286,7 @@ def scaled_dot_product_attention(
         (..., ceil(T_q / size), ceil(T_k / size)).
     key_indices : Tensor of int, shape (..., T_q, n) or (..., 1, n), optional
         The keys that each query sees, -1 for none; see `cattn.scaled_dot_product_attention`.
-    compute_dtype : {None, "bfloat16", torch.bfloat16}
+    compute_dtype : {None, "bfloat16", "bfloat16_tiles", torch.bfloat16}
         bfloat16 rounds float32 query, key, value and the weights to bfloat16 for the two products; see
         `cattn.scaled_dot_product_attention`. The gradients are computed in float32, from the rounded inputs.
     rng : int or torch.Generator, optional
