@@ -165,7 +165,8 @@ def __getattr__(name: str) -> Any:
         return found
     from ._input.names import no_attribute
 
-    raise no_attribute(name)
+    modules = ("functional", "nn", "testing", "random")
+    raise no_attribute(name, __all__, {each: importlib.import_module(f".{each}", __name__).__all__ for each in modules})
 
 
 def __dir__() -> list[str]:

@@ -191,29 +191,28 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-def _places() -> list[tuple[str, str]]:
-    """Return what people ask the package for, and where it is: its own names first, and those of others last."""
-    from .. import __all__ as own
-    from .. import functional, nn, random, testing
-
-    modules = {"functional": functional, "nn": nn, "testing": testing, "random": random}
+def _places(own: Iterable[str], modules: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
+    """Return what people ask the package for, and where it is: its own names first, names of integrations last."""
     return [
         *((name, name) for name in own),
         *((other, right) for right, others in _ELSEWHERE.items() for other in others.split()),
         *((name, name) for name in ("cache", "functional", "integrations", "nn", "random")),
-        *((name, f"{module}.{name}") for module, found in modules.items() for name in found.__all__),
+        *((name, f"{module}.{name}") for module, found in modules.items() for name in found),
         *((module, f"integrations.{module}") for module in INTEGRATIONS),
         *((n, f"integrations.{module}.{n}") for module, names in INTEGRATIONS.items() for n in names.split()),
     ]
 
 
-def no_attribute(name: str) -> AttributeError:
-    """Return the error for a name that the package lacks, with the name of cattn where it is known under another."""
+def no_attribute(name: str, own: Iterable[str], modules: Mapping[str, Iterable[str]]) -> AttributeError:
+    """Return the error for a name that the package lacks, with the place where it is, or a similar name.
+
+    `own` has the public names of the package, and `modules` has those of its modules.
+    """
     import difflib  # imported here, because only errors need it
 
     spelled: dict[str, str] = {}
     plain: dict[str, str] = {}  # by the letters alone
-    for other, place in _places():
+    for other, place in _places(own, modules):
         spelled.setdefault(other, place)
         plain.setdefault(_plain(other), place)
     near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.85)
