@@ -87,7 +87,7 @@ INLINE void vf_transpose(vf v[LANES]) {
     EACH_LANE(i) EACH_LANE(j) v[i][j] = t[j][i];
 }
 INLINE vf vf_swap_pairs(vf v) {
-    vf r;
+    vf r = v; /* GCC at -O1 does not see that the loop sets every lane */
     EACH_LANE(i) r[i] = v[i ^ 1];
     return r;
 }
