@@ -60,11 +60,11 @@ INLINE vf vf_half(vu pairs, int odd) { return vf_of_vu(odd ? vu_and(pairs, vu_se
 
 /* A call in the tables for which its time does not count: inlined everywhere it takes a minute to compile. */
 #ifdef QUICK_TO_COMPILE
-NOINLINE
+#define INLINE_UNLESS_QUICK NOINLINE
 #else
-INLINE
+#define INLINE_UNLESS_QUICK INLINE
 #endif
-vf vf_pair_dot(vu a, vu b, vf c) {
+INLINE_UNLESS_QUICK vf vf_pair_dot(vu a, vu b, vf c) {
     return flushed_fma(vf_half(a, 0), vf_half(b, 0), flushed_fma(vf_half(a, 1), vf_half(b, 1), c));
 }
 #endif

@@ -235,6 +235,8 @@ static const void *widen_left(const uint16_t *packed, int64_t n_terms, void *wid
 INLINE const void *left_at(const void *left, int64_t term) { return (const real *)left + term; }
 INLINE real left_term(const void *left, int i) { return ((const real *)left)[i]; }
 
+INLINE_UNLESS_QUICK vf add_term(vf a, vf b, vf chain) { return flushed_fma(a, b, chain); }
+
 /* One chain of each sum of a micro-tile: the even (0) or odd (1) elements of the pairs of B. */
 INLINE void unit_chain(int mr, int nr, int odd, const real *a, int64_t a_row, const uint16_t *b, int64_t b_row,
                        vf chain[MR][NR]) {
@@ -247,7 +249,7 @@ INLINE void unit_chain(int mr, int nr, int odd, const real *a, int64_t a_row, co
         UNROLLED(m, mr) {
             const vf a_mp = vf_set1(a[m * a_row + p]);
             UNROLLED(n, nr)
-                chain[m][n] = flushed_fma(a_mp, b_p[n], chain[m][n]);
+                chain[m][n] = add_term(a_mp, b_p[n], chain[m][n]);
         }
     }
 }

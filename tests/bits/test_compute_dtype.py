@@ -1,6 +1,8 @@
 """Products of bfloat16: the bits of one arithmetic, on every path and table, for every way to the same numbers."""
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +20,11 @@ from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstic
 def products(request: pytest.FixtureRequest) -> Any:
     """The options of a call with products of bfloat16."""
     return {"compute_dtype": request.param}
+
+
+def tiles_are_usable() -> bool:
+    tables: Any = cattn.show_config("dicts")["tables"]
+    return any(entry["name"] == "avx512_amx" and entry["usable"] for entry in tables)
 
 
 @functools.cache
@@ -46,9 +53,9 @@ def test_many_keys_give_the_same_bits(options: Call, isa: str, normal: Normal, p
 
 @pytest.mark.parametrize("rows", [1, 5, 98])
 @pytest.mark.parametrize(("T_k", "d", "d_v"), [(0, 0, 0), (0, 3, 2), (250, 0, 3), (250, 5, 0), (250, 0, 0), (1, 0, 1)])
-def test_sizes_of_zero(rows: int, T_k: int, d: int, d_v: int, isa: str, normal: Normal) -> None:
+def test_sizes_of_zero(rows: int, T_k: int, d: int, d_v: int, isa: str, normal: Normal, products: Any) -> None:
     """Without columns all scores are 0, and the output is the mean of the values."""
-    call: Call = {"query": normal(2, rows, d), "key": normal(2, T_k, d), "value": normal(2, T_k, d_v)} | PRODUCTS
+    call: Call = {"query": normal(2, rows, d), "key": normal(2, T_k, d), "value": normal(2, T_k, d_v)} | products
     call["value"][...] = call["value"].astype(BF16)
     right = yardstick(call, isa)
     assert right.out.shape == (2, rows, d_v)
@@ -381,3 +388,51 @@ def test_tables_name_the_same_kernels_elsewhere() -> None:
                 found = cattn.scaled_dot_product_attention(x, x, x)
             with table(name.partition("_bf16")[0].removesuffix("_amx")):
                 assert_same_bits(found, cattn.scaled_dot_product_attention(x, x, x))
+
+
+IN_A_PROCESS = """
+import os, signal, sys, threading, time
+import numpy as np, cattn
+from cattn import _cattn
+
+x = np.random.default_rng(0).standard_normal((3, 400, 40)).astype(np.float32)
+def attend(into=None):
+    found = cattn.causal_attention(x, x, x, compute_dtype="bfloat16_tiles").tobytes()
+    found += cattn.functional.linear(x, x[0], compute_dtype="bfloat16_tiles").tobytes()
+    if into is not None:
+        into.append(found)
+    return found
+
+_cattn._set_isa("scalar")
+right = attend()
+_cattn._set_isa("avx512_amx")
+threading.stack_size(64 * 1024)
+begin, results = threading.Event(), []
+early = threading.Thread(target=lambda: (begin.wait(), attend(results)))
+early.start()  # before the process has the permission
+assert attend() == right
+begin.set()
+early.join()
+late = threading.Thread(target=attend, args=(results,))
+late.start()
+late.join()
+assert results == [right] * 2
+child = os.fork()
+if child == 0:
+    os._exit(attend() != right)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+caught = []
+signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+while len(caught) < 100:
+    assert attend() == right
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+@pytest.mark.skipif(not tiles_are_usable(), reason="needs a processor with AMX and a system that saves its tiles")
+@pytest.mark.parametrize("options", [(), ("-X", "faulthandler")], ids=str)
+def test_tiles_of_the_processor_serve_threads_forks_and_signals(options: tuple[str, ...]) -> None:
+    """Threads with stacks of 64 KiB, from before the permission and after it; handlers of signals meanwhile."""
+    done = subprocess.run([sys.executable, *options, "-c", IN_A_PROCESS], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

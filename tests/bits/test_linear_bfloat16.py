@@ -154,18 +154,18 @@ def test_rows_alone_have_the_bits_of_any_batch(seed: int, products: Any) -> None
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 def test_what_an_earlier_call_left_in_scratch_has_no_influence(
-    isa: str, rows: int, dtype: Any, rng: np.random.Generator
+    isa: str, rows: int, dtype: Any, rng: np.random.Generator, products: Any
 ) -> None:
     """The element that the last pair of an odd row lacks is 0, whatever lay there before."""
     x, weight = rng.standard_normal((rows, 33)).astype(dtype), rng.standard_normal((50, 33)).astype(dtype)
     weights = (weight, np.asfortranarray(weight))
     with cattn.num_threads(1):
-        before = [linear(x, each, **PRODUCTS) for each in weights]
+        before = [linear(x, each, **products) for each in weights]
         for each, right in zip(weights, before, strict=True):
             for columns in (64, 34):
                 nan = np.full((rows, columns), NAN, dtype)
-                linear(nan, np.full((50, columns), NAN, dtype), **PRODUCTS)
-                assert_same_bits(linear(x, each, **PRODUCTS), right)
+                linear(nan, np.full((50, columns), NAN, dtype), **products)
+                assert_same_bits(linear(x, each, **products), right)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])

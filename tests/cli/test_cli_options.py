@@ -83,15 +83,16 @@ def test_options_give_the_bits_of_the_library(
     np.testing.assert_array_equal(np.load("lse.npy"), expected.lse)
 
 
-def test_products_of_bfloat16_are_for_float32(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["bfloat16", "bfloat16_tiles"])
+def test_products_of_bfloat16_are_for_float32(word: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = save(*HEADS)
-    options = ("--compute-dtype", "bfloat16", "--causal")
+    options = ("--compute-dtype", word, "--causal")
     assert attend_files(*options) == 0
-    np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v, compute_dtype="bfloat16"))
+    np.testing.assert_array_equal(np.load("out.npy"), cattn.causal_attention(q, k, v, compute_dtype=word))
     capsys.readouterr()
     np.save("q.npy", q.astype(np.float64))
     assert attend_files(*options) == 2
-    assert "compute_dtype='bfloat16' is for float32 and bfloat16, and query, key" in capsys.readouterr().err
+    assert f"compute_dtype='{word}' is for float32 and bfloat16, and query, key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

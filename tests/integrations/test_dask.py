@@ -264,17 +264,18 @@ def problem() -> tuple[list[Any], dict[str, Any]]:
     return arrays, options
 
 
-def test_products_of_bfloat16() -> None:
+@pytest.mark.parametrize("word", ["bfloat16", "bfloat16_tiles"])
+def test_products_of_bfloat16(word: Any) -> None:
     """Chunks of keys are merged, so that only the errors are those of the whole. float64 is refused at once."""
     arrays = [normal(2, 3, 200, 16, seed=i).astype(np.float32) for i in range(3)]
     chunked = [da.from_array(a, chunks=(1, 3, 90, 16)) for a in arrays]
-    whole = cattn.scaled_dot_product_attention(*arrays, compute_dtype="bfloat16")
-    (found,) = da.compute(attention(*chunked, compute_dtype="bfloat16"))
+    whole = cattn.scaled_dot_product_attention(*arrays, compute_dtype=word)
+    (found,) = da.compute(attention(*chunked, compute_dtype=word))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, whole, rtol=0, atol=2.0**-8)
     assert np.abs(found - cattn.scaled_dot_product_attention(*arrays)).max() > 1e-4
-    with pytest.raises(TypeError, match="compute_dtype='bfloat16' is for float32 and bfloat16"):
-        attention(*(a.astype(np.float64) for a in chunked), compute_dtype="bfloat16")
+    with pytest.raises(TypeError, match=f"compute_dtype='{word}' is for float32 and bfloat16"):
+        attention(*(a.astype(np.float64) for a in chunked), compute_dtype=word)
 
 
 @pytest.mark.promise("dask")
