@@ -143,7 +143,7 @@ static int affinity_count(void) {
     return count;
 }
 
-#ifdef __x86_64__
+#ifdef SYS_arch_prctl
 #define ARCH_REQ_XCOMP_PERM 0x1023 /* Linux 5.16 */
 #define XFEATURE_TILE_DATA 18
 bool cattn_os_permit_tiles(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILE_DATA) == 0; }
