@@ -102,7 +102,7 @@ static bool out_tangent_fits(const struct cattn_jvp_backward *j, const struct ca
     const double tangents = j->fit.centred_magnitude[r] + magnitude(t->mean);
     const double terms = j->fit.magnitudes[r] + j->fit.delta_magnitude[r] + tangents * fit->delta_magnitude[r] +
                          magnitude(t->mean) * fit->magnitudes[r];
-    double off = magnitude(j->fit.products[r] - j->fit.delta[r]) - t->relative * terms - t->smallest;
+    double off = magnitude(j->fit.products[r] - j->fit.delta[r]) - t->relative * terms - t->smallest * (1 + tangents);
     if (!(off > 0))
         return true;
     /* outputs, one of them times the mean, may be subnormal numbers of their storage */
