@@ -97,7 +97,7 @@ def test_a_macs_compiler_for_two_machines_gets_flags_for_one(setup: dict[str, An
     tables = command(setup, compiler).table_flags()
     assert tables["avx2"] == ["-Xarch_x86_64", "-mavx2", "-Xarch_x86_64", "-mfma", "-Xarch_x86_64", "-mf16c"]
     assert tables["gnu128"] == []
-    assert tables.keys() == {*setup["TABLES"], "avx512_bf16"}
+    assert tables.keys() == {*setup["TABLES"], *setup["ONE_KIND"]}
 
 
 @pytest.mark.parametrize("is_x86", [True, False])
@@ -108,7 +108,7 @@ def test_the_compiler_says_for_which_machine_it_compiles(setup: dict[str, Any], 
         return []
 
     tables = command(setup, cross_compiler(compile_probe)).table_flags()
-    assert tables.keys() == ({*setup["TABLES"], "avx512_bf16"} if is_x86 else setup["PORTABLE"].keys())
+    assert tables.keys() == ({*setup["TABLES"], *setup["ONE_KIND"]} if is_x86 else setup["PORTABLE"].keys())
 
 
 def test_wheels_have_no_table_for_tests(setup: dict[str, Any]) -> None:
@@ -122,8 +122,9 @@ def test_a_build_is_for_this_machine(setup: dict[str, Any], monkeypatch: pytest.
     build = unix(setup, monkeypatch)
     preferred = build.preferred_tables()
     in_use = _cattn._get_isa()
-    assert in_use.partition("_bf16")[0] in preferred
-    assert (setup["AVX512_BF16"] in preferred) == ("bf16" in in_use)
+    assert preferred - setup["ONE_KIND"].keys() == {in_use.partition("_bf16")[0].removesuffix("_amx")}
+    assert (setup["AVX512_BF16"] in preferred) == ("bf16" in in_use or "amx" in in_use)
+    assert (setup["AMX"] in preferred) == ("amx" in in_use)
     for wanted, names in {"": preferred | {"scalar"}, "all": set(setup["TABLES"])}.items():
         monkeypatch.setenv("CATTN_TABLES", wanted)
         tables = build.table_flags()
