@@ -136,7 +136,7 @@ def test_tables_threads_strides_storages_and_the_batch_change_no_bit(
 
 
 @pytest.mark.promise("projections' bits", "products of bfloat16")
-@given(st.integers(0, 2**32 - 1))
+@given(seed=st.integers(0, 2**32 - 1))
 def test_rows_alone_have_the_bits_of_any_batch(seed: int, products: Any) -> None:
     rng = np.random.default_rng(seed)
     t, k, n = (int(rng.integers(1, most)) for most in (60, 2400, 60))

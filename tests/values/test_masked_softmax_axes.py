@@ -118,7 +118,7 @@ def test_queries_are_on_the_last_of_the_other_axes(dtype: type, normal: Normal) 
 def test_masks_broadcast_in_the_layout_of_the_scores(dtype: type, normal: Normal, rng: np.random.Generator) -> None:
     scores = normal(2, 3, 20, dtype=dtype)
     for shape in ((20,), (3, 1), (2, 1, 20), (1, 1, 1), ()):
-        mask = rng.random(shape) < 0.5
+        mask = np.asarray(rng.random(shape) < 0.5)  # a single number is taken for a flag
         for axis in (-1, 1, 0, (0, 2), None):
             assert_same_bits(
                 cattn.masked_softmax(scores, mask, axis=axis),
