@@ -101,6 +101,7 @@ def energies(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *x: sum((result**2).sum() for result in function(*x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float64"])
 def test_hessians_agree_with_the_plain_formula(dtype: str) -> None:
     """By each function for them, and of batches under vmap and jit."""

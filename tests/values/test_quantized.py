@@ -330,7 +330,12 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         r"values has dtype float32, wanted int8 or float8_e4m3fn \(of ml",
     ),
     "bytes": (VALUES.view(np.uint8), SCALE, TypeError, "values has dtype uint8"),
-    "a quantized object": (cattn.Quantized(VALUES, SCALE), SCALE, TypeError, "values must be an array .*, got Quantized"),
+    "a quantized object": (
+        cattn.Quantized(VALUES, SCALE),
+        SCALE,
+        TypeError,
+        "values must be an array .*, got Quantized",
+    ),
     "no last axis": (VALUES, SCALE[..., 0], ValueError, r"of values \(2, 5, 4\): .*pass scale\[..., None\]"),
     "too few tokens": (VALUES, SCALE[:, 1:], ValueError, r"scale has shape \(2, 4, 1\), which does not broadcast"),
     "too many axes": (VALUES, SCALE[None], ValueError, r"scale has shape \(1, 2, 5, 1\)"),

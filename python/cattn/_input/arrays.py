@@ -324,8 +324,8 @@ def as_bias(obj: object, name: str, dtype: str) -> Array:
 
 def as_bool(obj: object, name: str, dtype: str) -> Array:
     """Return a boolean mask."""
-    if dtype:  # not for dropout_backward and BlockMask, where one number is a mask of everything
-        refuse_scalar(obj, name, name != "block_mask")
+    if dtype and name != "block_mask":  # in dropout_backward and BlockMask one number is a mask of everything
+        refuse_scalar(obj, name, True)
     array = read_array(obj, name)
     if array.dtype.kind == "b":
         return _as_readable(array, name)
