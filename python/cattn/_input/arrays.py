@@ -293,7 +293,9 @@ def refuse_scalar(obj: object, name: str, of_scores: bool) -> None:
     A mask of scores stands where many expect is_causal. NumPy's ``where=True`` is no mistake, and its floats are arrays
     without axes.
     """
-    if isinstance(obj, (int, float, np.bool_)) and not isinstance(obj, np.floating) and name != "where":
+    if name == "where" or isinstance(obj, np.floating):
+        return
+    if isinstance(obj, (int, float, np.bool_)):
         meant = ": is_causal=True?" if of_scores and isinstance(obj, (bool, np.bool_)) and obj else ""
         raise TypeError(f"{name} must be an array, got {obj!r}{meant}")
 
