@@ -102,15 +102,15 @@ static bool keeps_pair_arithmetic(void) {
     products_begin();
     vf rounded_twice = vf_pair_dot(ones, ones, large);         /* not 2^24 + 2 */
     vf odd_first = vf_pair_dot(joined(one, large), ones, one); /* not 2^24 + 2 */
-    vf flushed_sum = vf_pair_dot(joined(small, small), joined(small, vf_set1(0)), vf_set1(0));
+    vf flushed_total = vf_pair_dot(joined(small, small), joined(small, vf_set1(0)), vf_set1(0));
     vf flushed_element = vf_pair_dot(tiny, joined(large, large), vf_set1(0));
     keep_sum(&rounded_twice);
     keep_sum(&odd_first);
-    keep_sum(&flushed_sum);
+    keep_sum(&flushed_total);
     keep_sum(&flushed_element);
     products_end();
     return keeps_arithmetic() && lanes_are(rounded_twice, 0x1p24f) && lanes_are(odd_first, 0x1p24f) &&
-           lanes_are(flushed_sum, 0) && lanes_are(flushed_element, 0);
+           lanes_are(flushed_total, 0) && lanes_are(flushed_element, 0);
 }
 
 /* Pairs are consecutive bfloat16 in memory. */

@@ -282,7 +282,7 @@ static bool value_unit(const struct tile *t, int g, int64_t c, struct half_group
 
 /* One vector of those sums again, of column c, without the hidden keys of each row: 0 * NaN must not leak their values.
  */
-static vf visible_sum(const struct tile *t, int r, int64_t c, struct half_groups keys, const void *values) {
+static vf weighted_sum(const struct tile *t, int r, int64_t c, struct half_groups keys, const void *values) {
     const struct cattn_rows *rows = t->rows;
     const int64_t group = cattn_packed_value_cols(CATTN_BF16_TILES, rows->call.d_v) * GROUP;
     vf sum = vf_set1(0);
@@ -331,7 +331,7 @@ static void check_unit(const struct tile *t, int g, int64_t c, struct half_group
         return;
     for (int i = 0; i < UNIT; i++)
         for (int l = 0; l < lanes_of_group(t, g) * TILE; l += LANES)
-            vf_storeu(sum + i * UNIT + l, visible_sum(t, g * UNIT + l, c + i, keys, values));
+            vf_storeu(sum + i * UNIT + l, weighted_sum(t, g * UNIT + l, c + i, keys, values));
 }
 
 /* What a unit of P V adds to the accumulator, and where. */

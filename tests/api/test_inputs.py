@@ -365,8 +365,6 @@ FLAGS: dict[str, Callable[[Any, Any], Any]] = {
     "attn_mask of explain": lambda x, flag: cattn.explain(x, x, x, flag),
     "attn_mask of the reference": lambda x, flag: reference.scaled_dot_product_attention(x, x, x, flag),
     "mask of masked_softmax": lambda x, flag: cattn.masked_softmax(x, flag),
-    "mask of dropout": lambda x, flag: cattn.dropout_backward(x, 0.5, mask=flag),
-    "blocks": lambda x, flag: cattn.BlockMask(flag, 8),
 }
 
 
