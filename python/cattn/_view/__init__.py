@@ -205,12 +205,6 @@ def view_attention(
     AttentionView
         A notebook shows it, and ``save("attention.html")`` writes it to a file.
 
-    Warns
-    -----
-    UserWarning
-        weights has negative numbers, no -inf, and rows that do not sum to 1, as queries and scores. The page says so of
-        all rows that do not sum to 1.
-
     Raises
     ------
     TypeError
@@ -218,6 +212,12 @@ def view_attention(
     ValueError
         weights has another number of axes, or no element, or not this entry; or tokens, query_tokens or layers has
         another length.
+
+    Warns
+    -----
+    UserWarning
+        weights has negative numbers, no -inf, and rows that do not sum to 1, as queries and scores. The page says so of
+        all rows that do not sum to 1.
 
     See Also
     --------

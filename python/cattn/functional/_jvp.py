@@ -73,8 +73,10 @@ def attention_jvp(  # type: ignore[empty-body]
         Tangent of sinks. None is 0.
     return_lse : bool or dtype
         Also return the log-sum-exp, in this dtype, and its derivative.
-    out, lse : array_like, optional
-        Results of a forward pass with the same arguments, which are then not computed again.
+    out : array_like, optional
+        The output of a forward pass with the same arguments, which is then not computed again if lse is given, too.
+    lse : array_like, optional
+        The log-sum-exp of that pass.
 
     Raises
     ------

@@ -34,7 +34,7 @@ def _document(text: str, options: set[str], table: Sequence[str]) -> str:
     left = options.difference(*own)
     entries = own | {names: entry for names, entry in _entries(TEXTS).items() if left.issuperset(names)}
     in_order = [entries[names] for names in sorted(entries, key=lambda names: table.index(names[0]))]
-    return "\n".join([f"{before}{_HEADING}{in_order[0]}", *in_order[1:], "", after])
+    return "\n".join([f"{before}{_HEADING}{in_order[0]}", *in_order[1:], "", after, ""])
 
 
 def implemented_in_c(function: _F) -> _F:
