@@ -297,7 +297,8 @@ def refuse_scalar(obj: object, name: str, of_scores: bool) -> None:
         return
     if isinstance(obj, (int, float, np.bool_)):
         meant = ": is_causal=True?" if of_scores and isinstance(obj, (bool, np.bool_)) and obj else ""
-        raise TypeError(f"{name} must be an array, got {obj!r}{meant}")
+        shown = repr(obj) if isinstance(obj, (bool, np.bool_)) else type(obj).__name__  # an int may have many digits
+        raise TypeError(f"{name} must be an array, got {shown}{meant}")
 
 
 def as_mask(obj: object, name: str, dtype: str) -> Array:
