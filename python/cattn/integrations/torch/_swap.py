@@ -200,10 +200,10 @@ def batch_invariant() -> Iterator[Seen]:
 
     Inside the context, attention and all matrix products are cattn's, whatever their size, as with
     ``use_cattn(linear=True)``. Sums, means, variances and norms are rounded once, from float64 or exact sums, so that
-    zeros of padding change no bit. Element-wise functions such as ``silu`` and ``gelu``, of which PyTorch computes the last
-    elements by another formula, get full vectors. Operators whose rows may depend on the batch, and that have no such
-    kernel, are a NotImplementedError: convolutions, recurrent layers of oneDNN, and attention that cattn does not take.
-    Everything else is PyTorch's; the documentation lists what was compared.
+    zeros of padding change no bit. Element-wise functions such as ``silu`` and ``gelu``, of which PyTorch computes the
+    last elements by another formula, get full vectors. Operators whose rows may depend on the batch, and that have no
+    such kernel, are a NotImplementedError: convolutions, recurrent layers of oneDNN, and attention that cattn does not
+    take. Everything else is PyTorch's; the documentation lists what was compared.
 
     Yields
     ------
