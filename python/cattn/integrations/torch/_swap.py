@@ -16,7 +16,7 @@ from cattn._input.blocks import block
 
 from ._attention import scaled_dot_product_attention
 from ._products import products_by_cattn
-from ._tensors import DTYPES, as_plain, dtype_of, is_causal_bias, is_plain, is_traced, obstacle, run_uncompiled
+from ._tensors import as_plain, is_causal_bias, is_plain, is_traced, run_uncompiled
 
 _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -63,17 +63,18 @@ def _attend(
     An operator that PyTorch composes of others has no formula of its own for autograd, for transforms and for tracing:
     the function here has them.
     """
-    tensors: Any = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    counts = True
-    if not all(map(is_plain, tensors)):
-        counts = not any(map(is_traced, tensors))
-        tensors = tuple(map(as_plain, tensors))
+    tensors: Any = (query, key, value, attn_mask)
     options = (dropout_p, is_causal, scale, enable_gqa)
-    if not _is_served(tensors):
-        return _pass_on(tensors, options, counts)
+    counts = True
+    if not (is_plain(query) and is_plain(key) and is_plain(value) and (attn_mask is None or is_plain(attn_mask))):
+        given = [x for x in tensors if x is not None]
+        counts = not any(map(is_traced, given))
+        if not all(is_plain(x := as_plain(y)) or is_traced(x) or is_causal_bias(x) for y in given):
+            return _pass_on(tensors, options, counts)  # a class may compute PyTorch's operators itself
+        tensors = tuple(None if x is None else as_plain(x) for x in tensors)
     attention: Any = scaled_dot_product_attention  # its overloads do not see through *options
     try:
-        result = attention(*tensors[:3], None if attn_mask is None else tensors[3], *options)
+        result = attention(*tensors, *options)
     except (TypeError, ValueError):
         return _pass_on(tensors, options, counts)  # raises PyTorch's error, with cattn's as its context
     if counts:
@@ -81,27 +82,16 @@ def _attend(
     return result
 
 
-def _is_served(tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether cattn takes these tensors: those that hold their numbers, and those that PyTorch traces with."""
-    dtype = dtype_of(tensors[0])
-    return (
-        dtype in DTYPES
-        and all(x.ndim >= 2 and dtype_of(x) is dtype for x in tensors[:3])
-        and all(obstacle(x, "") is None for x in tensors)
-        and all(is_plain(x) or is_traced(x) or is_causal_bias(x) for x in tensors)
-    )
-
-
 def _pass_on(tensors: tuple[Any, ...], options: tuple[Any, ...], counts: bool) -> Any:
     """Let PyTorch compute, by the operators of which it composes this one."""
     if counts:
         _swap.count(False)
-    query, key, value, *masks = tensors
-    # the memory of PyTorch's causal biases is uninitialised
-    mask = next((m._materialize(query.device) if is_causal_bias(m) else m for m in masks), None)
+    query, key, value, mask = tensors
+    if is_causal_bias(mask):  # whose memory is uninitialised
+        mask = mask._materialize(query.device)
     dropout_p, is_causal, scale, enable_gqa = options
-    composed = _operator._op_dk
-    return composed(_COMPOSITE, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    numbers = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return _operator._op_dk(_COMPOSITE, query, key, value, mask, **numbers)
 
 
 class _Swap:
