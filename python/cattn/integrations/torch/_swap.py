@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import cattn
 from cattn._input.blocks import block
 
 from ._attention import scaled_dot_product_attention
@@ -19,6 +22,7 @@ from ._products import products_by_cattn
 from ._tensors import as_plain, is_causal_bias, is_plain, is_traced, run_uncompiled
 
 _operator: Any = torch.ops.aten.scaled_dot_product_attention.default
+_compiler: Any = importlib.import_module("torch.compiler.config") if find_spec("torch.compiler.config") else None
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 # Without and with autograd, and the transforms of torch.func, whose key comes first. The keys of autocast and of
 # TorchScript's tracer lie between, and call the next one.
@@ -100,6 +104,7 @@ class _Swap:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.library: Any = None
+        self.tag: str | None = None
         self.seen: list[Seen] = []
 
     def count(self, ours: bool) -> None:
@@ -122,6 +127,10 @@ class _Swap:
                 # Modes that decompose operators, as the compiler's do, ask for this one.
                 _operator.py_kernels[_COMPOSITE] = _kernel
                 _operator._dispatch_cache.clear()
+                # The compiler's caches on disk take graphs for equal that call the same operators of PyTorch.
+                self.tag = getattr(_compiler, "cache_key_tag", None)
+                if self.tag is not None:  # from PyTorch 2.7 on
+                    _compiler.cache_key_tag = f"{self.tag}, attention by cattn {cattn.__version__}"
             self.seen.append(seen)
 
     def end(self, seen: Seen) -> None:
@@ -132,6 +141,8 @@ class _Swap:
                 self.library = None
                 _operator.py_kernels.pop(_COMPOSITE, None)
                 _operator._dispatch_cache.clear()
+                if self.tag is not None:
+                    _compiler.cache_key_tag = self.tag
 
 
 _kernel = run_uncompiled(_attend)
