@@ -19,6 +19,7 @@ TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
 
 @pytest.fixture(autouse=True)
 def _close_figures() -> Iterator[None]:
+    plt.close("all")  # tests of other files may have left some open
     yield
     plt.close("all")
 
@@ -105,7 +106,6 @@ def test_one_entry_of_a_batch_is_drawn_and_named() -> None:
 
 
 def test_given_axes_are_used() -> None:
-    plt.close("all")
     figure, grid = plt.subplots(2, 2)
     axes = cattn.plot_attention(causal_weights(4), ax=grid, titles=list("abcd"), annotate=False, vmax=0.5, label="w")
     assert all(a is b for a, b in zip(axes, grid.ravel(), strict=True))
