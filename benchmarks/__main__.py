@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n" + report.agreement(found.against, found.output, groups))
     if not found.no_plots:
         with contextlib.suppress(ImportError):
-            for path in report.draw(found.output):
+            if path := report.draw(found.output):
                 print(f"drawn: {path.name}")
     return 0
 

@@ -1,9 +1,10 @@
-"""Results: kept as JSON, printed, as a table of the site, and as pictures."""
+"""Results: kept as JSON in one file for each machine, printed, as a table of the site, and as a picture."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ Row = dict[str, Any]
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 def save(folder: Path, group: str, rows: list[Row], **extra: Any) -> Path:
-    """Keep a group as JSON: the machine, `extra`, and one line for each row."""
+    """Keep a group in the JSON file of this machine: its facts, `extra`, and one line for each row."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{group}.json"
-    head = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"machine": facts(), **extra}.items()]
-    lines = ",\n".join(f"  {json.dumps(_short(row))}" for row in rows)
-    path.write_text("{\n" + ",\n".join([*head, f' "rows": [\n{lines}\n ]']) + "\n}\n", "utf-8")
+    machine = facts()
+    path = folder / f"{'_'.join(re.findall('[a-z0-9]+', machine['cpu'].lower()))}.json"
+    groups = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    groups[group] = {"machine": machine, **extra, "rows": [_short(row) for row in rows]}
+    path.write_text("{\n" + ",\n".join(_text(name, groups[name]) for name in sorted(groups)) + "\n}\n", "utf-8")
     return path
+
+
+def _text(group: str, kept: dict[str, Any]) -> str:
+    """Return the entry of a group: one line for each fact and each row."""
+    head = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in kept.items() if name != "rows"]
+    rows = ",\n".join(f"   {json.dumps(row)}" for row in kept["rows"])
+    return f" {json.dumps(group)}: {{\n" + ",\n".join([*head, f'  "rows": [\n{rows}\n  ]']) + "\n }"
 
 
 def _short(value: Any) -> Any:
@@ -37,9 +46,10 @@ def _short(value: Any) -> Any:
 
 
 def load(folder: Path, group: str) -> dict[str, Any] | None:
-    """Return the kept results of a group, if there are any."""
-    path = folder / f"{group}.json"
-    return json.loads(path.read_text("utf-8")) if path.exists() else None
+    """Return the newest kept results of a group among all machines, if there are any."""
+    machines = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    found: list[dict[str, Any]] = [machine[group] for machine in machines if group in machine]
+    return max(found, key=lambda kept: str(kept["machine"]["date"]), default=None)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ def markdown(folder: Path) -> str:
     """Return the table of docs/performance.md: prefill against the best peer of each row, PyTorch and NumPy."""
     kept = load(folder, "prefill")
     if kept is None:
-        raise FileNotFoundError(f"no {folder / 'prefill.json'}: run `python -m benchmarks prefill` first")
+        raise FileNotFoundError(f"{folder} has no results of prefill: run `python -m benchmarks prefill` first")
     machine, rows = kept["machine"], kept["rows"]
     packages = {peer.package: peer.title.split()[0] for peer in PEERS.values() if peer.package in machine}
     versions = ", ".join(f"{title} {machine[package]}" for package, title in packages.items())
@@ -178,69 +188,36 @@ def write_into(path: Path, table: str) -> None:
     path.write_text(before + begin + table + end + rest.split(end, 1)[1], "utf-8")
 
 
-# ---- pictures ------------------------------------------------------------------------------------------------------
-def draw(folder: Path) -> list[Path]:
-    """Draw the kept results: ratios, percent of the peak and memory by sequence length. Return the files."""
+# ---- the picture -----------------------------------------------------------------------------------------------------
+def draw(folder: Path) -> Path | None:
+    """Draw the ratios of causal attention by sequence length from the kept results. Return the file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
-    kept = [(_draw_prefill, load(folder, "prefill")), (_draw_memory, load(folder, "memory"))]
-    return [path for function, results in kept if results for path in function(folder, results)]
-
-
-def _axes(title: str, ylabel: str, lengths: list[int]) -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(8, 4), dpi=110, layout="constrained")
-    ax.set(xlabel="T, tokens", ylabel=ylabel, xscale="log")
-    ax.set_title(title, fontsize="small")
-    ax.set_xticks(lengths, [str(length) for length in lengths])
-    ax.minorticks_off()
-    ax.grid(alpha=0.3)
-    return figure, ax
-
-
-def _save_figure(figure: Any, path: Path) -> Path:
-    import matplotlib.pyplot as plt
-
-    figure.legend(loc="outside right center", fontsize="small")
-    figure.savefig(path)
-    plt.close(figure)
-    return path
-
-
-def _draw_prefill(folder: Path, results: dict[str, Any]) -> list[Path]:
+    results = load(folder, "prefill")
+    if not results:
+        return None
     rows = [row for row in results["rows"] if row["dtype"] == "float32" and row["shape"][3] == 64]
     rows = [row for row in rows if row.get("keys") is None]  # causal
     machine = results["machine"]
+    figure, ax = plt.subplots(figsize=(8, 4), dpi=110, layout="constrained")
+    ax.set(xlabel="T, tokens", ylabel="times as long as cattn", xscale="log")
     title = f"{machine['cpu']}, {machine['instruction_set']}, one thread, causal float32, head_dim 64"
+    ax.set_title(title, fontsize="small")
     lengths = [row["T"] for row in rows]
-
-    def plot_peers(ax: Any, style: str, number: Any) -> None:
-        for name, peer in PEERS.items():
-            points = [(row["T"], number(row, row["ratios"][name])) for row in rows if name in row["ratios"]]
-            if points:
-                ax.plot(*zip(*points, strict=True), style, label=peer.title)
-
-    figure, ax = _axes(title, "times as long as cattn", lengths)
-    plot_peers(ax, "o-", lambda row, ratio: ratio)
+    ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    for name, peer in PEERS.items():
+        points = [(row["T"], row["ratios"][name]) for row in rows if name in row["ratios"]]
+        if points:
+            ax.plot(*zip(*points, strict=True), "o-", label=peer.title)
     ax.axhline(1, color="0.3", linewidth=1)
     ax.set_ylim(bottom=0)
-    paths = [_save_figure(figure, folder / "ratios.png")]
-    if all("percent" in row for row in rows):
-        figure, ax = _axes(title, "% of the FMA peak", lengths)
-        ax.plot(lengths, [row["percent"] for row in rows], "o-", label="cattn")
-        plot_peers(ax, "o--", lambda row, ratio: row["percent"] / ratio)
-        ax.set_ylim(0, 100)
-        paths.append(_save_figure(figure, folder / "percent.png"))
-    return paths
-
-
-def _draw_memory(folder: Path, results: dict[str, Any]) -> list[Path]:
-    rows = results["rows"]
-    figure, ax = _axes("12 heads, float32, head_dim 64", "MiB beyond inputs and output", [row["T"] for row in rows])
-    for name in rows[0]["bytes"]:
-        sizes = [max(row["bytes"][name], 4096) / 2**20 for row in rows]
-        ax.plot([row["T"] for row in rows], sizes, "o-", label=PEERS[name].title if name in PEERS else name)
-    ax.set_yscale("log")
-    return [_save_figure(figure, folder / "memory.png")]
+    figure.legend(loc="outside right center", fontsize="small")
+    path = folder / "ratios.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path

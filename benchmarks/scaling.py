@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 import cattn
 
 from .groups import qkv
-from .machine import facts
-from .report import duration
+from .report import duration, save
 from .timing import Timing, interleave
 
 ROUNDS = 15
@@ -95,7 +94,7 @@ def fit(points: list[Point], seconds: NDArray[np.float64]) -> NDArray[np.float64
 
 
 def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> dict[str, Any]:
-    """Measure, fit, print, and write results/scaling.md."""
+    """Measure, fit, print, and keep the constants and the measured and predicted time of each size."""
     points = list(grid()) if points is None else points
     seconds = measure(points)
     constants = fit(points, seconds)
@@ -103,26 +102,23 @@ def run(folder: Path, points: list[Point] | None = None, show: bool = True) -> d
     errors = predicted / seconds - 1
     worst = int(np.abs(errors).argmax())
     call, wake, task, flop, score, byte = constants
-    machine = facts()
-    lines = [
-        f"{machine['cpu']}, {machine['instruction_set']} kernels, {machine['date']}, float32.",
-        "",
-        f"A call costs {call * 1e6:.1f} µs, waking a second thread {wake * 1e6:.1f} µs, "
-        f"a task of 96 queries {task * 1e6:.2f} µs;",
-        f"products run at {1e-9 / flop if flop else 0:.0f} GFLOP/s, "
-        f"a score (exponential and sums) costs {score * 1e9:.3f} ns, "
-        f"and decoding reads {1e-9 / byte if byte else 0:.1f} GB/s.",
-        "",
-        f"Largest deviation: {errors[worst]:+.0%} at {points[worst]}; "
-        f"{np.mean(np.abs(errors) <= 0.2):.0%} of the sizes within 20 %.",
-        "",
-        "| size | measured | predicted | deviation |",
-        "| --- | --- | --- | --- |",
+    rows = [
+        {"name": str(point), "measured": float(measured), "predicted": float(model)}
+        for point, measured, model in zip(points, seconds, predicted, strict=True)
     ]
-    for point, measured, model, error in zip(points, seconds, predicted, errors, strict=True):
-        lines.append(f"| {point} | {duration(measured)} | {duration(model)} | {error:+.0%} |")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.md").write_text("# Time, measured and predicted\n\n" + "\n".join(lines) + "\n", "utf-8")
+    named = dict(zip(TERMS, constants.tolist(), strict=True))
+    save(folder, "scaling", rows, constants=named)
     if show:
-        print("\n".join(lines))
-    return {"constants": dict(zip(TERMS, constants.tolist(), strict=True)), "worst": float(errors[worst])}
+        print(
+            f"A call costs {call * 1e6:.1f} µs, waking a second thread {wake * 1e6:.1f} µs, "
+            f"a task of 96 queries {task * 1e6:.2f} µs;\n"
+            f"products run at {1e-9 / flop if flop else 0:.0f} GFLOP/s, "
+            f"a score (exponential and sums) costs {score * 1e9:.3f} ns, "
+            f"and decoding reads {1e-9 / byte if byte else 0:.1f} GB/s.\n"
+            f"Largest deviation: {errors[worst]:+.0%} at {points[worst]}; "
+            f"{np.mean(np.abs(errors) <= 0.2):.0%} of the sizes within 20 %."
+        )
+        for row, error in zip(rows, errors, strict=True):
+            times = duration(float(row["measured"])), duration(float(row["predicted"]))
+            print(f"{row['name']:<44} {times[0]:>8} {times[1]:>8} {error:+.0%}")
+    return {"constants": named, "worst": float(errors[worst])}

@@ -1,4 +1,4 @@
-"""Pages that the documentation build generates: the gallery of notebooks, the help of the commands, the promises.
+"""Pages that the documentation build generates: gallery, help of the commands, promises, views and pictures.
 
 Their sources are elsewhere: the notebooks, the command and the tests. Git ignores the generated files.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import _promises
+import draw_pictures
 import draw_views
 
 from cattn import __main__ as command
@@ -37,7 +38,7 @@ LIVE = """\
 
 
 def write_pages(*_: Any) -> None:
-    """Write the gallery, the help text, the tables of promises and the views."""
+    """Write the gallery, the help text, the tables of promises, the views and the pictures."""
     GALLERY.mkdir(exist_ok=True)
     notebooks = sorted(NOTEBOOKS.glob("*.ipynb"))
     stale = {path.name for path in GALLERY.iterdir()} - {path.name for path in notebooks} - {"index.md"}
@@ -58,6 +59,7 @@ def write_pages(*_: Any) -> None:
     _write(GENERATED / "promises.txt", _promises.tables())
     VIEWS.mkdir(exist_ok=True)
     draw_views.write(VIEWS)
+    draw_pictures.write()
 
 
 def _write(path: Path, text: str) -> None:

@@ -88,10 +88,10 @@ numpydoc_validation_exclude = {
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_title = f"cattn {release}"
-html_static_path = ["_static", "_views"]  # the second is written by _build_time.py
+html_static_path = ["_static", "_views", "_pictures"]  # _build_time.py writes the last two
 html_css_files = ["cattn.css"]
 html_js_files = ["cattn.js"]
-html_logo = html_favicon = "_static/logo.svg"
+html_logo = html_favicon = "_pictures/logo.svg"
 html_baseurl = ""  # the address of the site; with it, links to its pages show the card
 pygments_dark_style = "github-dark"
 html_copy_source = False

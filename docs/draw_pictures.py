@@ -1,6 +1,6 @@
-"""Draw the pictures of the site, its logo and its card for links into docs/_static.
+"""The pictures of the site, its logo and its card for links.
 
-Run it after a change: python docs/draw_pictures.py. It needs cattn with its extra "plot".
+The build of the documentation draws them into docs/_pictures, which Git ignores. They need cattn's extra "plot".
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy as np
 
 import cattn
 
-FOLDER = Path(__file__).parent / "_static"
+FOLDER = Path(__file__).parent / "_pictures"
 TOKENS = ["Your", "journey", "starts", "with", "one", "step"]
 Panel = tuple[str, Any]  # title and matrix
 
@@ -32,8 +32,12 @@ def draw(name: str, panels: Sequence[Panel], queries: Sequence[str] | None = Non
     plt.close(figure)
 
 
-def main() -> None:
-    """Draw all pictures."""
+def write() -> None:
+    """Draw all pictures, unless they are newer than this file: Sphinx copies what changes."""
+    last = FOLDER / "card.png"
+    if last.exists() and last.stat().st_mtime > Path(__file__).stat().st_mtime:
+        return
+    FOLDER.mkdir(exist_ok=True)
     rng = np.random.default_rng(4)
     query, key = rng.standard_normal((2, 6, 4))
 
@@ -159,7 +163,3 @@ def draw_statistic(name: str, weights: Any, numbers: Any, keys: Any = None) -> N
 def head_weights(query: Any, key: Any, **options: Any) -> Any:
     """Return the weights of one head, for options that have one number a head."""
     return cattn.attention_weights(query[None], key[None], is_causal=True, enable_gqa=True, **options)[0]
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,8 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_a_group_is_kept_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert suite.main(["calls", "--laps", "1", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 0
-    kept = json.loads((tmp_path / "calls.json").read_text("utf-8"))
+    kept = report.load(tmp_path, "calls")
+    assert kept
     assert {"cpu", "date", "instruction_set", "numpy", "cattn"} <= kept["machine"].keys()
     assert [row["name"] for row in kept["rows"]] == ["(6, 2)", "(1, 4, 16, 16)", "(8, 12, 64, 64)"]
     for row in kept["rows"]:
@@ -160,7 +161,7 @@ def test_a_stopped_run_keeps_the_groups_that_have_their_laps(
     monkeypatch.setitem(groups.GROUPS, "prefill", rows)
     monkeypatch.setattr(laps.Group, "settled", lambda self: False)
     assert suite.main(["prefill", "--rounds", "1", "-o", str(tmp_path), "--no-plots"]) == 130
-    assert [path.stem for path in tmp_path.glob("*.json")] == kept
+    assert [group for path in tmp_path.glob("*.json") for group in json.loads(path.read_text("utf-8"))] == kept
 
 
 def test_ctrl_c_while_the_model_is_measured_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -236,8 +237,10 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             {"name": "fast", "seconds": {"cattn": {"median": 0.0001}}, "ratios": {"torch": fast}},
             {"name": folder, "seconds": {"cattn": {"median": 0.01}}, "ratios": {"torch": 1.0}},
         ]
-        report.save(tmp_path / folder, "decode", rows)
-        assert (tmp_path / folder / "decode.json").read_text("utf-8").count("\n") == 8  # a line for each row
+        report.save(tmp_path / folder, "decode", [])
+        report.save(tmp_path / folder, "window", rows[:1])
+        path = report.save(tmp_path / folder, "decode", rows)  # it replaces the earlier one, and keeps other groups
+        assert path.read_text("utf-8").count("\n") == 16  # a line for each row
         return tmp_path / folder
 
     before, now = kept("before", 2.0, 1.0), kept("now", 2.5, 9.0)
@@ -427,7 +430,10 @@ def test_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(scaling, "measure", lambda points: np.array([point.terms().sum() for point in points]))
     found = scaling.run(tmp_path, list(scaling.grid())[:9], show=False)
     assert abs(found["worst"]) < 1e-6
-    assert "| H=12 T=128 D=32 causal, threads 1 |" in (tmp_path / "scaling.md").read_text("utf-8")
+    kept = report.load(tmp_path, "scaling")
+    assert kept
+    assert kept["constants"] == found["constants"]
+    assert kept["rows"][0]["name"] == "H=12 T=128 D=32 causal, threads 1"
 
 
 def test_a_peer_that_keeps_the_scores_is_left_out_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:

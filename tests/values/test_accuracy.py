@@ -17,9 +17,9 @@ from cattn import functional, reference
 from support import ACCURACY_DTYPES, HALVES, benchmarks_importable, in_contract
 
 with benchmarks_importable():
+    from benchmarks import accuracy
+    from benchmarks import accuracy_cases as cases
     from benchmarks import contestants as peers
-    from benchmarks.accuracy import __main__ as accuracy
-    from benchmarks.accuracy import cases, contestants, oracle, report
 
 
 # ---- functions -----------------------------------------------------------------------------------------------------
@@ -35,8 +35,8 @@ def every_exponent(dtype: type, last: float, each: int) -> np.ndarray:
 
 
 def ulps(ours: Callable[[Any], Any], right: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
-    exact = right(x.astype(oracle.WIDE))
-    return (np.abs(ours(x) - exact) / oracle.spacing(exact, x.dtype)).astype(np.float64)
+    exact = right(x.astype(cases.WIDE))
+    return (np.abs(ours(x) - exact) / cases.spacing(exact, x.dtype)).astype(np.float64)
 
 
 @pytest.mark.promise("accuracy")
@@ -44,9 +44,9 @@ def ulps(ours: Callable[[Any], Any], right: Callable[[Any], Any], x: np.ndarray)
 def test_exp(isa: str, kind: type) -> None:
     """The error is below 1 ULP wherever the result is a normal number. Measured in every exponent: 0.84."""
     x = -every_exponent(kind, -cases.LOWEST[np.dtype(kind).name], 100 if kind == np.float32 else 20)
-    error = ulps(contestants.exp, np.exp, x)
+    error = ulps(cases.exp, np.exp, x)
     assert 0.5 < error.max() < (1 if in_contract(isa) else 1.2)
-    assert (contestants.exp(np.zeros(3, kind)) == 1).all()
+    assert (cases.exp(np.zeros(3, kind)) == 1).all()
 
 
 @pytest.mark.promise("accuracy")
@@ -56,7 +56,7 @@ def test_exp_is_the_same_function_everywhere(isa: str, kind: type) -> None:
     info = np.finfo(kind)
     x = np.random.default_rng(0).uniform(np.log(info.tiny), np.log(info.eps) - 2, 300).astype(kind)
     scores = np.stack([np.zeros_like(x), x], -1)
-    expected = np.stack([np.ones_like(x), contestants.exp(x)], -1)
+    expected = np.stack([np.ones_like(x), cases.exp(x)], -1)
     np.testing.assert_array_equal(cattn.softmax(scores), expected)
     np.testing.assert_array_equal(cattn.masked_softmax(scores, np.ones(2, bool)), expected)
     value = np.broadcast_to(np.array([[0], [1]], kind), (*scores.shape, 1))
@@ -76,9 +76,9 @@ def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -
     tiny = np.finfo(kind).tiny
     bits = np.log(tiny).view(f"u{tiny.nbytes}")
     x = (bits + np.arange(-8, 9).astype(bits.dtype)).view(kind)  # neighbours
-    normal = np.exp(x.astype(oracle.WIDE)) >= tiny
+    normal = np.exp(x.astype(cases.WIDE)) >= tiny
     assert 5 < normal.sum() < 12
-    got = contestants.exp(x)
+    got = cases.exp(x)
     assert (got[normal] >= tiny).all()
     assert (got[~normal] == 0).all()
 
@@ -88,11 +88,11 @@ def test_exp_is_zero_exactly_where_it_would_be_subnormal(isa: str, kind: type) -
 def test_tanh_of_softcap(isa: str, kind: type) -> None:
     """The error is at most 3 ULP, and 1.6 where tanh is above a half: there a softcap changes the scores."""
     x = every_exponent(kind, 30, 100 if kind == np.float32 else 20)
-    error = ulps(contestants.tanh, np.tanh, x)
+    error = ulps(cases.tanh, np.tanh, x)
     assert 0.5 < error.max() <= 3
     assert error[x > 0.6].max() <= 1.6
-    assert (contestants.tanh(-x) == -contestants.tanh(x)).all()
-    ends = contestants.tanh(np.array([0, 1e30, np.inf, -np.inf, np.nan], kind))
+    assert (cases.tanh(-x) == -cases.tanh(x)).all()
+    ends = cases.tanh(np.array([0, 1e30, np.inf, -np.inf, np.nan], kind))
     np.testing.assert_array_equal(ends, np.array([0, 1, 1, -1, np.nan], kind))
 
 
@@ -101,7 +101,7 @@ def test_tanh_of_softcap(isa: str, kind: type) -> None:
 def test_log_of_log_sum_exp(isa: str, kind: type) -> None:
     """The error is below 1 ULP where the sum is exact."""
     counts = np.concatenate([np.arange(1, 100), np.random.default_rng(0).integers(100, 3000, 100)])
-    error = ulps(contestants.log, np.log, counts.astype(kind))
+    error = ulps(cases.log, np.log, counts.astype(kind))
     assert 0.4 < error.max() < 1
 
 
@@ -138,7 +138,7 @@ def errors_of(name: str, kind: type, calls: dict[str, Any], seeds: int) -> dict[
     """Errors over all seeds, by quantity, contestant and unit."""
     inputs = cases.inputs(kind)[name]
     draw = functools.partial(inputs.draw, kind)
-    case = cases.Case("attention", name, kind, draw, calls, oracle.attention, inputs.options)
+    case = cases.Case("attention", name, kind, draw, calls, cases.attention, inputs.options)
     return {row["quantity"]: row["errors"] for row in case.run(seeds)}
 
 
@@ -150,8 +150,8 @@ def errors_of(name: str, kind: type, calls: dict[str, Any], seeds: int) -> dict[
 def test_errors_are_those_of_the_peers(name: str, kind: type, double_lse: bool) -> None:
     """The RMS error over all seeds is at most 1.1 times the best peer's, the largest error at most twice."""
     pytest.importorskip("torch")
-    by_cattn = functools.partial(contestants.by_cattn, double_lse=double_lse)
-    calls = {"cattn": by_cattn, "torch": contestants.by_torch, "numpy": oracle.attention}
+    by_cattn = functools.partial(cases.by_cattn, double_lse=double_lse)
+    calls = {"cattn": by_cattn, "torch": cases.by_torch, "numpy": cases.attention}
     has_digits = double_lse and kind == np.float32 and name != "one huge score"
     for quantity, errors in errors_of(name, kind, calls, 8 if kind == np.float32 else 2).items():
         if quantity in GRADIENTS and INPUTS[name] == "luck":
@@ -174,7 +174,7 @@ def test_the_comparison_is_sensitive() -> None:
         return (a.view(np.uint32) + np.uint32(4) & np.uint32(0xFFFFFFF8)).view(np.float32)
 
     def rough_keys(query: Any, key: Any, value: Any, grad_out: Any) -> dict[str, Any]:
-        return contestants.by_cattn(query, rough(key), value, grad_out)
+        return cases.by_cattn(query, rough(key), value, grad_out)
 
     def rough_lse(query: Any, key: Any, value: Any, grad_out: Any) -> dict[str, Any]:
         result = cattn.scaled_dot_product_attention(query, key, value, return_lse=True)
@@ -182,18 +182,16 @@ def test_the_comparison_is_sensitive() -> None:
         return {"dQ": grads.query, "dK": grads.key, "dV": grads.value}
 
     for call in (rough_keys, rough_lse):
-        for quantity, errors in errors_of(
-            "normal", np.float32, {"cattn": contestants.by_cattn, "rough": call}, 2
-        ).items():
+        for quantity, errors in errors_of("normal", np.float32, {"cattn": cases.by_cattn, "rough": call}, 2).items():
             if "rough" in errors and quantity != "lse":  # the error of the keys is small beside lse's own rounding
                 assert errors["rough"]["rms"] > 1.1 * errors["cattn"]["rms"], f"{quantity}, {call.__name__}"
 
 
 def test_the_oracle_agrees_with_mpmath() -> None:
     pytest.importorskip("mpmath")
-    if np.finfo(oracle.WIDE).nmant == 52:
+    if np.finfo(cases.WIDE).nmant == 52:
         pytest.skip("long double is double")
-    found = oracle.check()
+    found = cases.check()
     assert set(found) == {"out", "weights", "lse", "dQ", "dK", "dV", "exp", "tanh"}
     assert 0 < max(found.values()) < 0.01
 
@@ -225,17 +223,17 @@ def test_rows_of_the_table() -> None:
         return head | {"errors": {"cattn": ours} | peers}
 
     lost = errors(0.5, 1.0, lost=3)
-    text = report.table([row(errors(1.2, 5.0), torch=errors(1.0, 5.0), numpy=lost)])[-1]
+    text = accuracy.table([row(errors(1.2, 5.0), torch=errors(1.0, 5.0), numpy=lost)])[-1]
     assert text == "| some | out | 1.20 / 5.00 | 1.00 / 5.00 | – | not finite | **1.20 / 1.00** |"
-    assert not report.beyond(row(errors(1.1, 2.0), torch=errors(1.0, 1.0)))
-    assert report.beyond(row(errors(1.0, 2.1), torch=errors(1.0, 1.0)))
-    assert report.beyond(row(lost, torch=errors(1.0, 1.0))), "NaN and inf are beyond any error"
+    assert not accuracy.beyond(row(errors(1.1, 2.0), torch=errors(1.0, 1.0)))
+    assert accuracy.beyond(row(errors(1.0, 2.1), torch=errors(1.0, 1.0)))
+    assert accuracy.beyond(row(lost, torch=errors(1.0, 1.0))), "NaN and inf are beyond any error"
 
 
 def test_errors_of_known_numbers() -> None:
     """Half a unit, a unit of the subnormals, a NaN; an element that is 0 in both does not count."""
     exact = np.array([1 + 2.0**-24, 3 * 2.0**-150, 5, 0])
-    errors = oracle.Errors(np.float32).add(np.array([1, 2.0**-149, np.nan, 0], np.float32), exact)
+    errors = cases.Errors(np.float32).add(np.array([1, 2.0**-149, np.nan, 0], np.float32), exact)
     assert (errors.count, errors.lost, errors.ulp_largest, errors.ulp_squares) == (2, 1, 0.5, 0.5)
 
 
