@@ -1,8 +1,6 @@
-/* arrays.c -- arguments that are arrays: types, layouts, masks, strides. See arrays.h. */
-#include "arrays.h"
-#include "error.h"
+/* arrays.c -- arguments that are arrays: types, layouts, masks, strides. */
+#include "args.h"
 #include "fp_mode.h"
-#include "gil.h"
 
 /* ---- types ---- */
 
@@ -342,6 +340,32 @@ bool cattn_walk_next(struct cattn_walk *walk) {
         walk->index[axis] = 0;
     }
     return false;
+}
+
+/* Numbers that are rounded between two looks at signals. */
+#define ROUNDED_PIECE ((npy_intp)1 << 20)
+
+bool cattn_arg_round_to_bfloat16(PyArrayObject **array) {
+    PyArrayObject *copy = (PyArrayObject *)PyArray_NewLikeArray(*array, NPY_KEEPORDER, NULL, 0); /* without gaps */
+    if (copy == NULL || !cattn_copy_into(copy, *array)) {
+        Py_XDECREF((PyObject *)copy);
+        return false;
+    }
+    uint32_t *bits = PyArray_DATA(copy);
+    for (npy_intp i = 0; i < PyArray_SIZE(copy); i++) {
+        if (i % ROUNDED_PIECE == ROUNDED_PIECE - 1 && !cattn_check_signals()) {
+            Py_DECREF((PyObject *)copy);
+            return false;
+        }
+        const uint32_t size = bits[i] & 0x7fffffffu;
+        if (size < 0x00800000u) /* subnormal */
+            bits[i] &= 0x80000000u;
+        else if (size <= 0x7f800000u) /* not NaN */
+            bits[i] = (bits[i] + 0x7fffu + (bits[i] >> 16 & 1u)) & 0xffff0000u;
+    }
+    Py_DECREF((PyObject *)*array);
+    *array = copy;
+    return true;
 }
 
 /* One row of a float mask: false at the first value that is neither 0 nor 1; *ones says whether a 1 was seen. */

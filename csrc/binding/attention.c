@@ -1,21 +1,27 @@
 /* attention.c -- scaled_dot_product_attention(...) and causal_attention(...), and the way through a call that all
- * forward functions of attention share: parse, allocate, run the core, build the result. See attention.h.
+ * forward functions of attention share: parse, allocate, run the core, build the result.
  */
-#include "attention.h"
-#include "arrays.h"
-#include "dropped_weights.h"
-#include "error.h"
-#include "gil.h"
-#include "numbers.h"
-#include "rng.h"
+#include "attention_call.h"
+#include "fp_mode.h"
+
+/* The steps of attention, in order. */
+enum cattn_stage {
+    CATTN_STAGE_QK,
+    CATTN_STAGE_SOFTCAP,
+    CATTN_STAGE_BIAS,
+    CATTN_STAGE_MASK,
+    CATTN_STAGE_SOFTMAX,
+    CATTN_STAGE_DROPOUT,
+    CATTN_STAGE_OUT
+};
 
 /* ---- outputs ---- */
 
-const char *const cattn_output_names[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
+static const char *const output_names[N_OUTPUTS] = {"out", "weights", "lse", "dropout_mask"};
 
 /* out= is None, an array for the one result, or an AttentionOutput. Puts its arrays, borrowed, into given[]. */
 static bool unpack_out(struct cattn_call *call, PyObject *out, PyObject **given) {
-    const char *const *fields = cattn_output_names;
+    const char *const *fields = output_names;
     const bool plain = out == Py_None || PyArray_CheckExact(out);
     const int is_tuple = plain ? 0 : PyObject_IsInstance(out, call->state->attention_output);
     if (is_tuple <= 0) {
@@ -71,7 +77,9 @@ static int lse_type(struct cattn_call *call, PyObject *given) {
     return call->params->double_lse ? NPY_DOUBLE : call->compute_type;
 }
 
-int cattn_call_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims) {
+/* NumPy's type number and the shape of an output, for which the caller gave this object or NULL. Returns its number of
+ * axes. */
+static int shape_output(struct cattn_call *call, int which, PyObject *given, int *type, npy_intp *dims) {
     const bool of_pairs = which == WEIGHTS || which == DROPOUT_MASK;
     memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
     dims[call->nd - 1] = which == OUT ? (npy_intp)call->params->d_v : call->weight_cols; /* of the call it is T_k */
@@ -87,7 +95,7 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
             continue;
         npy_intp dims[NPY_MAXDIMS];
         int type;
-        const int nd = cattn_call_output(call, i, given[i], &type, dims);
+        const int nd = shape_output(call, i, given[i], &type, dims);
         const struct cattn_output_spec spec = {.name = names[i],
                                                .type = type,
                                                .nd = nd,
@@ -111,6 +119,77 @@ static bool make_outputs(struct cattn_call *call, PyObject *const *given, const 
     if (call->weight_cols == 1)
         params->weights.col = params->dropout_mask.col = 1;
     return true;
+}
+
+/* ---- weights after dropout ----
+ *
+ * The core applies dropout to the output only, so its mask is applied to the weights here. Weights of halves are
+ * computed in float32 until then (the call widens its inputs), so that they are rounded once.
+ */
+
+/* Chooses where the weights go: into `out` itself (then *given = out), or, if they must be rounded afterwards, `out`
+ * takes the unused slot OUT. */
+static bool weights_out(struct cattn_call *call, PyObject *out, PyObject **given) {
+    if (call->half_type == NPY_BOOL) {
+        *given = out;
+        return true;
+    }
+    if (out == Py_None)
+        return true;
+    npy_intp dims[NPY_MAXDIMS];
+    memcpy(dims, call->dims, (size_t)call->nd * sizeof *dims);
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = call->half_type,
+                                           .nd = call->nd,
+                                           .dims = dims,
+                                           .inputs = call->inputs,
+                                           .n_inputs = N_ATTENTION_OPERANDS};
+    return cattn_arg_output(call->state, out, &spec, &call->outputs[OUT]);
+}
+
+/* x / (1 - p) of the elements that are kept, and 0 for the others: a dropped NaN or infinity becomes 0, too. */
+#define DEFINE_DROP(real)                                                                                              \
+    static void drop_##real(char *data, npy_intp stride, const npy_bool *kept, npy_intp n, double scale) {             \
+        const real factor = (real)scale;                                                                               \
+        for (npy_intp i = 0; i < n; i++, data += stride) {                                                             \
+            real *x = (real *)(void *)data;                                                                            \
+            *x = kept[i] ? *x * factor : 0;                                                                            \
+        }                                                                                                              \
+    }
+DEFINE_DROP(float)
+DEFINE_DROP(double)
+
+/* Applies the dropout mask to the weights, in place. */
+static void weights_drop(struct cattn_call *call) {
+    PyArrayObject *weights = call->outputs[WEIGHTS].array;
+    const npy_bool *kept = PyArray_DATA(call->outputs[DROPOUT_MASK].array); /* new, and so contiguous */
+    const double scale = call->params->dropout.keep_scale;
+    char *first = PyArray_BYTES(weights);
+    struct cattn_walk walk;
+    const unsigned mode = cattn_fp_enter(); /* as the kernels compute, whatever the caller has set */
+    cattn_walk_begin(&walk, weights);
+    do {
+        char *run = first + (walk.run - first);
+        (call->compute_type == NPY_FLOAT ? drop_float : drop_double)(run, walk.stride, kept, walk.n, scale);
+        kept += walk.n;
+    } while (cattn_walk_next(&walk));
+    cattn_fp_leave(mode);
+}
+
+/* The weights in half precision, a new reference, if the inputs were widened. */
+static PyObject *weights_rounded(struct cattn_call *call) {
+    const struct cattn_output *out = &call->outputs[OUT];
+    PyObject *descr = (PyObject *)PyArray_DescrFromType(call->half_type), *rounded = NULL;
+    if (descr != NULL)
+        rounded =
+            PyObject_CallFunction(call->state->cast, "OsO", (PyObject *)call->outputs[WEIGHTS].array, "weights", descr);
+    Py_XDECREF(descr);
+    if (rounded == NULL || out->array == NULL)
+        return rounded;
+    const bool stored =
+        cattn_copy_into(out->array, (PyArrayObject *)rounded) && cattn_output_finish(&call->outputs[OUT]);
+    Py_DECREF(rounded);
+    return stored ? cattn_output_result(out) : NULL;
 }
 
 /* ---- running ---- */
@@ -193,7 +272,8 @@ static void stop_at(struct cattn_attention_params *params, enum cattn_stage stag
 
 /* ---- entry points ---- */
 
-bool cattn_call_parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
+/* Which outputs the caller asks for. */
+static bool parse_wants(struct cattn_call *call, PyObject *const *args, enum cattn_stage stage) {
     const bool weights_only = stage < CATTN_STAGE_OUT;
     call->wants[OUT] = !weights_only;
     if (!cattn_arg_flag(args[ARG_return_weights], "return_weights", &call->wants[WEIGHTS]) ||
@@ -213,15 +293,17 @@ bool cattn_call_parse_wants(struct cattn_call *call, PyObject *const *args, enum
 /* out=, as the function takes it: the weights and packed sequences have one array. */
 static bool take_out(struct cattn_call *call, PyObject *out, PyObject **given, bool weights_only) {
     if (weights_only)
-        return cattn_weights_out(call, out, &given[WEIGHTS]);
+        return weights_out(call, out, &given[WEIGHTS]);
     if (call->packed == NULL)
         return unpack_out(call, out, given);
     given[OUT] = out;
     return true;
 }
 
-PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum cattn_stage stage,
-                       struct cattn_packed *packed) {
+/* A call up to a stage. Before STAGE_OUT there is no value, and the weights are the one result. `packed` is NULL unless
+ * the sequences are packed. */
+static PyObject *attend(struct binding_state *state, PyObject *const *args, enum cattn_stage stage,
+                        struct cattn_packed *packed) {
     struct cattn_attention_params params;
     struct cattn_draw draw;
     npy_intp dims[NPY_MAXDIMS];
@@ -232,23 +314,22 @@ PyObject *cattn_attend(struct binding_state *state, PyObject *const *args, enum 
     const char *const names[] = {"out", weights_only ? "out" : "out.weights", "out.lse", "out.dropout_mask"};
 
     cattn_draw_clear(&draw);
-    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) ||
-        !cattn_call_parse_wants(&call, args, stage) || !take_out(&call, args[ARG_out], given, weights_only))
+    if (!cattn_call_parse(&call, args) || !cattn_rng_check(args[ARG_rng]) || !parse_wants(&call, args, stage) ||
+        !take_out(&call, args[ARG_out], given, weights_only))
         goto done;
     stop_at(&params, stage);
     if (!make_outputs(&call, given, names) || !cattn_call_begin(&call) || !run(&call, args[ARG_rng], &draw))
         goto done;
     if (stage == CATTN_STAGE_DROPOUT)
-        cattn_weights_drop(&call);
-    result =
-        call.half_type != NPY_BOOL ? cattn_weights_rounded(&call) : build_result(&call, weights_only ? WEIGHTS : OUT);
+        weights_drop(&call);
+    result = call.half_type != NPY_BOOL ? weights_rounded(&call) : build_result(&call, weights_only ? WEIGHTS : OUT);
 done:
     cattn_call_clear(&call);
     return cattn_draw_end(&draw, result);
 }
 
 PyObject *cattn_body_scaled_dot_product_attention(struct binding_state *state, PyObject **args) {
-    return cattn_attend(state, args, CATTN_STAGE_OUT, NULL);
+    return attend(state, args, CATTN_STAGE_OUT, NULL);
 }
 
 /* Puts the keys and values of a KVCache, given as key, and the offset that its lengths mean in their places. Returns
@@ -290,5 +371,97 @@ PyObject *cattn_body_causal_attention(struct binding_state *state, PyObject **ar
     args[ARG_is_causal] = args[ARG_query_offset] == Py_None ? state->unnamed_corner : state->upper_left;
     PyObject *result = cattn_body_scaled_dot_product_attention(state, args);
     Py_XDECREF(cached);
+    return result;
+}
+
+PyObject *cattn_body_varlen_attention(struct binding_state *state, PyObject **args) {
+    struct cattn_packed packed = {.args = args + N_ATTENTION_ARGS};
+    return attend(state, args, CATTN_STAGE_OUT, &packed);
+}
+
+/* ---- attention_weights: the weights, or the scores of one of the steps before them ---- */
+
+static bool parse_stage(PyObject *object, enum cattn_stage *stage) {
+    static const char *const names[] = {"qk", "softcap", "bias", "mask", "softmax", "dropout"};
+    for (int i = 0; PyUnicode_Check(object) && i < CATTN_STAGE_OUT; i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            *stage = (enum cattn_stage)i;
+            return true;
+        }
+    }
+    return cattn_error_value(object, "stage must be 'qk', 'softcap', 'bias', 'mask', 'softmax' or 'dropout'");
+}
+
+PyObject *cattn_body_attention_weights(struct binding_state *state, PyObject **args) {
+    enum cattn_stage stage = CATTN_STAGE_QK;
+    double p;
+    /* p is converted once: the steps after this one may run the caller's Python code */
+    if (!cattn_arg_probability(args[ARG_dropout_p], "dropout_p", &p) || !parse_stage(args[ARG_stage], &stage))
+        return NULL;
+    PyObject *probability = PyFloat_FromDouble(p);
+    if (probability == NULL)
+        return NULL;
+    args[ARG_dropout_p] = probability;
+    args[ARG_value] = NULL;
+    PyObject *result = attend(state, args, stage, NULL);
+    Py_DECREF(probability);
+    return result;
+}
+
+/* ---- explain: what a call would return, and how the core would compute it; it allocates and draws nothing ---- */
+
+/* {name: (shape, dtype)} of each output. */
+static PyObject *describe_outputs(struct cattn_call *call) {
+    PyObject *outputs = PyDict_New();
+    for (int i = 0; outputs != NULL && i < N_OUTPUTS; i++) {
+        if (!call->wants[i])
+            continue;
+        npy_intp dims[NPY_MAXDIMS];
+        int type;
+        const int nd = shape_output(call, i, NULL, &type, dims);
+        PyObject *shape = cattn_shape_tuple(nd, dims), *output = NULL;
+        if (shape != NULL)
+            output = Py_BuildValue("(NN)", shape, (PyObject *)PyArray_DescrFromType(type));
+        if (output == NULL || PyDict_SetItemString(outputs, output_names[i], output) < 0)
+            Py_CLEAR(outputs);
+        Py_XDECREF(output);
+    }
+    return outputs;
+}
+
+static PyObject *build_explanation(struct cattn_call *call, const struct cattn_explanation *plan) {
+    static const char *const paths[] = {"auto", "tile", "rows", "split", "tiny"};
+    const struct cattn_attention_params *params = call->params;
+    PyObject *depth = Py_BuildValue("(L)", (long long)params->head_dim + (long long)params->d_v), *result = NULL;
+    PyObject *fields = Py_BuildValue(
+        "{s:N,s:s,s:s,s:L,s:L,s:L,s:L,s:L,s:n,s:i}", "outputs", describe_outputs(call), "path", paths[plan->path],
+        "instruction_set", cattn_isa_info(cattn_isa_current()).name, "tasks", (long long)plan->n_tasks, "rows_per_task",
+        (long long)plan->block_rows, "key_blocks_visited", (long long)plan->n_visited, "key_blocks_skipped",
+        (long long)plan->n_skipped, "visible_pairs", (long long)plan->n_keys, "scratch_bytes_per_thread",
+        (Py_ssize_t)plan->scratch_size, "threads", params->num_threads);
+    if (depth != NULL && fields != NULL)
+        result = PyObject_Call(call->state->make_explanation, depth, fields);
+    Py_XDECREF(depth);
+    Py_XDECREF(fields);
+    return result;
+}
+
+PyObject *cattn_body_explain(struct binding_state *state, PyObject **args) {
+    struct cattn_attention_params params;
+    npy_intp dims[NPY_MAXDIMS];
+    PyObject *result = NULL;
+    struct cattn_call call = {.state = state, .params = &params, .dims = dims};
+    if (cattn_call_parse(&call, args) && cattn_rng_check(args[ARG_rng]) && parse_wants(&call, args, CATTN_STAGE_OUT)) {
+        params.num_threads = cattn_get_num_threads();
+        params.path = state->path;
+        PyThreadState *thread;
+        struct cattn_explanation plan;
+        cattn_gil_release(&params.poll, &thread);
+        const enum cattn_status status = cattn_attention_explain(&params, &plan);
+        PyEval_RestoreThread(thread);
+        if (cattn_error_status(status))
+            result = build_explanation(&call, &plan);
+    }
+    cattn_call_clear(&call);
     return result;
 }

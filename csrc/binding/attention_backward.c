@@ -4,13 +4,7 @@
  * The core's gradients have the shapes of the whole call. Where an argument was broadcast, or is in half precision, the
  * helper sum_gradients makes of them what the caller gets.
  */
-#include "arrays.h"
-#include "attention.h"
-#include "error.h"
-#include "numbers.h"
-#include "results.h"
-#include "rng.h"
-#include "tangents.h"
+#include "attention_call.h"
 
 enum { GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS, GRAD_SINKS, N_GRADIENTS };
 
@@ -288,7 +282,8 @@ static PyObject *differentiate_given(struct binding_state *state, PyObject *cons
     return result;
 }
 
-PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args, struct cattn_packed *packed) {
+static PyObject *differentiate_attention(struct binding_state *state, PyObject *const *args,
+                                         struct cattn_packed *packed) {
     static const char *const names[] = {"grad_out", "grad_lse", "out", "lse"};
     const struct given given = {names,
                                 {args[ARG_grad_out], args[ARG_grad_lse], args[ARG_out], args[ARG_lse], NULL, NULL},
@@ -298,7 +293,12 @@ PyObject *cattn_differentiate(struct binding_state *state, PyObject *const *args
 }
 
 PyObject *cattn_body_attention_backward(struct binding_state *state, PyObject **args) {
-    return cattn_differentiate(state, args, NULL);
+    return differentiate_attention(state, args, NULL);
+}
+
+PyObject *cattn_body_varlen_attention_backward(struct binding_state *state, PyObject **args) {
+    struct cattn_packed packed = {.args = args + N_BACKWARD_ARGS};
+    return differentiate_attention(state, args, &packed);
 }
 
 PyObject *cattn_body_attention_jvp_backward(struct binding_state *state, PyObject **args) {

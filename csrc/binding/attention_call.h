@@ -1,19 +1,71 @@
-/* attention_call.h -- one call of attention on its way from Python's arguments to the core: the slots of the arguments,
- * what the call holds, and query, key and value with all that follows from them: dtypes, layout, sizes, heads, batch.
- */
+/* attention_call.h -- one call of attention: its arguments, packed sequences, and its way to the core. */
 #ifndef CATTN_ATTENTION_CALL_H
 #define CATTN_ATTENTION_CALL_H
 
+#include "args.h"
 #include "call/operands.h"
-#include "key_ranges.h"
-#include "outputs.h"
-#include "packed.h"
+
+/* ---- which keys a query sees ---- */
+
+struct cattn_range_args {
+    bool is_causal, lower_right;
+    bool bare;           /* no argument says how queries and keys are aligned */
+    int64_t left, right; /* of the window */
+    int64_t offset;      /* of every query; unused if there are offsets */
+    /* owned, or NULL; int64 once they are settled: until then only their dtype was looked at */
+    PyArrayObject *offsets, *query_lengths, *key_lengths, *first_keys;
+};
+bool cattn_arg_ranges(struct binding_state *state, PyObject *is_causal, PyObject *query_offset, PyObject *window_size,
+                      struct cattn_range_args *args);
+
+struct cattn_range_sizes {
+    npy_intp seqlen_q, seqlen_k;
+    int n_batch_dims;
+    const npy_intp *batch;
+    PyObject *query_lengths, *key_lengths, *first_keys; /* the arguments, or None */
+};
+/* Fills in `ranges`, which is cleared. Lengths and first keys are checked against the sizes; warns if the alignment is
+ * ambiguous. */
+bool cattn_ranges_settle(struct binding_state *state, struct cattn_range_args *args,
+                         const struct cattn_range_sizes *sizes, struct cattn_ranges *ranges);
+void cattn_ranges_clear(struct cattn_range_args *args);
+
+/* ---- packed sequences ---- */
+
+/* Several functions have these arguments, in different slots: the index counts from the first of them. */
+#define VARLEN_EXTRA(A) A(cu_seqlens_q) A(cu_seqlens_k) A(max_seqlen_q) A(max_seqlen_k) A(alignment)
+#define VARLEN_SLOT(name) VARLEN_##name,
+enum { VARLEN_EXTRA(VARLEN_SLOT) N_VARLEN_EXTRA };
+
+/* The rows of one side of the call, queries or keys. */
+struct cattn_edges {
+    int64_t *edges;   /* owned, or NULL: sequence b has the rows edges[b] .. edges[b + 1] - 1 */
+    int64_t *lengths; /* behind the edges, in the same memory */
+    npy_intp n_sequences;
+    int64_t longest;
+};
+struct cattn_packed {
+    PyObject *const *args; /* of VARLEN_EXTRA */
+    struct cattn_edges queries, keys;
+};
+
+/* Reads the edges of arrays with these numbers of rows, and refuses an rng that packed sequences cannot have. */
+bool cattn_packed_parse(struct binding_state *state, struct cattn_packed *packed, int64_t total_q, int64_t total_k,
+                        PyObject *rng);
+/* Reads `alignment`, and warns if the alignment of a sequence is ambiguous. Comes between the two steps of
+ * the ranges. */
+bool cattn_packed_align(struct binding_state *state, const struct cattn_packed *packed,
+                        struct cattn_range_args *ranges);
+void cattn_packed_fill(const struct cattn_packed *packed, struct cattn_attention_params *params);
+/* packed may be NULL. */
+void cattn_packed_clear(struct cattn_packed *packed);
+
+/* ---- the call ---- */
 
 /* The options of call/operands.h, each with a slot. */
 #define ATTENTION_ARGUMENTS(A) ATTENTION_OPTIONS(A, A, A)
 
-/* Arguments of single functions; packed.h has the arguments of packed sequences. `out` of attention_backward is the
- * result of the forward pass. */
+/* Arguments of single functions. `out` of attention_backward is the result of the forward pass. */
 #define WEIGHTS_EXTRA(A) A(stage)
 #define BACKWARD_EXTRA(A) A(grad_out) A(lse) A(grad_lse) A(merged)
 #define TANGENTS_EXTRA(A) A(query_tangent) A(key_tangent) A(value_tangent) A(bias_tangent) A(sinks_tangent)
@@ -75,15 +127,59 @@ struct cattn_call {
     int bias_nd;         /* of the bias, else of an additive attn_mask; -1 without either */
 };
 
-/* Parses query, key, value, compute_dtype, layout and enable_gqa, and fills in the views, sizes, heads and batch. */
-bool cattn_call_parse_shapes(struct cattn_call *call, PyObject *const *args);
 /* The view of an array with the axes (*batch, [H], rows, width), or (*batch, rows, H, width) if tokens_first. */
 void cattn_call_view(const struct cattn_call *call, PyArrayObject *array, struct cattn_tensor *tensor);
 /* Turns the shape of an output, (*batch, [H], rows, width), or of a number for each row, (*batch, [H], rows), into the
  * shape that the caller sees: with the rows before the heads if tokens_first, and without the batch if the sequences
  * are packed. Returns its number of axes. */
 int cattn_call_shape(const struct cattn_call *call, int nd, npy_intp *dims);
-/* ValueError for sizes whose products the core cannot count. */
-bool cattn_call_counts_fit(const struct cattn_attention_params *params);
+/* Clears params and fills in all inputs. rng, the outputs and the three flags of extras are left to the caller. */
+bool cattn_call_parse(struct cattn_call *call, PyObject *const *args);
+/* Comes after the allocation of the results: makes a batch of packed sequences. */
+bool cattn_call_begin(struct cattn_call *call);
+
+/* ---- running ---- */
+
+/* Comes after all checks and allocations: draws a seed, or from a TorchGenerator, and computes; without the GIL if
+ * `work`, in multiply-adds, is long enough. The caller ends `draw` in any case. */
+bool cattn_call_run(struct cattn_call *call, PyObject *rng, double work, enum cattn_status (*compute)(const void *),
+                    const void *params, struct cattn_draw *draw);
+/* return_lse: whether the log-sum-exp is wanted, or its dtype. */
+bool cattn_call_parse_return_lse(struct cattn_call *call, PyObject *object);
+/* Releases the objects that the call owns. */
+void cattn_call_clear(struct cattn_call *call);
+
+/* ---- results and tangents as arguments ---- */
+
+enum {
+    CATTN_GRAD_OUT,
+    CATTN_GRAD_LSE,
+    CATTN_FORWARD_OUT,
+    CATTN_FORWARD_LSE,
+    CATTN_OUT_TANGENT, /* comes after the output, whose type it has */
+    CATTN_LSE_TANGENT,
+    CATTN_N_RESULTS
+};
+
+struct cattn_results {
+    PyArrayObject *arrays[CATTN_N_RESULTS]; /* owned, or NULL */
+    bool plain_out;                         /* out has the type of the computation though the inputs are halves */
+};
+
+/* Checks and converts one of them, after cattn_call_parse; fills in its tensor. */
+bool cattn_results_take(struct cattn_results *results, struct cattn_call *call, int which, PyObject *object,
+                        const char *name, struct cattn_tensor *tensor);
+void cattn_results_clear(struct cattn_results *results);
+
+/* In the order of TANGENTS_EXTRA. */
+enum { QUERY_TANGENT, KEY_TANGENT, VALUE_TANGENT, BIAS_TANGENT, SINKS_TANGENT, CATTN_N_TANGENTS };
+
+/* Checks and converts them, after cattn_call_parse, and fills in their tensors. None is no tangent. */
+bool cattn_tangents_take(struct cattn_call *call, PyObject *const *objects, PyArrayObject **arrays,
+                         struct cattn_tangents *tangents);
+void cattn_tangents_clear(PyArrayObject **arrays);
+/* An error for arguments that have no derivatives here: quantized keys and values, and a dropout mask that is not
+ * drawn again from an int. */
+bool cattn_tangents_refuse(const struct cattn_call *call, PyObject *const *args);
 
 #endif

@@ -1,13 +1,8 @@
 /* attention_jvp.c -- attention_jvp(...): parse, allocate, run the core, build the result. The gradients of its result
  * are in attention_backward.c.
  */
-#include "arrays.h"
-#include "attention.h"
-#include "error.h"
+#include "attention_call.h"
 #include "fp_mode.h"
-#include "results.h"
-#include "rng.h"
-#include "tangents.h"
 
 enum { JVP_OUT, JVP_OUT_TANGENT, JVP_LSE, JVP_LSE_TANGENT, N_FIELDS };
 

@@ -1,8 +1,5 @@
 /* attention_statistics.c -- attention_statistics(...): parse, allocate, run the core, build the result. */
-#include "arrays.h"
-#include "attention.h"
-#include "error.h"
-#include "numbers.h"
+#include "attention_call.h"
 
 /* The fields of the result, in its order. The first are the values of enum cattn_row_statistic. */
 enum { TOP_KEYS = CATTN_N_ROW_STATISTICS, TOP_WEIGHTS, RECEIVED, RECEIVED_MAX, N_FIELDS };
@@ -172,7 +169,7 @@ static PyObject *run(struct statistics *s, struct binding_state *state, PyObject
     return cattn_draw_end(&s->draw, result);
 }
 
-PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct cattn_packed *packed) {
+static PyObject *statistics(struct binding_state *state, PyObject **args, struct cattn_packed *packed) {
     struct statistics *s = PyMem_Malloc(sizeof *s); /* too large for a small stack beside the frames of the core */
     if (s == NULL)
         return PyErr_NoMemory();
@@ -182,5 +179,10 @@ PyObject *cattn_statistics(struct binding_state *state, PyObject **args, struct 
 }
 
 PyObject *cattn_body_attention_statistics(struct binding_state *state, PyObject **args) {
-    return cattn_statistics(state, args, NULL);
+    return statistics(state, args, NULL);
+}
+
+PyObject *cattn_body_varlen_attention_statistics(struct binding_state *state, PyObject **args) {
+    struct cattn_packed packed = {.args = args + N_STATISTICS_ARGS};
+    return statistics(state, args, &packed);
 }

@@ -19,34 +19,35 @@
 
 #include "cattn.h"
 
-/* The public functions that C implements. signature.c binds their arguments by the tables of attention_args.h and
- * rowwise_args.h: a table of arguments is an X-macro, TABLE(A): A(name) A(name) ... */
-enum cattn_entry_point {
-    CATTN_SCALED_DOT_PRODUCT_ATTENTION,
-    CATTN_CAUSAL_ATTENTION,
-    CATTN_ATTENTION_WEIGHTS,
-    CATTN_VARLEN_ATTENTION,
-    CATTN_ATTENTION_BACKWARD,
-    CATTN_ATTENTION_JVP,
-    CATTN_ATTENTION_JVP_BACKWARD,
-    CATTN_VARLEN_ATTENTION_BACKWARD,
-    CATTN_ATTENTION_STATISTICS,
-    CATTN_VARLEN_ATTENTION_STATISTICS,
-    CATTN_EXPLAIN,
-    CATTN_SOFTMAX,
-    CATTN_MASKED_SOFTMAX,
-    CATTN_DROPOUT,
-    CATTN_CAUSAL_MASK,
-    CATTN_ROPE,
-    CATTN_RMS_NORM,
-    CATTN_LINEAR,
-    CATTN_LAYER_NORM,
-    CATTN_GELU_FORWARD,
-    CATTN_GELU_BACKWARD,
-    CATTN_SILU_FORWARD,
-    CATTN_SILU_BACKWARD,
-    CATTN_N_ENTRY_POINTS
-};
+/* The public functions that C implements, and the table of the arguments of each. A table of arguments is an X-macro,
+ * TABLE(A): A(name) A(name) ... They are in attention_call.h and args.h; signature.c binds the arguments by them. */
+#define ENTRY_POINTS(E)                                                                                                \
+    E(scaled_dot_product_attention, ATTENTION_ARGUMENTS)                                                               \
+    E(causal_attention, ATTENTION_ARGUMENTS)                                                                           \
+    E(attention_weights, WEIGHTS_ARGUMENTS)                                                                            \
+    E(varlen_attention, VARLEN_ARGUMENTS)                                                                              \
+    E(attention_backward, BACKWARD_ARGUMENTS)                                                                          \
+    E(attention_jvp, JVP_ARGUMENTS)                                                                                    \
+    E(attention_jvp_backward, JVP_BACKWARD_ARGUMENTS)                                                                  \
+    E(varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                                                            \
+    E(attention_statistics, STATISTICS_ARGUMENTS)                                                                      \
+    E(varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                                                        \
+    E(explain, ATTENTION_ARGUMENTS)                                                                                    \
+    E(softmax, SOFTMAX_ARGUMENTS)                                                                                      \
+    E(masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                                        \
+    E(dropout, DROPOUT_ARGUMENTS)                                                                                      \
+    E(causal_mask, CAUSAL_MASK_ARGUMENTS)                                                                              \
+    E(rope, ROPE_ARGUMENTS)                                                                                            \
+    E(rms_norm, RMS_NORM_ARGUMENTS)                                                                                    \
+    E(linear, LINEAR_ARGUMENTS)                                                                                        \
+    E(layer_norm, LAYER_NORM_ARGUMENTS)                                                                                \
+    E(gelu, ACTIVATION_ARGUMENTS)                                                                                      \
+    E(gelu_backward, ACTIVATION_ARGUMENTS)                                                                             \
+    E(silu, ACTIVATION_ARGUMENTS)                                                                                      \
+    E(silu_backward, ACTIVATION_ARGUMENTS)
+
+#define ENTRY_POINT_INDEX(name, TABLE) ENTRY_##name,
+enum { ENTRY_POINTS(ENTRY_POINT_INDEX) CATTN_N_ENTRY_POINTS };
 
 /* Room for the longest table, and for new options. */
 #define CATTN_MOST_SLOTS 40
@@ -133,25 +134,25 @@ static inline struct binding_state *cattn_state(PyObject *module) {
  * argument, its default, or None where the public function has no such parameter. A body may put other objects there.
  */
 typedef PyObject *cattn_body(struct binding_state *state, PyObject **args);
-cattn_body cattn_body_scaled_dot_product_attention, cattn_body_causal_attention, cattn_body_attention_weights,
-    cattn_body_varlen_attention, cattn_body_attention_backward, cattn_body_attention_jvp,
-    cattn_body_attention_jvp_backward, cattn_body_varlen_attention_backward, cattn_body_attention_statistics,
-    cattn_body_varlen_attention_statistics, cattn_body_explain, cattn_body_softmax, cattn_body_masked_softmax,
-    cattn_body_dropout, cattn_body_causal_mask, cattn_body_rope, cattn_body_rms_norm, cattn_body_layer_norm,
-    cattn_body_gelu, cattn_body_gelu_backward, cattn_body_silu, cattn_body_silu_backward, cattn_body_linear;
+#define ENTRY_POINT_BODY(name, TABLE) cattn_body cattn_body_##name;
+ENTRY_POINTS(ENTRY_POINT_BODY)
 
 /* PyMethodDef entries. The cast by way of void(*)(void) is the documented one for METH_FASTCALL. */
 #define CATTN_FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
 
-/* Functions of the module that belong to the files of the same subject. */
-PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_rms_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_product(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_layer_norm_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_store(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-PyObject *cattn_py_are_scales(PyObject *module, PyObject *object);
-PyObject *cattn_py_probability(PyObject *module, PyObject *args);
-PyObject *cattn_py_shown(PyObject *module, PyObject *object);
-PyObject *cattn_py_in_default_mode(PyObject *module, PyObject *args);
+/* Private functions of the module, for its table of methods. */
+typedef PyObject *cattn_method(PyObject *module, PyObject *argument);
+typedef PyObject *cattn_fast_method(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+cattn_fast_method cattn_py_softmax_backward, cattn_py_rms_norm_backward, cattn_py_layer_norm_backward, cattn_py_product,
+    cattn_py_store;
+cattn_method cattn_py_are_scales, cattn_py_probability, cattn_py_shown, cattn_py_in_default_mode,
+    cattn_py_get_num_threads, cattn_py_set_num_threads, cattn_py_override_num_threads, cattn_py_isa_list,
+    cattn_py_set_isa, cattn_py_get_isa, cattn_py_set_path, cattn_py_block_keys, cattn_py_chunk_keys,
+    cattn_py_build_info, cattn_py_release, cattn_py_register, cattn_py_arguments, cattn_py_operands, cattn_py_numbers;
+
+/* Reads CATTN_ISA and CATTN_NUM_THREADS. ImportError: a wrong setting must not be a surprise later. */
+bool cattn_read_environment(void);
+/* Releases all but the text, to which a builtin may still point. */
+void cattn_signature_clear(struct cattn_signature *signature);
 
 #endif

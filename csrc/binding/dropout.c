@@ -1,11 +1,5 @@
 /* dropout.c -- dropout(...): parse, check, allocate, run, return. */
-#include "arrays.h"
-#include "error.h"
-#include "gil.h"
-#include "numbers.h"
-#include "outputs.h"
-#include "rng.h"
-#include "rowwise_args.h"
+#include "args.h"
 
 struct call {
     struct binding_state *state;

@@ -1,5 +1,5 @@
-/* error.c -- exceptions: from the core's status, and messages that several files need. See error.h. */
-#include "error.h"
+/* error.c -- exceptions: from the core's status, and messages that several files need. */
+#include "args.h"
 
 #include <stdarg.h>
 

@@ -1,7 +1,7 @@
 /* gil.c -- how the binding runs the core: with or without the GIL, with an eye on signals, and in the default
- * floating-point mode. See gil.h.
+ * floating-point mode.
  */
-#include "gil.h"
+#include "args.h"
 #include "fp_mode.h"
 
 /* Handlers run on the C stack, on top of the call that polls. A handler may call cattn, which polls again: a periodic

@@ -1,8 +1,7 @@
-/* key_ranges.c -- which keys a query sees: alignment, offset, window, lengths and first keys. See key_ranges.h. */
-#include "key_ranges.h"
-#include "arrays.h"
-#include "error.h"
-#include "numbers.h"
+/* key_ranges.c -- which keys a query sees: alignment, offset, window, lengths and first keys. The
+ * arguments are checked before the sizes of the call are known, so it has two steps: parse, then settle.
+ */
+#include "attention_call.h"
 
 /* An int between two bounds, or an array of integers of any type, whose elements are not looked at: it may be of any
  * size, and its shape is checked first. */

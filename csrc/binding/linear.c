@@ -1,11 +1,5 @@
 /* linear.c -- linear(...) and the products of its gradients: parse, check, allocate, run, return. */
-#include "arrays.h"
-#include "compute_dtype.h"
-#include "error.h"
-#include "gil.h"
-#include "outputs.h"
-#include "quantized.h"
-#include "rowwise_args.h"
+#include "args.h"
 
 enum { X, WEIGHT, BIAS, SCALE, N_INPUTS };
 

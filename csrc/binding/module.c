@@ -4,11 +4,8 @@
  * `_register_helpers` hands over the Python functions that they call.
  */
 #define CATTN_IMPORT_NUMPY
-#include "binding.h"
-#include "settings.h"
-#include "signature.h"
-#include "torch_stream.h"
-#include "xla_targets.h"
+#include "args.h"
+#include "xla/call.h"
 
 /* ---- state ---- */
 
@@ -123,6 +120,44 @@ static int module_exec(PyObject *module) {
     return make_own_objects(state, module) ? 0 : -1;
 }
 
+/* ---- the functions that XLA calls, for Python to register ---- */
+
+static bool add_target(PyObject *targets, const char *name, struct xla_error *(*handler)(struct xla_frame *)) {
+    PyObject *capsule = PyCapsule_New((void *)handler, NULL, NULL);
+    const bool added = capsule != NULL && PyDict_SetItemString(targets, name, capsule) == 0;
+    Py_XDECREF(capsule);
+    return added;
+}
+
+static PyObject *xla_targets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    PyObject *targets = PyDict_New();
+    if (targets != NULL &&
+        (!add_target(targets, "forward", cattn_xla_forward) || !add_target(targets, "backward", cattn_xla_backward) ||
+         !add_target(targets, "jvp", cattn_xla_jvp) || !add_target(targets, "jvp_backward", cattn_xla_jvp_backward)))
+        Py_CLEAR(targets);
+    return targets;
+}
+
+static PyObject *names(int first, int end) {
+    PyObject *list = PyList_New(end - first);
+    for (int i = first; list != NULL && i < end; i++) {
+        PyObject *name = PyUnicode_FromString(cattn_xla_operands[i]);
+        if (name == NULL || PyList_SetItem(list, i - first, name) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *xla_operands(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return Py_BuildValue("(NN)", names(0, XLA_N_ARGUMENTS), names(XLA_N_ARGUMENTS, XLA_N_OPERANDS));
+}
+
+static PyObject *xla_is_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
+    return PyBool_FromLong(cattn_xla_is_known());
+}
+
+/* ---- the definition ---- */
+
 static PyMethodDef methods[] = {
     {"_register", cattn_py_register, METH_VARARGS, NULL},
     {"_arguments", cattn_py_arguments, METH_O, NULL},
@@ -149,9 +184,9 @@ static PyMethodDef methods[] = {
     {"_chunk_keys", cattn_py_chunk_keys, METH_NOARGS, NULL},
     {"_build_info", cattn_py_build_info, METH_NOARGS, NULL},
     {"_release", cattn_py_release, METH_NOARGS, NULL},
-    {"_xla_targets", cattn_py_xla_targets, METH_NOARGS, NULL},
-    {"_xla_operands", cattn_py_xla_operands, METH_NOARGS, NULL},
-    {"_xla_is_known", cattn_py_xla_is_known, METH_NOARGS, NULL},
+    {"_xla_targets", xla_targets, METH_NOARGS, NULL},
+    {"_xla_operands", xla_operands, METH_NOARGS, NULL},
+    {"_xla_is_known", xla_is_known, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

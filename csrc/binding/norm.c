@@ -1,10 +1,5 @@
 /* norm.c -- rms_norm(...), layer_norm(...) and their gradients: parse, check, allocate, run, return. */
-#include "arrays.h"
-#include "error.h"
-#include "gil.h"
-#include "numbers.h"
-#include "outputs.h"
-#include "rowwise_args.h"
+#include "args.h"
 
 enum { X, WEIGHT, BIAS, GRAD, N_INPUTS };
 

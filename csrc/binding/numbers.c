@@ -1,7 +1,5 @@
-/* numbers.c -- arguments that are numbers, flags or words. See numbers.h. */
-#include "numbers.h"
-#include "arrays.h"
-#include "error.h"
+/* numbers.c -- arguments that are numbers, flags or words, compute_dtype among them. */
+#include "args.h"
 
 #include <math.h>
 
@@ -78,7 +76,10 @@ bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t 
     return fits;
 }
 
-bool cattn_arg_truth(PyObject *object, const char *name, bool *value) {
+bool cattn_arg_flag(PyObject *object, const char *name, bool *value) {
+    *value = object == Py_True;
+    if (*value || object == Py_False || object == Py_None)
+        return true;
     const int truth = PyObject_IsTrue(object);
     *value = truth > 0;
     return truth >= 0 || cattn_error_named(name, "True or False", object);
@@ -87,7 +88,7 @@ bool cattn_arg_truth(PyObject *object, const char *name, bool *value) {
 bool cattn_arg_bool(PyObject *object, const char *name, bool *value) {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
         return cattn_error_type(name, "True or False", object);
-    return cattn_arg_truth(object, name, value);
+    return cattn_arg_flag(object, name, value);
 }
 
 bool cattn_arg_is(PyObject *object, PyObject *interned) {
@@ -95,6 +96,48 @@ bool cattn_arg_is(PyObject *object, PyObject *interned) {
         return true;
     return PyUnicode_Check(object) && PyUnicode_Compare(object, interned) == 0;
 }
+
+/* ---- compute_dtype ---- */
+
+/* Whether an object is a dtype by this name, or the type of its scalars. No exception is set. */
+static bool is_dtype(PyObject *object, const char *name) {
+    PyArray_Descr *descr = NULL;
+    if (!PyType_Check(object) && !PyArray_DescrCheck(object))
+        return false;
+    PyObject *own =
+        PyArray_DescrConverter(object, &descr) != NPY_FAIL ? PyObject_GetAttrString((PyObject *)descr, "name") : NULL;
+    const bool is = own != NULL && PyUnicode_CompareWithASCIIString(own, name) == 0;
+    Py_XDECREF(own);
+    Py_XDECREF((PyObject *)descr);
+    PyErr_Clear();
+    return is;
+}
+
+static bool is_word(PyObject *object, const char *word) {
+    return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
+}
+
+bool cattn_arg_compute_dtype(PyObject *object, enum cattn_bf16_products *products) {
+    *products = CATTN_BF16_NOT;
+    if (object == Py_None)
+        return true;
+    *products = is_word(object, "bfloat16_tiles") ? CATTN_BF16_TILES : CATTN_BF16_PAIRS;
+    if (*products == CATTN_BF16_TILES || is_word(object, "bfloat16") || is_dtype(object, "bfloat16"))
+        return true;
+    return cattn_error_value(object, "compute_dtype must be None, 'bfloat16' or 'bfloat16_tiles'");
+}
+
+const char *cattn_compute_dtype_word(enum cattn_bf16_products products) {
+    return products == CATTN_BF16_TILES ? "bfloat16_tiles" : "bfloat16";
+}
+
+bool cattn_error_not_bfloat16(enum cattn_bf16_products products, const char *names, const char *dtype) {
+    PyErr_Format(PyExc_TypeError, "compute_dtype='%s' is for float32 and bfloat16, and %s are %s: convert them",
+                 cattn_compute_dtype_word(products), names, dtype);
+    return false;
+}
+
+/* ---- for Python ---- */
 
 /* _probability(object, name): a float in [0, 1], by the rule of every dropout */
 PyObject *cattn_py_probability(PyObject *Py_UNUSED(module), PyObject *args) {

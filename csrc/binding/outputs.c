@@ -1,7 +1,5 @@
-/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs; see outputs.h */
-#include "outputs.h"
-#include "arrays.h"
-#include "error.h"
+/* outputs.c -- result arrays: new ones, or the caller's `out`, checked and kept apart from the inputs */
+#include "args.h"
 
 static npy_intp type_size(int type) {
     return type == NPY_BOOL ? 1 : (npy_intp)cattn_stored_size(cattn_arg_dtype(type), cattn_arg_storage(type));

@@ -1,8 +1,10 @@
-/* packed.c -- sequences of different lengths, packed into the same arrays: edges, alignment, batch. See packed.h. */
-#include "packed.h"
-#include "error.h"
-#include "numbers.h"
-#include "torch_stream.h"
+/* packed.c -- sequences of different lengths, packed into the same arrays: edges, alignment, batch.
+ *
+ * The arrays have the axes (total, heads, width), and the call is parsed as one batch entry of `total` queries and
+ * keys, whose rows lie before its heads. When its results are allocated, cattn_packed_fill makes a batch of
+ * sequences of it.
+ */
+#include "attention_call.h"
 
 /* ---- edges ---- */
 

@@ -1,5 +1,5 @@
-/* quantized.c -- arguments that may be a cattn.Quantized; see quantized.h. */
-#include "quantized.h"
+/* quantized.c -- arguments that may be a cattn.Quantized. */
+#include "args.h"
 
 #include <assert.h>
 

@@ -1,7 +1,5 @@
-/* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. See rng.h. */
-#include "rng.h"
-#include "error.h"
-#include "numbers.h"
+/* rng.c -- the arguments `rng` and dropout probability: a seed or a generator, a threshold and a scale. */
+#include "args.h"
 
 /* An int is the Philox key itself. False with a ValueError: it is out of range. */
 static bool key_from_int(PyObject *rng, uint64_t *seed) {

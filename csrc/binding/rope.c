@@ -1,10 +1,5 @@
 /* rope.c -- rope(...): parse, check, allocate, run, return. */
-#include "arrays.h"
-#include "error.h"
-#include "gil.h"
-#include "numbers.h"
-#include "outputs.h"
-#include "rowwise_args.h"
+#include "args.h"
 
 #include <math.h>
 

@@ -1,9 +1,7 @@
 /* settings.c -- threads, instruction set and path, facts about the build, and the environment's settings. See
  * settings.h.
  */
-#include "settings.h"
-#include "error.h"
-#include "numbers.h"
+#include "args.h"
 
 #include <stdlib.h>
 

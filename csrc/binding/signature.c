@@ -6,36 +6,7 @@
  * it by a builtin that knows its parameters and defaults. If the arguments do not bind, it calls the Python function,
  * which raises the TypeError.
  */
-#include "signature.h"
-#include "attention_args.h"
-#include "error.h"
-#include "rowwise_args.h"
-
-/* The functions, and the table of each. The order is the order of enum cattn_entry_point. */
-#define ENTRY_POINTS(E)                                                                                                \
-    E(CATTN_SCALED_DOT_PRODUCT_ATTENTION, scaled_dot_product_attention, ATTENTION_ARGUMENTS)                           \
-    E(CATTN_CAUSAL_ATTENTION, causal_attention, ATTENTION_ARGUMENTS)                                                   \
-    E(CATTN_ATTENTION_WEIGHTS, attention_weights, WEIGHTS_ARGUMENTS)                                                   \
-    E(CATTN_VARLEN_ATTENTION, varlen_attention, VARLEN_ARGUMENTS)                                                      \
-    E(CATTN_ATTENTION_BACKWARD, attention_backward, BACKWARD_ARGUMENTS)                                                \
-    E(CATTN_ATTENTION_JVP, attention_jvp, JVP_ARGUMENTS)                                                               \
-    E(CATTN_ATTENTION_JVP_BACKWARD, attention_jvp_backward, JVP_BACKWARD_ARGUMENTS)                                    \
-    E(CATTN_VARLEN_ATTENTION_BACKWARD, varlen_attention_backward, VARLEN_BACKWARD_ARGUMENTS)                           \
-    E(CATTN_ATTENTION_STATISTICS, attention_statistics, STATISTICS_ARGUMENTS)                                          \
-    E(CATTN_VARLEN_ATTENTION_STATISTICS, varlen_attention_statistics, VARLEN_STATISTICS_ARGUMENTS)                     \
-    E(CATTN_EXPLAIN, explain, ATTENTION_ARGUMENTS)                                                                     \
-    E(CATTN_SOFTMAX, softmax, SOFTMAX_ARGUMENTS)                                                                       \
-    E(CATTN_MASKED_SOFTMAX, masked_softmax, MASKED_SOFTMAX_ARGUMENTS)                                                  \
-    E(CATTN_DROPOUT, dropout, DROPOUT_ARGUMENTS)                                                                       \
-    E(CATTN_CAUSAL_MASK, causal_mask, CAUSAL_MASK_ARGUMENTS)                                                           \
-    E(CATTN_ROPE, rope, ROPE_ARGUMENTS)                                                                                \
-    E(CATTN_RMS_NORM, rms_norm, RMS_NORM_ARGUMENTS)                                                                    \
-    E(CATTN_LINEAR, linear, LINEAR_ARGUMENTS)                                                                          \
-    E(CATTN_LAYER_NORM, layer_norm, LAYER_NORM_ARGUMENTS)                                                              \
-    E(CATTN_GELU_FORWARD, gelu, ACTIVATION_ARGUMENTS)                                                                  \
-    E(CATTN_GELU_BACKWARD, gelu_backward, ACTIVATION_ARGUMENTS)                                                        \
-    E(CATTN_SILU_FORWARD, silu, ACTIVATION_ARGUMENTS)                                                                  \
-    E(CATTN_SILU_BACKWARD, silu_backward, ACTIVATION_ARGUMENTS)
+#include "attention_call.h"
 
 /* ---- a call ---- */
 
@@ -97,8 +68,8 @@ static PyObject *refuse(PyObject *function, PyObject *const *args, Py_ssize_t n_
     return NULL;
 }
 
-static PyObject *call(PyObject *module, enum cattn_entry_point which, cattn_body *body, PyObject *const *args,
-                      Py_ssize_t n_args, PyObject *keywords) {
+static PyObject *call(PyObject *module, int which, cattn_body *body, PyObject *const *args, Py_ssize_t n_args,
+                      PyObject *keywords) {
     struct binding_state *state = cattn_state(module);
     const struct cattn_signature *signature = &state->signatures[which];
     PyObject *bound[CATTN_MOST_SLOTS];
@@ -110,9 +81,9 @@ static PyObject *call(PyObject *module, enum cattn_entry_point which, cattn_body
 }
 
 /* A builtin receives the module, but not itself: each needs its own C function to know which it is. */
-#define BUILTIN(which, name, TABLE)                                                                                    \
+#define BUILTIN(name, TABLE)                                                                                           \
     static PyObject *name##_builtin(PyObject *module, PyObject *const *args, Py_ssize_t n_args, PyObject *keywords) {  \
-        return call(module, which, cattn_body_##name, args, n_args, keywords);                                         \
+        return call(module, ENTRY_##name, cattn_body_##name, args, n_args, keywords);                                  \
     }
 ENTRY_POINTS(BUILTIN)
 
@@ -120,16 +91,16 @@ ENTRY_POINTS(BUILTIN)
 
 #define SLOT_NAME(...) FIRST_AS_TEXT(__VA_ARGS__, )
 #define FIRST_AS_TEXT(argument, ...) #argument,
-#define SLOT_NAMES(which, name, TABLE)                                                                                 \
+#define SLOT_NAMES(name, TABLE)                                                                                        \
     static const char *const name##_slots[] = {TABLE(SLOT_NAME)};                                                      \
     _Static_assert(sizeof name##_slots / sizeof *name##_slots <= CATTN_MOST_SLOTS, "enough room for each table");
 ENTRY_POINTS(SLOT_NAMES)
 
 /* The cast by way of void(*)(void) is the documented one. */
-#define ENTRY_POINT(which, name, TABLE)                                                                                \
-    [which] = {{#name, (PyCFunction)(void (*)(void))name##_builtin, METH_FASTCALL | METH_KEYWORDS, NULL},              \
-               name##_slots,                                                                                           \
-               sizeof name##_slots / sizeof *name##_slots},
+#define ENTRY_POINT(name, TABLE)                                                                                       \
+    {{#name, (PyCFunction)(void (*)(void))name##_builtin, METH_FASTCALL | METH_KEYWORDS, NULL},                        \
+     name##_slots,                                                                                                     \
+     sizeof name##_slots / sizeof *name##_slots},
 static const struct {
     PyMethodDef method;
     const char *const *slots;

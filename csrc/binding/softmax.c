@@ -1,13 +1,7 @@
 /* softmax.c -- softmax(...) and masked_softmax(...): parse, check, allocate, run, return. */
-#include "arrays.h"
-#include "error.h"
-#include "gil.h"
-#include "key_ranges.h"
-#include "numbers.h"
-#include "outputs.h"
-#include "rowwise_args.h"
+#include "attention_call.h"
 
-enum { X, MASK, N_INPUTS };
+enum { X, WHERE, N_INPUTS };
 
 struct call {
     struct binding_state *state;
@@ -62,7 +56,7 @@ static bool parse_mask(struct call *call, PyObject *object, const char *name) {
     if (object == Py_None)
         return true;
     PyArrayObject *mask = cattn_arg_mask(call->state, object, name, CATTN_MASK_BOOL, call->type, call->nd, call->dims);
-    call->inputs[MASK] = mask;
+    call->inputs[WHERE] = mask;
     if (mask != NULL)
         cattn_tensor_rows(&call->params->mask, mask, call->nd, call->axis);
     return mask != NULL;
@@ -193,4 +187,123 @@ PyObject *cattn_body_masked_softmax(struct binding_state *state, PyObject **args
                       cattn_arg_scale(args[MASKED_SOFTMAX_scale], call.type, &params.scale) &&
                       parse_method(state, args[MASKED_SOFTMAX_method], &params.method) &&
                       make_output(&call, args[MASKED_SOFTMAX_out]));
+}
+
+/* ---- softmax_backward ---- */
+
+static enum cattn_status compute_backward(const void *params) { return cattn_softmax_backward(params); }
+
+static bool run_backward(struct cattn_softmax_backward_params *params, PyArrayObject *out) {
+    params->num_threads = cattn_get_num_threads();
+    const bool brief = PyArray_SIZE(out) <= CATTN_GIL_ELEMENTS;
+    return cattn_error_status(cattn_compute(brief, &params->poll, compute_backward, params));
+}
+
+/* Called right after the check of the shapes: what follows may run Python code, which might change the arrays. */
+static void take_inputs(struct cattn_softmax_backward_params *params, PyArrayObject *const *inputs, int nd,
+                        const npy_intp *dims) {
+    cattn_clear_softmax_backward(params);
+    params->dtype = PyArray_TYPE(inputs[1]) == NPY_FLOAT ? CATTN_F32 : CATTN_F64;
+    params->n_batch_dims = nd - 1;
+    params->n_rows = 1;
+    for (int axis = 0; axis < nd - 1; axis++) {
+        params->batch_shape[axis] = dims[axis];
+        params->n_rows *= dims[axis];
+    }
+    params->n_cols = dims[nd - 1];
+    cattn_tensor_rows(&params->grad, inputs[0], nd, nd - 1);
+    cattn_tensor_rows(&params->weights, inputs[1], nd, nd - 1);
+}
+
+/* softmax_backward(grad_out, weights, scale, out) over the last axis; at least one dimension */
+PyObject *cattn_py_softmax_backward(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    static const char *const names[] = {"grad_out", "weights"};
+    struct binding_state *state = cattn_state(module);
+    struct cattn_softmax_backward_params params;
+    PyArrayObject *inputs[2] = {NULL, NULL};
+    struct cattn_output output = {NULL, NULL};
+    PyObject *result = NULL;
+    if (!cattn_error_count("softmax_backward", n_args, 4) || !cattn_ready(state))
+        return NULL;
+    for (int i = 0; i < 2; i++) {
+        inputs[i] = cattn_arg_floats(state, args[i], names[i]);
+        if (inputs[i] == NULL)
+            goto done;
+    }
+    const int type = cattn_arg_promote(state, inputs, 2, "grad_out and weights"), nd = PyArray_NDIM(inputs[1]);
+    npy_intp dims[NPY_MAXDIMS];
+    if (type < 0 || !cattn_check_shape(inputs[0], "grad_out", "weights", nd, PyArray_DIMS(inputs[1])))
+        goto done;
+    if (type != cattn_arg_compute_type(type)) {
+        PyErr_SetString(PyExc_TypeError, "weights must be float32 or float64: cattn.softmax_backward widens halves");
+        goto done;
+    }
+    if (nd == 0) {
+        PyErr_SetString(PyExc_ValueError, "weights must have at least 1 dimension, got 0");
+        goto done;
+    }
+    cattn_take_dims(dims, inputs[1]);
+    take_inputs(&params, inputs, nd, dims);
+    if (!cattn_arg_scale(args[2], type, &params.scale))
+        goto done;
+    const bool first = args[3] == (PyObject *)inputs[0]; /* in place of one or the other */
+    const struct cattn_output_spec spec = {.name = "out",
+                                           .type = type,
+                                           .nd = nd,
+                                           .dims = dims,
+                                           .inputs = inputs,
+                                           .n_inputs = 2,
+                                           .in_place = inputs[first ? 0 : 1]};
+    if (!cattn_arg_output(state, args[3], &spec, &output))
+        goto done;
+    cattn_tensor_rows(&params.out, output.array, nd, nd - 1);
+    if (params.n_cols == 1)
+        params.grad.col = params.weights.col = params.out.col = 1;
+    if (run_backward(&params, output.array) && cattn_output_finish(&output))
+        result = cattn_output_result(&output);
+done:
+    Py_XDECREF((PyObject *)inputs[0]);
+    Py_XDECREF((PyObject *)inputs[1]);
+    cattn_output_clear(&output);
+    return result;
+}
+
+/* ---- causal_mask ---- */
+
+static enum cattn_status compute_mask(const void *params) { return cattn_mask(params); }
+
+PyObject *cattn_body_causal_mask(struct binding_state *state, PyObject **args) {
+    struct cattn_range_args parsed = {0};
+    struct cattn_mask_params params = {.num_threads = cattn_get_num_threads()};
+    struct cattn_output output = {NULL, NULL};
+    PyObject *result = NULL, *T_k = args[CAUSAL_MASK_T_k] == Py_None ? args[CAUSAL_MASK_T_q] : args[CAUSAL_MASK_T_k];
+    PyObject *is_causal = args[CAUSAL_MASK_is_causal];
+    /* lower_right is the default: an offset overrides it */
+    if (args[CAUSAL_MASK_query_offset] != Py_None && cattn_arg_is(is_causal, state->lower_right))
+        is_causal = state->upper_left;
+    if (!cattn_arg_count(args[CAUSAL_MASK_T_q], "T_q", 0, NPY_MAX_INTP, &params.seqlen_q) ||
+        !cattn_arg_count(T_k, "T_k", 0, NPY_MAX_INTP, &params.seqlen_k) ||
+        !cattn_arg_ranges(state, is_causal, args[CAUSAL_MASK_query_offset], args[CAUSAL_MASK_window_size], &parsed))
+        goto done;
+    if (parsed.offsets != NULL) {
+        cattn_error_type("query_offset", "an int", args[CAUSAL_MASK_query_offset]);
+        goto done;
+    }
+    const npy_intp dims[2] = {(npy_intp)params.seqlen_q, (npy_intp)params.seqlen_k};
+    const struct cattn_range_sizes sizes = {.seqlen_q = dims[0],
+                                            .seqlen_k = dims[1],
+                                            .query_lengths = Py_None,
+                                            .key_lengths = Py_None,
+                                            .first_keys = Py_None};
+    const struct cattn_output_spec spec = {.name = "the mask", .type = NPY_BOOL, .nd = 2, .dims = dims};
+    if (!cattn_ranges_settle(state, &parsed, &sizes, &params.ranges) || !cattn_arg_output(state, NULL, &spec, &output))
+        goto done;
+    params.mask = (uint8_t *)PyArray_BYTES(output.array);
+    const bool brief = PyArray_SIZE(output.array) <= CATTN_GIL_ELEMENTS;
+    if (cattn_error_status(cattn_compute(brief, &params.poll, compute_mask, &params)))
+        result = cattn_output_result(&output);
+done:
+    cattn_ranges_clear(&parsed);
+    cattn_output_clear(&output);
+    return result;
 }

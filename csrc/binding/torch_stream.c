@@ -1,15 +1,12 @@
 /* torch_stream.c -- the type TorchStream: a torch generator that one thread at a time draws from, and methods that fill
- * arrays from it. See torch_stream.h.
+ * arrays from it.
  *
  * cattn.TorchGenerator is its subclass in Python: it reads shapes and dtypes, makes C-contiguous arrays and passes them
  * to the methods. Every draw works on a copy of the generator and puts it back after it has succeeded: a call that
  * raises leaves the generator as it was.
  */
-#include "torch_stream.h"
-#include "error.h"
+#include "args.h"
 #include "fp_mode.h"
-#include "gil.h"
-#include "numbers.h"
 
 #include <math.h>
 

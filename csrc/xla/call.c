@@ -1,17 +1,50 @@
-/* call.c -- from XLA's call frame to checked operands, sizes, options and views. See call.h.
+/* call.c -- from XLA's call frame to checked operands, sizes, options and views.
  *
  * cattn.integrations.jax has checked the arguments by their names. Other programs could call the targets, too: what
  * would make the core read or write beyond a buffer is an error here.
  */
 #include "call.h"
 #include "../fp_mode.h"
-#include "metadata.h"
 
 #include <math.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* ---- what XLA asks at registration, and which XLA asks ---- */
+
+static bool has_known_layout(const struct xla_frame *frame) {
+    return frame->head.size == XLA_SIZE(xla_frame, attributes) &&
+           frame->arguments.head.size == XLA_SIZE(xla_items, items) &&
+           frame->results.head.size == XLA_SIZE(xla_items, items) &&
+           frame->attributes.head.size == XLA_SIZE(xla_attributes, items) && frame->api->version.major == XLA_MAJOR;
+}
+
+static atomic_bool was_asked, was_asked_by_another_layout;
+
+bool cattn_xla_is_known(void) { return was_asked && !was_asked_by_another_layout; }
+
+bool cattn_xla_describe(const struct xla_frame *frame) {
+    const struct xla_extension *extension = frame->head.extensions;
+    while (extension != NULL && extension->type != XLA_METADATA)
+        extension = extension->next;
+    if (extension == NULL)
+        return false;
+    struct xla_metadata *metadata = ((const struct xla_metadata_extension *)extension)->metadata;
+    was_asked = true;
+    if (!has_known_layout(frame))
+        was_asked_by_another_layout = true;
+    /* A handler with a version that XLA refuses would leave JAX without a CPU. So the answer is XLA's own version, and
+     * cattn.integrations.jax does not call a handler whose frame has another layout. */
+    metadata->version.major = frame->api->version.major;
+    metadata->version.minor = frame->api->version.minor;
+    metadata->traits = 0;
+    return true;
+}
+
+/* ---- descriptions ---- */
 
 static const struct description {
     const char *name, *axes;
@@ -355,7 +388,7 @@ struct xla_error *cattn_xla_parse(struct xla_call *call, const struct xla_frame 
                                   uint64_t allowed) {
     memset(call, 0, sizeof *call);
     call->frame = frame;
-    if (!cattn_xla_has_known_layout(frame) || frame->stage != XLA_EXECUTE)
+    if (!has_known_layout(frame) || frame->stage != XLA_EXECUTE)
         return cattn_xla_fail(frame, XLA_UNIMPLEMENTED, "this version of XLA passes other call frames");
     struct xla_error *error = parse_options(call);
     const uint64_t present = (uint64_t)call->options.present;

@@ -1,9 +1,24 @@
-/* call.h -- one call by XLA on its way from the call frame to the core: its operands, sizes and options. */
+/* call.h -- the functions that XLA calls, and one call on its way from the call frame to the core: its operands, sizes
+ * and options.
+ *
+ * XLA calls them on its own threads and without the GIL. cattn.integrations.jax knows their arguments.
+ */
 #ifndef CATTN_XLA_CALL_H
 #define CATTN_XLA_CALL_H
 
 #include "../call/operands.h"
 #include "ffi.h"
+
+/* Attention and its derivatives. */
+struct xla_error *cattn_xla_forward(struct xla_frame *frame);
+struct xla_error *cattn_xla_backward(struct xla_frame *frame);
+struct xla_error *cattn_xla_jvp(struct xla_frame *frame);
+struct xla_error *cattn_xla_jvp_backward(struct xla_frame *frame);
+
+/* Whether the frame only asks for the handler's metadata, which it then gets. XLA does so when JAX starts its CPU. */
+bool cattn_xla_describe(const struct xla_frame *frame);
+/* Whether XLA has asked for metadata, every time by a frame of the known layout. */
+bool cattn_xla_is_known(void);
 
 /* The operands of the handlers: the table of attention, whose order is the one here, and then these. A call has those
  * that are the bits of its attribute `present`; cattn.integrations.jax reads the names from `_cattn._xla_operands`. The

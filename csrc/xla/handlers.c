@@ -1,12 +1,10 @@
-/* handlers.c -- attention and its derivatives as XLA calls them. See handlers.h.
+/* handlers.c -- attention and its derivatives as XLA calls them.
  *
  * XLA's threads run this without the GIL: nothing here knows Python, and no signal stops a computation. XLA's mode may
  * flush subnormal numbers; the core computes in its own.
  */
-#include "handlers.h"
 #include "../fp_mode.h"
 #include "call.h"
-#include "metadata.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,0 +1,270 @@
+/* args.h -- how arguments are read and results made: errors, numbers, arrays, `rng`, outputs, and running the core.
+ *
+ * `name` is the argument's name in messages. Arrays returned are new references. Exact ndarrays of the right type are
+ * used as they are; all else goes through cattn._input.arrays once.
+ */
+#ifndef CATTN_ARGS_H
+#define CATTN_ARGS_H
+
+#include "binding.h"
+#include "torch_random.h"
+
+/* ---- errors ---- */
+
+/* True for CATTN_OK; every other status becomes an exception here and nowhere else. */
+bool cattn_error_status(enum cattn_status status);
+/* TypeError "<name> must be <wanted>, got <type of got>". Always false. */
+bool cattn_error_type(const char *name, const char *wanted, PyObject *got);
+/* ValueError "<format>, got <the object>". Always false. */
+bool cattn_error_value(PyObject *got, const char *format, ...);
+/* An object as an error shows it, a new reference: its repr, or for what is long, or fails to show itself, a few words
+ * about it. */
+PyObject *cattn_shown(PyObject *object);
+/* Replaces an exception raised by the argument's own method with a TypeError that names the argument; the old one
+ * becomes its cause. Exceptions of signals, exits, memory and recursion are not about the object, and stay. Always
+ * false. */
+bool cattn_error_named(const char *name, const char *wanted, PyObject *got);
+/* TypeError unless a C entry point got as many arguments as it is declared with. */
+bool cattn_error_count(const char *function, Py_ssize_t got, Py_ssize_t wanted);
+/* RuntimeError unless the helpers of the package are registered and can be called. */
+bool cattn_ready(const struct binding_state *state);
+/* A shape as Python shows it, a new reference. */
+PyObject *cattn_shape_tuple(int nd, const npy_intp *dims);
+
+/* For errors about heads and tokens that the arrays would not have with these two axes swapped. */
+#define CATTN_LAYOUT_HINT                                                                                              \
+    "if the arrays are (..., tokens, heads, head_dim), pass query.swapaxes(-3, -2) and so on, or layout='bthd'"
+
+/* ---- numbers, flags and words ---- */
+
+/* A finite real number that is not a bool. */
+bool cattn_arg_real(PyObject *object, const char *name, double *value);
+/* The argument `scale`, which must be finite in the compute type of arrays of `type`. */
+bool cattn_arg_scale(PyObject *object, int type, double *value);
+/* A number in [0, 1]. */
+bool cattn_arg_probability(PyObject *object, const char *name, double *p);
+/* An int, a new reference. TypeError for a bool, and for anything else that is no integer. */
+PyObject *cattn_arg_index(PyObject *object, const char *name);
+/* The truth of any object, as Python defines it. */
+bool cattn_arg_flag(PyObject *object, const char *name, bool *value);
+/* True or False, and no other object. */
+bool cattn_arg_bool(PyObject *object, const char *name, bool *value);
+/* An int (no bool) between two bounds. */
+bool cattn_arg_count(PyObject *object, const char *name, int64_t least, int64_t most, int64_t *value);
+/* Is `object` the str `interned`? */
+bool cattn_arg_is(PyObject *object, PyObject *interned);
+
+/* ---- arrays ---- */
+
+/* float16, bfloat16, float32 or float64, native, aligned, strides in whole elements. */
+PyArrayObject *cattn_arg_floats(struct binding_state *state, PyObject *object, const char *name);
+/* The type that NumPy promotes all arrays of the list to, except NULLs; or -1. `names` is what messages call them. */
+int cattn_arg_common_type(const struct binding_state *state, PyArrayObject *const *arrays, int n, const char *names);
+/* Converts them to that type and returns it, or -1. */
+int cattn_arg_promote(struct binding_state *state, PyArrayObject **arrays, int n, const char *names);
+/* ValueError unless an array still has this type and a layout that kernels can read. Arrays are checked again where
+ * Python code may have run since they were taken, right before their shapes and strides are read; `names` as above. */
+bool cattn_arg_unchanged(PyArrayObject *array, int type, const char *names);
+/* helper(object, name, "f"), a function of the package whose result must be an array that kernels can read. */
+PyArrayObject *cattn_arg_helped(PyObject *helper, PyObject *object, const char *name);
+/* Replaces such an array by one of a wider type. */
+bool cattn_arg_widen(struct binding_state *state, PyArrayObject **array, int type);
+/* TypeError for an array of a type that is not converted; `wanted_by` says who has the other one. */
+void cattn_arg_wrong_type(PyArrayObject *array, PyObject *given, const char *name, const char *wanted_by, int wanted);
+/* A size, counted from the last axis, which is 1; 1 if the array has no such axis. */
+static inline npy_intp cattn_size_from_end(PyArrayObject *array, int back) {
+    const int nd = PyArray_NDIM(array);
+    return back <= nd ? PyArray_DIM(array, nd - back) : 1;
+}
+/* Copies the sizes. An array without axes may have no list of them, and memcpy takes no NULL. */
+static inline void cattn_take_dims(npy_intp *dims, PyArrayObject *array) {
+    for (int axis = 0; axis < PyArray_NDIM(array); axis++)
+        dims[axis] = PyArray_DIM(array, axis);
+}
+/* Copies the elements of an array to another one of the same shape, piece by piece: signals are handled between two
+ * pieces. The two share no memory, or are the same elements. */
+bool cattn_copy_into(PyArrayObject *to, PyArrayObject *from);
+/* From NumPy's type number of such arrays to the core's types. */
+enum cattn_dtype cattn_arg_dtype(int type);
+enum cattn_storage cattn_arg_storage(int type);
+/* NPY_FLOAT or NPY_DOUBLE: the type of the computation, of masks, of numbers of each head and of lse. */
+int cattn_arg_compute_type(int type);
+
+enum cattn_mask_kind {
+    CATTN_MASK_ANY,  /* bool, or float in the compute type */
+    CATTN_MASK_BIAS, /* float only */
+    CATTN_MASK_BOOL  /* bool only */
+};
+/* A mask or bias that broadcasts to dims. Its type is NPY_BOOL or `type`. */
+PyArrayObject *cattn_arg_mask(struct binding_state *state, PyObject *object, const char *name,
+                              enum cattn_mask_kind kind, int type, int nd, const npy_intp *dims);
+/* A boolean mask that broadcasts to dims; `meaning` explains the dims. */
+PyArrayObject *cattn_arg_bool_mask(struct binding_state *state, PyObject *object, const char *name, int nd,
+                                   const npy_intp *dims, const char *meaning);
+/* UserWarning if a float mask holds nothing but 0 and 1, and at least one 1. */
+bool cattn_arg_warn_binary(PyArrayObject *mask, const char *name);
+/* ValueError unless the array has this shape, the shape of `whose`. */
+bool cattn_check_shape(PyArrayObject *array, const char *name, const char *whose, int nd, const npy_intp *dims);
+/* ValueError unless array broadcasts to dims; `meaning` explains the dims, and `hint` ends the message. */
+bool cattn_arg_broadcasts(PyArrayObject *array, const char *name, int nd, const npy_intp *dims, const char *meaning,
+                          const char *hint);
+
+/* A walk over the elements of an array, in runs of n elements `stride` bytes apart. Elements that a broadcast axis
+ * repeats are seen once. An empty array has one empty run. */
+struct cattn_walk {
+    const char *run;
+    npy_intp n, stride;
+    int nd; /* of the axes that are left, the last axis of the array first */
+    npy_intp dims[NPY_MAXDIMS], strides[NPY_MAXDIMS], index[NPY_MAXDIMS];
+};
+void cattn_walk_begin(struct cattn_walk *walk, PyArrayObject *array);
+/* False after the last run. */
+bool cattn_walk_next(struct cattn_walk *walk);
+
+/* ---- strides in elements ---- */
+enum { CATTN_AXIS_COL = 1, CATTN_AXIS_ROW = 2, CATTN_AXIS_HEAD = 4 };
+/* The last axes of `array` are (batch..., head, row, col), as far as `axes` names them. An axis that is missing or has
+ * size 1 gets stride 0. */
+void cattn_tensor_from(struct cattn_tensor *tensor, PyArrayObject *array, int n_batch_dims, int axes);
+/* For arrays that broadcast to nd dimensions: `col_axis` becomes col, all others are batch axes. nd >= 1. */
+void cattn_tensor_rows(struct cattn_tensor *tensor, PyArrayObject *array, int nd, int col_axis);
+
+/* ---- quantized arrays ---- */
+
+/* Is it a cattn.Quantized? */
+bool cattn_arg_is_quantized(const struct binding_state *state, PyObject *object);
+/* Its arrays, new references: one byte an element, of int8 or float8_e4m3fn (which one, `storage` receives), and the
+ * scales. Its constructor has checked them. After an error the caller still owns what `array` and `scale` got. */
+bool cattn_arg_take_quantized(const struct binding_state *state, PyObject *object, const char *name,
+                              PyArrayObject **array, PyArrayObject **scale, enum cattn_storage *storage);
+/* ValueError unless a scale broadcasts to the shape of its array. */
+bool cattn_arg_scale_fits(PyArrayObject *scale, const char *name, PyArrayObject *array, const char *whose);
+/* Replaces such an array by its elements times their scales, rounded to float32, as float64. */
+bool cattn_arg_dequantize(struct binding_state *state, PyArrayObject **array, const char *name, PyArrayObject *scale,
+                          const char *scale_name);
+
+/* ---- compute_dtype ---- */
+
+/* None, bfloat16 as a word or a dtype, or the word bfloat16_tiles. Python code may run, so it comes before the arrays.
+ */
+bool cattn_arg_compute_dtype(PyObject *object, enum cattn_bf16_products *products);
+/* The word for products of bfloat16. */
+const char *cattn_compute_dtype_word(enum cattn_bf16_products products);
+/* TypeError for products of bfloat16 of arrays of another dtype; `names` is what messages call them. Always false. */
+bool cattn_error_not_bfloat16(enum cattn_bf16_products products, const char *names, const char *dtype);
+/* Replaces an array of float32 by a copy that is rounded to bfloat16, to nearest even; subnormal numbers become zeros.
+ */
+bool cattn_arg_round_to_bfloat16(PyArrayObject **array);
+
+/* ---- TorchGenerator ----
+ *
+ * begin waits until no other thread draws, and hands out a copy of the generator; commit puts the copy back, abort
+ * leaves the generator where it was. The GIL may be released in between. begin fails if this thread is drawing already
+ * (a signal handler can try), or if the process was forked while another thread was drawing.
+ */
+
+PyObject *cattn_torch_type(PyObject *module);
+bool cattn_torch_check(const struct binding_state *state, PyObject *rng);
+bool cattn_torch_begin(PyObject *stream, struct cattn_torch_random *random);
+/* False, and as abort, if a signal handler raises: the call raises then. */
+bool cattn_torch_commit(PyObject *stream, const struct cattn_torch_random *random);
+void cattn_torch_abort(PyObject *stream);
+
+/* ---- rng and dropout ---- */
+
+/* Checks rng without drawing. */
+bool cattn_rng_check(PyObject *rng);
+/* A dropout probability, p in [0, 1], to all of `spec` but the seed or the generator. */
+bool cattn_dropout_spec_from(PyObject *p, const char *name, struct cattn_dropout_spec *spec);
+
+/* A draw lasts from the last check of a call until its result is complete, so that a call that raises leaves a
+ * TorchGenerator where it was: clear it first, begin it where there is dropout, end it in any case. */
+struct cattn_draw {
+    bool is_torch;    /* bits come from a TorchGenerator; spec->seed is unused */
+    PyObject *stream; /* the generator to end, borrowed; or NULL */
+    struct cattn_torch_random random;
+};
+static inline void cattn_draw_clear(struct cattn_draw *draw) {
+    draw->is_torch = false;
+    draw->stream = NULL;
+}
+/* Draws the seed, or begins a draw from the TorchGenerator, and puts it into `spec`. */
+bool cattn_draw_begin(struct binding_state *state, PyObject *rng, struct cattn_dropout_spec *spec,
+                      struct cattn_draw *draw);
+/* Advances the TorchGenerator if there is a result. Returns it, or NULL if a signal handler raises now. */
+PyObject *cattn_draw_end(struct cattn_draw *draw, PyObject *result);
+
+/* ---- outputs ---- */
+
+struct cattn_output {
+    PyArrayObject *given; /* the caller's array, or NULL */
+    PyArrayObject *array; /* written by the core: the caller's array, a temporary for it, or a new one */
+};
+struct cattn_output_spec {
+    const char *name;
+    int type, nd;
+    const npy_intp *dims;
+    PyArrayObject *const *inputs; /* an output that overlaps one is computed in a temporary; NULLs are skipped */
+    int n_inputs;
+    PyArrayObject *in_place; /* the input of this shape and type that may be overwritten, if the strides are the same;
+                                or NULL */
+};
+/* given: None or NULL allocates. */
+bool cattn_arg_output(struct binding_state *state, PyObject *given, const struct cattn_output_spec *spec,
+                      struct cattn_output *output);
+/* ValueError if two of the caller's arrays share memory. */
+bool cattn_arg_outputs_apart(struct binding_state *state, const struct cattn_output *a, const char *name_a,
+                             const struct cattn_output *b, const char *name_b);
+/* Copies a temporary, if there is one, into the caller's array. */
+bool cattn_output_finish(struct cattn_output *output);
+/* The array that the user gets, a new reference. */
+PyObject *cattn_output_result(const struct cattn_output *output);
+void cattn_output_clear(struct cattn_output *output);
+
+/* ---- running the core ---- */
+
+/* Below this many multiply-adds, or elements of a softmax or dropout, a call keeps the GIL (a few microseconds). */
+#define CATTN_GIL_WORK 2e5
+#define CATTN_GIL_ELEMENTS 20000
+
+/* Runs pending signal handlers, as PyErr_CheckSignals does. False with the exception that one of them raised. */
+bool cattn_check_signals(void);
+/* Releases the GIL and lets `poll` look for signals; `thread` must outlive the call into the core. */
+void cattn_gil_release(struct cattn_poll *poll, PyThreadState **thread);
+/* Calls into the core, with the GIL if the call is `brief`, else without it; `poll` is the member of `params`. */
+enum cattn_status cattn_compute(bool brief, struct cattn_poll *poll, enum cattn_status (*compute)(const void *),
+                                const void *params);
+
+/* ---- the tables of the arguments of row-wise functions ---- */
+
+#define SOFTMAX_ARGUMENTS(A) A(x) A(axis) A(where) A(scale) A(out)
+#define MASKED_SOFTMAX_ARGUMENTS(A) A(scores) A(mask) A(axis) A(is_causal) A(query_offset) A(scale) A(method) A(out)
+#define DROPOUT_ARGUMENTS(A) A(x) A(p) A(training) A(rng) A(return_mask) A(out)
+#define CAUSAL_MASK_ARGUMENTS(A) A(T_q) A(T_k) A(is_causal) A(query_offset) A(window_size)
+#define ROPE_ARGUMENTS(A) A(x) A(positions) A(theta) A(rotary_dim) A(interleaved) A(scaling) A(inverse) A(out)
+#define RMS_NORM_ARGUMENTS(A) A(x) A(weight) A(eps) A(out)
+#define LINEAR_ARGUMENTS(A) A(x) A(weight) A(bias) A(compute_dtype) A(out)
+#define LAYER_NORM_ARGUMENTS(A) A(x) A(weight) A(bias) A(eps) A(out)
+#define ACTIVATION_ARGUMENTS(A) A(grad_out) A(x) A(approximate) A(out)
+
+/* The slots of each table. */
+#define SOFTMAX_SLOT(name) SOFTMAX_##name,
+#define MASKED_SOFTMAX_SLOT(name) MASKED_SOFTMAX_##name,
+#define DROPOUT_SLOT(name) DROPOUT_##name,
+#define CAUSAL_MASK_SLOT(name) CAUSAL_MASK_##name,
+#define ROPE_SLOT(name) ROPE_##name,
+#define RMS_NORM_SLOT(name) RMS_NORM_##name,
+#define LINEAR_SLOT(name) LINEAR_##name,
+#define LAYER_NORM_SLOT(name) LAYER_NORM_##name,
+#define ACTIVATION_SLOT(name) ACTIVATION_##name,
+enum { SOFTMAX_ARGUMENTS(SOFTMAX_SLOT) N_SOFTMAX_ARGS };
+enum { MASKED_SOFTMAX_ARGUMENTS(MASKED_SOFTMAX_SLOT) N_MASKED_SOFTMAX_ARGS };
+enum { DROPOUT_ARGUMENTS(DROPOUT_SLOT) N_DROPOUT_ARGS };
+enum { CAUSAL_MASK_ARGUMENTS(CAUSAL_MASK_SLOT) N_CAUSAL_MASK_ARGS };
+enum { ROPE_ARGUMENTS(ROPE_SLOT) N_ROPE_ARGS };
+enum { RMS_NORM_ARGUMENTS(RMS_NORM_SLOT) N_RMS_NORM_ARGS };
+enum { LINEAR_ARGUMENTS(LINEAR_SLOT) N_LINEAR_ARGS };
+enum { LAYER_NORM_ARGUMENTS(LAYER_NORM_SLOT) N_LAYER_NORM_ARGS };
+enum { ACTIVATION_ARGUMENTS(ACTIVATION_SLOT) N_ACTIVATION_ARGS };
+
+#endif
