@@ -3,7 +3,11 @@
 tests/data/seed_tables.json holds 68 cases (inputs, weights, formula, values, tolerance). Each is computed in every way
 that the public functions offer, in float32 and float64: from the stored weights by the library and by its NumPy
 reference, and from the seed alone by the library, whose classes draw the weights without torch.
+
+The outputs of the classes and their windows come after these.
 """
+
+from __future__ import annotations
 
 import json
 import sys
@@ -16,7 +20,7 @@ import pytest
 
 import cattn
 import cattn.reference
-from support import ROOT
+from support import ROOT, assert_same_bits
 
 CASES: list[dict[str, Any]] = json.loads((ROOT / "tests" / "data" / "seed_tables.json").read_text())
 LIBRARIES = {"cattn": cattn, "reference": cattn.reference}
@@ -68,7 +72,7 @@ class Chapter:
         self.tokens = self.q.shape[-2]
         self.tril = lib.causal_mask(self.tokens)
 
-    def one_query(self) -> "Chapter":
+    def one_query(self) -> Chapter:
         """Keep only the query of the second token, "journey"."""
         self.q = self.q[..., 1:2, :]
         return self
@@ -228,3 +232,139 @@ def test_results_have_the_dtype_of_the_inputs(dtype: type) -> None:
     assert chapter.masked_simple().dtype == dtype
     for way, weights in (chapter.weights() | chapter.masked() | chapter.causal_context()).items():
         assert weights.dtype == dtype, way
+
+
+# ---- the outputs that the chapter prints for its classes -------------------------------------------------------------
+PRINTED: dict[str, Any] = {
+    case["id"]: case for case in json.loads((ROOT / "tests" / "data" / "seed_tables.json").read_text())
+}
+
+
+def inputs(case: dict[str, Any]) -> np.ndarray:
+    x = np.array(case["recipe"]["inputs"], np.float32)
+    return np.stack([x] * 2) if len(case["recipe"]["input_shape"]) == 3 else x
+
+
+CAUSAL_KINDS = [cattn.CausalAttention, cattn.MultiHeadAttentionWrapper]
+
+
+def drawn_by(case: dict[str, Any]) -> list[type]:
+    """Return the classes that draw the weights in the order of the case."""
+    if case["step"] == "context_vec_masked":
+        return CAUSAL_KINDS
+    return [cattn.SelfAttention_v1 if case["weights_layout"] == "in_out" else cattn.SelfAttention_v2]
+
+
+def build(kind: type, *, rng: Any = None) -> Any:
+    sizes = {cattn.CausalAttention: (6, 0.5), cattn.MultiHeadAttentionWrapper: (6, 0.0, 1)}.get(kind, ())
+    return kind(3, 2, *sizes, rng=rng).eval()
+
+
+# All cases that show the output of a class. Not 003: its d_v differs from its head_dim, as in no class of the book.
+CONTEXTS = [
+    name for name, case in PRINTED.items() if case["step"] in ("context_vec", "context_vec_masked")
+    and case.get("weights") and not name.startswith("003")
+]  # fmt: skip
+
+
+def assert_printed(case: dict[str, Any], result: np.ndarray) -> None:
+    expected = np.array(case["values"])
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= case["tolerance"]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_stored_weights_give_the_printed_tables(name: str) -> None:
+    """Every class loads the weights, whether they are stored as (in, out) or as (out, in)."""
+    case = PRINTED[name]
+    bare = case["weights_layout"] == "in_out"
+    state = {key if bare else f"{key}.weight": np.array(value) for key, value in case["weights"].items()}
+    causal = case["step"] == "context_vec_masked"
+    for kind in CAUSAL_KINDS if causal else [cattn.SelfAttention_v1, cattn.SelfAttention_v2]:
+        module = build(kind, rng=0)
+        module.load_state_dict(state)
+        assert_printed(case, module(inputs(case)))
+
+
+def test_nine_tables_show_the_output_of_a_class() -> None:
+    assert len(CONTEXTS) == 9
+
+
+@pytest.mark.parametrize("name", [name for name in CONTEXTS if "ex3.1-v1" not in name])
+def test_seeds_give_the_printed_tables(name: str) -> None:
+    case = PRINTED[name]
+    for kind in drawn_by(case):
+        cattn.manual_seed(case["recipe"]["seed"])
+        module = build(kind)
+        assert_printed(case, module(inputs(case)))
+        for key, value in case["weights"].items():
+            layer = getattr(module.heads[0] if hasattr(module, "heads") else module, key)
+            np.testing.assert_array_equal(getattr(layer, "weight", layer), np.array(value, np.float32))
+
+
+def test_exercise_3_1_gives_the_printed_and_the_correct_table() -> None:
+    """The chapter assigns W_query twice and W_key never, and prints the result. A state dict refuses that slip."""
+    printed, correct = PRINTED["004-ex3.1-v1-as-printed"], PRINTED["004-ex3.1-v1-correct"]
+    cattn.manual_seed(123)
+    v1 = cattn.SelfAttention_v1(3, 2)
+    cattn.manual_seed(123)
+    v2 = cattn.SelfAttention_v2(3, 2)
+    own_key = v1.W_key
+    v1.W_query = v2.W_query.weight.T
+    v1.W_query = v2.W_query.weight.T
+    v1.W_value = v2.W_value.weight.T
+    assert_printed(printed, v1(inputs(printed)))
+
+    slip = {"W_query": v2.W_query.weight.T, "W_value": v2.W_value.weight.T}
+    with pytest.raises(ValueError, match="missing: W_key"):
+        v1.load_state_dict(slip)
+    assert v1.W_key is own_key
+
+    v1.load_state_dict(v2.state_dict())
+    assert_printed(correct, v1(inputs(correct)))
+    assert_same_bits(v1(inputs(correct)), v2(inputs(correct)))
+
+
+# ---- windows, and output projections without a bias ------------------------------------------------------------------
+WINDOWED: dict[str, Callable[..., Any]] = {
+    "causal": lambda **k: cattn.CausalAttention(6, 5, 64, 0.0, **k),
+    "wrapper": lambda **k: cattn.MultiHeadAttentionWrapper(6, 5, 64, 0.0, 3, **k),
+    "groups": lambda **k: cattn.MultiHeadAttention(6, 8, 64, 0.0, 4, num_kv_groups=2, out_bias=False, **k),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_hides_the_tokens_before_it(name: str) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 12, 6))
+    module = WINDOWED[name](window_size=cattn.sliding_window(4), dtype=np.float64, rng=1).eval()
+    everything = WINDOWED[name](dtype=np.float64, rng=1).eval()
+    context, weights = module(x, return_weights=True)
+    near = np.arange(12)[:, None] - np.arange(12) < 4
+    assert np.all(weights[..., ~near] == 0)
+    expected = everything(x, return_weights=True)[1] * near
+    np.testing.assert_allclose(weights, expected / expected.sum(-1, keepdims=True), rtol=1e-12)
+    kv_heads, head_dim = module._kv_heads, module._head_dim
+    cache = cattn.KVCache((2,), num_kv_heads=kv_heads, max_len=12, head_dim=head_dim, dtype=np.float64)
+    steps = [module(x[:, t : t + 1], cache=cache) for t in range(12)]
+    np.testing.assert_allclose(np.concatenate(steps, axis=1), context, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_gradients_through_a_window(name: str) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 9, 6))
+    module = WINDOWED[name](window_size=(2, 0), dtype=np.float64, rng=1)
+    out = module(x)
+    direction = np.random.default_rng(1).standard_normal(out.shape)
+    grad = module.backward(direction)
+    step = 1e-6 * np.random.default_rng(2).standard_normal(x.shape)
+    difference = ((module(x + step) - module(x - step)) * direction).sum() / 2
+    np.testing.assert_allclose((grad * step).sum(), difference, rtol=1e-6)
+
+
+def test_a_wrong_window_is_refused_when_the_class_is_made() -> None:
+    assert "window_size=(3, 0)" in repr(cattn.CausalAttention(6, 5, 64, 0.0, window_size=(3, 0)))
+    assert "out_bias=False" in repr(cattn.MultiHeadAttention(6, 8, 64, 0.0, 4, out_bias=False))
+    for name, make in WINDOWED.items():
+        with pytest.raises((TypeError, ValueError), match="window_size"):
+            make(window_size=(1, 2, 3))
+        assert make(window_size=None).window_size is None, name

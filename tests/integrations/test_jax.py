@@ -1,4 +1,4 @@
-"""cattn inside JAX: values, gradients and bits, transforms, and the calls that go by way of Python."""
+"""cattn inside JAX: values and bits of JAX's own function and of the functions for NumPy; vmap, residual."""
 
 from __future__ import annotations
 
@@ -457,3 +457,160 @@ def test_the_examples_run() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert doctest.testmod(bridge).failed == 0
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+assert wide  # fixtures
+assert by_python
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap_is_a_loop_in_every_bit(name: str) -> None:
+    axes = VMAPS[name]
+    arguments = vmap_arguments(axes)
+    assert_same(jax.vmap(with_all, axes)(*arguments), loop(with_all, axes, *arguments))
+    assert_same(jax.jit(jax.vmap(with_all, axes))(*arguments), loop(with_all, axes, *arguments))
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_gradients_under_vmap_are_a_loop_in_every_bit(name: str) -> None:
+    axes = VMAPS[name]
+    arguments = vmap_arguments(axes)
+    grad = jax.grad(lambda *a: jnp.sin(with_all(*a)).sum(), (0, 1, 2, 3))
+    assert_same(jax.jit(jax.vmap(grad, axes))(*arguments), loop(jax.jit(grad), axes, *arguments))
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_gradients_of_a_vmap_sum_over_what_is_shared(name: str) -> None:
+    axes = VMAPS[name]
+    arguments = vmap_arguments(axes)
+    grads = jax.grad(lambda *a: jnp.sin(jax.vmap(with_all, axes)(*a)).sum(), (0, 1, 2, 3, 5))(*arguments)
+    right = jax.grad(lambda *a: jnp.sin(loop(with_all, axes, *a)).sum(), (0, 1, 2, 3, 5))(*arguments)
+    for a, b in zip(grads, right, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.mark.usefixtures("by_python")
+@pytest.mark.parametrize("name", ["all", "keys", "bias"])
+def test_calls_by_python_under_vmap_are_a_loop_in_every_bit(name: str) -> None:
+    axes = VMAPS[name]
+    arguments = vmap_arguments(axes)
+    grad = jax.grad(lambda *a: jnp.sin(with_all(*a)).sum(), (0, 1, 2, 3))
+    assert_same(jax.vmap(with_all, axes)(*arguments), loop(with_all, axes, *arguments))
+    assert_same(jax.vmap(grad, axes)(*arguments), loop(grad, axes, *arguments))
+
+
+def test_two_vmaps_are_two_loops() -> None:
+    query, key, value = batch((3, B, 9, N, H), (2, B, 9, N, H), (B, 9, N, H))
+    inner = partial(loop, attention, (None, 0, None))
+    nested = jax.vmap(jax.vmap(attention, (None, 0, None)), (0, None, None))
+    assert_same(nested(query, key, value), loop(inner, (0, None, None), query, key, value))
+
+
+@pytest.mark.parametrize("route", ["foreign", "python"])
+def test_two_vmaps_with_dropout_are_two_loops(route: str, request: pytest.FixtureRequest) -> None:
+    """Of the operands, some are mapped by the outer vmap only, some by the inner one only."""
+    if route == "python":
+        request.getfixturevalue("by_python")
+
+    def attend(query: Any, key: Any, value: Any, bias: Any, lengths: Any, sinks: Any, drawn: Any) -> Any:
+        options = {"key_value_seq_lengths": lengths, "sinks": sinks, "dropout_p": 0.4, "dropout_key": drawn}
+        return attention(query, key, value, bias, is_causal=True, **options)
+
+    query, key, value, bias, sinks = batch((3, 2, B, 9, N, H), (2, B, 11, K, H), (3, B, 11, K, D), (N, 9, 11), (3, N))
+    lengths = jnp.array([[11, 4], [7, 10]], np.int32)
+    arguments = (query, key, value, bias, lengths, sinks, jax.random.split(jax.random.key(1), 3))
+    outer, inner = (0, None, 0, None, None, 0, 0), (0, 0, None, None, 0, None, None)
+    grad = jax.jit(jax.grad(lambda *a: jnp.sin(attend(*a)).sum(), (0, 1, 2, 3, 5)))
+    for function in (attend, grad):
+        nested = jax.jit(jax.vmap(jax.vmap(function, inner), outer))
+        assert_same(nested(*arguments), loop(partial(loop, function, inner), outer, *arguments))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, None, 0)])
+@pytest.mark.parametrize("route", ["foreign", "python"])
+def test_dropout_under_vmap_is_a_loop_in_every_bit(
+    axes: tuple[int | None, ...], route: str, request: pytest.FixtureRequest
+) -> None:
+    """Each entry draws from its own key, or all draw the same mask from one key."""
+    if route == "python":
+        request.getfixturevalue("by_python")
+    query, value = (x if axis == 0 else x[0] for x, axis in zip(batch(*[(3, B, 9, N, H)] * 2), axes, strict=False))
+    key = jax.random.key(1) if axes[2] is None else jax.random.split(jax.random.key(1), 3)
+    arguments = (query, value, key)
+    found = jax.jit(jax.vmap(with_dropout, axes))(*arguments)
+    assert_same(found, loop(with_dropout, axes, *arguments))
+    grad = jax.grad(lambda *a: jnp.sin(with_dropout(*a)).sum(), (0, 1))
+    assert_same(jax.jit(jax.vmap(grad, axes))(*arguments), loop(jax.jit(grad), axes, *arguments))
+    if axes[2] == 0:
+        assert not np.array_equal(found[0] == 0, found[1] == 0) or not np.array_equal(found[0], found[1])
+
+
+# ---- gradients of the residual ---------------------------------------------------------------------------------------
+assert wide  # a fixture, which switches float64 on for tests with the dtype float64
+
+
+def test_the_residual_beside_a_gradient_has_the_same_bits() -> None:
+    arrays, _, _ = case("groups", "float32")
+    plain = attention(*arrays, return_residual=True)[1]
+    (_, beside), _ = jax.vjp(lambda q: attention(q, *arrays[1:], return_residual=True), arrays[0])
+    assert bits(beside) == bits(plain)
+
+
+def plain_formula(query: Any, key: Any, value: Any, bias: Any, mask: Any, sinks: Any) -> tuple[Any, Any]:
+    """Attention and its log-sum-exp in JAX's own operations."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[3]) + bias
+    scores = jnp.where(mask, scores, -jnp.inf)
+    sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, sink], axis=3), axis=3)
+    return jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - lse[..., None]), value), lse.swapaxes(1, 2)
+
+
+@pytest.mark.promise("JAX")
+@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("uses", ["residual", "both"])
+def test_the_residual_has_the_gradients_of_the_plain_formula(dtype: str, uses: str) -> None:
+    arrays = [jnp.asarray(x, dtype) for x in inputs(kv_heads=K)]
+    bias, sinks, visible = jnp.asarray(normal(1, N, T, S)), jnp.asarray(normal(N)), mask(B, 1, T, S)
+
+    def loss(function: Any, *operands: Any) -> Any:
+        out, residual = function(*operands)
+        z_loss = (residual**2).mean() + jnp.sin(residual).sum()
+        return z_loss if uses == "residual" else z_loss + jnp.cos(out).sum()
+
+    def ours(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Any:
+        return attention(query, key, value, bias, visible, sinks=sinks, return_residual=True)
+
+    def right(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Any:
+        return plain_formula(query, key, value, bias, visible, sinks)
+
+    operands = (*arrays, bias, sinks)
+    found = jax.jit(jax.grad(partial(loss, ours), range(5)))(*operands)
+    expected = jax.jit(jax.grad(partial(loss, right), range(5)))(*operands)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def test_a_row_without_keys_has_no_gradient_by_its_residual() -> None:
+    """Its residual is -inf: the square has the gradient -inf, which does not count."""
+    arrays, _, rest = case("no visible key", "float32")
+    loss = jax.grad(lambda *a: (attention(*a, **rest, return_residual=True)[1] ** 2).sum(), (0, 1, 2))
+    for grad in loss(*arrays):
+        assert np.isfinite(grad).all()
+        assert not np.any(grad[0])
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_gradients_by_the_residual_under_vmap_are_a_loop_in_every_bit(name: str) -> None:
+    axes = VMAPS[name]
+    arguments = vmap_arguments(axes)
+
+    def loss(query: Any, key: Any, value: Any, bias: Any, lengths: Any, sinks: Any) -> Any:
+        options = {"key_value_seq_lengths": lengths, "key_value_seq_starts": lengths // 3, "sinks": sinks}
+        out, residual = attention(query, key, value, bias, **options, return_residual=True)
+        return jnp.sin(out).sum() + (residual**2).sum()
+
+    grad = jax.grad(loss, (0, 1, 2, 3, 5))
+    assert_same(jax.jit(jax.vmap(grad, axes))(*arguments), loop(jax.jit(grad), axes, *arguments))

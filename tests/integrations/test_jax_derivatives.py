@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of attention in JAX, in every order of the two modes, and what is refused."""
+"""cattn inside JAX: derivatives of every order and mode."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
-from test_jax import assert_same, attention, by_python, wide  # noqa: E402
-from test_jax_residual import plain_formula  # noqa: E402
+from test_jax import assert_same, attention, by_python, plain_formula, wide  # noqa: E402
 
 assert wide  # a fixture, which switches float64 on for tests with the dtype float64
 assert by_python  # a fixture, by which JAX calls cattn through Python

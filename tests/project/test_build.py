@@ -1,18 +1,23 @@
-"""setup.py: compilers, flags, kernel tables, arithmetic as it is written, and what a change compiles again."""
+"""setup.py: compilers, flags, tables, what a change compiles again; the ELF file; what each extra installs."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import json
 import os
+import re
 import runpy
 import shutil
+import struct
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from sysconfig import get_path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -23,6 +28,8 @@ from setuptools.errors import CompileError, LinkError
 from cattn import _cattn
 from support import ROOT
 from support.processes import run_command
+
+pytest.importorskip("setuptools")
 
 
 @pytest.fixture
@@ -296,3 +303,198 @@ def test_as_many_compilers_as_processors_that_may_be_used(
     assert setup["n_cpus"]() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     assert setup["n_cpus"]() == 64
+
+
+# ---- without a compiler ----------------------------------------------------------------------------------------------
+CURES = {"Debian": "apt install gcc", "Fedora": "dnf install gcc", "macOS": "xcode-select", "Windows": "Visual Studio"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not use CC")
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_a_build_without_a_compiler_says_how_to_get_one(missing: str, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    if missing == "headers":
+        compiler.write_text(
+            "#!/bin/sh\necho 'probe.c:1: fatal error: Python.h: No such file or directory' >&2\nexit 1\n"
+        )
+        compiler.chmod(0o755)
+    done = run_command(
+        [sys.executable, "setup.py", "build", "--build-base", str(tmp_path / "build")],
+        cwd=ROOT, env={**os.environ, "CC": str(compiler)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: cattn needs a C compiler and Python's headers (")
+    assert str(compiler) in error
+    assert all(system in error and cure in error for system, cure in CURES.items())
+    lines = (done.stdout + done.stderr).splitlines()
+    assert len(lines) < 12, "the error must not drown"
+    assert not any(line.startswith(("copying", "creating build")) for line in lines)
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("build/lib*/**/*.py"))
+
+
+# ---- the module as an ELF file ---------------------------------------------------------------------------------------
+MODULE = Path(_cattn.__file__)
+PT_LOAD, PT_GNU_STACK, PT_GNU_RELRO = 1, 0x6474E551, 0x6474E552
+EXECUTABLE, WRITABLE = 1, 2
+SHT_DYNAMIC, SHT_DYNSYM = 6, 11
+DT_RPATH, DT_TEXTREL, DT_RUNPATH, DT_FLAGS, DT_FLAGS_1 = 15, 22, 29, 30, 0x6FFFFFFB
+DF_TEXTREL, DF_BIND_NOW, DF_1_NOW = 4, 8, 1
+
+
+class Section(NamedTuple):
+    name: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry_size: int
+
+
+class Elf:
+    """The parts of a 64-bit little-endian ELF file that these tests read."""
+
+    def __init__(self, data: bytes) -> None:
+        assert data[:6] == b"\x7fELF\x02\x01"
+        self.data = data
+        programs, sections = struct.unpack_from("<QQ", data, 32)
+        program_size, n_programs, section_size, n_sections = struct.unpack_from("<HHHH", data, 54)
+        self.segments = [struct.unpack_from("<II", data, programs + i * program_size) for i in range(n_programs)]
+        self.sections = [
+            Section(*struct.unpack_from("<IIQQQQIIQQ", data, sections + i * section_size)) for i in range(n_sections)
+        ]
+
+    def section(self, kind: int) -> Section:
+        return next(section for section in self.sections if section.kind == kind)
+
+    def dynamic(self) -> dict[int, int]:
+        """Return the tags of the dynamic section. A tag that occurs twice has its last value."""
+        at = self.section(SHT_DYNAMIC)
+        return dict(struct.iter_unpack("<QQ", self.data[at.offset : at.offset + at.size // 16 * 16]))
+
+    def exported(self) -> set[str]:
+        """Return the exported names: symbols that are defined here, global or weak, with default visibility."""
+        symbols = self.section(SHT_DYNSYM)
+        strings = self.sections[symbols.link].offset
+        found = set()
+        for at in range(symbols.offset, symbols.offset + symbols.size, 24):
+            name, info, other, section = struct.unpack_from("<IBBH", self.data, at)
+            if section != 0 and info >> 4 in (1, 2) and other & 3 == 0:
+                start = strings + name
+                found.add(self.data[start : self.data.index(b"\0", start)].decode())
+        return found - {"_init", "_fini", "_edata", "_end", "__bss_start"}
+
+
+@pytest.fixture(scope="module")
+def module() -> Elf:
+    data = MODULE.read_bytes()
+    if data[:4] != b"\x7fELF":
+        assert MODULE.suffix in (".so", ".pyd"), "in other formats the linker's export list decides"
+        pytest.skip("not an ELF file")
+    return Elf(data)
+
+
+@pytest.mark.promise("hardened module")
+def test_the_module_exports_three_functions(module: Elf) -> None:
+    assert module.exported() == {"PyInit__cattn", "cattn_get_num_threads", "cattn_set_num_threads"}
+
+
+@pytest.mark.promise("hardened module")
+def test_no_segment_is_writable_and_executable(module: Elf) -> None:
+    loaded = [flags for kind, flags in module.segments if kind == PT_LOAD]
+    assert any(flags & EXECUTABLE for flags in loaded)
+    assert any(flags & WRITABLE for flags in loaded)
+    assert not any(flags & EXECUTABLE and flags & WRITABLE for flags in loaded)
+    assert [flags & EXECUTABLE for kind, flags in module.segments if kind == PT_GNU_STACK] == [0]
+
+
+@pytest.mark.promise("hardened module")
+def test_relocation_tables_are_read_only_after_loading(module: Elf) -> None:
+    """Full RELRO: the loader binds every symbol at once, then write-protects the tables."""
+    dynamic = module.dynamic()
+    assert PT_GNU_RELRO in [kind for kind, _ in module.segments]
+    assert dynamic.get(DT_FLAGS, 0) & DF_BIND_NOW or dynamic.get(DT_FLAGS_1, 0) & DF_1_NOW
+    assert DT_TEXTREL not in dynamic
+    assert not dynamic.get(DT_FLAGS, 0) & DF_TEXTREL
+
+
+@pytest.mark.promise("hardened module")
+def test_the_module_has_no_library_search_path(module: Elf) -> None:
+    assert not {DT_RPATH, DT_RUNPATH} & set(module.dynamic())
+
+
+# ---- the extras ------------------------------------------------------------------------------------------------------
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+GROUPS: dict[str, list[str | dict[str, str]]] = PROJECT["dependency-groups"]
+
+
+def packages(name: str) -> set[str]:
+    """Return the names of the packages of an extra or group, and of those that it includes, as modules."""
+    found = {"numpy"}
+    for requirement in EXTRAS.get(name) or GROUPS[name]:
+        if isinstance(requirement, dict):
+            found |= packages(requirement["include-group"])
+        elif included := re.match(r"cattn\[(.*)\]", requirement):
+            found.update(*map(packages, included[1].split(",")))
+        else:
+            found.add(re.match(r"[\w-]+", requirement)[0].replace("-", "_"))
+    return found
+
+
+def imports(code: str) -> set[str]:
+    """Return the packages that Python code imports, besides cattn and the standard library."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"cattn"}
+
+
+def test_the_group_docs_builds_the_documentation() -> None:
+    """autodoc imports the integrations, and conf.py names the extensions of Sphinx and the theme."""
+    needed = {"sphinx"}
+    for path in (ROOT / "python" / "cattn" / "integrations").rglob("*.py"):
+        needed |= imports(path.read_text(encoding="utf-8"))
+    settings: dict[str, object] = {}
+    for node in ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("extensions", "html_theme"):
+            settings[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    extensions = settings["extensions"]
+    assert isinstance(extensions, list)
+    needed |= {name.partition(".")[0] for name in [*extensions, settings["html_theme"]]}
+    assert {"torch", "onnx", "furo", "myst_nb"} <= needed
+    assert needed <= packages("docs")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_extra_examples_has_what_a_notebook_needs_or_the_notebook_says_so(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = re.sub(r"^%.*$", "", code, flags=re.MULTILINE)  # IPython's commands
+    needed = imports(code) - packages("examples") - {script.stem for script in path.parent.glob("*.py")}
+    assert needed <= {"torch", "transformers"}
+    extras = "bf16,examples,transformers" if "transformers" in needed else "examples,torch"
+    assert (f"'.[{extras}]'" in "".join(cells[0]["source"])) == bool(needed)
+
+
+def test_the_extra_examples_does_not_bring_pytorch() -> None:
+    """Its default build on Linux is for GPUs and has several gigabytes. Half of the notebooks do not use it."""
+    assert "torch" not in packages("examples")
+
+
+def test_the_group_dev_has_the_tools_of_the_sessions_and_of_the_hooks() -> None:
+    run = set(re.findall(r'session\.run\("([\w-]+)"', (ROOT / "noxfile.py").read_text(encoding="utf-8")))
+    hooks = set(re.findall(r"entry: ([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")))
+    needed = {name.replace("-", "_") for name in run | hooks} - {"python", "actionlint", "jupyter", "sphinx_build"}
+    assert hooks <= run
+    assert {"ruff", "mypy", "clang_format", "pytest"} <= needed <= packages("dev")
+    assert {"jupyterlab", "sphinx"} <= packages("dev")

@@ -1,14 +1,21 @@
-"""The documentation: every public name is documented, and every example in docstrings, README and pages runs."""
+"""The documentation: names, examples, scripts, notebooks, promises; each is complete, and each example runs."""
 
 from __future__ import annotations
 
+import ast
+import base64
 import doctest
 import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import runpy
+import shutil
+import struct
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +25,12 @@ import pytest
 
 import cattn
 from support import ROOT, find
+from support.processes import run_command
+
+sys.path.insert(0, str(ROOT / "docs"))
+import _promises
+
+sys.path.pop(0)
 
 PUBLIC = [name for name in dict.fromkeys([*cattn.__all__, *cattn.functional.__all__]) if callable(find(name))]
 MODULES = [cattn, cattn.functional, cattn.random]  # tests/classes/test_nn.py has the modules of cattn.nn
@@ -220,3 +233,145 @@ def test_every_extra_of_users_is_on_the_page_of_installation() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text("utf-8"), re.MULTILINE))
     assert named <= set(extras)
     assert set(extras) - named == {"examples", "test", "test-portable"}
+
+
+# ---- scripts of examples/ --------------------------------------------------------------------------------------------
+EXAMPLES = ROOT / "examples"
+MODELS = runpy.run_path(str(EXAMPLES / "numpy_models.py"))
+
+
+@pytest.mark.parametrize("case", MODELS["cases"](70), ids=lambda case: case.name)
+def test_a_model_gives_the_same_numbers_by_cattn(case: Any) -> None:
+    plain, ours = case.plain(), case.by_cattn()
+    for a, b in zip(plain, ours, strict=True) if isinstance(plain, tuple) else [(plain, ours)]:
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_shows_the_code_of_the_script() -> None:
+    """The page removes the indented lines of the functions before the change."""
+    page = (EXAMPLES.parent / "docs" / "in_your_model.md").read_text("utf-8")
+    script = {line.strip() for line in (EXAMPLES / "numpy_models.py").read_text("utf-8").splitlines()}
+    removed = [line[1:].strip() for line in page.splitlines() if line.startswith("-    ")]
+    assert len(removed) >= 10
+    assert [line for line in removed if line not in script] == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+@pytest.mark.parametrize("processes", [1, 4])
+def test_the_ring_of_mpi_processes_agrees_with_one_call(processes: int) -> None:
+    """The script itself compares. Open MPI wants to be asked for more processes than cores, and for the user root."""
+    variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    crowded = ["--oversubscribe"] if "Open MPI" in version or "OpenRTE" in version else []
+    run = run_command(
+        ["mpirun", *crowded, "-n", str(processes), sys.executable, str(EXAMPLES / "ring_attention.py")],
+        capture_output=True, text=True, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(f"{processes} processes, {processes * 512} tokens, largest difference")
+
+
+# ---- notebooks -------------------------------------------------------------------------------------------------------
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path: Path, kind: str = "code") -> list[dict[str, Any]]:
+    every: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in every if cell["cell_type"] == kind]
+
+
+def tags(cell: dict[str, Any]) -> list[str]:
+    return list(cell["metadata"].get("tags", ()))
+
+
+def pictures(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    return [output for output in cell["outputs"] if "image/png" in output.get("data", ())]
+
+
+@each_notebook
+def test_every_picture_has_an_alternative_text(path: Path) -> None:
+    drawn = [cell for cell in cells(path) if pictures(cell)]
+    assert drawn
+    texts = [cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "") for cell in drawn]
+    assert min(map(len, texts)) > 40
+    assert len(set(texts)) == len(texts)
+
+
+@each_notebook
+def test_pictures_have_two_pixels_for_each_point_of_the_page(path: Path) -> None:
+    for cell in cells(path):
+        for output in pictures(cell):
+            data = base64.b64decode("".join(output["data"]["image/png"]))
+            width, _ = struct.unpack(">II", data[16:24])
+            assert abs(width - 2 * output["metadata"]["image/png"]["width"]) <= 1
+
+
+@each_notebook
+def test_checks_at_the_end_of_a_cell_are_hidden(path: Path) -> None:
+    """A cell that shows a result does not end with a check of it: that is in a hidden cell of its own."""
+    hidden = [cell for cell in cells(path) if "remove-cell" in tags(cell)]
+    assert hidden
+    for cell in cells(path):
+        last = ast.parse(re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE)).body[-1]
+        checks = isinstance(last, ast.Assert)
+        if "remove-cell" in tags(cell):
+            assert cell["outputs"] == []
+            assert cell["metadata"]["jupyter"]["source_hidden"]
+        else:
+            assert not (checks and cell["outputs"]), "".join(cell["source"])
+
+
+@each_notebook
+def test_exercises_have_folded_solutions(path: Path) -> None:
+    questions = [cell for cell in cells(path, "markdown") if re.match(r"\*\*\d+\.\*\* ", "".join(cell["source"]))]
+    solutions = [cell for cell in cells(path) if "hide-cell" in tags(cell)]
+    assert len(questions) == len(solutions) >= 2
+    for cell in solutions:
+        assert cell["metadata"]["jupyter"]["source_hidden"]
+        assert cell["outputs"], "a solution shows its result"
+
+
+@each_notebook
+def test_the_first_cell_says_what_one_learns_and_how_long_it_takes(path: Path) -> None:
+    first = "".join(cells(path, "markdown")[0]["source"])
+    assert "**You learn** " in first
+    assert "**Time:** " in first
+
+
+# ---- promises --------------------------------------------------------------------------------------------------------
+PROMISES = {name: promise for section in _promises.promises().values() for name, promise in section.items()}
+MARKED = _promises.marked_tests()
+
+
+def test_names_of_promises_are_unique() -> None:
+    assert len(PROMISES) == sum(map(len, _promises.promises().values()))
+
+
+def test_no_marker_names_an_unknown_promise() -> None:
+    assert set(MARKED) <= set(PROMISES)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_every_promise_is_checked(name: str) -> None:
+    promise = PROMISES[name]
+    assert promise.text.endswith(".")
+    assert "|" not in promise.text
+    assert promise.tools or MARKED.get(name), f"no test is marked with promise({name!r})"
+    for tool in promise.tools:
+        assert (ROOT / tool).exists(), f"{tool} does not exist"
+
+
+def test_markers_of_promises_are_found(tmp_path: Path) -> None:
+    """Above and below other decorators, several names in one marker."""
+    (tmp_path / "values").mkdir()
+    (tmp_path / "values/test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.promise('first', 'second')\n@pytest.mark.parametrize('x', [1])\ndef test_a(x): ...\n"
+        "@pytest.mark.parametrize('x', [1])\n@pytest.mark.promise('first')\ndef test_b(x): ...\n"
+        "def test_c(): ...\n"
+    )
+    found, file = _promises.marked_tests(tmp_path), "values/test_some.py"
+    assert found == {"first": [f"{file}::test_a", f"{file}::test_b"], "second": [f"{file}::test_a"]}

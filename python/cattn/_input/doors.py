@@ -1,7 +1,7 @@
 """The functions that compute attention, and the options of `scaled_dot_product_attention` that each of them lacks.
 
 Every option is a parameter of every function here, or it is refused with a reason. The TypeError for an unknown keyword
-ends with the reason. tests/api/test_doors.py compares this table with the signatures.
+ends with the reason. tests/api/test_signature.py compares this table with the signatures.
 """
 
 from __future__ import annotations
