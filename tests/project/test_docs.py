@@ -310,6 +310,16 @@ def test_pictures_have_two_pixels_for_each_point_of_the_page(path: Path) -> None
 
 
 @each_notebook
+def test_pictures_are_small(path: Path) -> None:
+    """`nox -s notebooks -- --inplace` reduces their colours; otherwise a notebook would have a megabyte."""
+    assert path.stat().st_size < 450_000
+    for cell in cells(path):
+        for output in pictures(cell):
+            palette = base64.b64decode("".join(output["data"]["image/png"]))[25]
+            assert palette == 3, "the colour type of PNG with a palette"
+
+
+@each_notebook
 def test_checks_at_the_end_of_a_cell_are_hidden(path: Path) -> None:
     """A cell that shows a result does not end with a check of it: that is in a hidden cell of its own."""
     hidden = [cell for cell in cells(path) if "remove-cell" in tags(cell)]
