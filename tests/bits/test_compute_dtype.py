@@ -11,8 +11,21 @@ import pytest
 
 import cattn
 from cattn import reference
-from support import INF, NAN, assert_same_bits, every_way, everything, forced, in_contract, quiet, table
-from support.bfloat16 import BF16, WORDS, flushed, product
+from support import (
+    BF16,
+    INF,
+    NAN,
+    WORDS,
+    assert_same_bits,
+    every_way,
+    everything,
+    flushed,
+    forced,
+    in_contract,
+    product,
+    quiet,
+    table,
+)
 from support.bit_cases import BLOCK, CASES, CHUNK, Call, Normal, build, yardstick
 
 

@@ -12,7 +12,7 @@ import cattn
 from cattn import reference
 from support import assert_same_bits, each
 from support.attention_strategy import calls, gathered_calls, lay_out, quantize, statistics_options
-from support.tangents import direction
+from support.derivatives import direction
 
 Call = dict[str, Any]
 EXTRAS = {"return_weights": True, "return_lse": np.float64}

@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 import cattn
 from cattn import reference
 from cattn.functional import linear, linear_backward
-from support import INF, NAN, assert_same_bits, in_contract, layouts, table
-from support.bfloat16 import BF16, WORDS, flushed, pairs, sum_of_groups, sum_of_pairs
+from support import (
+    BF16,
+    INF,
+    NAN,
+    WORDS,
+    assert_same_bits,
+    flushed,
+    in_contract,
+    layouts,
+    pairs,
+    sum_of_groups,
+    sum_of_pairs,
+    table,
+)
 
 # Sizes (T, K, N) around pairs, vectors, 16 chains, slabs of 1,024 columns, blocks of 96 and 192 rows, and 8 rows, up to
 # which lanes are chains.

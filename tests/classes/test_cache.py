@@ -15,7 +15,7 @@ import pytest
 
 import cattn
 from support import assert_same_bits, each
-from support.alarm import ALARM, set_alarm
+from support.processes import ALARM, set_alarm
 
 Normal = Callable[..., np.ndarray]
 

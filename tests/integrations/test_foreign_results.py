@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cattn
 from support import assert_same_bits, quiet
 from support.attention_strategy import calls
-from support.gradients import Call, forward, options, qkv
+from support.derivatives import Call, forward, options, qkv
 
 FORGOTTEN: dict[str, dict[str, Any]] = {
     name: call

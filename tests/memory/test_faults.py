@@ -21,8 +21,7 @@ import pytest
 
 import cattn
 from support import ROOT, UNDER_SANITIZER, needs_fork
-from support.alarm import ALARM, set_alarm
-from support.processes import Watch, run_command
+from support.processes import ALARM, Watch, run_command, set_alarm
 from support.public_calls import contents
 
 SUPPORT = (str(ROOT / "tests"), str(Path(__file__).parent))  # where child processes import helpers
@@ -58,7 +57,7 @@ def failing_allocations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 @pytest.mark.promise("no memory")
 def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
-    done = python(ROOT / "tests" / "support" / "fail_every_allocation.py", **failing_allocations)
+    done = python(ROOT / "tests" / "support" / "public_calls.py", "sweep", **failing_allocations)
     assert done.returncode == 0, done.stderr
     failures = json.loads(done.stdout)
     # scratch of callers, of workers and of the split path, tickets of gradients, threads; results and their containers
@@ -72,7 +71,7 @@ def test_every_allocation_may_fail(failing_allocations: dict[str, str]) -> None:
 def test_a_wrong_reaction_to_a_failed_allocation_is_found(
     failing_allocations: dict[str, str], fault: str, says: str
 ) -> None:
-    done = python(ROOT / "tests" / "support" / "fail_every_allocation.py", fault, **failing_allocations)
+    done = python(ROOT / "tests" / "support" / "public_calls.py", fault, **failing_allocations)
     assert done.returncode == 1
     assert done.stderr.strip().endswith(says)
 
@@ -83,7 +82,7 @@ import atexit, os, sys, threading, time, types
 import numpy as np
 import cattn
 from cattn import _cattn
-from support.long_calls import long_calls
+from support.processes import long_calls
 
 cattn.set_num_threads(2)
 call = long_calls()[{name!r}]

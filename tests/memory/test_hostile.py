@@ -138,7 +138,7 @@ import signal, sys
 import numpy as np
 import cattn
 sys.path.insert(0, {tests!r})
-from support.alarm import ALARM, set_alarm
+from support.processes import ALARM, set_alarm
 from numpy.lib.stride_tricks import as_strided
 
 def repeated(*shape):

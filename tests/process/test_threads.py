@@ -17,8 +17,7 @@ import pytest
 
 import cattn
 from support import ROOT, UNDER_SANITIZER, ctrl_c_after, needs_fork
-from support.long_calls import long_calls
-from support.processes import run_command
+from support.processes import long_calls, run_command
 
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -410,7 +409,7 @@ import signal
 import time
 import numpy as np
 import cattn
-from support.alarm import ALARM, set_alarm
+from support.processes import ALARM, set_alarm
 
 cattn.set_num_threads(1)
 n, runs, depth, deepest = 1, 0, 0, 0

@@ -21,7 +21,7 @@ import cattn.random
 from cattn import TorchGenerator
 from cattn._input import arrays
 from support import assert_same_bits
-from support.alarm import ALARM, set_alarm
+from support.processes import ALARM, set_alarm
 
 Draw = Callable[[TorchGenerator], Any]
 

@@ -1,16 +1,23 @@
-"""Other processes, without a limit by the clock: on a busy machine they may take any time.
+"""Other processes, signals after a given time, calls that take long.
 
-A process ends as a failure if it uses more processor time than it may, or none at all for long: then it hangs.
+Processes run without a limit by the clock: on a busy machine they may take any time. A process ends as a failure if it
+uses more processor time than it may, or none at all for long: then it hangs.
 """
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import cattn
 from support import UNDER_SANITIZER
 
 MOST_SECONDS = 3000.0 if UNDER_SANITIZER else 300.0
@@ -79,3 +86,67 @@ def run_command(
     if check:
         done.check_returncode()
     return done
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+# SIGALRM, and on Windows, where no timer sends signals, SIGINT.
+if sys.platform == "win32":
+    ALARM = signal.SIGINT
+    _kernel = ctypes.WinDLL("kernel32")
+    _kernel.CreateTimerQueueTimer.argtypes = (
+        ctypes.POINTER(ctypes.c_void_p), *[ctypes.c_void_p] * 3, *[ctypes.c_ulong] * 3,
+    )  # fmt: skip
+    _kernel.DeleteTimerQueueTimer.argtypes = (ctypes.c_void_p,) * 3
+    # The function of the C library, not Python's: a call may hold the GIL while it runs.
+    _raise = ctypes.cast(getattr(ctypes.CDLL("ucrtbase"), "raise"), ctypes.c_void_p)
+    _IN_TIMER_THREAD, _WAIT_FOR_CALLBACKS = 0x20, ctypes.c_void_p(-1)
+    _timers: list[ctypes.c_void_p] = []
+
+    def set_alarm(seconds: float, interval: float = 0.0) -> None:
+        """Raise ALARM in that time, and then in these intervals. 0 seconds: no more."""
+        while _timers:
+            _kernel.DeleteTimerQueueTimer(None, _timers.pop(), _WAIT_FOR_CALLBACKS)
+        if seconds > 0:
+            timer = ctypes.c_void_p()
+            due, period = (max(1, round(1000 * t)) if t > 0 else 0 for t in (seconds, interval))
+            started = _kernel.CreateTimerQueueTimer(
+                ctypes.byref(timer), None, _raise, ctypes.c_void_p(ALARM), due, period, _IN_TIMER_THREAD
+            )
+            assert started, ctypes.WinError()
+            _timers.append(timer)
+
+else:
+    ALARM = signal.SIGALRM
+
+    def set_alarm(seconds: float, interval: float = 0.0) -> None:
+        """Raise ALARM in that time, and then in these intervals. 0 seconds: no more."""
+        signal.setitimer(signal.ITIMER_REAL, seconds, interval)
+
+
+# ---- calls that take many seconds ------------------------------------------------------------------------------------
+def long_calls() -> dict[str, Callable[[], object]]:
+    """Return calls that take many seconds. Zero strides make their arrays long without memory."""
+    one = np.ones((1, 16), np.float32)
+    long = np.broadcast_to(one, (1 << 19, 16))
+    few = np.broadcast_to(one, (1 << 31, 16))
+    scores = np.broadcast_to(np.float32(1), (1 << 10, 1 << 22))
+    out = np.empty((1 << 18, 16), np.float32)
+    sums = np.broadcast_to(np.float32(1), (2, 1 << 34))
+    stored = cattn.Quantized(np.broadcast_to(np.int8(1), (1 << 21, 64)), np.float32(1))
+    return {
+        "linear": lambda: cattn.functional.linear(sums, sums),
+        "dequantize": lambda: cattn.dequantize(stored),
+        "tile": lambda: cattn.scaled_dot_product_attention(long[: 1 << 18], long, long, out=out),
+        "rows": lambda: cattn.scaled_dot_product_attention(one, few, few),
+        "dropout": lambda: cattn.scaled_dot_product_attention(
+            long[: 1 << 18], long, long, dropout_p=0.5, rng=cattn.TorchGenerator(1), out=out
+        ),
+        "softmax": lambda: cattn.softmax(scores[:, : 1 << 20], axis=-1),
+        "gradients": lambda: cattn.attention_backward(
+            long[: 1 << 18], long[: 1 << 18], long, long, out, np.zeros(1 << 18, np.float32)
+        ),
+        "gradients, drawn": lambda: cattn.attention_backward(
+            long[: 1 << 18], long[: 1 << 18], long, long, out, np.zeros(1 << 18, np.float32), dropout_p=0.5,
+            rng=cattn.TorchGenerator(1),
+        ),
+    }  # fmt: skip

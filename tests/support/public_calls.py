@@ -1,13 +1,25 @@
 """One small call of each public function; for attention, one call for each path, storage and option.
 
-For tests that do the same with all of them: fail their allocations, count their references, run them under valgrind
-(`python tests/support/public_calls.py` makes each call once with every kernel table of the build). A call gives the
-same bits whenever it is made. fresh() makes it without threads and scratch of earlier calls.
+For tests that do the same with all of them: count their references, fail their allocations, run them under valgrind. A
+call gives the same bits whenever it is made. fresh() makes it without threads and scratch of earlier calls.
+
+    python tests/support/public_calls.py            makes each call once with every kernel table of the build
+    python tests/support/public_calls.py sweep      lets each allocation of each call fail in turn
+    python tests/support/public_calls.py leak       makes a call with a fault that the sweep must find; or write, lie
+
+test_faults.py runs the sweep under its preloaded shim, which fails one allocation that the extension requests, directly
+or through Python and NumPy. The call must raise MemoryError or give the right bits (a thread that cannot start is no
+error). It must leave inputs and generators as they were and `out` either untouched or complete, leak nothing, and the
+next call must be right. The sweep prints how often each function failed.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
+import gc
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -290,8 +302,129 @@ def contents(result: object) -> list[object]:
     return [result]
 
 
+# ---- allocations that fail -------------------------------------------------------------------------------------------
+UNTOUCHED = 7.0
+UNTOUCHED_BITS = np.full_like(OUT, UNTOUCHED).tobytes()
+GENERATOR = cattn.TorchGenerator(1)
+STATE = GENERATOR.get_state()
+INPUT_BITS = contents(INPUTS)
+failures: collections.Counter[str] = collections.Counter()
+
+
+class Shim:
+    """The numbers of the preloaded shim."""
+
+    def __init__(self) -> None:
+        shim = ctypes.CDLL(None)
+        self.fail_in = ctypes.c_int.in_dll(shim, "fail_in")
+        self.failed = ctypes.c_char_p.in_dll(shim, "failed")
+        self.live = ctypes.c_long.in_dll(shim, "live")
+
+
+def settle() -> None:
+    """Restore the state before the first call."""
+    assert _cattn._release()
+    gc.collect()
+    OUT[...] = UNTOUCHED
+    GENERATOR.set_state(STATE)
+
+
+def failing(shim: Shim, call: Call, n: int) -> tuple[bool, object]:
+    """Make the call with its n-th allocation failing. Return whether it has n, and its result or None (MemoryError)."""
+    settle()
+    shim.failed.value = None
+    try:
+        shim.fail_in.value = n
+        result = call()
+    except MemoryError:
+        result = None
+    enough = shim.fail_in.value == 0
+    shim.fail_in.value = 0
+    return enough, result
+
+
+def leaks(shim: Shim, call: Call, n: int) -> bool:
+    """Return whether ten failures in a row leak blocks. One may be a cache of Python or NumPy that grows."""
+    for _ in range(10):
+        settle()
+        before = shim.live.value
+        assert failing(shim, call, n)[0]
+        settle()
+        if shim.live.value <= before:
+            return False
+    return True
+
+
+def sweep(shim: Shim, name: str, call: Call) -> None:
+    settle()
+    right, out = contents(call()), OUT.tobytes()
+    n = 1
+    while True:
+        enough, result = failing(shim, call, n)
+        what = f"{name}, allocation {n}, {shim.failed.value!r}"
+        if result is None:
+            assert enough, f"{what}: no memory, but nothing failed"
+            assert OUT.tobytes() in (UNTOUCHED_BITS, out), f"{what}: out was written in part"
+            assert (GENERATOR.get_state() == STATE).all(), f"{what}: the generator has moved"
+        else:
+            assert contents(result) == right, f"{what}: another result"
+        assert contents(INPUTS) == INPUT_BITS, f"{what}: an input was written"
+        del result
+        if not enough:
+            return
+        failures[shim.failed.value.decode()] += 1
+        assert not leaks(shim, call, n), f"{what}: blocks leak"
+        settle()
+        assert contents(call()) == right, f"{what}: the next call gives another result"
+        n += 1
+
+
+WIDE = np.broadcast_to(QUERY, (2, *QUERY.shape))  # gradients of QUERY are summed after the core has computed them
+LSE = np.zeros(WIDE.shape[:-1], np.float32)
+DRAWN: dict[str, Any] = {"dropout_p": 0.5, "rng": GENERATOR}
+ONE_GENERATOR: dict[str, Call] = {  # the calls that go on after they have drawn
+    "attention": lambda: cattn.causal_attention(QUERY, QUERY, QUERY, return_dropout_mask=True, **DRAWN),
+    "weights": lambda: cattn.attention_weights(QUERY, QUERY, stage="dropout", **DRAWN),
+    "weights of halves": lambda: cattn.attention_weights(HALF, HALF, stage="dropout", **DRAWN),
+    "gradients": lambda: cattn.attention_backward(WIDE, QUERY, QUERY, WIDE, WIDE, LSE, merged=True, **DRAWN),
+    "dropout": lambda: cattn.dropout(SCORES, rng=GENERATOR, return_mask=True),
+}
+
+
+def with_a_fault(kind: str) -> object:
+    leaked = with_a_fault.__dict__.setdefault("leaked", [])
+    try:
+        return CALLS["rows, threads"]()
+    except MemoryError:
+        if kind == "leak":
+            leaked.append(np.empty(5000))
+        elif kind == "write":
+            INPUTS["QUERY"][0, 0, 0, 0] += 1
+        elif kind == "lie":
+            return 0
+        raise
+
+
+def sweep_all(fault: str | None) -> None:
+    """Sweep all calls, or one call with a fault."""
+    shim = Shim()
+    calls: dict[str, Call] = {**CALLS, **{f"one generator, {name}": call for name, call in ONE_GENERATOR.items()}}
+    if fault is not None:
+        calls = {fault: lambda: with_a_fault(fault)}
+    for call in calls.values():
+        call()  # fills caches
+    gc.collect()
+    gc.freeze()  # makes the many later collections short
+    for name, call in calls.items():
+        sweep(shim, name, call)
+    print(json.dumps(failures))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    if len(sys.argv) > 1:
+        sweep_all(None if sys.argv[1] == "sweep" else sys.argv[1])
+        sys.exit()
     for table in _cattn._isa_list():
         if table["usable"]:
             _cattn._set_isa(table["name"])

@@ -28,6 +28,7 @@ from support import (
     INF,
     NAN,
     PATHS,
+    WORDS,
     assert_same_bits,
     each,
     everything,
@@ -48,7 +49,6 @@ from support.attention_strategy import (
     statistics_options,
     unpad,
 )
-from support.bfloat16 import WORDS
 from support.statistics_checks import check_statistics
 
 Call = dict[str, Any]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cattn
 from support import HALVES, INF, NAN, assert_same_bits, in_contract, quiet, table, widened
-from support.gradients import FIELDS, NAMES, TOLERANCE, Call, arguments, backward, check, forward, options, qkv
+from support.derivatives import FIELDS, NAMES, TOLERANCE, Call, arguments, backward, check, forward, options, qkv
 
 
 @pytest.mark.parametrize("name", NAMES)

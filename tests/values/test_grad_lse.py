@@ -10,7 +10,7 @@ import pytest
 import cattn
 from cattn import reference
 from support import HALVES, INF, NAN, assert_same_bits, in_contract, quiet, table, widened
-from support.gradients import FIELDS, NAMES, TOLERANCE, arguments, forward, options, qkv
+from support.derivatives import FIELDS, NAMES, TOLERANCE, arguments, forward, options, qkv
 
 Call = dict[str, Any]
 

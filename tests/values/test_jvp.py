@@ -13,8 +13,21 @@ from hypothesis import strategies as st
 import cattn
 from cattn import reference
 from support import HALVES, INF, NAN, assert_same_bits, in_contract, table
-from support.gradients import FIELDS, NAMES, TOLERANCE, arguments, options, qkv
-from support.tangents import TANGENTS, check_tangents, cotangents, derive, direction, results_of, second
+from support.derivatives import (
+    FIELDS,
+    NAMES,
+    TANGENTS,
+    TOLERANCE,
+    arguments,
+    check_tangents,
+    cotangents,
+    derive,
+    direction,
+    options,
+    qkv,
+    results_of,
+    second,
+)
 
 LOOSER = {dtype: 4 * tolerance for dtype, tolerance in TOLERANCE.items()}  # sums of more products
 
