@@ -1,8 +1,8 @@
-/* arrays.c -- choices from SplitMix64 or from bytes, and strided arrays of every element type. See arrays.h. */
+/* arrays.c -- choices from SplitMix64 or from bytes, and strided arrays of every element type. */
 #include <math.h>
 #include <string.h>
 
-#include "arrays.h"
+#include "problem.h"
 
 /* ---- choices ---- */
 
