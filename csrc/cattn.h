@@ -3,7 +3,7 @@
  * Plain data only: no Python object and no vector type crosses this header. All strides count ELEMENTS of the tensor's
  * own type; they may be negative or 0. The caller has checked shapes, types and alignment, and that no size overflows.
  * So a call can fail for two reasons only: memory and an interrupt. Builds with assertions check the caller
- * (core/check_params.c).
+ * (core/params.c).
  */
 #ifndef CATTN_H
 #define CATTN_H
@@ -12,10 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "activation.h"
-#include "dtype.h"
-#include "row_statistics.h"
-#include "score_options.h"
+#include "types.h"
 
 enum cattn_status { CATTN_OK = 0, CATTN_NO_MEMORY, CATTN_INTERRUPTED };
 

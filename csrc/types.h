@@ -1,6 +1,6 @@
-/* dtype.h -- the element types of computation and of storage, their sizes, and the arithmetic of sizes. */
-#ifndef CATTN_DTYPE_H
-#define CATTN_DTYPE_H
+/* types.h -- types and constants that the callers, core/ and kernels/ share, and the arithmetic of sizes. */
+#ifndef CATTN_TYPES_H
+#define CATTN_TYPES_H
 
 #include <float.h>
 #include <stdbool.h>
@@ -21,7 +21,7 @@ enum cattn_dtype { CATTN_F32 = 0, CATTN_F64 = 1 };
 enum cattn_storage { CATTN_STORED_PLAIN = 0, CATTN_STORED_F16, CATTN_STORED_BF16, CATTN_STORED_I8, CATTN_STORED_F8 };
 
 /* What the factors of a call in float32 are rounded to before they are multiplied, and the arithmetic of the sums: by
- * pairs, as VDPBF16PS has it, or by tiles, as TDPBF16PS has it (csrc/README.md). */
+ * pairs, as VDPBF16PS has it, or by tiles, as TDPBF16PS has it (docs/bit_contract.md). */
 enum cattn_bf16_products { CATTN_BF16_NOT = 0, CATTN_BF16_PAIRS, CATTN_BF16_TILES };
 
 static inline size_t cattn_element_size(enum cattn_dtype dtype) {
@@ -38,5 +38,30 @@ static inline int64_t cattn_min(int64_t a, int64_t b) { return a < b ? a : b; }
 /* For a >= 0 and b > 0. a + b - 1 could overflow. */
 static inline int64_t cattn_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static inline int64_t cattn_round_up(int64_t n, int64_t multiple) { return cattn_ceil_div(n, multiple) * multiple; }
+
+/* The functions of single elements. */
+enum cattn_activation {
+    CATTN_GELU = 0,  /* x times the normal distribution function of x */
+    CATTN_GELU_TANH, /* its approximation by a tanh */
+    CATTN_SILU       /* x times the logistic function of x */
+};
+
+/* The statistics of a row of attention weights. */
+enum cattn_row_statistic {
+    CATTN_ROW_LSE,
+    CATTN_ROW_MAX_SCORE,   /* the largest visible score, -inf without one */
+    CATTN_ROW_ENTROPY,     /* in nats */
+    CATTN_ROW_MAX_WEIGHT,  /* the largest weight */
+    CATTN_ROW_SINK_WEIGHT, /* the share of the sink, 0 without one */
+    CATTN_ROW_DISTANCE,    /* the mean distance between the query's position and a key, by weight */
+    CATTN_N_ROW_STATISTICS
+};
+
+/* Numbers that act on every score of attention. The core hands them from the params of a call to the
+ * kernels as one struct, so that a new one changes neither. */
+struct cattn_score_options {
+    double scale;   /* factor of query . key */
+    double softcap; /* > 0: softcap * tanh(score / softcap), before anything is added to the score; 0: none */
+};
 
 #endif

@@ -2,8 +2,8 @@
  *
  * Kernels take elements of the computation's type without gaps. Others are gathered, computed and stored in pieces.
  */
-#include "check_params.h"
 #include "dispatch.h"
+#include "params.h"
 #include "rowwise.h"
 
 struct activation_job {

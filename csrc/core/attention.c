@@ -1,5 +1,4 @@
-/* attention.c -- the drivers of attention: they run a plan's tasks, and in each task the kernels, key block by key
- * block.
+/* attention.c -- the drivers of attention: the tasks of a plan, and in each task the kernels, key block by key block.
  *
  * The binding calls them with checked parameters. A task lays out its scratch, fills a struct cattn_rows with pointers
  * to its queries, masks and outputs, and calls the kernels for the key blocks of each chunk. The four paths differ in
@@ -10,14 +9,12 @@
 #include <string.h>
 
 #include "../fp_mode.h"
-#include "attention_rows.h"
-#include "check_params.h"
+#include "attention.h"
 #include "dispatch.h"
-#include "dropout.h"
-#include "dropout_stream.h"
 #include "parallel.h"
+#include "params.h"
 #include "plan.h"
-#include "rounded_keys.h"
+#include "random.h"
 #include "scratch.h"
 
 struct forward_job {

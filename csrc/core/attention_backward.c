@@ -8,16 +8,12 @@
 #include <stdlib.h>
 
 #include "../fp_mode.h"
-#include "attention_rows.h"
-#include "check_params.h"
+#include "attention.h"
 #include "dispatch.h"
-#include "dropout_stream.h"
-#include "forward_fit.h"
 #include "parallel.h"
+#include "params.h"
 #include "plan.h"
-#include "strides.h"
-#include "tangents.h"
-#include "tickets.h"
+#include "random.h"
 
 struct backward_job {
     const struct cattn_backward_params *params;

@@ -1,11 +1,12 @@
-/* attention_jvp.c -- the driver of the derivative of attention in the direction of tangents: the forward pass, then
- * each block of queries of each head against the keys that it sees.
+/* attention_jvp.c -- the driver of the derivative of attention in the direction of tangents.
+ *
+ * After the forward pass, each block of queries of each head meets the keys that it sees.
  */
-#include "check_params.h"
+#include "attention.h"
 #include "dispatch.h"
 #include "parallel.h"
+#include "params.h"
 #include "plan.h"
-#include "tangents.h"
 
 struct jvp_job {
     const struct cattn_jvp_params *params;

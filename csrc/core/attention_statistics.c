@@ -1,13 +1,13 @@
-/* attention_statistics.c -- the driver of the statistics of attention weights: the forward pass for the log-sum-exp,
- * then each block of queries of each head against the keys that it sees. Blocks of one head add to the same column
- * sums, in order, under tickets.
+/* attention_statistics.c -- the driver of the statistics of attention weights.
+ *
+ * After the forward pass for the log-sum-exp, each block of queries of each head meets the keys that it sees. Blocks of
+ * one head add to the same column sums, in order, under tickets.
  */
-#include "attention_rows.h"
-#include "check_params.h"
+#include "attention.h"
 #include "dispatch.h"
 #include "parallel.h"
+#include "params.h"
 #include "plan.h"
-#include "tickets.h"
 
 struct statistics_job {
     const struct cattn_statistics_params *params;

@@ -1,10 +1,10 @@
-/* cpu_features.c -- detects the vector instructions of an x86 processor, once; see cpu_features.h.
+/* cpu_features.c -- detects the vector instructions of an x86 processor, once; see dispatch.h.
  *
  * Reads CPUID and XGETBV itself: the compiler's builtin needs variables of the compiler's runtime library, and where a
  * library leaves them empty (zig's does) it denies every feature. On other processors every feature is false: their
  * builds choose at compile time.
  */
-#include "cpu_features.h"
+#include "dispatch.h"
 #include "os.h"
 
 #if defined(__x86_64__) || defined(__i386__)

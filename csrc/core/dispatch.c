@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "../fp_mode.h"
-#include "cpu_features.h"
 #include "os.h"
 
 struct table {

@@ -1,9 +1,33 @@
-/* dispatch.h -- the kernel table in use. */
+/* dispatch.h -- the vector instructions of this processor, and the kernel table in use. */
 #ifndef CATTN_DISPATCH_H
 #define CATTN_DISPATCH_H
 
 #include "../cattn.h"
 #include "../kernels/kernels.h"
+
+/* ---- the vector instructions that this processor has ---- */
+
+/* A feature counts only if the operating system saves its registers too: the test reads XGETBV.
+ */
+
+#define CATTN_CPU_FMA 1u
+#define CATTN_CPU_AVX2 2u   /* with FMA and F16C */
+#define CATTN_CPU_AVX512 4u /* F, BW, DQ and VL together, with AVX2 */
+/* Does a 512-bit operation as two of 256 bits: AMD's family 25, of which Zen 4 has AVX-512. Measured there: tiles of
+ * 12 x 1 vectors are 1 to 4 % faster than 8 x 2. On Zen 5 they are 20 % slower. */
+#define CATTN_CPU_SPLITS_512 8u
+#define CATTN_CPU_AVX512_BF16 16u /* with AVX-512 */
+/* Multiplies pairs of bfloat16 at half the rate of FMAs, so that two FMAs a pair are faster where operands stay in
+ * registers: all processors of Intel so far, whose VDPBF16PS starts every other cycle. AMD's starts twice a cycle. */
+#define CATTN_CPU_SLOW_PAIRS 32u
+/* Tiles of bfloat16 (AMX), with AVX-512 and its bfloat16. A process also needs the system's permission for them:
+ * cattn_os_permit_tiles. */
+#define CATTN_CPU_AMX 64u
+
+/* The sum of this processor's features; the same at any time, on any thread. */
+unsigned cattn_cpu(void);
+
+/* ---- the kernel table in use ---- */
 
 const struct cattn_kernels *cattn_kernels_for(enum cattn_dtype dtype);
 /* Two tables with equal lanes and tiles: for tiles, and for few rows, whose conversions and memory take the time. */

@@ -1,4 +1,4 @@
-/* forward_fit.c -- whether lse and out of a call of gradients can be the results of its forward pass.
+/* forgotten_options.c -- whether lse and out of a call of gradients can be the results of its forward pass.
  *
  * A call that lacks an option of the forward pass, causality for example, would get wrong gradients. It shows in two
  * sums that the backward pass has at hand: the weights of a row, computed from its lse, sum to 1 (with the sink's), and
@@ -14,8 +14,8 @@
  * 0, and the sum of P ((S' - mean) dP + dP') is the sum of grad_out * out_tangent. They may have been rounded to
  * bfloat16, and as the weights of one row are off together, by no more than their sum is, 2^-6 of the terms is enough.
  */
-#include "forward_fit.h"
-#include "../kernels/tangents.h"
+#include "../kernels/kernels.h"
+#include "attention.h"
 
 #define TOLERANCE 0x1p-7
 /* Beyond such a factor of exp(64) weights that are off by so much may be 0 or infinite in float32, and show nothing. */

@@ -1,11 +1,279 @@
-/* gathered_attention.c -- the driver of attention with key_indices: gathers the keys of each unit and hands its call to
- * the driver of all other calls. See gathered_keys.h.
- */
+/* gathered_attention.c -- attention with key_indices: the gathered keys of a list are a call of their own. */
 #include <stdatomic.h>
 #include <string.h>
 
-#include "check_params.h"
-#include "gathered_keys.h"
+#include "attention.h"
+#include "plan.h"
+
+/* Most queries of a unit that need not be whole: enough to make the copies of keys cheap, and few enough that the
+ * gathered masks need little memory. */
+#define UNIT_ROWS 384
+#define UNIT_ROWS_MASKED CATTN_TILE_ROWS
+
+/* Rows that are prefetched before they are copied: they lie anywhere, so that processors do not foresee them. */
+#define ROWS_AHEAD 8
+#define LINE_BYTES 64
+
+/* ---- the plan ---- */
+
+/* Whether queries have ranges of their own. */
+static bool ranges_differ(const struct cattn_ranges *r) {
+    return !r->all_visible && (r->left != CATTN_UNBOUNDED || r->right != CATTN_UNBOUNDED);
+}
+
+static bool has_masks(const struct cattn_attention_params *p) {
+    return p->attn_mask.data || p->block_mask.data || p->n_bias > 0;
+}
+
+struct cattn_gather_plan cattn_gather_plan(const struct cattn_attention_params *p, bool for_gradients) {
+    struct cattn_gather_plan plan = {.heads_per_unit = 1, .rows_per_unit = 1, .num_threads = 1, .threads_per_unit = 1};
+    if (p->n_batch == 0 || p->num_heads == 0 || p->seqlen_q == 0)
+        return plan;
+    /* the sums of gradients depend on the cut, and may not depend on strides */
+    if (for_gradients ? !p->own_head_lists : p->key_indices.head == 0)
+        plan.heads_per_unit = p->group_size;
+    if ((for_gradients ? !p->own_row_lists : p->key_indices.row == 0) && !ranges_differ(&p->ranges)) {
+        const int64_t most = has_masks(p) ? UNIT_ROWS_MASKED : UNIT_ROWS;
+        plan.rows_per_unit = for_gradients ? p->seqlen_q : cattn_min(p->seqlen_q, most);
+    }
+    plan.units_per_batch = p->num_heads / plan.heads_per_unit;
+    plan.blocks_per_head = cattn_ceil_div(p->seqlen_q, plan.rows_per_unit);
+    plan.n_units = p->n_batch * plan.units_per_batch * plan.blocks_per_head;
+    const int threads = cattn_plan_second_threads(p);
+    *(plan.n_units >= threads ? &plan.num_threads : &plan.threads_per_unit) = threads;
+    return plan;
+}
+
+/* ---- scratch ---- */
+
+/* Whether a mask or bias has other elements for other heads, queries or keys. A tensor that has none for other keys is
+ * not gathered. */
+static int64_t heads_of(const struct cattn_tensor *tensor, int64_t heads) { return tensor->head ? heads : 1; }
+static int64_t rows_of(const struct cattn_tensor *tensor, int64_t rows) { return tensor->row ? rows : 1; }
+static bool is_gathered(const struct cattn_tensor *tensor) { return tensor->data && tensor->col != 0; }
+
+/* The mask and the block mask become one tensor. */
+static struct cattn_tensor joint_mask(const struct cattn_attention_params *p, int64_t heads, int64_t rows, int64_t n) {
+    const struct cattn_tensor *mask = &p->attn_mask, *blocks = &p->block_mask;
+    struct cattn_tensor joint = {.col = 1};
+    const bool own_rows = (mask->data && mask->row) || (blocks->data && blocks->row);
+    const bool own_heads = (mask->data && mask->head) || (blocks->data && blocks->head);
+    joint.row = own_rows && rows > 1 ? n : 0;
+    joint.head = own_heads && heads > 1 ? n * (own_rows ? rows : 1) : 0;
+    return joint;
+}
+
+static bool joins_masks(const struct cattn_attention_params *p) {
+    return p->block_mask.data || is_gathered(&p->attn_mask);
+}
+
+struct cattn_gather *cattn_gather_lay_out(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
+                                          struct cattn_arena *arena) {
+    const size_t n = (size_t)p->n_indices, element = cattn_element_size(p->dtype);
+    const size_t key = cattn_stored_size(p->dtype, p->quantized_key ? p->quantized_key : p->storage);
+    const size_t value = cattn_stored_size(p->dtype, p->quantized_value ? p->quantized_value : p->storage);
+    const size_t pairs = n * (size_t)plan->heads_per_unit * (size_t)plan->rows_per_unit;
+    const bool key_scale = p->quantized_key, value_scale = p->quantized_value && p->value.data;
+    struct cattn_gather unused = {.n_keys = 0}, *gather = cattn_carve(arena, sizeof *gather),
+                        *g = gather ? gather : &unused;
+    g->index = cattn_carve(arena, n * sizeof *g->index);
+    g->place = cattn_carve(arena, n * sizeof *g->place);
+    g->key = cattn_carve(arena, n * (size_t)p->head_dim * key);
+    g->value = cattn_carve(arena, p->value.data ? n * (size_t)p->d_v * value : 0);
+    g->key_scale = cattn_carve(arena, key_scale ? n * (size_t)p->head_dim * sizeof(float) : 0);
+    g->value_scale = cattn_carve(arena, value_scale ? n * (size_t)p->d_v * sizeof(float) : 0);
+    g->mask = cattn_carve(arena, joins_masks(p) ? pairs : 0);
+    for (int b = 0; b < p->n_bias; b++)
+        g->bias[b] = cattn_carve(arena, is_gathered(&p->bias[b]) ? pairs * element : 0);
+    return gather;
+}
+
+/* ---- gathering ---- */
+
+#define COPY_ELEMENTS(type)                                                                                            \
+    for (int64_t c = 0; c < n; c++)                                                                                    \
+    memcpy((type *)to + c, (const type *)from + c * stride, sizeof(type))
+
+/* n elements, which become contiguous. */
+static void copy_elements(void *to, const void *from, int64_t stride, int64_t n, size_t element) {
+    if (stride == 1)
+        memcpy(to, from, (size_t)n * element);
+    else if (element == 1)
+        COPY_ELEMENTS(uint8_t);
+    else if (element == 2)
+        COPY_ELEMENTS(uint16_t);
+    else if (element == 4)
+        COPY_ELEMENTS(uint32_t);
+    else
+        COPY_ELEMENTS(uint64_t);
+}
+
+/* Rows of keys, values or scales, of n_cols elements, from the row of the first valid key on. */
+static struct cattn_tensor gather_rows(const struct cattn_gather *g, const struct cattn_tensor *tensor, int64_t start,
+                                       int64_t n_cols, size_t element, void *to) {
+    const char *from = (const char *)tensor->data + start * (int64_t)element;
+    const int64_t first_key = g->batch.batch_range.first_key;
+    const int64_t row = tensor->row * (int64_t)element, bytes = tensor->col == 1 ? n_cols * (int64_t)element : 0;
+    for (int64_t k = 0; k < g->n_keys; k++) {
+        const char *ahead = from + (g->index[cattn_min(k + ROWS_AHEAD, g->n_keys - 1)] - first_key) * row;
+        for (int64_t byte = 0; byte < bytes; byte += LINE_BYTES)
+            __builtin_prefetch(ahead + byte);
+        copy_elements((char *)to + (size_t)(k * n_cols) * element, from + (g->index[k] - first_key) * row, tensor->col,
+                      n_cols, element);
+    }
+    return (struct cattn_tensor){.data = to, .row = n_cols, .col = 1};
+}
+
+/* Scales of the gathered rows; those that rows share are left where they are. */
+static struct cattn_tensor gather_scales(const struct cattn_gather *g, const struct cattn_tensor *scale, int64_t start,
+                                         int64_t n_cols, float *to) {
+    struct cattn_tensor part = {.data = (float *)scale->data + start, .col = scale->col};
+    if (scale->row == 0 || n_cols == 0)
+        return part;
+    part = gather_rows(g, scale, start, scale->col ? n_cols : 1, sizeof *to, to);
+    part.col = scale->col ? 1 : 0;
+    return part;
+}
+
+struct cattn_tensor cattn_gather_part(const struct cattn_gather *g, const struct cattn_tensor *tensor, int64_t start,
+                                      size_t element) {
+    if (!tensor->data)
+        return (struct cattn_tensor){.data = NULL};
+    start += g->first_head * tensor->head + g->first_row * tensor->row;
+    return (struct cattn_tensor){
+        (char *)tensor->data + start * (int64_t)element, tensor->head, tensor->row, tensor->col, {0}};
+}
+
+/* The gathered elements of a bias. */
+static struct cattn_tensor gather_bias(const struct cattn_gather *g, const struct cattn_tensor *bias, int64_t start,
+                                       size_t element, void *to) {
+    const int64_t first_key = g->batch.batch_range.first_key, heads = heads_of(bias, g->call.num_heads);
+    const int64_t rows = rows_of(bias, g->n_rows), n = g->n_keys;
+    struct cattn_tensor part = cattn_gather_part(g, bias, start, element);
+    if (bias->col == 0)
+        return part;
+    char *next = to;
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t row = 0; row < rows; row++) {
+            const char *from = (const char *)part.data + (head * bias->head + row * bias->row) * (int64_t)element;
+            for (int64_t k = 0; k < n; k++, next += element)
+                memcpy(next, from + (g->index[k] - first_key) * bias->col * (int64_t)element, element);
+        }
+    return (struct cattn_tensor){to, heads > 1 ? rows * n : 0, rows > 1 ? n : 0, 1, {0}};
+}
+
+/* The gathered elements of the mask and of the block mask, as one mask. */
+static struct cattn_tensor gather_mask(const struct cattn_gather *g, const struct cattn_attention_params *p) {
+    const int64_t first_key = g->batch.batch_range.first_key, n = g->n_keys;
+    struct cattn_tensor mask = cattn_gather_part(g, &p->attn_mask, g->batch.attn_mask, 1);
+    if (!joins_masks(p))
+        return mask;
+    struct cattn_tensor joint = joint_mask(p, g->call.num_heads, g->n_rows, n);
+    const struct cattn_tensor *blocks = &p->block_mask;
+    joint.data = g->mask;
+    for (int64_t head = 0; head < (joint.head ? g->call.num_heads : 1); head++)
+        for (int64_t row = 0; row < (joint.row ? g->n_rows : 1); row++) {
+            uint8_t *to = g->mask + head * joint.head + row * joint.row;
+            const uint8_t *from = mask.data ? (const uint8_t *)mask.data + head * mask.head + row * mask.row : NULL;
+            for (int64_t k = 0; k < n; k++)
+                to[k] = !from || from[(g->index[k] - first_key) * mask.col];
+            if (!blocks->data)
+                continue;
+            const uint8_t *block = (const uint8_t *)blocks->data + g->batch.block_mask +
+                                   (g->first_head + head) * blocks->head +
+                                   (g->first_row + row) / p->block_size * blocks->row;
+            for (int64_t k = 0; k < n; k++)
+                to[k] &= block[g->index[k] / p->block_size * blocks->col] != 0;
+        }
+    return joint;
+}
+
+/* ---- a unit ---- */
+
+/* Finds the unit's queries, and those keys of its list that are in range. */
+static void find_keys(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p, int64_t unit,
+                      struct cattn_gather *g) {
+    const int64_t block = unit % plan->blocks_per_head, heads = unit / plan->blocks_per_head;
+    cattn_batch_fill(p, heads / plan->units_per_batch, &g->batch);
+    g->first_head = heads % plan->units_per_batch * plan->heads_per_unit;
+    g->first_row = block * plan->rows_per_unit;
+    g->n_rows = cattn_min(plan->rows_per_unit, p->seqlen_q - g->first_row);
+    /* several queries have the same range, but for those past the end, which see nothing */
+    const struct cattn_batch_range *range = &g->batch.batch_range;
+    const struct cattn_range visible =
+        plan->rows_per_unit > 1 ? (struct cattn_range){0, range->n_keys} : cattn_visible_keys(range, g->first_row);
+    const struct cattn_tensor *indices = &p->key_indices;
+    const int64_t *list = (const int64_t *)indices->data + cattn_batch_start(p, indices, g->batch.index) +
+                          g->first_head * indices->head + g->first_row * indices->row;
+    g->n_keys = 0;
+    for (int64_t place = 0; place < p->n_indices; place++) {
+        const int64_t index = list[place * indices->col], key = index - range->first_key;
+        g->index[g->n_keys] = index;
+        g->place[g->n_keys] = place;
+        g->n_keys += index >= 0 && key >= visible.lo && key < visible.hi;
+    }
+}
+
+/* The numbers of the unit's call. */
+static void describe(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p,
+                     struct cattn_worker *worker, struct cattn_gather *g) {
+    struct cattn_attention_params *call = &g->call;
+    const int64_t n_queries = g->batch.batch_range.n_queries;
+    cattn_clear_attention(call);
+    call->dtype = p->dtype;
+    call->storage = p->storage;
+    call->bf16_products = p->bf16_products;
+    call->quantized_key = p->quantized_key;
+    call->quantized_value = p->quantized_value;
+    call->double_lse = p->double_lse;
+    call->store_scores = p->store_scores;
+    call->n_bias = p->n_bias;
+    call->num_threads = plan->threads_per_unit;
+    call->path = p->path;
+    call->n_batch = 1;
+    call->num_heads = call->group_size = plan->heads_per_unit;
+    call->seqlen_q = g->n_rows;
+    call->seqlen_k = g->n_keys;
+    call->head_dim = p->head_dim;
+    call->d_v = p->d_v;
+    call->score_options = p->score_options;
+    call->poll = (struct cattn_poll){cattn_stop_wanted, worker};
+    call->ranges.left = call->ranges.right = CATTN_UNBOUNDED;
+    call->ranges.query_length = n_queries < g->first_row ? 0 : cattn_min(n_queries - g->first_row, g->n_rows);
+    call->ranges.key_length = g->n_keys;
+}
+
+void cattn_gather_unit(const struct cattn_gather_plan *plan, const struct cattn_attention_params *p, int64_t unit,
+                       struct cattn_worker *worker, struct cattn_gather *g) {
+    struct cattn_attention_params *call = &g->call;
+    find_keys(plan, p, unit, g);
+    describe(plan, p, worker, g);
+    const struct cattn_batch *at = &g->batch;
+    const int64_t kv_head = g->first_head / p->group_size;
+    const size_t element = cattn_element_size(p->dtype), stored = cattn_stored_size(p->dtype, p->storage);
+    call->query = cattn_gather_part(g, &p->query, at->query, stored);
+    call->key =
+        gather_rows(g, &p->key, at->key + kv_head * p->key.head, p->head_dim, p->quantized_key ? 1 : stored, g->key);
+    if (p->quantized_key)
+        call->key_scale =
+            gather_scales(g, &p->key_scale, at->key_scale + kv_head * p->key_scale.head, p->head_dim, g->key_scale);
+    if (p->value.data)
+        call->value = gather_rows(g, &p->value, at->value + kv_head * p->value.head, p->d_v,
+                                  p->quantized_value ? 1 : stored, g->value);
+    if (p->quantized_value && p->value.data)
+        call->value_scale =
+            gather_scales(g, &p->value_scale, at->value_scale + kv_head * p->value_scale.head, p->d_v, g->value_scale);
+    call->attn_mask = gather_mask(g, p);
+    for (int b = 0; b < p->n_bias; b++)
+        call->bias[b] = gather_bias(g, &p->bias[b], at->bias[b], element, g->bias[b]);
+    if (p->sinks.data)
+        call->sinks = (struct cattn_tensor){
+            .data = cattn_tensor_at(p, &p->sinks, at->sinks + g->first_head * p->sinks.head), .head = p->sinks.head};
+    if (!cattn_attention_path_fits(call))
+        call->path = CATTN_PATH_AUTO;
+}
+
+/* ---- the driver: gathers the keys of each unit and hands its call to the driver of all other calls ---- */
 
 struct gathered_job {
     const struct cattn_attention_params *params;

@@ -1,8 +1,8 @@
-/* gathered_backward.c -- the driver of the gradients of attention with key_indices: the call of each unit has gradients
- * of its gathered keys, which are added to the gradients of the keys that they come from. See gathered_keys.h.
+/* gathered_backward.c -- the gradients of attention with key_indices.
  *
- * Units that share a key-value head add in the order of their heads and queries, and each in the order of its list.
- * Tickets keep that order whatever the number of threads.
+ * The call of each unit has gradients of its gathered keys, which are added to the gradients of the keys that they come
+ * from. Units that share a key-value head add in the order of their heads and queries, and each in the order of its
+ * list. Tickets keep that order whatever the number of threads.
  */
 #include <math.h>
 #include <stdatomic.h>
@@ -10,10 +10,10 @@
 #include <string.h>
 
 #include "../fp_mode.h"
-#include "check_params.h"
-#include "gathered_keys.h"
+#include "attention.h"
+#include "parallel.h"
+#include "params.h"
 #include "plan.h"
-#include "tickets.h"
 
 /* Units whose gradients a task keeps before it adds them: with more of them a thread waits less often, but they leave
  * the caches, and there are fewer tasks for the last thread to share. */

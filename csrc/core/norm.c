@@ -8,11 +8,11 @@
 #include <string.h>
 
 #include "../fp_mode.h"
-#include "check_params.h"
 #include "dispatch.h"
+#include "parallel.h"
+#include "params.h"
 #include "rowwise.h"
 #include "scratch.h"
-#include "tickets.h"
 
 struct norm_job {
     const struct cattn_norm_params *params;

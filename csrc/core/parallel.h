@@ -1,13 +1,4 @@
-/* parallel.h -- runs the tasks of one call on several threads.
- *
- * cattn_parallel_for() calls fn(context, task, worker) once for each task 0 .. n_tasks - 1, on the calling thread and
- * up to num_threads - 1 workers of a process-wide pool, and returns when all have finished. Tasks are started in
- * ascending order, each by the first free thread, so no result may depend on which thread that is. Every task sees
- * memory that was written before the call, and the caller sees memory that tasks wrote.
- *
- * The calling thread always takes part and never waits for another call: if the pool is in use (by another thread, or
- * by the call whose own task calls again), it runs all of its tasks itself.
- */
+/* parallel.h -- runs the tasks of one call on several threads; tickets for tasks that do something in order. */
 #ifndef CATTN_PARALLEL_H
 #define CATTN_PARALLEL_H
 
@@ -18,6 +9,18 @@
 
 #include "../cattn.h"
 #include "../kernels/kernels.h"
+#include "os.h"
+
+/* ---- runs the tasks of one call on several threads ---- */
+
+/* cattn_parallel_for() calls fn(context, task, worker) once for each task 0 .. n_tasks - 1, on the calling thread and
+ * up to num_threads - 1 workers of a process-wide pool, and returns when all have finished. Tasks are started in
+ * ascending order, each by the first free thread, so no result may depend on which thread that is. Every task sees
+ * memory that was written before the call, and the caller sees memory that tasks wrote.
+ *
+ * The calling thread always takes part and never waits for another call: if the pool is in use (by another thread, or
+ * by the call whose own task calls again), it runs all of its tasks itself.
+ */
 
 /* Most threads of one call, including the calling one. */
 #define CATTN_MAX_THREADS 256
@@ -66,5 +69,27 @@ enum cattn_status cattn_parallel_for(int64_t n_tasks, int num_threads, size_t sc
 /* For a driver that makes many short calls of cattn_parallel_for, each of which ends before its first poll: polls
  * between them if the time has come. *next_poll is 0 before the first call. True: stop. */
 bool cattn_poll_between(const struct cattn_poll *poll, int64_t *next_poll);
+
+/* ---- parallel tasks that must do something in order, at one or many places ---- */
+
+/* Tasks at a place have the tickets 0, 1, 2, ...; each waits for its ticket, does its work there and passes the place
+ * on. Tasks must be started in an order in which none waits for a task that starts later (parallel.h starts them in
+ * ascending order).
+ */
+
+struct cattn_tickets {
+    cattn_mutex lock;
+    cattn_condition passed;
+    atomic_int *next;    /* [n_places]: the ticket that is served now, modulo 2^32 */
+    atomic_int single;   /* where there is one place, `next` points here: that needs no memory */
+    unsigned fork_count; /* cattn_fork_count() when the lock was made */
+};
+
+/* Returns false without memory, which one place does not need. Do not move the struct before cattn_tickets_end. */
+bool cattn_tickets_begin(struct cattn_tickets *tickets, int64_t n_places);
+void cattn_tickets_end(struct cattn_tickets *tickets);
+/* Returns false if the call was stopped. */
+bool cattn_tickets_wait(struct cattn_tickets *tickets, int64_t place, int64_t ticket, struct cattn_worker *worker);
+void cattn_tickets_pass(struct cattn_tickets *tickets, int64_t place);
 
 #endif

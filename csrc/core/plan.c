@@ -3,8 +3,8 @@
 
 #include <assert.h>
 
-#include "arena.h"
-#include "dropout_stream.h"
+#include "random.h"
+#include "scratch.h"
 
 /* Work is counted in multiply-adds. A call below this costs less than waking a thread or polling for Ctrl-C. */
 #define TINY_WORK 100000.0

@@ -14,7 +14,6 @@
 
 #include "../cattn.h"
 #include "../kernels/kernels.h"
-#include "../kernels/tangents.h"
 #include "dispatch.h"
 
 /* The tiny path takes at most this much scratch, and uses the stack for up to CATTN_TINY_STACK of it, because that is

@@ -3,10 +3,10 @@
  * A task is a block of rows of one operand, which it packs, against a range of rows of the other one, which it reads
  * where they lie. No element of the result depends on which operand is packed, nor on the tasks.
  */
-#include "arena.h"
-#include "check_params.h"
 #include "dispatch.h"
 #include "parallel.h"
+#include "params.h"
+#include "scratch.h"
 
 /* Fewer multiply-adds are not worth a second thread. */
 #define PARALLEL_WORK 200000.0

@@ -1,9 +1,8 @@
-/* rounded_keys.c -- copies of keys and values as bfloat16; see rounded_keys.h. */
-#include "rounded_keys.h"
+/* rounded_keys.c -- copies of keys and values as bfloat16; see attention.h. */
+#include "attention.h"
 
 #include <stdlib.h>
 
-#include "attention_rows.h"
 #include "dispatch.h"
 #include "parallel.h"
 #include "plan.h"

@@ -1,12 +1,12 @@
-/* rowwise.h -- what the drivers of softmax, dropout, norms and activations share: independent rows of strided arrays.
- *
- * A task is a number of consecutive rows, large enough that handing it to a thread costs next to nothing.
- */
+/* rowwise.h -- independent rows of strided arrays, for softmax, dropout, norms, activations and rotary positions. */
 #ifndef CATTN_ROWWISE_H
 #define CATTN_ROWWISE_H
 
 #include "parallel.h"
-#include "strides.h"
+#include "params.h"
+
+/* A task is a number of consecutive rows, large enough that handing it to a thread costs next to nothing.
+ */
 
 /* Elements of a task: some ten microseconds of work. */
 #define CATTN_TASK_ELEMENTS 32768

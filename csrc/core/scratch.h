@@ -1,15 +1,17 @@
-/* scratch.h -- working memory that a thread keeps between its calls.
- *
- * Scratch is a 64-byte aligned block that grows on demand, loses its contents then, and is never cleared: to allocate
- * and clear memory in each call would cost more than a small attention. A call takes the block of its thread and gives
- * it back at the end. So a nested call (a Python signal handler may compute) finds none, works in a block of its own
- * and cannot disturb the outer call.
- */
+/* scratch.h -- working memory that a thread keeps between its calls, and its division into slices. */
 #ifndef CATTN_SCRATCH_H
 #define CATTN_SCRATCH_H
 
 #include <stdbool.h>
 #include <stddef.h>
+
+/* ---- working memory that a thread keeps between its calls ---- */
+
+/* Scratch is a 64-byte aligned block that grows on demand, loses its contents then, and is never cleared: to allocate
+ * and clear memory in each call would cost more than a small attention. A call takes the block of its thread and gives
+ * it back at the end. So a nested call (a Python signal handler may compute) finds none, works in a block of its own
+ * and cannot disturb the outer call.
+ */
 
 /* One cache line, and the widest vector. */
 #define CATTN_SCRATCH_ALIGNMENT 64
@@ -17,7 +19,7 @@
 /* Bytes of the largest block that is kept; a larger one is freed at the end of the call. */
 #define CATTN_SCRATCH_KEEP ((size_t)4 << 20)
 
-/* Under AddressSanitizer the slices of a block (arena.h) have zones between them that may not be touched. */
+/* Under AddressSanitizer the slices of a block (scratch.h) have zones between them that may not be touched. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #define CATTN_RED_ZONE CATTN_SCRATCH_ALIGNMENT
@@ -48,5 +50,32 @@ bool cattn_scratch_take(struct cattn_scratch *scratch, size_t size);
 void cattn_scratch_give_back(struct cattn_scratch *scratch);
 /* Frees the calling thread's block. */
 void cattn_scratch_release(void);
+
+/* ---- an arena: cuts one piece of scratch into aligned slices, or only counts their bytes ---- */
+
+/* Under AddressSanitizer each slice is followed by a poisoned zone, so that an overrun of a slice is an error.
+ */
+
+struct cattn_arena {
+    char *memory; /* NULL: slices are only counted */
+    size_t used;
+    bool guarded; /* slices are followed by poisoned zones */
+};
+
+/* An arena over `size` bytes. Do not guard the stack: its poison would outlive the function. */
+static inline struct cattn_arena cattn_arena(void *memory, size_t size, bool guarded) {
+    if (memory && guarded)
+        CATTN_ALLOW(memory, size);
+    return (struct cattn_arena){memory, 0, memory && guarded};
+}
+
+static inline void *cattn_carve(struct cattn_arena *arena, size_t bytes) {
+    void *slice = arena->memory ? arena->memory + arena->used : NULL;
+    const size_t aligned = (bytes + CATTN_SCRATCH_ALIGNMENT - 1) / CATTN_SCRATCH_ALIGNMENT * CATTN_SCRATCH_ALIGNMENT;
+    if (arena->guarded)
+        CATTN_FORBID((char *)slice + bytes, aligned + CATTN_RED_ZONE - bytes);
+    arena->used += aligned + CATTN_RED_ZONE;
+    return slice;
+}
 
 #endif

@@ -4,10 +4,10 @@
  * touch a new cache line with every element, so bundles of rows that are neighbours in memory are copied to scratch and
  * back. Halves are widened to floats in scratch, a row at a time.
  */
-#include "check_params.h"
+#include "attention.h"
 #include "dispatch.h"
+#include "params.h"
 #include "rowwise.h"
-#include "visible_keys.h"
 
 struct softmax_job {
     const struct cattn_softmax_params *params;

@@ -1,5 +1,5 @@
-/* tickets.c -- waiting for a ticket, first busily and then asleep; see tickets.h. */
-#include "tickets.h"
+/* tickets.c -- waiting for a ticket, first busily and then asleep; see parallel.h. */
+#include "parallel.h"
 
 #include <stdlib.h>
 

@@ -1,16 +1,42 @@
-/* torch_random.c -- uniform, normal, integer and Bernoulli numbers from a stream of words; see torch_random.h.
- *
- * Words come in chunks that stay in the nearest cache; a loop of the kernel table then turns them into numbers.
- */
+/* torch_random.c -- the random numbers of PyTorch: words of a Mersenne Twister, numbers, and the mask of a dropout. */
 #include "../torch_random.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "dispatch.h"
-#include "mt19937.h"
-#include "parallel.h"
-#include "torch_dropout.h"
+#include "random.h"
+
+/* ---- words of the Mersenne Twister, block by block ---- */
+
+void cattn_mt19937_seed(struct cattn_mt19937 *mt, uint32_t seed) {
+    mt->state[0] = seed;
+    for (uint32_t i = 1; i < CATTN_MT19937_WORDS; i++)
+        mt->state[i] = 1812433253u * (mt->state[i - 1] ^ (mt->state[i - 1] >> 30)) + i;
+    mt->next = 0;
+}
+
+void cattn_mt19937_draw(struct cattn_mt19937 *mt, int64_t n, uint32_t *words) {
+    const struct cattn_kernels *kernels = cattn_kernels_for(CATTN_F32);
+    while (n > 0) {
+        if (mt->next == 0 || mt->next == CATTN_MT19937_WORDS) {
+            kernels->mt19937_block(mt->state);
+            mt->next = 0;
+        }
+        const int left = CATTN_MT19937_WORDS - mt->next, count = n < left ? (int)n : left;
+        if (words) {
+            kernels->mt19937_temper(mt->state + mt->next, count, words);
+            words += count;
+        }
+        mt->next += count;
+        n -= count;
+    }
+}
+
+/* ---- uniform, normal, integer and Bernoulli numbers from a stream of words ---- */
+
+/* Words come in chunks that stay in the nearest cache; a loop of the kernel table then turns them into numbers.
+ */
 
 /* Words of a chunk. */
 #define CHUNK CATTN_TORCH_CHUNK
@@ -239,4 +265,64 @@ bool cattn_torch_import(struct cattn_torch_random *random, const uint8_t *bytes)
     random->normal = state.normal;
     memcpy(random->reserved, state.reserved, sizeof state.reserved);
     return true;
+}
+
+/* ---- the two streams of dropout bits that builds of PyTorch have ---- */
+
+/* Words drawn at a time, two an element. */
+#define DROPOUT_WORDS 1024
+
+/* The multiplicative generator of L'Ecuyer (1999) that Intel's MKL calls MCG31m1. */
+#define MCG_MODULUS 0x7fffffffu
+#define MCG_MULTIPLIER 1132489760u
+
+static uint32_t mcg_times(uint32_t x, uint32_t factor) { return (uint32_t)((uint64_t)x * factor % MCG_MODULUS); }
+
+uint64_t cattn_torch_threshold(double p) { return (uint64_t)ceil(p * 0x1p53); }
+
+void cattn_torch_dropout_begin(struct cattn_torch_dropout *cursor, const struct cattn_torch_random *random,
+                               double keep_probability) {
+    cursor->mt = random->mt;
+    cursor->threshold = cattn_torch_threshold(keep_probability);
+    cursor->probability = keep_probability;
+    cursor->is_mkl = random->stream == CATTN_TORCH_MKL;
+    cursor->mcg = 0;
+    if (cursor->is_mkl) {
+        cattn_mt19937_draw(&cursor->mt, 1, &cursor->mcg);
+        cursor->mcg %= MCG_MODULUS;
+        cursor->mcg += cursor->mcg == 0;
+    }
+}
+
+void cattn_torch_dropout_next(struct cattn_torch_dropout *cursor, int64_t n, uint8_t *mask) {
+    if (cursor->is_mkl) {
+        for (int64_t i = 0; i < n; i++) {
+            mask[i] = cursor->mcg / (double)MCG_MODULUS < cursor->probability;
+            cursor->mcg = mcg_times(cursor->mcg, MCG_MULTIPLIER);
+        }
+        return;
+    }
+    const struct cattn_kernels *kernels = cattn_kernels_for(CATTN_F32);
+    uint32_t words[DROPOUT_WORDS];
+    for (int64_t at = 0; at < n; at += DROPOUT_WORDS / 2) {
+        const int64_t count = n - at < DROPOUT_WORDS / 2 ? n - at : DROPOUT_WORDS / 2;
+        cattn_mt19937_draw(&cursor->mt, 2 * count, words);
+        kernels->torch_below(words, count, cursor->threshold, mask + at);
+    }
+}
+
+void cattn_torch_dropout_skip(struct cattn_torch_dropout *cursor, int64_t n) {
+    if (!cursor->is_mkl) {
+        cattn_mt19937_draw(&cursor->mt, 2 * n, NULL);
+        return;
+    }
+    uint32_t power = MCG_MULTIPLIER; /* to the 2^k */
+    for (; n > 0; n >>= 1, power = mcg_times(power, power)) {
+        if (n & 1)
+            cursor->mcg = mcg_times(cursor->mcg, power);
+    }
+}
+
+void cattn_torch_dropout_end(const struct cattn_torch_dropout *cursor, struct cattn_torch_random *random) {
+    random->mt = cursor->mt;
 }

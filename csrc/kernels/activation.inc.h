@@ -2,7 +2,7 @@
  *
  * Each is x times a probability that falls to 0 where x is negative. It is computed from its own exponential there, not
  * as 1 - ..., so that no digit cancels: relative errors stay small down to the smallest subnormal number. Infinities
- * get the limits of the functions. csrc/README.md ("Activations") has the formulas.
+ * get the limits of the functions. docs/bit_contract.md ("Activations") has the formulas.
  */
 
 #if REAL_BITS == 32

@@ -6,8 +6,8 @@
  *     dV = (P Z)^T dO     dP = Z (dO V^T)     dS = P (dP - delta)     dQ = scale dS K     dK = scale dS^T Q
  *
  * Everything is stored transposed, [key][query]. score_panel computes S and dO V^T, value_block computes dQ; only the
- * sums over queries (dK, dV) are new here. csrc/README.md ("Gradients") has the order of operations and the treatment
- * of hidden pairs.
+ * sums over queries (dK, dV) are new here. docs/bit_contract.md ("Gradients") has the order of operations and the
+ * treatment of hidden pairs.
  */
 
 /* Adds a block's part to the first n <= LANES elements. Any NaN is written as the canonical one. */

@@ -1,5 +1,6 @@
-/* pairs.inc.h -- products of bfloat16 with sums in float32, for the tables of TABLE_BITS 16, and what the tables of
- * TABLE_BITS 17 share with them (tiles.inc.h).
+/* bf16_products.inc.h -- products of pairs of bfloat16 with sums in float32, for the tables of TABLE_BITS 16.
+ *
+ * The tables of TABLE_BITS 17 share a part of it (bf16_units.inc.h, tile_units.inc.h).
  *
  * A lane holds a pair of bfloat16, the element with the even index in its low half. The one operation on pairs is the
  * instruction VDPBF16PS of x86: vf_pair_dot(a, b, c) adds the product of the odd elements to c, then the product of

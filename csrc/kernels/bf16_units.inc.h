@@ -1,10 +1,11 @@
-/* tile_unit.inc.h -- products of bfloat16 in the order of the instruction TDPBF16PS, and their operands, for the tables
- * of TABLE_BITS 17.
+/* bf16_units.inc.h -- products of bfloat16 in tiles (AMX), for the tables of TABLE_BITS 17, and their operands.
+ *
+ * The order of the sums is the order of the instruction TDPBF16PS.
  *
  * Terms of a sum are cut into groups of 32 by index. A group is two chains of 16 FMAs that start with +0; the second
  * chain is added to the first one, and then both to the sum. Operands and results that are subnormal count as zeros, as
- * in pairs.inc.h. The instruction has the terms of one chain in the even elements of its rows and the terms of the
- * other chain in the odd ones, hence the layout of packed operands: the terms i and i + 16 of a group are a pair.
+ * in bf16_products.inc.h. The instruction has the terms of one chain in the even elements of its rows and the terms of
+ * the other chain in the odd ones, hence the layout of packed operands: the terms i and i + 16 of a group are a pair.
  *
  *     left     a row is a row of A: 16 pairs for each group
  *     right    a row is a pair of terms: one pair for each row of B, in CATTN_UNIT or more lanes

@@ -1,5 +1,4 @@
-/* exp.inc.h -- exp, tanh, the tail of the normal distribution and the logarithm, the same bits on every instruction
- * set.
+/* exp.inc.h -- exp, tanh, the tail of the normal distribution and the logarithm, with the same bits on every table.
  *
  * `vf_exp` takes x <= 0, -inf or NaN; its error is below 1 ULP. exp(0) is exactly 1, exp(-inf) is exactly +0, NaN stays
  * NaN, and results below the smallest normal number are +0. `vf_tanh` takes any x and serves softcap; its error is at

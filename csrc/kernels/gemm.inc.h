@@ -6,8 +6,8 @@
  *     S^T[key][query] = sum over d   of K[key][d]   * Q^T[d][query]      lanes are queries
  *     O[query][col]   = sum over key of P^T[key][query] * V[key][col]    lanes are columns of V
  *
- * Every element is a sum of chains of FMAs (csrc/README.md, "The bit contract", 1). Chains are cut at multiples of
- * CATTN_CHAIN_TERMS, wherever the sum itself begins or ends.
+ * Every element is a sum of chains of FMAs (docs/bit_contract.md, "The order of operations", 1). Chains are cut at
+ * multiples of CATTN_CHAIN_TERMS, wherever the sum itself begins or ends.
  */
 
 #define PANEL (NR * LANES) /* width of a packed panel */
@@ -66,7 +66,7 @@ INLINE void add_tile(int mr, int nr, vf sum[MR][NR], vf chain[MR][NR]) {
             sum[m][n] = sum[m][n] + chain[m][n];
 }
 
-#ifndef BF16_PRODUCTS /* pairs.inc.h has the products of pairs */
+#ifndef BF16_PRODUCTS /* bf16_products.inc.h has the products of pairs */
 
 /* Nothing to do before and after products of the table's own type. */
 INLINE void products_begin(void) {}

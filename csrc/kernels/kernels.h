@@ -1,5 +1,4 @@
-/* kernels.h -- the contract between the drivers of core/ and the kernel tables, one table per instruction set and
- * dtype.
+/* kernels.h -- the contract between the drivers of core/ and the kernels: a table per instruction set and dtype.
  *
  * A driver fills a struct cattn_rows: a block of rows, which are queries of one key-value head. It then calls
  *
@@ -15,8 +14,9 @@
  * Kernels cannot fail and allocate nothing: the binding has checked the arguments, and the driver has all scratch. A
  * pointer to void points at the table's own element type. All strides count elements.
  *
- * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (csrc/README.md): never
- * change one for speed. 192 is a multiple of every micro-tile's height and of the 64 keys that share Philox counters.
+ * The lengths of key blocks, key chunks, half blocks and chains are part of the bit contract (docs/bit_contract.md):
+ * never change one for speed. 192 is a multiple of every micro-tile's height and of the 64 keys that share Philox
+ * counters.
  */
 #ifndef CATTN_KERNELS_H
 #define CATTN_KERNELS_H
@@ -25,10 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../activation.h"
-#include "../dtype.h"
-#include "../row_statistics.h"
-#include "../score_options.h"
+#include "../types.h"
 
 #define CATTN_BLOCK_KEYS 192
 #define CATTN_CHUNK_KEYS (8 * CATTN_BLOCK_KEYS)
@@ -165,13 +162,13 @@ struct cattn_rows {
 };
 
 /* The log-sum-exp of a block of rows, from which weights are computed again. Scratch, one number a row; split_lse in
- * weights.inc.h explains the parts. */
+ * second_pass.inc.h explains the parts. */
 struct cattn_split_lse {
     void *value, *residual, *factor;
 };
 
-/* For each row, the sums that core/forward_fit.c needs to tell whether out and lse belong to these arguments: over the
- * keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
+/* For each row, the sums that core/forgotten_options.c needs to tell whether out and lse belong to these arguments:
+ * over the keys, sums of the weights P before dropout, of P dP and of |P dP|; over the columns, sums of grad_out
  * * out and of its magnitude. */
 struct cattn_fit {
     double weights[CATTN_TILE_ROWS], products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
@@ -217,7 +214,7 @@ struct cattn_backward {
     void *grad_bias_row[CATTN_TILE_ROWS]; /* the sum of dS over the keys is written */
 };
 
-/* Steps shared by `backward` and `jvp_backward`. struct cattn_jvp_backward (tangents.h) begins with struct
+/* Steps shared by `backward` and `jvp_backward`. struct cattn_jvp_backward begins with struct
  * cattn_backward, so both take the same pointer. */
 struct cattn_backward_steps {
     void (*begin)(struct cattn_backward *b);
@@ -228,7 +225,67 @@ struct cattn_backward_steps {
     double (*sink)(struct cattn_backward *b);
 };
 
-struct cattn_jvp; /* in tangents.h */
+/* ---- passes with tangents: the derivative of attention in a direction, and the gradients of that derivative ---- */
+
+/* The tangents of a block's scores. Two views compute the products of query tangents and keys, and of queries and key
+ * tangents, which are added in one array [key][CATTN_TILE_ROWS]. */
+struct cattn_score_tangents {
+    bool has_query, has_key, has_bias, has_sink;
+    struct cattn_rows query, key;
+    const void *query_rows[CATTN_TILE_ROWS]; /* if has_query: the queries of `query` */
+    const void *bias[CATTN_TILE_ROWS];       /* if has_bias */
+    int64_t bias_col;
+    double sink[CATTN_TILE_ROWS]; /* if has_sink */
+    void *tangent;                /* scratch */
+};
+
+/* The derivative of a block of queries. `scores` has the results of the forward pass; `values` and `value_tangents`
+ * have numbers of pairs as weights, and the values and their tangents as values. A driver calls
+ *
+ *     jvp_begin      once
+ *       jvp_block    for each key block
+ *     jvp_finish     once: writes the tangents of the output and of the log-sum-exp
+ */
+struct cattn_jvp {
+    struct cattn_rows scores, values, value_tangents;
+    bool has_value;
+    struct cattn_score_tangents tangents;
+    struct cattn_split_lse lse;
+    void *mean; /* scratch, one a row: the sum of weight * tangent */
+    /* results */
+    void *out_tangent[CATTN_TILE_ROWS]; /* stored as out */
+    int64_t out_tangent_col;
+    void *lse_tangent[CATTN_TILE_ROWS]; /* in the table's own type; the first is NULL if nobody wants them */
+};
+
+/* What shows whether the tangents of out and lse belong to the tangents of the inputs (core/forgotten_options.c). One
+ * number a row: over the keys, sums of P (S' - mean) and of its magnitude, of the terms of grad_out * out_tangent and
+ * of their magnitudes; over the columns, sums of grad_out * out_tangent and of its magnitude. */
+struct cattn_tangent_fit {
+    double centred[CATTN_TILE_ROWS], centred_magnitude[CATTN_TILE_ROWS];
+    double products[CATTN_TILE_ROWS], magnitudes[CATTN_TILE_ROWS];
+    double delta[CATTN_TILE_ROWS], delta_magnitude[CATTN_TILE_ROWS];
+};
+
+/* The gradients of that derivative. A driver calls the functions of the gradients (struct cattn_backward), with the
+ * steps `jvp_backward` in place of `backward`. Beside the views of `backward`, `grads` has grad_out and the
+ * tangents of the values, and `keys` has gradients of the score tangents as weights and the tangents of the keys as
+ * values. */
+struct cattn_jvp_backward {
+    struct cattn_backward backward; /* the first member: the driver passes its address */
+    struct cattn_tangent_fit fit;
+    struct cattn_score_tangents tangents;
+    bool has_value;
+    struct cattn_rows grads, keys;
+    void *query_rows;                   /* scratch: the query tangents, as backward.query_rows */
+    void *delta;                        /* scratch, one a row: grad_out . out_tangent */
+    void *mean;                         /* scratch, one a row: the tangent of the lse */
+    void *out_tangent[CATTN_TILE_ROWS]; /* stored as backward.out_storage says */
+    int64_t out_tangent_col;
+    const void *lse_tangent[CATTN_TILE_ROWS]; /* in the table's own type */
+};
+
+/* ---- statistics ---- */
 
 /* Statistics of the attention weights of a block of queries. The rows have an lse in float64, and no output. A driver
  * calls
@@ -265,6 +322,8 @@ struct cattn_stop {
     bool (*wanted)(void *worker); /* or NULL */
     void *worker;
 };
+
+/* ---- rows ---- */
 
 /* Softmax over one row of n elements, lanes across the row. */
 struct cattn_softmax_row {

@@ -4,7 +4,6 @@
  */
 #include "../fp_mode.h"
 #include "kernels.h"
-#include "tangents.h"
 
 #ifdef BF16_PRODUCTS /* a table of attention's forward pass and of products of matrices only */
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -16,19 +15,16 @@
 #include "philox.inc.h"
 
 #include "load.inc.h"
-#include "prefetch.inc.h"
-
-#include "block_mask.inc.h"
 
 #include "mask.inc.h"
 #include "state.inc.h"
 
 #include "gemm.inc.h"
 #ifdef BF16_PRODUCTS
-#include "pairs.inc.h"
+#include "bf16_products.inc.h"
 #endif
 #ifdef BF16_TILES
-#include "tile_unit.inc.h"
+#include "bf16_units.inc.h"
 #endif
 
 #include "product_terms.inc.h"
@@ -48,27 +44,21 @@
 
 #include "rows.inc.h"
 #include "rowwise.inc.h"
-#include "tile_extents.inc.h"
-
 #include "tile_scores.inc.h"
 
 #ifdef BF16_TILES
-#include "tiles.inc.h"
+#include "tile_units.inc.h"
 #else
 #include "tile.inc.h"
 #endif
 
 #ifndef BF16_PRODUCTS
-#include "weights.inc.h"
-
 #include "second_pass.inc.h"
 
 #include "backward.inc.h"
 #include "statistics.inc.h"
 
 #include "jvp.inc.h"
-
-#include "jvp_backward.inc.h"
 
 #include "activation.inc.h"
 #include "norm.inc.h"

@@ -1,5 +1,5 @@
 /* norm.inc.h -- RMS norm and layer norm over one row and their gradients, lanes across the row, any strides.
- * csrc/README.md ("Rotary positions and norms") has the order of the sums, the same as in a softmax. No FMA.
+ * docs/bit_contract.md ("Rotary positions and norms") has the order of the sums, the same as in a softmax. No FMA.
  */
 
 /* A row before weight and bias is (x[k] - rest) * factor. x points to the row itself or to a copy in scratch. */

@@ -1,5 +1,6 @@
-/* philox.inc.h -- the random bits of dropout, by position: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers:
- * as easy as 1, 2, 3").
+/* philox.inc.h -- the random bits of dropout by position: Philox4x32-10.
+ *
+ * (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
  *
  * One call of Philox gives four 32-bit words, that is eight 16-bit digits for eight elements. Element j uses
  *

@@ -1,5 +1,5 @@
 /* product_units.inc.h -- products of two matrices on units of tiles, for the tables of TABLE_BITS 17: the functions of
- * product.inc.h and product_few.inc.h in the order of tile_unit.inc.h. A sum begins with +0 and has all groups in
+ * product.inc.h and product_few.inc.h in the order of bf16_units.inc.h. A sum begins with +0 and has all groups in
  * order.
  */
 

@@ -1,5 +1,6 @@
-/* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by; for decoding and tiny
- * inputs. row_scores.inc.h has its products of queries and keys.
+/* rows.inc.h -- the row path: up to CATTN_FEW_ROWS queries while keys and values stream by.
+ *
+ * It serves decoding and tiny inputs. row_scores.inc.h has its products of queries and keys.
  *
  * For the output, lanes are the columns of V. The number of rows is padded to 1, 2, 4 or 8, so that all accumulators
  * stay in registers.

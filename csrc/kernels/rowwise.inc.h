@@ -1,6 +1,6 @@
 /* rowwise.inc.h -- softmax and dropout over one row, lanes across the row, any strides.
- * csrc/README.md ("The bit contract", 8) has the order of the sums. Columns out of range add nothing, so a row's bits
- * do not depend on their number.
+ * docs/bit_contract.md ("The order of operations", 8) has the order of the sums. Columns out of range add nothing, so a
+ * row's bits do not depend on their number.
  */
 
 #define SUM_RUN 512

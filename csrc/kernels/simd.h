@@ -48,11 +48,11 @@
  *                                         Defined as vf_half_bf16 is; then these conversions are quick, too
  *
  *   vu_of_vf(v)  vf_of_vu(a)  vu_shl16(a) the same bits, and 32-bit integers moved left; only where real is float
- *   vf_pair_dot(a, b, c)                  the instruction of pairs.inc.h. HAS_PAIR_DOT is defined if there is one
- *   vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs. HAS_BF16_ROUNDING
- * is defined if there are instructions for them vu_rounded(low, high)                 pairs of the elements of low,
- * then of high vu_joined(low, high)                  the bits of low, then of high, as they would lie in memory
- *   FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
+ *   vf_pair_dot(a, b, c)                  the instruction of bf16_products.inc.h. HAS_PAIR_DOT is defined if there is
+ * one vh_rounded(v)  vf_paired(even, odd)   rounded to bfloat16, subnormal elements to zeros; as pairs.
+ * HAS_BF16_ROUNDING is defined if there are instructions for them vu_rounded(low, high)                 pairs of the
+ * elements of low, then of high vu_joined(low, high)                  the bits of low, then of high, as they would lie
+ * in memory FLUSHES_BY_MODE                       defined if a mode of the processor flushes subnormals as it does
  *
  *   vu_set1  vu_add  vu_xor  vu_and  vu_shr16(a)  vu_loadu(p)  vu_storeu(p, a)
  *   vw_from(a)  vw_low(w)                 to 64 bits a lane and back; the high 32 bits are arbitrary
@@ -76,7 +76,7 @@
 
 #include "fma.h"
 
-/* 16: floats whose products of queries, keys, weights and values are of bfloat16; see pairs.inc.h */
+/* 16: floats whose products of queries, keys, weights and values are of bfloat16; see bf16_products.inc.h */
 #if REAL_BITS == 16
 #define BF16_PRODUCTS
 #undef REAL_BITS

@@ -1,5 +1,6 @@
-/* simd_gnu.h -- GNU vectors of VECTOR_BYTES bytes, for any CPU: 16 bytes is the portable table (SSE2, NEON), 64 the
- * test-only twin of the AVX-512 table.
+/* simd_gnu.h -- the vocabulary by GNU vectors of VECTOR_BYTES bytes, for any CPU.
+ *
+ * 16 bytes is the portable table (SSE2, NEON), 64 the test-only twin of the AVX-512 table.
  *
  * Subscripts and loops over lanes are allowed here, and only here: compilers turn them into vector code where the CPU
  * has an instruction for it.

@@ -1,6 +1,7 @@
-/* simd_x86.h -- the part of the vocabulary that AVX2 and AVX-512 define alike. The header that includes it has defined
- * VF, VU and VU_BITS: intrinsics on floats, on 32-bit integers, and on integers as bits. With floats also VF_OF, vh,
- * vb, VH and VH_BITS.
+/* simd_x86.h -- the part of the vocabulary that AVX2 and AVX-512 define alike.
+ *
+ * The header that includes it has defined VF, VU and VU_BITS: intrinsics on floats, on 32-bit integers, and on integers
+ * as bits. With floats also VF_OF, vh, vb, VH and VH_BITS.
  */
 
 #define HAS_FMA 1

@@ -1,5 +1,7 @@
-/* state.inc.h -- the online softmax of a block of rows: running maximum, sum and accumulator of a chunk, the merge of
- * chunks, and the finished output, log-sum-exp and weights. The tile path and the row path share it.
+/* state.inc.h -- the online softmax of a block of rows: running state, merge of chunks, finished results.
+ *
+ * The state of a chunk is maximum, sum and accumulator; the results are output, log-sum-exp and weights. The tile path
+ * and the row path share it.
  */
 
 /* Whether each lane is finite: x - x is 0 for finite x, else NaN. */

@@ -1,9 +1,8 @@
-/* statistics.inc.h -- statistics of attention weights: one block of up to CATTN_TILE_ROWS queries against one block of
- * keys, on top of the tile path.
+/* statistics.inc.h -- statistics of attention weights, on top of the tile path: a block of queries, a block of keys.
  *
  * The scores are computed as in the forward pass, and the weights are computed from them and the log-sum-exp as the
  * gradients do it. Sums over the keys run down the lanes. Sums over the queries of a block are COLUMN_CHAINS chains by
- * row and a tree. csrc/README.md ("Statistics") has the order of operations.
+ * row and a tree. docs/bit_contract.md ("Statistics") has the order of operations.
  */
 
 /* A multiple of every table's lanes. */

@@ -1,7 +1,7 @@
 /* tile.inc.h -- the tile path: one block of up to CATTN_TILE_ROWS queries against one block of keys.
  *
  * Scores are stored transposed, score[key][query] (csrc/README.md, "Attention"). Each vector of queries, and each group
- * of MR queries in P V, has an extent (tile_extents.inc.h): the keys that at least one of its rows may see. Nothing
+ * of MR queries in P V, has an extent (tile_scores.inc.h): the keys that at least one of its rows may see. Nothing
  * outside the extent is computed. Inside it, a micro-tile is either full (every row sees every key, no mask code) or
  * partial.
  */

@@ -1,4 +1,4 @@
-/* tiles.inc.h -- the tile path of the tables of TABLE_BITS 17: units of tiles in the place of micro-tiles.
+/* tile_units.inc.h -- the tile path of the tables of TABLE_BITS 17: units of tiles in the place of micro-tiles.
  *
  * Scores are K Q^T: a row of A is a key, read where it is packed; B is the packed queries. They are stored as in
  * tile.inc.h, so that masks, options and softmax are the same. P V is V^T P^T: a row of A is a column of V, and the

@@ -1,10 +1,10 @@
-"""Layers point one way, modules form no circle, the map names every file, and files and functions stay short."""
+"""Layers point one way, modules form no circle, and files and functions stay short."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -105,36 +105,34 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
-    """Return which modules use which: by includes, and by names of functions that another one defines.
+    """Return which files use which: by includes, and by names of functions that another one defines.
 
-    A .c file and the header of the same name are one module. A declaration is no use: headers of interfaces, such as
-    cattn.h, declare functions of several modules. Neither is a macro of a header: the file that expands it uses it.
+    A declaration is no use: a header declares functions of several sources. Neither is a macro of a header: the file
+    that expands it uses it. An inline function may call the source of its header.
     """
-    modules = defaultdict(set)
-    for path in files:
-        modules[path.relative_to(root).with_suffix("").as_posix()].add(path)
     definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
     declaration = re.compile(r"^(?:CATTN_EXPORT )?[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
     macro = re.compile(r"^#define (?:.*\\\n)*.*$", re.MULTILINE)
-    text_of = {path: macro.sub("", code_of(path)) if path.suffix == ".h" else code_of(path) for path in files}
+    name_of = {path: path.relative_to(root).as_posix() for path in files}
     code = {
-        name: declaration.sub("", "\n".join(text_of[path] for path in sorted(paths))) for name, paths in modules.items()
+        path: declaration.sub("", macro.sub("", code_of(path)) if path.suffix == ".h" else code_of(path))
+        for path in files
     }
     owner = {}
-    for name, text in code.items():
+    for path, text in code.items():
         for match in definition.finditer(text):
             if not match[0].startswith("static ") or match[0].startswith("static inline "):
-                owner[match[1]] = name
+                owner[match[1]] = name_of[path]
     graph = {}
-    for name, text in code.items():
+    for path, text in code.items():
         words = re.findall(r"(?<!struct )(?<!enum )\b\w+", text)
-        graph[name] = {owner[word] for word in words if word in owner}
-        for path in modules[name]:
-            for include in includes(path):
-                target = (path.parent / include).resolve()
-                target = target if target.exists() else CSRC / include
-                if target in files:
-                    graph[name].add(target.relative_to(root).with_suffix("").as_posix())
+        own = {name_of[path].removesuffix(".h") + ".c"}
+        graph[name_of[path]] = {owner[word] for word in words if word in owner} - own
+        for include in includes(path):
+            target = (path.parent / include).resolve()
+            target = target if target.exists() else CSRC / include
+            if target in files:
+                graph[name_of[path]].add(name_of[target])
     return graph
 
 
@@ -165,7 +163,7 @@ def python_modules() -> dict[str, set[str]]:
 
 def test_modules_of_the_c_tree_form_no_circle() -> None:
     graph = c_modules(CSRC, [path for path in C_FILES if not path.name.endswith(".inc.h")])
-    assert graph["core/attention"] >= {"core/plan", "core/parallel", "fp_mode"}
+    assert graph["core/attention.c"] >= {"core/plan.c", "core/parallel.c", "core/attention.h", "fp_mode.h"}
     assert circle(graph) == []
 
 
@@ -174,7 +172,7 @@ def test_modules_of_the_fuzzer_and_its_problems_form_no_circle() -> None:
     graph = c_modules(
         ROOT, sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".c", ".h"))
     )
-    assert "tests/core/problem" in graph["fuzz/core/fuzz_core"]
+    assert "tests/core/problem.c" in graph["fuzz/core/fuzz_core.c"]
     assert circle(graph) == []
 
 
@@ -182,25 +180,6 @@ def test_modules_of_the_package_form_no_circle() -> None:
     graph = python_modules()
     assert "cattn._cattn" in graph["cattn.random"]
     assert circle(graph) == []
-
-
-# ---- the map ---------------------------------------------------------------------------------------------------------
-def test_the_map_of_the_c_tree_names_every_file_once() -> None:
-    """A table of csrc/README.md for each folder; `name.[ch]` means two files."""
-    text = (CSRC / "README.md").read_text("utf-8")
-    text = text[text.index("## The files") :]
-    named: Counter[str] = Counter()
-    folder = ""
-    for line in text[: text.index("\n## ", 1)].splitlines():
-        if heading := re.match(r"### `csrc/(.*)`", line):
-            folder = heading[1]
-        if row := re.match(r"\| (`[^|]*`) \|", line):
-            for name in re.findall(r"`([^`]+)`", row[1]):
-                named.update(folder + name.replace("[ch]", end) for end in ("c", "h")[: 1 + ("[ch]" in name)])
-    there = [
-        path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*") if path.is_file() and path.name != "README.md"
-    ]
-    assert named == Counter(there)
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ SOURCES = {path.relative_to(ROOT).as_posix() for path in [*CSRC.rglob("*.c"), *C
 
 def test_every_source_has_mutants() -> None:
     mutate = runpy.run_path(str(ROOT / "tools" / "mutate"))
-    assert len(SOURCES) > 110
+    assert len(SOURCES) > 80
     assert set(mutate["FILES"]) | set(mutate["LEFT_OUT"]) == SOURCES
     assert not set(mutate["FILES"]) & set(mutate["LEFT_OUT"])
     for tests in mutate["FILES"].values():

@@ -1,11 +1,13 @@
-/* check_params.h -- what cattn.h demands of its callers, checked on entry to core/ in builds with assertions.
- *
- * A user's mistake never gets here: the binding raises an error for it. A failed assertion is a bug of the binding.
- */
-#ifndef CATTN_CHECK_PARAMS_H
-#define CATTN_CHECK_PARAMS_H
+/* params.h -- params structs of cattn.h inside core/: assertions of their contract, and strides of batch entries. */
+#ifndef CATTN_PARAMS_H
+#define CATTN_PARAMS_H
 
 #include "../cattn.h"
+
+/* ---- the contract of cattn.h, asserted on entry to core/ in builds with assertions ---- */
+
+/* A user's mistake never gets here: the binding raises an error for it. A failed assertion is a bug of the binding.
+ */
 
 #ifdef NDEBUG
 #define CATTN_CHECK(which, params) ((void)(params))
@@ -25,5 +27,18 @@ void cattn_check_norm_backward(const struct cattn_norm_backward_params *params);
 void cattn_check_activation(const struct cattn_activation_params *params);
 void cattn_check_mask(const struct cattn_mask_params *params);
 #endif
+
+/* ---- the part of a strided tensor that belongs to one batch entry ---- */
+
+/* Batch entries are numbered in C order over the batch dimensions.
+ */
+
+/* Elements from a tensor's start to batch entry `index`. */
+int64_t cattn_batch_offset(const struct cattn_tensor *tensor, int n_batch_dims, const int64_t *batch_shape,
+                           int64_t index);
+
+/* The int64 of batch entry `index`; `common` if the tensor is absent. */
+int64_t cattn_batch_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
+                           const int64_t *batch_shape, int64_t index);
 
 #endif

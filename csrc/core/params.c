@@ -1,7 +1,82 @@
-/* check_params.c -- assertions of the contract of cattn.h; see check_params.h. Release builds keep the static ones. */
-#include "check_params.h"
+/* params.c -- params structs of cattn.h: places of batch entries, structs without options, checks of the contract. */
+#include "params.h"
 
-/* clear_params.c walks from the first tensor to the member after the last one. */
+#include <assert.h>
+#include <math.h>
+#include <string.h>
+
+/* ---- batch entries ---- */
+
+int64_t cattn_batch_offset(const struct cattn_tensor *tensor, int n_batch_dims, const int64_t *batch_shape,
+                           int64_t index) {
+    int64_t offset = 0;
+    for (int d = n_batch_dims - 1; d >= 0 && index; d--) {
+        offset += index % batch_shape[d] * tensor->batch[d];
+        index /= batch_shape[d];
+    }
+    return offset;
+}
+
+int64_t cattn_batch_number(const struct cattn_tensor *numbers, int64_t common, int n_batch_dims,
+                           const int64_t *batch_shape, int64_t index) {
+    return numbers->data
+               ? ((const int64_t *)numbers->data)[cattn_batch_offset(numbers, n_batch_dims, batch_shape, index)]
+               : common;
+}
+
+/* ---- structs without options ---- */
+
+/* A struct is up to 10 KB, nearly all of it strides that few calls use: clearing it whole would cost more than a tiny
+ * attention. So it has its scalars first, then its tensors without a gap, then arrays that are read up to n_batch_dims
+ * only. CLEAR(params, first tensor, member after the last) depends on this order, which is asserted below.
+ */
+
+/* The scalars end where the tensors begin. Not inline: with constant sizes GCC clears by `rep stos`, whose start takes
+ * longer than these few bytes. */
+static __attribute__((noinline)) void clear(void *params, size_t tensors, size_t end) {
+    memset(params, 0, tensors);
+    for (size_t at = tensors; at < end; at += sizeof(struct cattn_tensor))
+        memset((char *)params + at, 0, offsetof(struct cattn_tensor, batch));
+}
+
+#define CLEAR(params, tensors, end)                                                                                    \
+    clear(params, (size_t)((char *)&(params)->tensors - (char *)(params)),                                             \
+          (size_t)((char *)&(params)->end - (char *)(params)))
+
+void cattn_clear_attention(struct cattn_attention_params *params) { CLEAR(params, ranges.offsets, batch_shape); }
+
+void cattn_clear_jvp(struct cattn_jvp_params *params) {
+    CLEAR(params, tangents.query, forward);
+    cattn_clear_attention(&params->forward);
+}
+
+void cattn_clear_backward(struct cattn_backward_params *params) {
+    CLEAR(params, grad_out, forward);
+    cattn_clear_attention(&params->forward);
+}
+
+void cattn_clear_statistics(struct cattn_statistics_params *params) {
+    CLEAR(params, rows, forward);
+    cattn_clear_attention(&params->forward);
+}
+
+void cattn_clear_softmax(struct cattn_softmax_params *params) { CLEAR(params, ranges.offsets, batch_shape); }
+
+void cattn_clear_softmax_backward(struct cattn_softmax_backward_params *params) { CLEAR(params, grad, batch_shape); }
+
+void cattn_clear_dropout(struct cattn_dropout_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_rope(struct cattn_rope_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_norm(struct cattn_norm_params *params) { CLEAR(params, x, batch_shape); }
+
+void cattn_clear_norm_backward(struct cattn_norm_backward_params *params) { CLEAR(params, grad, batch_shape); }
+
+void cattn_clear_activation(struct cattn_activation_params *params) { CLEAR(params, x, batch_shape); }
+
+/* ---- the contract; release builds keep the static assertions ---- */
+
+/* cattn_clear_... walk from the first tensor to the member after the last one. */
 #define WHOLE_TENSORS(type, first, end)                                                                                \
     _Static_assert((offsetof(struct type, end) - offsetof(struct type, first)) % sizeof(struct cattn_tensor) == 0,     \
                    #type " has no gap between its tensors")
@@ -18,11 +93,6 @@ WHOLE_TENSORS(cattn_norm_backward_params, grad, batch_shape);
 WHOLE_TENSORS(cattn_activation_params, x, batch_shape);
 
 #ifndef NDEBUG
-
-#include <assert.h>
-#include <math.h>
-
-#include "strides.h"
 
 /* Batch entries whose lengths and offsets are looked at: a broadcast batch may be of any size. */
 #define MOST_ENTRIES 1000
