@@ -108,7 +108,7 @@ def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
     """Return which files use which: by includes, and by names of functions that another one defines.
 
     A declaration is no use: a header declares functions of several sources. Neither is a macro of a header: the file
-    that expands it uses it. An inline function may call the source of its header.
+    that expands it uses it. Neither is a call in an inline function of a header: the file that calls that one uses it.
     """
     definition = re.compile(r"^(?:static inline )?[a-z_][\w ]*?[ *]+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
     declaration = re.compile(r"^(?:CATTN_EXPORT )?[a-z_][\w ]*?[ *]+\w+\([^;{}]*\);", re.MULTILINE)
@@ -126,8 +126,7 @@ def c_modules(root: Path, files: list[Path]) -> dict[str, set[str]]:
     graph = {}
     for path, text in code.items():
         words = re.findall(r"(?<!struct )(?<!enum )\b\w+", text)
-        own = {name_of[path].removesuffix(".h") + ".c"}
-        graph[name_of[path]] = {owner[word] for word in words if word in owner} - own
+        graph[name_of[path]] = {owner[word] for word in words if word in owner and path.suffix == ".c"}
         for include in includes(path):
             target = (path.parent / include).resolve()
             target = target if target.exists() else CSRC / include
