@@ -20,7 +20,7 @@ integrations, testing        PyTorch, transformers, JAX, Keras, dask, ONNX; `tes
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
-from ._input.pairs import BlockMask, Quantized
+from ._input.objects import BlockMask, Quantized
 from ._input.types import (
     AttentionGradients,
     AttentionOutput,

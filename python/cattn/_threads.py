@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from . import _cattn
-from ._input.blocks import warn_not_entered
 from ._input.checks import as_size
+from ._input.contexts import warn_not_entered
 from ._input.names import with_hints
 from ._version import __version__
 

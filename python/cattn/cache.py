@@ -13,12 +13,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ._input.arrays import as_array, as_integers, converted, is_quantized, parts_of, read_array
 from ._input.checks import QUANTIZED, as_dtype, as_size
-from ._input.display import html_table
-from ._input.fp_mode import in_default_mode
+from ._input.contexts import in_default_mode
 from ._input.names import public_names, with_hints
-from ._input.pairs import NoArray, Quantized
-from ._input.quantized import LARGEST_SCALE, LEAST_SCALE
-from ._input.types import CausalAlignmentWarning
+from ._input.objects import LARGEST_SCALE, LEAST_SCALE, NoArray, Quantized
+from ._input.types import CausalAlignmentWarning, html_table
 
 __all__ = ["KVCache"]
 __dir__ = public_names(globals())

@@ -24,8 +24,7 @@ from cattn._cli.files import Array, InputError, Output, commit, load, load_membe
 from cattn._cli.messages import plain_warnings, say
 from cattn._cli.progress import Progress
 from cattn._input.arrays import broadcast_shapes
-from cattn._input.pairs import Quantized
-from cattn._input.quantized import dequantized
+from cattn._input.objects import Quantized, dequantized
 from cattn._input.types import AttentionOutput
 
 DESCRIPTION = """\

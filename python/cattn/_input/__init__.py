@@ -1,1 +1,1 @@
-"""Arguments of users, made ready for the extension: arrays, checks, types, rng and floating-point mode."""
+"""Arguments of users, made ready for the extension: arrays, checks, types and the floating-point mode."""

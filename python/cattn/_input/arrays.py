@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .. import _cattn
-from .fp_mode import in_default_mode
+from .contexts import in_default_mode
 
 Array = NDArray[Any]
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._input.arrays import as_array, common_dtype, is_bfloat16
-from .._input.display import summary
-from .._input.types import AttentionStatistics
+from .._input.types import AttentionStatistics, summary
 from .._plot import as_text, strings, take_entry, token_labels
 
 Array = NDArray[Any]

@@ -6,7 +6,7 @@ array([-0.152, -0.105,  1.215])
 """
 
 from .. import _cattn
-from .._input import arrays, pairs, quantized, rng
+from .._input import arrays, objects
 from .._input.names import public_names
 from .._input.types import (
     AttentionGradients,
@@ -15,6 +15,7 @@ from .._input.types import (
     AttentionTangents,
     CausalAlignmentWarning,
 )
+from ..random import draw_seed
 from ._activation import gelu, gelu_backward, silu, silu_backward
 from ._attention import attention_weights, causal_attention, scaled_dot_product_attention
 from ._dropout import dropout, dropout_backward
@@ -82,13 +83,13 @@ _cattn._register_helpers(
     read_integers=arrays.read_integers,
     as_head_numbers=arrays.as_head_numbers,
     as_positions=as_positions,
-    dequantized=quantized.dequantized,
-    quantized_class=pairs.Quantized,
-    block_mask_class=pairs.BlockMask,
+    dequantized=objects.dequantized,
+    quantized_class=objects.Quantized,
+    block_mask_class=objects.BlockMask,
     cast=arrays.cast,
     shares_memory=arrays.shares_memory,
     refuse_masked=arrays.refuse_masked,
-    draw_seed=rng.draw_seed,
+    draw_seed=draw_seed,
     as_rope_scaling=as_rope_scaling,
     attention_output=AttentionOutput,
     attention_gradients=AttentionGradients,

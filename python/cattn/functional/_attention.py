@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.pairs import Stored
+from .._input.objects import Stored
 from .._input.types import Alignment, AttentionOutput, LseDType, Stage
 from ._options import AttentionOptions
 from ._signature import implemented_in_c

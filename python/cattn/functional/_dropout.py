@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import as_array, as_bool, parts_of
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from .._input.names import with_hints
 from .._input.types import RNG
 from ..random import TorchGenerator

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .._input.display import html_table
-from .._input.pairs import Stored
-from .._input.types import Alignment, LseDType
+from .._input.objects import Stored
+from .._input.types import Alignment, LseDType, html_table
 from ._options import AttentionOptions
 from ._signature import implemented_in_c
 

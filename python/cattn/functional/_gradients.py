@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.fp_mode import in_default_mode
-from .._input.pairs import Stored
+from .._input.contexts import in_default_mode
+from .._input.objects import Stored
 from .._input.types import Alignment, AttentionGradients
 from ._options import AttentionOptions
 from ._signature import implemented_in_c

@@ -9,9 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import PART, as_array, as_integers, broadcast_shapes, parts_of, read_integers
-from .._input.display import fields_html, show_fields
-from .._input.fp_mode import in_default_mode
-from .._input.types import AttentionStatistics
+from .._input.contexts import in_default_mode
+from .._input.types import AttentionStatistics, fields_html, show_fields
 
 __all__ = ["HeadScores", "attention_rollout", "head_scores"]
 

@@ -10,9 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import as_array, common_dtype, converted, read_array, refuse_without_scale
-from .._input.fp_mode import in_default_mode
-from .._input.pairs import Quantized, Stored
-from .._input.quantized import multiply
+from .._input.contexts import in_default_mode
+from .._input.objects import Quantized, Stored, multiply
 from .._input.types import ComputeDType
 from ._signature import implemented_in_c
 

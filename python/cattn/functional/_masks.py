@@ -9,10 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import as_mask, broadcast_shapes, shape_of
 from .._input.checks import as_size, is_word
-from .._input.display import Text
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from .._input.names import with_hints
-from .._input.types import Alignment, Window
+from .._input.types import Alignment, Text, Window
 from ._attention import attention_weights
 from ._explain import explain
 from ._signature import implemented_in_c

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._input.arrays import PART, as_array, common_dtype, parts_of
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from .._input.types import AttentionOutput
 
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _cattn
 from .._input.arrays import as_array, common_dtype, converted
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from ._signature import implemented_in_c
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from numpy.typing import ArrayLike
 
-from .._input.pairs import BlockMask
+from .._input.objects import BlockMask
 from .._input.types import RNG, ComputeDType, Layout, Window
 
 Corner: TypeAlias = Literal["upper_left", "lower_right"]

@@ -10,9 +10,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .._input.arrays import _quiet, as_array, converted, parts_of
 from .._input.checks import QUANTIZED, as_dtype
-from .._input.fp_mode import in_default_mode
-from .._input.pairs import Quantized, Stored, read_quantized
-from .._input.quantized import LARGEST_SCALE, LEAST_SCALE, multiply
+from .._input.contexts import in_default_mode
+from .._input.objects import LARGEST_SCALE, LEAST_SCALE, Quantized, Stored, multiply, read_quantized
 from ._softmax import normalize_axes
 
 __all__ = ["dequantize", "quantize"]

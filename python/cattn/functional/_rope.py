@@ -1,12 +1,17 @@
-"""Rotary positions of queries and keys."""
+"""Rotary positions of queries and keys: the function, and its arguments as C reads them."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .. import _cattn
+from .._input.arrays import Array, is_bfloat16, parts_of, read_array
 from ._signature import implemented_in_c
 
 __all__ = ["rope"]
@@ -110,15 +115,154 @@ def rope(  # type: ignore[empty-body]
     """
 
 
-def as_positions(*arguments: Any) -> Any:
-    """Call the function of `cattn._input.rope` for C; that module is imported at its first use."""
-    from .._input import rope
-
-    return rope.as_positions(*arguments)
+# Every integer up to this size is a float64.
+MOST = 2**53
 
 
-def as_rope_scaling(*arguments: Any) -> Any:
-    """Call the function of `cattn._input.rope` for C, in the same way."""
-    from .._input import rope
+def as_positions(obj: Any, name: str) -> Array:
+    """Return positions as a contiguous float64 array of the caller's shape (a copy that nobody else changes)."""
+    array = read_array(obj, name)
+    if array.dtype.kind not in "iuf" and not is_bfloat16(array.dtype) and array.size > 0:
+        raise TypeError(f"{name} must hold ints or floats, got dtype {array.dtype}")
+    if array.ndim == 0:
+        raise ValueError(
+            f"{name} must have one number for each token, shape (T,), got just one: pass np.arange(start, start + T)"
+        )
+    result: Array = np.empty(array.shape, np.float64)
+    for part in parts_of(array.shape):  # a signal is handled after each part
+        if array.dtype.kind in "iu":
+            low, high = int(array[part].min()), int(array[part].max())
+            if low < -MOST or high > MOST:
+                raise ValueError(f"{name} must be between -2**53 and 2**53, got {low if low < -MOST else high}")
+        numbers = result[part]
+        np.copyto(numbers, array[part], casting="unsafe")
+        wrong = ~(np.abs(numbers) <= MOST)
+        if wrong.any():
+            raise ValueError(f"{name} must be between -2**53 and 2**53, got {numbers[wrong].flat[0]}")
+    return result
 
-    return rope.as_rope_scaling(*arguments)
+
+# The order is the order of enum cattn_rope_type. The keys of each type: required ones and optional ones.
+_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+}
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_WHERE = {  # where a model's config has a key that its dict lacks
+    "original_max_position_embeddings": ": config.max_position_embeddings of a model in transformers",
+    "factor": ": config.max_position_embeddings / original_max_position_embeddings of a model in transformers",
+}
+
+
+def _type_of(given: Mapping[str, Any]) -> str:
+    """Return the type that a dict names."""
+    for key in ("rope_type", "type"):
+        if not isinstance(given.get(key, ""), (str, type(None))):
+            raise TypeError(f"scaling[{key!r}] must be a str, got {type(given[key]).__name__}")
+    names = {given[key] for key in ("rope_type", "type") if given.get(key) is not None}
+    if len(names) > 1:
+        first, second = (_cattn._shown(given[key]) for key in ("rope_type", "type"))
+        raise ValueError(f"scaling has rope_type {first} and type {second}: pass one of them")
+    if not names:
+        raise ValueError(f"scaling lacks 'rope_type': it must be one of {', '.join(map(repr, _TYPES))}")
+    name = names.pop()
+    if name not in _TYPES:
+        raise ValueError(
+            f"scaling has rope_type {_cattn._shown(name)}; cattn.rope knows {', '.join(map(repr, _TYPES))}"
+        )
+    return str(name)
+
+
+def _check_keys(given: Mapping[str, Any], name: str) -> None:
+    """Refuse a dict that has other keys than its type, or lacks one."""
+    needed, optional = _TYPES[name]
+    layers = [key for key, value in given.items() if isinstance(value, Mapping)]
+    if layers:
+        raise ValueError(
+            f"scaling has a dict for each of {', '.join(map(_cattn._shown, layers))}: pass that of one layer type"
+        )
+    unknown = [key for key in given if key not in (*needed, *optional, *_COMMON)]
+    if unknown:
+        known = ", ".join(map(repr, (*needed, *optional))) or "no other key"
+        raise ValueError(
+            f"scaling has unknown keys {', '.join(map(_cattn._shown, unknown))}; rope_type {name!r} has {known}"
+        )
+    for key in needed:
+        if given.get(key) is None:
+            raise ValueError(f"scaling lacks {key!r}, which rope_type {name!r} needs{_WHERE.get(key, '')}")
+
+
+def _number(given: Mapping[str, Any], key: str, default: float = 0.0) -> float:
+    """Return a number of the dict; None counts as absent."""
+    value = given.get(key)
+    if value is None:
+        return default
+    if isinstance(value, (bool, np.bool_, str, bytes, complex, np.complexfloating)):
+        raise TypeError(f"scaling[{key!r}] must be a real number, got {type(value).__name__}")
+    try:
+        if getattr(value, "ndim", 0):
+            raise TypeError  # an array of one element has a float, too
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"scaling[{key!r}] must be a real number, got {type(value).__name__}") from None
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"scaling[{key!r}] must be finite, got {_cattn._shown(number)}")
+    return number
+
+
+def _demand(holds: bool, given: Mapping[str, Any], key: str, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"scaling[{key!r}] must be {wanted}, got {_cattn._shown(given[key])}")
+
+
+def _check_agreement(given: Mapping[str, Any], theta: float, rotary_dim: int, n_cols: int) -> None:
+    """Two keys say what arguments of rope say: refuse a contradiction."""
+    own_theta = _number(given, "rope_theta", theta)
+    if own_theta != theta:
+        raise ValueError(f"scaling has rope_theta {own_theta}, but theta is {theta}: pass theta=scaling['rope_theta']")
+    part = _number(given, "partial_rotary_factor", rotary_dim / max(n_cols, 1))
+    if int(n_cols * part) != rotary_dim and given.get("partial_rotary_factor") is not None:
+        raise ValueError(
+            f"scaling has partial_rotary_factor {part}, which is {int(n_cols * part)} of {n_cols} columns, but "
+            f"rotary_dim is {rotary_dim}: pass rotary_dim={int(n_cols * part)}"
+        )
+
+
+def as_rope_scaling(scaling: Any, theta: float, rotary_dim: int, n_cols: int) -> tuple[float, ...]:
+    """Return the members of struct cattn_rope_scaling in their order: the type's number, truncate, and the floats."""
+    if not isinstance(scaling, Mapping):
+        raise TypeError(f"scaling must be a dict as in the config of a model, or None, got {type(scaling).__name__}")
+    name = _type_of(scaling)
+    _check_keys(scaling, name)
+    _check_agreement(scaling, theta, rotary_dim, n_cols)
+    factor, length = _number(scaling, "factor", 1.0), _number(scaling, "original_max_position_embeddings", 1.0)
+    _demand(factor >= 1, scaling, "factor", "at least 1")
+    _demand(length > 0, scaling, "original_max_position_embeddings", "positive")
+    low, high = _number(scaling, "low_freq_factor", 1.0), _number(scaling, "high_freq_factor", 4.0)
+    _demand(low > 0, scaling, "low_freq_factor", "positive")
+    _demand(high > low, scaling, "high_freq_factor", f"larger than low_freq_factor, {low}")
+    slow, fast = _number(scaling, "beta_slow", 1.0), _number(scaling, "beta_fast", 32.0)
+    _demand(slow > 0, scaling, "beta_slow", "positive")
+    _demand(fast >= slow, scaling, "beta_fast" if scaling.get("beta_fast") is not None else "beta_slow", "such that "
+            f"beta_fast, {fast}, is at least beta_slow, {slow}")  # fmt: skip
+    attention = _number(scaling, "attention_factor")
+    _demand(attention > 0 or scaling.get("attention_factor") is None, scaling, "attention_factor", "positive")
+    if name == "dynamic" and rotary_dim < 4:
+        raise ValueError(f"scaling has rope_type 'dynamic', which needs a rotary_dim of at least 4, got {rotary_dim}")
+    if name == "yarn" and theta <= 1:
+        raise ValueError(f"scaling has rope_type 'yarn', which needs a theta above 1, got {theta}")
+    truncate = scaling.get("truncate")
+    if truncate is not None and not isinstance(truncate, (bool, np.bool_)):
+        raise TypeError(f"scaling['truncate'] must be True or False, got {type(truncate).__name__}")
+    mscale, mscale_all_dim = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
+    number = operator.indexOf(_TYPES, name)
+    flag = truncate is None or bool(truncate)
+    return (number, flag, factor, length, low, high, fast, slow, attention, mscale, mscale_all_dim)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from .. import _cattn
 from .._input.arrays import as_array, as_bool, common_dtype, converted
 from .._input.checks import as_int
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from .._input.types import Alignment
 from ._signature import implemented_in_c
 

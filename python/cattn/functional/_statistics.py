@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, Unpack
 
 from numpy.typing import ArrayLike
 
-from .._input.pairs import Stored
+from .._input.objects import Stored
 from .._input.types import Alignment, AttentionStatistics
 from ._options import DenseOptions, PackedOptions
 from ._signature import implemented_in_c

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import ArrayLike, NDArray
 
-from .._input.pairs import Stored
+from .._input.objects import Stored
 from .._input.types import Alignment, AttentionGradients, AttentionOutput, LseDType
 from ._options import PackedAttentionOptions
 from ._signature import implemented_in_c

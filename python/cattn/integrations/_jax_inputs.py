@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cattn._input.pairs import scale_error, split_scale
+from cattn._input.objects import scale_error, split_scale
 
 _FLOATS = (np.float16, jnp.bfloat16, np.float32, np.float64)
 _QUANTIZED = (np.int8, jnp.float8_e4m3fn)

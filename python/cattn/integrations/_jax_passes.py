@@ -16,7 +16,7 @@ import numpy as np
 
 import cattn
 from cattn import _cattn
-from cattn._input.pairs import BlockMask, Quantized
+from cattn._input.objects import BlockMask, Quantized
 
 from ._jax_inputs import Arrays, compute_dtype
 

@@ -21,10 +21,17 @@ from cattn._input.arrays import as_bias, as_integers, as_mask, cast, is_quantize
 from cattn._input.checks import as_size
 from cattn._input.doors import DOORS
 from cattn._input.names import public_names, with_hints
-from cattn._input.pairs import BlockMask, Quantized, scale_error, split_blocks, split_scale
-from cattn._input.quantized import as_scale, check_scale_fits
-from cattn._input.rng import draw_seed
+from cattn._input.objects import (
+    BlockMask,
+    Quantized,
+    as_scale,
+    check_scale_fits,
+    scale_error,
+    split_blocks,
+    split_scale,
+)
 from cattn._input.types import RNG, Alignment, AttentionOutput, ComputeDType, Window
+from cattn.random import draw_seed
 
 try:
     import dask.array

@@ -14,7 +14,7 @@ import numpy as np
 import cattn
 from cattn import _cattn
 from cattn._input.names import public_names, with_hints
-from cattn._input.pairs import BlockMask, Quantized, split_blocks
+from cattn._input.objects import BlockMask, Quantized, split_blocks
 
 try:
     import jax

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import cattn
 from cattn._input.arrays import cast, is_bfloat16, load_ml_dtype
-from cattn._input.blocks import block
+from cattn._input.contexts import block
 from cattn._input.names import public_names
 
 try:

@@ -12,13 +12,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_size
 from .._input.names import with_hints
-from .._input.pairs import Quantized
-from .._input.rng import to_replay
+from .._input.objects import Quantized
 from .._input.types import AttentionOutput, Window
 from ..cache import KVCache
 from ..functional import causal_attention, causal_mask, scaled_dot_product_attention
 from ..functional._gradients import attention_backward
-from ..random import TorchGenerator
+from ..random import TorchGenerator, to_replay
 from ._layers import Dropout, show_dtype
 from ._module import Module
 

@@ -11,13 +11,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from .. import _cattn
 from .._input.arrays import as_array
 from .._input.checks import as_dtype, as_flag, as_size
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from .._input.names import with_hints
-from .._input.rng import GeneratorOrNone, as_generator, generator_or_default, to_replay
 from .._input.types import RNG
 from ..functional._dropout import dropout
 from ..functional._linear import linear, linear_backward
-from ..random import TorchGenerator
+from ..random import GeneratorOrNone, TorchGenerator, as_generator, generator_or_default, to_replay
 from ._module import Kept, Module
 
 __all__ = ["Dropout", "Linear"]

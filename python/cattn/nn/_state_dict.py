@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._input.arrays import as_array, read_array
-from .._input.fp_mode import in_default_mode
+from .._input.contexts import in_default_mode
 from ._files import printable
 
 Array = NDArray[Any]

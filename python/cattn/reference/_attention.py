@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn._input.arrays import refuse_scalar
-from cattn._input.pairs import BlockMask, Stored
+from cattn._input.objects import BlockMask, Stored
 from cattn._input.types import AttentionOutput, ComputeDType, Layout, LseDType, Window
 
 from ._dropout import apply_dropout, dropout_keep

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._input.pairs import Stored
+from cattn._input.objects import Stored
 from cattn._input.types import AttentionGradients, Layout
 
 from ._attention import Problem, _dropout_bits, _weighted_sum, pad, padded_options, reordered, score, unpad

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._input.pairs import Quantized
+from cattn._input.objects import Quantized
 from cattn._input.types import AttentionGradients, AttentionTangents
 
 from ._attention import Problem, _dropout_bits, _weighted_sum, normalize, reordered, score

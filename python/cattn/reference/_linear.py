@@ -2,7 +2,7 @@
 
 from numpy.typing import ArrayLike
 
-from cattn._input.pairs import Stored
+from cattn._input.objects import Stored
 from cattn._input.types import ComputeDType
 
 from ._shared import Floats, deliver, numbers, plain, quiet, rounded_to_bfloat16

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cattn._input.arrays import refuse_scalar, refuse_without_scale
-from cattn._input.pairs import Quantized, Stored
+from cattn._input.objects import Quantized, Stored
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cattn._input.pairs import Stored
+from cattn._input.objects import Stored
 from cattn._input.types import AttentionStatistics
 
 from ._attention import normalize, pad, padded_options, score, unpad

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._input.display import html_table
+from .._input.types import html_table
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._input.names import with_hints
-from ..._input.pairs import BlockMask, Quantized, no_scale_error
+from ..._input.objects import BlockMask, Quantized, no_scale_error
 from ..._input.types import Alignment, AttentionOutput, Layout, Window
 from ._compute import forward, recorded
 from ._operator import POSITIONS, WithGradients, as_seed, attention_operator, read_block_mask, write_options

@@ -12,7 +12,7 @@ from torch._library.autograd import make_autograd_impl
 
 from cattn import _cattn
 
-from ..._input.pairs import split_blocks
+from ..._input.objects import split_blocks
 from ._compute import backward, empty_output, forward, recorded, row_shape
 from ._tensors import (
     as_array,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._input.pairs import Quantized, no_scale_error, scale_error, split_scale
+from ..._input.objects import Quantized, no_scale_error, scale_error, split_scale
 from ._tensors import DTYPES, QUANTIZED, check_class, check_tensor, dtype_of, of_read_only
 
 

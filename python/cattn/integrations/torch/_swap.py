@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import cattn
-from cattn._input.blocks import block
+from cattn._input.contexts import block
 
 from ._attention import scaled_dot_product_attention
 from ._products import products_by_cattn

@@ -1,4 +1,4 @@
-"""Context managers that say so if a call of them is left without ``with``, where it has no effect."""
+"""Blocks of ``with`` that warn if they are not entered, and the floating-point mode of computations in Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from .. import _cattn
+from .names import add_hint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,5 +59,22 @@ def block(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Block[T]:
         return Block(function.__name__, functools.partial(make, *args, **kwargs))
+
+    return call
+
+
+R = TypeVar("R")
+
+
+def in_default_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Make function round to nearest and keep subnormals, as the kernels do, in any mode that the caller has set."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return _cattn._in_default_mode(function, args, kwargs)
+        except TypeError as error:
+            add_hint(error, function)
+            raise
 
     return call
